@@ -1,0 +1,54 @@
+# make demo: install and run the main job.   make test: the whole suite.   make check: lint and types.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+TORCH := torch==2.13.0
+
+.PHONY: demo test slow check bench tiny install dev clean
+
+demo: install
+	$(BIN)/coserve demo
+
+test: dev
+	$(BIN)/python -m pytest -n 2
+
+slow: dev
+	$(BIN)/python -m pytest -m slow
+
+check: dev
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+bench: dev
+	$(BIN)/coserve bench engine --json docs/results/engine.json
+
+tiny: dev
+	$(BIN)/python -m coserve.tiny.build
+
+install: $(VENV)/.installed
+dev: $(VENV)/.dev
+
+# torch goes in first and alone: asked for by another package, it would bring several gigabytes of CUDA.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("coserve needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+ifeq ($(GPU),)
+	$(BIN)/python -m pip install --quiet '$(TORCH)+cpu' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
+else
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+endif
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

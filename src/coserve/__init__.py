@@ -1,0 +1,37 @@
+"""coserve: serve and fine-tune many adapters on one frozen base model, in the same step.
+
+    from coserve import Engine, SamplingParams, LoRAConfig, TrainingConfig
+
+    engine = Engine("path/or/hub-name")
+    job = engine.finetune("data.jsonl", adapter="mine")
+    for delta in engine.generate("Hello"):
+        print(delta.text, end="")
+
+Importing the package does not import torch; the names below do when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from coserve.config import EngineConfig
+from coserve.core.request import SLO, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from coserve.adapters.methods.lora import LoRAConfig as LoRAConfig
+    from coserve.engine.engine import Engine as Engine
+    from coserve.train.tape import Keep as Keep
+    from coserve.train.trainer import TrainingConfig as TrainingConfig
+
+_LAZY = {
+    "Engine": "coserve.engine.engine",
+    "Keep": "coserve.train.tape",
+    "LoRAConfig": "coserve.adapters.methods.lora",
+    "TrainingConfig": "coserve.train.trainer",
+}
+__all__ = ["SLO", "Engine", "EngineConfig", "FinishReason", "Keep", "LoRAConfig", "SamplingParams", "TrainingConfig"]  # noqa: E501
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'coserve' has no attribute {name!r}")

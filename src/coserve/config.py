@@ -1,0 +1,34 @@
+"""Settings of an engine. Frozen: changing one gives a new object."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from coserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How one engine uses its device."""
+
+    dtype: str = "auto"  # float32, bfloat16, float16, float64, or what the model was saved in
+    device: str = "cpu"  # or cuda, cuda:1, ...
+    cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
+    page_size: int = 16  # tokens in a page of that cache; smaller wastes less, larger gathers faster
+    max_running: int = 64  # sequences that run at once; more wait
+    policy: str = "hybrid"  # how training is fitted between answers
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)  # other fields of schedule.SchedulerConfig
+    calibrate: bool = True  # measure the cost model at start-up (seconds); else start from a guess
+    seed: int = 0  # of what is drawn for requests that bring no seed of their own
+
+    def __post_init__(self) -> None:
+        for name in ("cache_tokens", "page_size", "max_running"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
+        if self.dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"engine.dtype must be auto, float32, bfloat16, float16 or float64, not {self.dtype!r}")
+
+    @property
+    def pages(self) -> int:
+        """Pages in the cache."""
+        return -(-self.cache_tokens // self.page_size)

@@ -1,0 +1,94 @@
+"""The scheduler's question to the runner and its answer. Plain data, no tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.errors import CoserveError
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one step does for one sequence: `length` rows from `start`, through the layers of `span`.
+
+    Decode is an INFER segment of length 1, prefill one of length N; training is a KEEP segment and later
+    a BACKWARD one. INFER segments always span the whole model.
+    """
+
+    sequence: Sequence | MicroBatch
+    start: int
+    length: int
+    direction: Direction
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step's work.
+
+    `updates` are jobs whose optimizer steps after the segments have run; `released` are keys of sequences
+    and micro-batches that ended since the last plan, whose device state the runner drops before anything
+    else. `predicted` is what the cost model expects, in seconds.
+    """
+
+    inference: tuple[Segment, ...] = ()
+    training: tuple[Segment, ...] = ()
+    updates: tuple[str, ...] = ()
+    released: tuple[int, ...] = ()
+    predicted: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.inference or self.training or self.updates or self.released)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether inference and training share this step."""
+        return bool(self.inference) and bool(self.training)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of the chosen token and of the likeliest alternatives, natural logarithm."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token sampled for one sequence. `prompt_logprobs` covers the prompt positions that this step
+    scored, in order (the first prompt token has none and is never in it)."""
+
+    token: int | None  # None where a prefill chunk ended before the prompt did
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What one optimizer step did: mean loss per label, its labels, the gradient's norm before clipping."""
+
+    step: int
+    loss: float
+    labels: int
+    grad_norm: float
+    learning_rate: float
+    version: str  # key of the adapter version this step published
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The runner's answer. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`)."""
+
+    seconds: float
+    sampled: Mapping[int, Sampled] = field(default_factory=dict)
+    updated: Mapping[str, Updated] = field(default_factory=dict)
+    failed: Mapping[str, CoserveError] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """Anything that can run a plan: the local runner, a scripted fake, later a split or remote one."""
+
+    def run(self, plan: Plan) -> StepResult: ...

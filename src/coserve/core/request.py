@@ -1,0 +1,94 @@
+"""What a caller asks for: text, and how soon."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from coserve.errors import ConfigError
+
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended, in OpenAI's words (`cancelled` is ours)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """What a request may be made to wait, all in seconds; None where the caller does not mind.
+
+    `deferral` is FineInfer's bound (algorithm 1): the sum of all delay that training may cause this
+    request, checked when it is admitted and while it runs.
+    """
+
+    first_token: float | None = None
+    between_tokens: float | None = None
+    end_to_end: float | None = None
+    deferral: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"slo.{name} must be a number of seconds >= 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The defaults are greedy decoding of at most 256 tokens."""
+
+    max_tokens: int = 256
+    min_tokens: int = 0  # end-of-sequence and stop tokens are held back before this many
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0  # drops tokens below this fraction of the likeliest one's probability
+    repetition_penalty: float = 1.0  # over prompt and answer, as transformers defines it
+    presence_penalty: float = 0.0  # over the answer only, as OpenAI defines it
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    seed: int | None = None  # None draws one when the request is made
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report beside the chosen token's own
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": self.max_tokens >= 1,
+            "min_tokens": 0 <= self.min_tokens <= self.max_tokens,
+            "temperature": 0.0 <= self.temperature < float("inf"),
+            "top_k": self.top_k >= 0,
+            "top_p": 0.0 < self.top_p <= 1.0,
+            "min_p": 0.0 <= self.min_p < 1.0,
+            "repetition_penalty": 0.0 < self.repetition_penalty < float("inf"),
+            "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
+            "prompt_logprobs": self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
+        }
+        for name, holds in checks.items():
+            if not holds:
+                raise ConfigError(f"sampling.{name} is out of its range: {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Text wanted from one base with at most one adapter version.
+
+    `prompt` are token ids; `adapter` is the key of an adapter *version* (`name@3`), resolved when the
+    request is made, so that it stays on the version it began with. `arrival` is on the engine's clock, in
+    seconds. `base` names the foundation model: one engine may hold several.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    adapter: str | None = None
+    slo: SLO = SLO()
+    arrival: float = 0.0
+    base: str = "base"

@@ -1,0 +1,81 @@
+"""Every error coserve raises on purpose.
+
+    CoserveError
+    ├── ModelError               the base cannot be loaded or driven
+    │   ├── ModelNotFound        no such folder or hub name
+    │   └── UnsupportedModel     loads, but the engine would not reproduce it (with the reason)
+    ├── AdapterError             an adapter is malformed or does not fit the base
+    │   ├── AdapterNotFound      no adapter of that name is loaded
+    │   └── AdapterMismatch      shapes or tensors do not fit, named one by one
+    ├── RequestError             a request can never be served as it stands
+    │   ├── EmptyPrompt
+    │   ├── PromptTooLong        longer than the model's positions
+    │   └── OutOfPages           needs more tokens than all pages hold
+    ├── DataError                a training file or example is unusable (file, line, what was expected)
+    ├── JobError                 a fine-tuning job cannot start or go on
+    │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
+    └── ConfigError              a setting is out of its range
+
+Each carries one sentence that a person can act on. Nothing catches `Exception` in the hot path: what is
+not in this tree is a bug and stops the engine.
+"""
+
+
+class CoserveError(Exception):
+    """Base of every deliberate error; its text is one sentence meant for the caller."""
+
+
+class ModelError(CoserveError):
+    """The base model cannot be loaded or driven."""
+
+
+class ModelNotFound(ModelError):
+    """No such local folder, and no such name on the hub (or the hub cannot be reached)."""
+
+
+class UnsupportedModel(ModelError):
+    """The model loads, but the engine would not reproduce it; the text says why."""
+
+
+class AdapterError(CoserveError):
+    """An adapter's configuration or weights are unusable."""
+
+
+class AdapterNotFound(AdapterError):
+    """No adapter of that name is loaded."""
+
+
+class AdapterMismatch(AdapterError):
+    """The adapter does not fit the base: shapes differ, or a tensor is missing or would go unused."""
+
+
+class RequestError(CoserveError):
+    """The request can never be served as it stands."""
+
+
+class EmptyPrompt(RequestError):
+    """A prompt needs at least one token."""
+
+
+class PromptTooLong(RequestError):
+    """Prompt and answer do not fit into the model's positions."""
+
+
+class OutOfPages(RequestError):
+    """Prompt and answer together need more tokens than all pages hold."""
+
+
+class DataError(CoserveError):
+    """A training file or example is unusable; the text names file, line and what was expected."""
+
+
+class JobError(CoserveError):
+    """A fine-tuning job cannot start or go on."""
+
+
+class LossNotFinite(JobError):
+    """The loss became NaN or infinite: the job stops and its last good version stays published."""
+
+
+class ConfigError(CoserveError):
+    """A setting is out of its range."""
