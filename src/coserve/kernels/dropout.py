@@ -1,0 +1,34 @@
+"""Counter-based dropout: the mask of a row depends on what the row is, not on how it was batched."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64  # rows drawn at once; a window that starts inside a block draws the block and takes its part
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Dropout with probability `p` for rows [start, start + rows) of what `key` names.
+
+    `key` must tell apart everything that should draw differently (job seed, step, micro-batch, linear).
+    """
+
+    p: float
+    key: str
+    start: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, width], dropped out and scaled by 1 / (1 - p)."""
+        rows, width = x.shape
+        first, last = self.start // _BLOCK, -(-(self.start + rows) // _BLOCK)
+        blocks = torch.cat([self._block(block, width) for block in range(first, last)])
+        kept = blocks[self.start - first * _BLOCK :][:rows]
+        return x * kept.to(device=x.device, dtype=x.dtype)
+
+    def _block(self, block: int, width: int) -> Tensor:
+        digest = hashlib.blake2b(f"{self.key}/{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+        return (torch.rand(_BLOCK, width, generator=generator) >= self.p).float() / (1 - self.p)

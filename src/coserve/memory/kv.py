@@ -1,0 +1,142 @@
+"""Paged keys and values on the device, and the inference rows that live in them.
+
+Which page belongs to whom is `memory.pages`' business; here a page is an index. Pools lie group by group
+([groups, slots, width], a slot being one token's place) so that a gathered page is one run of memory and
+decode reads each group's keys where its product wants them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionSpec, attend, attend_decode
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Keys and values of one layer: `groups` heads, `key` and `value` widths, the sliding `window` in
+    positions (None is unlimited)."""
+
+    groups: int
+    key: int
+    value: int
+    window: int | None = None
+
+
+class KVPool:
+    """Keys and values of all layers in `pages` pages of `page_size` slots, and one more page of zeros.
+
+    The page of zeros pads page tables: what is masked must still be finite, because 0 x NaN is NaN.
+    """
+
+    def __init__(
+        self, caches: Sequence[CacheShape], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        self.padding_page = pages
+        slots = (pages + 1) * page_size
+        self._keys = [torch.zeros(c.groups, slots, c.key, dtype=dtype, device=device) for c in caches]
+        self._values = [torch.zeros(c.groups, slots, c.value, dtype=dtype, device=device) for c in caches]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self._keys, *self._values))
+
+    def clean(self, pages: Tensor) -> None:
+        """Zeros the values of pages [n] that change hands: a NaN left there would reach its next owner."""
+        for values in self._values:
+            values.view(values.shape[0], -1, self.page_size, values.shape[-1]).index_fill_(1, pages, 0)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k [groups, rows, dk] and v [groups, rows, dv] into slots [rows]."""
+        self._keys[layer].index_copy_(1, slots, k)
+        self._values[layer].index_copy_(1, slots, v)
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [groups, len(pages) * page_size, width] of the pages, in their order."""
+        return self._gather(self._keys[layer], pages), self._gather(self._values[layer], pages)
+
+    def _gather(self, pool: Tensor, pages: Tensor) -> Tensor:
+        groups, _, width = pool.shape
+        by_page = pool.view(groups, -1, self.page_size * width)
+        return by_page.index_select(1, pages).view(groups, -1, width)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Sequences that pass one token each. `pages` [batch, n] padded, `lengths` [batch] with that token."""
+
+    pages: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """`count` tokens of one sequence from position `start`; `pages` [n] hold [0, start + count)."""
+
+    start: int
+    count: int
+    pages: Tensor
+
+
+class InferenceRows:
+    """A step's inference rows: decode rows first, then prefill chunks. A `Part` of a fused run."""
+
+    is_kept = False
+
+    def __init__(
+        self, pool: KVPool, slots: Tensor, decode: DecodeRows | None, prefills: Sequence[PrefillRows]
+    ) -> None:
+        self.count = len(slots)
+        self._pool = pool
+        self._slots = slots
+        self._decode = decode
+        self._prefills = prefills
+        self._biases: dict[int | None, Tensor] = {}
+
+    def keep(self, path: str, product: Tensor) -> None:
+        raise AssertionError("inference rows keep nothing")
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        self._pool.write(layer, self._slots, k[0], v[0])
+        outputs = []
+        start = 0
+        if self._decode is not None:
+            start = len(self._decode.lengths)
+            outputs.append(self._attend_decode(self._decode, layer, q[:, :, :start], spec))
+        for chunk in self._prefills:
+            rows = slice(start, start + chunk.count)
+            outputs.append(self._attend_chunk(chunk, layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], spec))
+            start += chunk.count
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _attend_decode(self, rows: DecodeRows, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
+        batch = len(rows.lengths)
+        keys, values = self._pool.gather(layer, rows.pages.flatten())
+        keys = keys.view(keys.shape[0], batch, -1, keys.shape[-1])
+        values = values.view(values.shape[0], batch, -1, values.shape[-1])
+        return attend_decode(q[0].transpose(0, 1), keys, values, self._bias(rows, spec.window), spec)[None]
+
+    def _attend_chunk(
+        self, chunk: PrefillRows, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> Tensor:
+        if chunk.start > 0:
+            end = chunk.start + chunk.count
+            keys, values = self._pool.gather(layer, chunk.pages)
+            k, v = keys[None, :, :end], values[None, :, :end]
+        return attend(q, k, v, spec).transpose(1, 2)
+
+    def _bias(self, rows: DecodeRows, window: int | None) -> Tensor:
+        """[batch, 1, slots]: 0 where a decode row may look, -inf elsewhere; the same for all layers alike."""
+        if window not in self._biases:
+            positions = torch.arange(rows.pages.shape[1] * self._pool.page_size, device=rows.pages.device)
+            lengths = rows.lengths[:, None]
+            hidden = positions >= lengths
+            if window is not None:
+                hidden |= positions < lengths - window
+            self._biases[window] = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(
+                hidden, float("-inf")
+            )[:, None]
+        return self._biases[window]

@@ -1,0 +1,1 @@
+"""The base, unmodified, and its seams."""

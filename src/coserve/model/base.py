@@ -1,0 +1,172 @@
+"""The frozen base, driven: prologue and tail are the model's own, the loop over its layers is ours.
+
+`Base.prologue` runs the model with its layers standing aside and notes what each would have been called
+with; `Base.layer` runs one of them; `Base.tail` is final norm, head and whatever else the model does to
+its logits. Design decision 1: drive, do not patch.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coserve.kernels.attention import AttentionSpec
+from coserve.memory.kv import CacheShape
+from coserve.model.batch import BatchCell, LayerCalls, RowArguments
+from coserve.model.linear import FrozenLinear
+from coserve.model.slot import Call, Slot
+
+
+class Base:
+    """One frozen foundation model. Built by `coserve.model.load`, which also proves it is driven right.
+
+    Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path,
+    `caches` per layer, `hidden_size`, `max_positions`, `fingerprint` (content hash of configuration).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, slots: list[Slot], cell: BatchCell, max_positions: int, fingerprint: str
+    ) -> None:
+        self.model = model
+        self.slots = slots
+        self.cell = cell
+        self.max_positions = max_positions
+        self.fingerprint = fingerprint
+        self.linears: dict[str, FrozenLinear] = {}
+        self.caches: list[CacheShape] = []
+        self.parameter = next(model.parameters())
+        self.hidden_size = 0
+        self.vocabulary = 0
+        self._arguments: RowArguments | None = None
+        self._decoder: Any = model.get_decoder()
+
+    @property
+    def depth(self) -> int:
+        """Number of decoder layers."""
+        return len(self.slots)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameter.device
+
+    @property
+    def arguments(self) -> RowArguments:
+        assert self._arguments is not None, "the base has not been probed"
+        return self._arguments
+
+    @cached_property
+    def layer_linears(self) -> dict[str, int]:
+        """Paths of the linears inside decoder layers, and the layer each is in."""
+        return {
+            path: layer
+            for layer, slot in enumerate(self.slots)
+            for path in self.linears
+            if path.startswith(slot.path + ".")
+        }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of the linears an adapter may stand beside."""
+        return {p: (self.linears[p].out_features, self.linears[p].in_features) for p in self.layer_linears}
+
+    def learn_arguments(self) -> None:
+        """Finds out which layer arguments count rows, by running the prologue for two numbers of them."""
+        fewer, more = (torch.arange(rows, device=self.device) for rows in (5, 7))
+        hidden, first = self.prologue(torch.zeros_like(fewer), fewer)
+        _, second = self.prologue(torch.zeros_like(more), more)
+        self.hidden_size = hidden.shape[-1]
+        self._arguments = RowArguments(first, second)
+        self.vocabulary = self.tail(hidden[:, :1]).shape[-1]
+
+    @torch.no_grad()
+    def prologue(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, LayerCalls]:
+        """Embeddings [1, rows, width] and the layers' arguments, for tokens [rows] at positions [rows]."""
+        first: list[Tensor] = []
+        calls: list[Call] = []
+
+        def note(hidden: Tensor, call: Call) -> Tensor:
+            if not first:
+                first.append(hidden)
+            calls.append(call)
+            return hidden
+
+        self._run_model(self._decoder, note, tokens, positions)
+        return first[0], _distinct(calls)
+
+    def layer(self, index: int, hidden: Tensor, calls: LayerCalls) -> Tensor:
+        """One decoder layer on hidden [1, rows, width]; the rows in `cell` say whose they are."""
+        return self.slots[index].run(hidden, calls[index])
+
+    def tail(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, vocabulary] of hidden [1, rows, width], in the current graph if there is one."""
+        last = self.depth - 1
+
+        def answer(given: Tensor, call: Call) -> Tensor:
+            answered.append(None)
+            return hidden if len(answered) > last else given
+
+        answered: list[None] = []
+        tokens = torch.zeros(hidden.shape[1], dtype=torch.long, device=hidden.device)
+        logits: Tensor = self._run_model(self.model, answer, tokens, tokens).logits
+        return logits[0]
+
+    def _run_model(self, module: Any, answer: Callable[[Tensor, Call], Tensor], tokens: Tensor, positions: Tensor) -> Any:
+        for slot in self.slots:
+            slot.answer_with(answer)
+        try:
+            return module(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        finally:
+            for slot in self.slots:
+                slot.answer_with(None)
+
+
+def _distinct(calls: list[Call]) -> LayerCalls:
+    """Layers that were called with the very same objects share one entry."""
+    seen: dict[tuple[int, ...], int] = {}
+    distinct: list[Call] = []
+    index = []
+    for args, kwargs in calls:
+        identity = (*map(id, args), *map(id, kwargs.values()))
+        if identity not in seen:
+            seen[identity] = len(distinct)
+            distinct.append((args, kwargs))
+        index.append(seen[identity])
+    return LayerCalls(tuple(distinct), tuple(index))
+
+
+def attention_function(cell: BatchCell, caches: dict[int, CacheShape]) -> Callable[..., tuple[Tensor, None]]:
+    """The function a base's attention modules call in place of transformers' own.
+
+    It hands queries, keys and values to whichever rows are running; outside a run it attends causally over
+    the one sequence it was given and notes each layer's cache shape, which is how `load` learns them.
+    """
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        spec = AttentionSpec(scale, sliding_window, softcap, s_aux)
+        assert cell.rows is not None, "attention runs inside a run of the base"
+        caches.setdefault(
+            module.layer_idx, CacheShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
+        )
+        return cell.rows.attend(module.layer_idx, query, key, value, spec), None
+
+    return attention

@@ -1,0 +1,182 @@
+"""Which rows are in a run, whose they are, and what each layer is called with.
+
+All rows of a run travel as one `[1, rows, hidden]` batch. They come in *parts* (the inference rows, one
+training window, another), and each part knows its own keys and values; adapters lie over ranges of rows.
+A linear or an attention never learns of this through keyword arguments: it asks the base's `BatchCell`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionSpec
+
+if TYPE_CHECKING:  # linear.py needs the cell; only its type is needed here
+    from coserve.model.linear import Placement
+
+
+class Bypass(Protocol):
+    """One adapter's side of one linear, `y + f(x)` (FlexLLM 4.1)."""
+
+    def add_(self, x: Tensor, y: Tensor) -> None:
+        """Adds f(x) to y in place; x [rows, in], y [rows, out]. No graph."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """y + f(x), differentiable."""
+        ...
+
+
+Bypasses = Mapping[str, Bypass]  # by the path of the linear they stand beside
+
+
+class Rows(Protocol):
+    """What the linears and the attention of a base ask during a run."""
+
+    def linear(self, path: str, placement: "Placement", x: Tensor) -> Tensor: ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv], rotary already in them;
+        returns [1, rows, heads, dv]."""
+        ...
+
+
+class BatchCell:
+    """Holds the rows of the run that is under way on one base, None between runs."""
+
+    def __init__(self) -> None:
+        self.rows: Rows | None = None
+
+    @contextmanager
+    def set(self, rows: Rows) -> Iterator[None]:
+        assert self.rows is None, "one run at a time on a base"
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
+
+
+class Part(Protocol):
+    """A contiguous range of rows that shares its way of attending.
+
+    `is_kept` says whether the part wants to see the frozen products (`keep`): inference rows never do.
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def is_kept(self) -> bool: ...
+
+    def keep(self, path: str, product: Tensor) -> None:
+        """product [rows of this part, out], before any bypass."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """As `Rows.attend`, for the rows of this part."""
+        ...
+
+
+class FusedRows:
+    """Parts side by side in one forward run without a graph, adapters over their ranges of rows.
+
+    Each adapter reads and writes its own rows only, so a NaN in one never reaches another.
+    """
+
+    def __init__(self, parts: Sequence[Part], adapters: Sequence[tuple[slice, Bypasses]]) -> None:
+        self._adapters = adapters
+        self._parts: list[tuple[slice, Part]] = []
+        start = 0
+        for part in parts:
+            self._parts.append((slice(start, start + part.count), part))
+            start += part.count
+        self._kept = [(rows, part) for rows, part in self._parts if part.is_kept]
+        self._bounds = [part.count for part in parts]
+
+    def linear(self, path: str, placement: "Placement", x: Tensor) -> Tensor:
+        y = placement.forward(x)
+        if not self._kept and not self._adapters:
+            return y
+        x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
+        for rows, part in self._kept:
+            part.keep(path, y2[rows])
+        for rows, bypasses in self._adapters:
+            bypass = bypasses.get(path)
+            if bypass is not None:
+                bypass.add_(x2[rows], y2[rows])
+        return y
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        if len(self._parts) == 1:
+            return self._parts[0][1].attend(layer, q, k, v, spec)
+        outputs = [
+            part.attend(layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], spec) for rows, part in self._parts
+        ]
+        return torch.cat(outputs, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCalls:
+    """What the model calls its layers with, for some rows: `calls` are the distinct (args, kwargs),
+    `index[layer]` says which one a layer gets (Gemma's local and global layers differ in rotary tables)."""
+
+    calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    index: tuple[int, ...]
+
+    def __getitem__(self, layer: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.calls[self.index[layer]]
+
+
+class RowArguments:
+    """Knows which tensors among a layer's arguments have a dimension that counts rows.
+
+    Found by looking, not by name: the prologue is run for two different numbers of rows, and a
+    dimension that changed with them counts rows.
+    """
+
+    def __init__(self, fewer: LayerCalls, more: LayerCalls) -> None:
+        self._dims = tuple(_row_dims(a, b) for a, b in zip(fewer.calls, more.calls, strict=True))
+
+    def narrow(self, calls: LayerCalls, start: int, length: int) -> LayerCalls:
+        """The arguments of rows [start, start + length)."""
+        return self._map(calls, lambda tensors, dim: tensors[0].narrow(dim, start, length))
+
+    def concat(self, calls: Sequence[LayerCalls]) -> LayerCalls:
+        """The arguments of several groups of rows end to end."""
+        if len(calls) == 1:
+            return calls[0]
+        return self._map(calls[0], torch.cat, [c.calls for c in calls])
+
+    def _map(self, first: LayerCalls, function: Any, every: Sequence[Any] | None = None) -> LayerCalls:
+        every = [first.calls] if every is None else every
+        merged = tuple(
+            _merge(dims, [calls[i] for calls in every], function) for i, dims in enumerate(self._dims)
+        )
+        return LayerCalls(merged, first.index)
+
+
+def _row_dims(a: Any, b: Any) -> Any:
+    """A structure like `a`: the row dimension of each tensor that has one, None for anything else."""
+    if isinstance(a, Tensor):
+        changed = [d for d in range(a.ndim) if a.shape[d] != b.shape[d]]
+        return changed[0] if changed else None
+    if isinstance(a, dict):
+        return {key: _row_dims(a[key], b[key]) for key in a}
+    if isinstance(a, tuple | list):
+        return [_row_dims(x, y) for x, y in zip(a, b, strict=True)]
+    return None
+
+
+def _merge(dims: Any, values: list[Any], function: Any) -> Any:
+    if dims is None:
+        return values[0]
+    if isinstance(dims, dict):
+        return {key: _merge(dims[key], [v[key] for v in values], function) for key in dims}
+    if isinstance(dims, list):
+        return tuple(_merge(d, [v[i] for v in values], function) for i, d in enumerate(dims))
+    return function(values, dims)

@@ -1,0 +1,226 @@
+"""From a folder or hub name to a driven, proven base.
+
+Loading ends with a probe: the driven model must give the logits of the model's own `forward`, whole
+sequences side by side in one batch and one of them continued in a second window. What does not agree is
+refused with the reason, never served approximately.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from coserve.errors import CoserveError, ModelNotFound, UnsupportedModel
+from coserve.kernels.attention import AttentionSpec, attend
+from coserve.memory.kv import CacheShape
+from coserve.model.base import Base, attention_function
+from coserve.model.batch import BatchCell, FusedRows
+from coserve.model.linear import FrozenLinear, place_locally
+from coserve.model.slot import Slot
+
+_PROBE_LENGTHS = (9, 6)
+# Models compute norms, rotary tables and softmax in float32 even when they are float64.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+def load_base(
+    model: str | Path | PreTrainedModel, dtype: torch.dtype | str = "auto", device: str | torch.device = "cpu"
+) -> Base:
+    """Loads, freezes, fits with seams and probes a causal language model.
+
+    `model` is a local folder, a hub name, or a model object, which is taken over. Raises ModelNotFound or
+    UnsupportedModel. `trust_remote_code` is off and stays off.
+    """
+    loaded = model if isinstance(model, PreTrainedModel) else _load(model, dtype)
+    _refuse_unsupported(loaded.config, loaded)
+    loaded = loaded.to(device=torch.device(device)).eval().requires_grad_(False)  # type: ignore[arg-type]
+    layers = _decoder_layers(loaded)
+    prompts = _probe_prompts(loaded)
+    expected, returns_tuple = _own_logits(loaded, next(iter(layers.values())), prompts)
+    base = _fit(loaded, layers, returns_tuple)
+    _prove(base, prompts, expected)
+    assert not any(p.requires_grad for p in loaded.parameters()), "the base is frozen"
+    return base
+
+
+def _load(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
+        _refuse_unsupported(config)
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            str(model), config=config, dtype=dtype, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, CoserveError):
+            raise
+        kind = "folder" if Path(model).exists() else "local folder or reachable hub name"
+        raise ModelNotFound(f"{str(model)!r} is no {kind} with a causal language model: {error}") from error
+    return loaded
+
+
+def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> None:
+    text = config.get_text_config()
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; coserve serves decoder-only models")
+    recurrent = {t for t in getattr(text, "layer_types", None) or () if "attention" not in t or "linear" in t}
+    if recurrent or getattr(model, "_is_stateful", False):
+        kinds = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
+        raise UnsupportedModel(
+            f"{name} has recurrent layers{kinds}, whose state cannot be re-run for a window of rows"
+        )
+    if model is not None and text.model_type.startswith("gemma3n"):
+        raise UnsupportedModel(f"{name} hands keys and values from layer to layer, which the engine does not carry")
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds_of_rope = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)} | {rope.get("rope_type")}
+    if moving := kinds_of_rope & {"dynamic", "longrope"}:
+        raise UnsupportedModel(
+            f"{name} uses {moving.pop()} rotary scaling, whose tables depend on the longest sequence in the batch"
+        )
+
+
+def _decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The outermost checkpointable layers by path, in the order they run."""
+    names = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    outer = [n for n in names if not any(n.startswith(other + ".") for other in names)]
+    if not outer or len({n.rpartition(".")[0] for n in outer}) != 1:
+        raise UnsupportedModel(f"{model.config.model_type} has no single stack of decoder layers to drive")
+    return {n: model.get_submodule(n) for n in outer}
+
+
+def _probe_prompts(model: PreTrainedModel) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return [
+        torch.randint(0, vocabulary, (length,), generator=generator).to(model.device) for length in _PROBE_LENGTHS
+    ]
+
+
+@torch.no_grad()
+def _own_logits(
+    model: PreTrainedModel, layer: nn.Module, prompts: list[Tensor]
+) -> tuple[list[Tensor], bool]:
+    """The model's own logits [length, vocabulary] one prompt at a time, and whether `layer` returns a tuple."""
+    outputs: list[Any] = []
+    handle = layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in prompts]
+    finally:
+        handle.remove()
+    return logits, isinstance(outputs[0], tuple)
+
+
+def _fit(model: PreTrainedModel, layers: dict[str, nn.Module], returns_tuple: bool) -> Base:
+    """Seams in place: slots, attention, frozen linears."""
+    cell = BatchCell()
+    text = model.config.get_text_config()
+    positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
+    slots = [Slot(path, layer, returns_tuple) for path, layer in layers.items()]
+    base = Base(model, slots, cell, positions, _fingerprint(model))
+    caches: dict[int, CacheShape] = {}
+    name = f"coserve-{id(cell):x}"
+    AttentionInterface.register(name, attention_function(cell, caches))
+    AttentionMaskInterface.register(name, lambda *_, **__: None)
+    model.set_attn_implementation(name)
+    _replace_linears(base)
+    base.learn_arguments()
+    _learn_caches(base, caches)
+    return base
+
+
+def _replace_linears(base: Base) -> None:
+    """Exact types only: some routers subclass nn.Linear and behave otherwise (design decision 5)."""
+    for path, module in list(base.model.named_modules()):
+        if type(module) not in (nn.Linear, Conv1D):
+            continue
+        weight = module.weight.data.t().contiguous() if isinstance(module, Conv1D) else module.weight.data
+        bias = None if module.bias is None else module.bias.data
+        linear = FrozenLinear(path, place_locally(weight, bias), (weight.shape[0], weight.shape[1]), base.cell)
+        parent, _, child = path.rpartition(".")
+        setattr(base.model.get_submodule(parent), child, linear)
+        base.linears[path] = linear
+
+
+class _ProbeRows:
+    """One prompt in windows: earlier keys and values are simply held."""
+
+    is_kept = False
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, path: str, product: Tensor) -> None:
+        raise AssertionError("a probe keeps nothing")
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        if layer in self._cache:
+            past_k, past_v = self._cache[layer]
+            k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
+        self._cache[layer] = (k, v)
+        return attend(q, k, v, spec).transpose(1, 2)
+
+
+@torch.no_grad()
+def _drive(base: Base, parts: Sequence[tuple[_ProbeRows, Tensor, int]]) -> list[Tensor]:
+    """Logits of (part, tokens, first position) side by side in one batch."""
+    for part, tokens, _ in parts:
+        part.count = len(tokens)
+    positions = torch.cat([torch.arange(len(t), device=t.device) + start for _, t, start in parts])
+    hidden, calls = base.prologue(torch.cat([tokens for _, tokens, _ in parts]), positions)
+    with base.cell.set(FusedRows([part for part, _, _ in parts], [])):
+        for layer in range(base.depth):
+            hidden = base.layer(layer, hidden, calls)
+    return list(base.tail(hidden).split([len(tokens) for _, tokens, _ in parts]))
+
+
+def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
+    one = torch.zeros(1, dtype=torch.long, device=base.device)
+    _drive(base, [(_ProbeRows(), one, 0)])
+    if set(caches) != set(range(base.depth)):
+        raise UnsupportedModel(
+            f"{base.model.config.model_type}: {base.depth - len(caches)} of {base.depth} layers do not attend "
+            "through transformers' attention interface"
+        )
+    base.caches = [caches[layer] for layer in range(base.depth)]
+
+
+def _prove(base: Base, prompts: list[Tensor], expected: list[Tensor]) -> None:
+    """Refuses a base whose driven logits are not its own forward's."""
+    cut = _PROBE_LENGTHS[1] // 2
+    first, second = _ProbeRows(), _ProbeRows()
+    together = _drive(base, [(first, prompts[0], 0), (second, prompts[1][:cut], 0)])
+    (continued,) = _drive(base, [(second, prompts[1][cut:], cut)])
+    got = torch.cat([*together, continued]).float()
+    want = torch.cat(expected).float()
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-30)
+    # A router may flip on a tie in low precision: there, nine rows in ten decide.
+    low = base.dtype in (torch.bfloat16, torch.float16)
+    worst = float(errors.quantile(0.9 if low else 1.0))
+    if not worst <= _TOLERANCE[base.dtype]:
+        raise UnsupportedModel(
+            f"{base.model.config.model_type} cannot be driven layer by layer: its logits differ from its own "
+            f"forward's by {worst:.1e} (allowed {_TOLERANCE[base.dtype]:.0e})"
+        )
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Content hash of a base, from its configuration and the first values of every tensor: it keys
+    everything that is cached, and tells adapters trained on another base apart."""
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

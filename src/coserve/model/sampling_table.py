@@ -1,0 +1,204 @@
+"""What each request asked of the sampler, as columns of device buffers.
+
+One column per slot, so that a batch is served by indexing and never by a loop over its rows. What only a
+few ask for (biases, tokens held back, penalties) is kept only for them, and the host knows who they are:
+where nobody asks, nothing is computed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coserve.core.request import SamplingParams
+from coserve.errors import ConfigError
+
+COLDEST = 1e-5  # lower temperatures are greedy: logits divided by them would leave float32's range
+NO_ROW = -1
+
+
+class _Entries:
+    """A ragged set of (slot, token, value), for what few slots have: biases and tokens held back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of: dict[int, list[tuple[int, float]]] = {}
+        self._pack()
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def put(self, slot: int, entries: list[tuple[int, float]]) -> None:
+        """Replaces what `slot` has; nothing where `entries` is empty."""
+        if not entries and slot not in self._of:
+            return
+        self._of.pop(slot, None)
+        if entries:
+            self._of[slot] = entries
+        self._pack()
+
+    def _pack(self) -> None:
+        flat = [(slot, token, value) for slot, entries in self._of.items() for token, value in entries]
+        slots, tokens, values = zip(*flat, strict=True) if flat else ((), (), ())
+        self.slots = torch.tensor(slots, dtype=torch.long, device=self._device)
+        self.tokens = torch.tensor(tokens, dtype=torch.long, device=self._device)
+        self.values = torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    def match(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows, tokens, values), each [E], of the entries that `slots` [B] have."""
+        rows, entries = (slots[:, None] == self.slots[None, :]).nonzero(as_tuple=True)
+        return rows, self.tokens[entries], self.values[entries]
+
+
+class SamplingTable:
+    """What each of `capacity` slots asked for, on `device`; a slot is free, or belongs to one request.
+
+    Every buffer has shape [capacity]; `tail` is 1 - top_p, or negative without a top-p. Token counts, [V]
+    per slot, are kept for penalised slots only.
+    `eos_ids` end an answer of this base and are held back below `min_tokens`, unless they are ignored.
+    """
+
+    def __init__(
+        self, capacity: int, vocab: int, eos_ids: Sequence[int] = (), device: torch.device | str = "cpu"
+    ) -> None:
+        self.capacity, self.vocab = capacity, vocab
+        self.eos_ids = tuple(eos_ids)
+        self.device = torch.device(device)
+        # Stacked, so that setting a slot is two copies to the device and not ten.
+        self._floats = torch.zeros(6, capacity, device=self.device)
+        self._ints = torch.zeros(4, capacity, dtype=torch.long, device=self.device)
+        self.temperature, self.tail, self.min_p, self.repetition, self.presence, self.frequency = self._floats
+        self.seed, self.top_k, self.first_end, self.count_row = self._ints
+        self._biases = _Entries(self.device)
+        self._held = _Entries(self.device)
+        self._rows: dict[int, int] = {}  # penalised slot -> its row of counts
+        self._free_rows: list[int] = []
+        self._generated = torch.zeros(0, vocab, dtype=torch.int32, device=self.device)
+        self._prompted = torch.zeros(0, vocab, dtype=torch.bool, device=self.device)
+        self.drawing: set[int] = set()  # slots that do not take the likeliest token
+        self.limited: set[int] = set()  # of these, with a top-k
+        self.nucleus: set[int] = set()  # with a top-p
+        self.floored: set[int] = set()  # with a min-p
+        self.logprobs: dict[int, int] = {}  # slots that want them -> number of alternatives
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the logits of every slot stand as they are: no bias, penalty or token held back."""
+        return not (self._biases or self._held or self._rows)
+
+    def set(
+        self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int], output: Sequence[int] = ()
+    ) -> None:
+        """Gives `slot` to a request. `output` are tokens it has already answered (after a preemption)."""
+        assert 0 <= slot < self.capacity, f"sampling slot {slot} is not one of {self.capacity}"
+        self.check(params)
+        self.clear(slot)
+        self._set_draw(slot, params)
+        row = self._count(slot, prompt, output) if _is_penalised(params) else NO_ROW
+        tail = 1.0 - params.top_p if params.top_p < 1.0 else -1.0  # in double, as transformers computes it
+        temperature = params.temperature if slot in self.drawing else 0.0
+        floats = (temperature, tail, params.min_p, params.repetition_penalty, params.presence_penalty,
+                  params.frequency_penalty)  # fmt: skip
+        top_k = params.top_k if params.top_k < self.vocab else 0
+        ints = (_signed(seed), top_k, len(prompt) + params.min_tokens, row)
+        self._floats[:, slot] = torch.tensor(floats, device=self.device)
+        self._ints[:, slot] = torch.tensor(ints, dtype=torch.long, device=self.device)
+        self._biases.put(slot, list(params.logit_bias.items()))
+        if params.min_tokens > 0:
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
+            self._held.put(slot, [(token, -torch.inf) for token in sorted(ends)])
+        if params.logprobs is not None:
+            self.logprobs[slot] = params.logprobs
+
+    def clear(self, slot: int) -> None:
+        """Frees `slot` and what it kept."""
+        for kind in (self.drawing, self.limited, self.nucleus, self.floored):
+            kind.discard(slot)
+        self.logprobs.pop(slot, None)
+        self._biases.put(slot, [])
+        self._held.put(slot, [])
+        if (row := self._rows.pop(slot, None)) is not None:
+            self._free_rows.append(row)
+        self.temperature[slot] = 0.0
+        self.count_row[slot] = NO_ROW
+
+    def record(self, slots: Tensor, tokens: Tensor) -> None:
+        """Counts `tokens` [B] as answered by `slots` [B]; without penalties there is nothing to do."""
+        if not self._rows:
+            return
+        rows = self.count_row[slots]
+        counted = (rows >= 0).nonzero().squeeze(1)
+        one = torch.ones((), dtype=torch.int32, device=self.device)
+        self._generated.index_put_((rows[counted], tokens[counted]), one, accumulate=True)
+
+    def adjusted(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """`logits` [B, V] with bias, penalties and tokens held back; a copy where anything changes."""
+        if self.is_plain:
+            return logits
+        logits = logits.clone()
+        if self._biases:
+            rows, tokens, values = self._biases.match(slots)
+            logits[rows, tokens] += values
+        if self._rows:
+            self._penalise(logits, slots)
+        if self._held:
+            rows, tokens, values = self._held.match(slots)
+            early = (positions[rows] < self.first_end[slots[rows]]).nonzero().squeeze(1)
+            logits[rows[early], tokens[early]] = values[early]
+        return logits
+
+    def _penalise(self, logits: Tensor, slots: Tensor) -> None:
+        """Repetition as transformers defines it, presence and frequency as OpenAI does; in place."""
+        rows = (self.count_row[slots] >= 0).nonzero().squeeze(1)
+        slots = slots[rows]
+        counts = self._generated[self.count_row[slots]]
+        seen = (counts > 0) | self._prompted[self.count_row[slots]]
+        repetition = self.repetition[slots, None]
+        scores = logits[rows]
+        scores = torch.where(seen, torch.where(scores < 0, scores * repetition, scores / repetition), scores)
+        scores -= self.frequency[slots, None] * counts + self.presence[slots, None] * (counts > 0)
+        logits[rows] = scores
+
+    def _set_draw(self, slot: int, params: SamplingParams) -> None:
+        if params.temperature < COLDEST:
+            return
+        self.drawing.add(slot)
+        if 0 < params.top_k < self.vocab:
+            self.limited.add(slot)
+        if params.top_p < 1.0:
+            self.nucleus.add(slot)
+        if params.min_p > 0.0:
+            self.floored.add(slot)
+
+    def _count(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> int:
+        """The row of counts now kept for `slot`; rows are doubled when none is free."""
+        if not self._free_rows:
+            old, more = len(self._generated), max(len(self._generated), 1)
+            self._generated = torch.cat([self._generated, self._generated.new_zeros(more, self.vocab)])
+            self._prompted = torch.cat([self._prompted, self._prompted.new_zeros(more, self.vocab)])
+            self._free_rows = list(range(old, old + more))
+        row = self._rows[slot] = self._free_rows.pop()
+        # Embeddings can be larger than the head: a prompt may hold tokens that no answer ever can.
+        known = [token for token in set(prompt) if token < self.vocab]
+        self._prompted[row] = False
+        self._prompted[row, torch.tensor(known, dtype=torch.long, device=self.device)] = True
+        answered = torch.tensor(output, dtype=torch.long, device=self.device)
+        self._generated[row] = torch.bincount(answered, minlength=self.vocab).int()
+        return row
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises ConfigError where the request names tokens that the model does not have."""
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if unknown := [token for token in tokens if not 0 <= token < self.vocab]:
+                raise ConfigError(f"sampling.{name} names token {unknown[0]}; the model has {self.vocab}")
+
+
+
+def _is_penalised(params: SamplingParams) -> bool:
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return penalties != (1.0, 0.0, 0.0)
+
+
+def _signed(seed: int) -> int:
+    """`seed` modulo 2**64 as int64 holds it."""
+    return (seed + 2**63) % 2**64 - 2**63
