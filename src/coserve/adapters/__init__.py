@@ -1,0 +1,1 @@
+"""Bypass networks beside the frozen base: identities, versions, methods, PEFT's file format."""

@@ -1,0 +1,1 @@
+"""What a fine-tuning job is and the data it eats. No torch here."""

@@ -1,0 +1,1 @@
+"""The walk through the model and back."""

@@ -1,0 +1,161 @@
+"""Training examples: token ids with the label of every row, the order they come in, and their packing."""
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from coserve.errors import ConfigError, DataError
+from coserve.jobs.datasets import ChatRecord, PromptRecord, Record
+from coserve.train.chat import Tokenizer, encode_chat, first_tokens, last_tokens, token_ids
+
+IGNORED: Final = -100  # the label of rows that predict nothing, torch's and transformers' ignore_index
+LossOn = Literal["assistant", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One training sequence. `labels[i]` is what row i has to predict: token i + 1, or `IGNORED`."""
+
+    tokens: tuple[int, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def label_count(self) -> int:
+        """Rows that have a label."""
+        return len(self.labels) - self.labels.count(IGNORED)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A tokenised data set. `truncated` examples lost their ends; `dropped` ones had no label left."""
+
+    examples: tuple[Example, ...]
+    truncated: int = 0
+    dropped: int = 0
+
+
+def tokenize(
+    record: Record, tokenizer: Tokenizer, loss_on: LossOn = "assistant", max_length: int | None = None
+) -> Example:
+    """The example that a record makes, cut to `max_length` tokens where that is given.
+
+    With `loss_on="assistant"` only the assistant's turns of a chat and the completion of a prompt have
+    labels; with "all" every token but the first. A text has labels everywhere in both cases.
+    """
+    return _shifted(*_encode(record, tokenizer, loss_on), max_length)
+
+
+def prepare(
+    records: Iterable[Record],
+    tokenizer: Tokenizer,
+    loss_on: LossOn = "assistant",
+    max_length: int | None = None,
+) -> Prepared:
+    """All records tokenised; DataError names the example (from 1), or says that none has a label."""
+    if max_length is not None and max_length < 2:
+        raise ConfigError(f"max_length must be at least 2 (a token and one to predict), not {max_length}")
+    examples: list[Example] = []
+    truncated = dropped = 0
+    for number, record in enumerate(records, 1):
+        try:
+            tokens, wanted = _encode(record, tokenizer, loss_on)
+        except DataError as error:
+            raise DataError(f"example {number}: {error}") from error
+        truncated += max_length is not None and len(tokens) > max_length
+        example = _shifted(tokens, wanted, max_length)
+        if example.label_count:
+            examples.append(example)
+        else:
+            dropped += 1
+    if not examples:
+        raise DataError(f"expected at least one example with a token to learn; all {dropped} have none")
+    return Prepared(tuple(examples), truncated, dropped)
+
+
+def steps_per_epoch(examples: int, batch_size: int) -> int:
+    """Optimizer steps in which every example is seen once; the last may be smaller."""
+    return -(-examples // batch_size)
+
+
+def epochs(
+    examples: int, batch_size: int, epochs: int, seed: int, start: int = 0
+) -> Iterator[tuple[int, ...]]:
+    """Indices of the examples of each optimizer step, from step `start` on.
+
+    Every epoch is a permutation of its own that depends on (seed, epoch) and nothing else, so a resumed
+    job goes on exactly as it would have.
+    """
+    if examples < 1 or batch_size < 1 or epochs < 1 or start < 0:
+        raise ConfigError("examples, batch_size and epochs must be at least 1, and start at least 0")
+    first_epoch, step = divmod(start, steps_per_epoch(examples, batch_size))
+    for epoch in range(first_epoch, epochs):
+        order = _permutation(examples, seed, epoch)
+        for at in range(step * batch_size, examples, batch_size):
+            yield tuple(order[at : at + batch_size])
+        step = 0
+
+
+def pack(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
+    """Micro-batches, as indices into `lengths`, of at most `max_rows` rows; examples stay whole.
+
+    First fit, longest first, which fills them well. Indices ascend within a micro-batch, and micro-batches
+    by their first one. An example longer than `max_rows` travels alone.
+    """
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = next((at for at, left in enumerate(room) if lengths[i] <= left), None)
+        if fits is None:
+            packs.append([i])
+            room.append(max_rows - lengths[i])
+        else:
+            packs[fits].append(i)
+            room[fits] -= lengths[i]
+    return sorted(sorted(indices) for indices in packs)
+
+
+def _permutation(count: int, seed: int, epoch: int) -> list[int]:
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
+    order = list(range(count))
+    random.Random(int.from_bytes(digest, "big")).shuffle(order)
+    return order
+
+
+def _shifted(tokens: list[int], wanted: list[bool], max_length: int | None) -> Example:
+    """`wanted[i]` says whether token i is to be learned; its label belongs to the row before."""
+    tokens, wanted = tokens[:max_length], wanted[:max_length]
+    following = zip(tokens[1:], wanted[1:], strict=True)
+    labels = [token if learned else IGNORED for token, learned in following]
+    return Example(tuple(tokens), (*labels, IGNORED) if tokens else ())
+
+
+def _encode(record: Record, tokenizer: Tokenizer, loss_on: LossOn) -> tuple[list[int], list[bool]]:
+    """(tokens, whether each is to be learned)."""
+    if isinstance(record, ChatRecord):
+        tokens, wanted = encode_chat(record.messages, tokenizer)
+        return tokens, [True] * len(tokens) if loss_on == "all" else wanted
+    first, last = first_tokens(tokenizer), last_tokens(tokenizer)
+    if isinstance(record, PromptRecord):
+        prompt, completion = _split(record, tokenizer)
+        asked, answer = [*first, *prompt], [*completion, *last]
+        return asked + answer, [loss_on == "all"] * len(asked) + [True] * len(answer)
+    tokens = [*first, *token_ids(tokenizer, record.text), *last]
+    return tokens, [True] * len(tokens)
+
+
+def _split(record: PromptRecord, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt, exactly as a request with this prompt has them, and of the completion.
+
+    Both at once where the prompt's tokens come out the same (some tokenizers put a space before whatever
+    stands first), each alone where a token would straddle the border: no one samples that token.
+    """
+    prompt = token_ids(tokenizer, record.prompt)
+    both = token_ids(tokenizer, record.prompt + record.completion)
+    if both[: len(prompt)] == prompt:
+        return prompt, both[len(prompt) :]
+    return prompt, token_ids(tokenizer, record.completion)

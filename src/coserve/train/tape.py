@@ -1,0 +1,193 @@
+"""What a micro-batch's backward pass needs, kept while its rows travel forward.
+
+Kept are the inputs of every layer and its keys and values, which later windows attend to; with
+`Keep.PRODUCTS` also what the frozen linears gave, so that going back computes no dear thing twice. The
+fused forward pass has no graph: what is kept depends on the training rows alone.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionSpec, attend
+from coserve.model.base import Base
+from coserve.model.batch import LayerCalls
+
+
+class Keep(Enum):
+    """INPUTS keeps layer inputs and recomputes the rest; PRODUCTS keeps the frozen linears' outputs too."""
+
+    INPUTS = "inputs"
+    PRODUCTS = "products"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Rows [start, start + rows) of a micro-batch and how they fall on its examples.
+
+    `past` rows before `start` belong to the window's first example; `pieces` are the rows each example
+    has in the window, in order.
+    """
+
+    start: int
+    rows: int
+    past: int
+    pieces: tuple[int, ...]
+
+    @staticmethod
+    def of(lengths: tuple[int, ...], start: int, rows: int) -> "Window":
+        pieces, past, begin = [], 0, 0
+        for length in lengths:
+            first, last = max(begin, start), min(begin + length, start + rows)
+            if first < last:
+                pieces.append(last - first)
+                past = past if len(pieces) > 1 else first - begin
+            begin += length
+        return Window(start, rows, past, tuple(pieces))
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.start + self.rows)
+
+    @property
+    def past_slice(self) -> slice:
+        return slice(self.start - self.past, self.start)
+
+
+class Tape:
+    """A micro-batch on its way: buffers over all its rows, filled window by window, layer by layer.
+
+    tokens, labels [rows] (label -100 is none; a label belongs to the row that predicts it). `inputs[l]`
+    [rows, width] is what layer `l` is given, `inputs[depth]` what the last one gives.
+    """
+
+    def __init__(self, base: Base, lengths: tuple[int, ...], tokens: Tensor, labels: Tensor, keep: Keep) -> None:
+        self.base = base
+        self.lengths = lengths
+        self.labels = labels
+        self.keep = keep
+        positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+        hidden, self.calls = base.prologue(tokens, positions)
+        self.rows = len(tokens)
+        self.inputs = [hidden[0], *(torch.empty_like(hidden[0]) for _ in range(base.depth))]
+        self.products: dict[str, Tensor] = {}
+        self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._key_grads: dict[int, Tensor] = {}
+        self._value_grads: dict[int, Tensor] = {}
+
+    def window(self, start: int, rows: int) -> Window:
+        return Window.of(self.lengths, start, rows)
+
+    def calls_for(self, window: Window) -> LayerCalls:
+        """The layers' arguments for the rows of a window."""
+        return self.base.arguments.narrow(self.calls, window.start, window.rows)
+
+    def keep_product(self, path: str, window: Window, product: Tensor) -> None:
+        """product [window rows, out] of the frozen linear at `path`."""
+        if path not in self.products:
+            self.products[path] = product.new_empty(self.rows, product.shape[-1])
+        self.products[path][window.slice] = product
+
+    def product(self, path: str, window: Window) -> Tensor | None:
+        return self.products[path][window.slice] if path in self.products else None
+
+    def keep_cache(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
+        """k [groups, window rows, dk] and v: the way back may be cut into other windows than the way there."""
+        for store, given in ((self._keys, k), (self._values, v)):
+            if layer not in store:
+                store[layer] = given.new_empty(given.shape[0], self.rows, given.shape[-1])
+            store[layer][:, window.slice] = given
+
+    def past_cache(self, layer: int, window: Window) -> tuple[Tensor, Tensor] | None:
+        """Keys and values [1, groups, past, width] of the rows before the window in its first example."""
+        if not window.past:
+            return None
+        return self._keys[layer][None, :, window.past_slice], self._values[layer][None, :, window.past_slice]
+
+    def add_cache_grads(self, layer: int, window: Window, dk: Tensor, dv: Tensor) -> None:
+        """Gradients [1, groups, past, width] that this window owes to earlier rows' keys and values
+        (FlexLLM 6.1, figure 10). Accumulated in at least float32."""
+        for store, given in ((self._key_grads, dk), (self._value_grads, dv)):
+            if layer not in store:
+                exact = torch.promote_types(given.dtype, torch.float32)
+                store[layer] = torch.zeros(
+                    given.shape[1], self.rows, given.shape[-1], dtype=exact, device=given.device
+                )
+            store[layer][:, window.past_slice] += given[0]
+
+    def cache_grads(self, layer: int, window: Window, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """What later windows have added for this window's own keys and values, [1, groups, rows, width]."""
+        if layer not in self._key_grads:
+            return None
+        return (
+            self._key_grads[layer][None, :, window.slice].to(dtype),
+            self._value_grads[layer][None, :, window.slice].to(dtype),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for the backward pass (the loss's labels and the layers' shared arguments excluded)."""
+        stores = (self.products, self._keys, self._values, self._key_grads, self._value_grads)
+        return sum(t.nbytes for t in self.inputs) + sum(t.nbytes for store in stores for t in store.values())
+
+
+class KeptWindow:
+    """A training window in a fused forward run: a `Part` that writes to its tape."""
+
+    def __init__(self, tape: Tape, window: Window) -> None:
+        self.tape = tape
+        self.window = window
+        self.count = window.rows
+        self.is_kept = tape.keep is Keep.PRODUCTS
+
+    def keep(self, path: str, product: Tensor) -> None:
+        self.tape.keep_product(path, self.window, product)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        self.tape.keep_cache(layer, self.window, k[0], v[0])
+        return attend_window(q, k, v, self.tape.past_cache(layer, self.window), self.window, spec)
+
+
+def attend_window(
+    q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None, window: Window, spec: AttentionSpec
+) -> Tensor:
+    """Attention of a window's rows, each within its own example; differentiable.
+
+    q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv], past keys and values
+    [1, groups, past, width] of the first piece; returns [1, rows, heads, dv].
+    """
+    outputs = []
+    pieces = list(window.pieces)
+    start = 0
+    if past is not None:
+        start = pieces.pop(0)
+        first = slice(0, start)
+        keys = torch.cat([past[0], k[:, :, first]], dim=2)
+        values = torch.cat([past[1], v[:, :, first]], dim=2)
+        outputs.append(attend(q[:, :, first], keys, values, spec).transpose(1, 2))
+    if len(pieces) == 1:
+        outputs.append(attend(q[:, :, start:], k[:, :, start:], v[:, :, start:], spec).transpose(1, 2))
+    elif pieces:
+        outputs.append(_attend_side_by_side(q[:, :, start:], k[:, :, start:], v[:, :, start:], pieces, spec))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _attend_side_by_side(q: Tensor, k: Tensor, v: Tensor, pieces: list[int], spec: AttentionSpec) -> Tensor:
+    """Whole examples as a batch, padded on the right: causal attention never looks there."""
+    longest, device = max(pieces), q.device
+    lengths = torch.tensor(pieces, device=device)
+    offsets = lengths.cumsum(0) - lengths
+    column = torch.arange(longest, device=device)
+    rows = (offsets[:, None] + column.minimum(lengths[:, None] - 1)).flatten()
+
+    def batched(x: Tensor) -> Tensor:
+        heads, width = x.shape[1], x.shape[-1]
+        return x[0].index_select(1, rows).view(heads, len(pieces), longest, width).transpose(0, 1)
+
+    out = attend(batched(q), batched(k), batched(v), spec).transpose(1, 2).flatten(0, 1)
+    real = (column < lengths[:, None]).flatten().nonzero().squeeze(1)
+    return out.index_select(0, real)[None]
