@@ -1,0 +1,134 @@
+"""What a caller holds while an answer or a job is under way.
+
+Iterating a handle drives the engine where nobody else does; handles of one engine can be iterated in
+turn or from several threads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from coserve.core.events import JobFailed, StepDone, TokenEvent
+from coserve.core.plan import TokenLogprobs, Updated
+from coserve.core.request import FinishReason
+from coserve.core.sequence import Sequence
+from coserve.engine.detokenize import TextStream
+from coserve.errors import CoserveError
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer: text that is safe to show, and the token behind it (None for held-back text)."""
+
+    text: str
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class Completion:
+    """One request's answer. Iterate it for deltas, or ask for its `result`."""
+
+    def __init__(self, sequence: Sequence, text: TextStream | None, drive: Callable[[], bool], cancel: Callable[[], None]) -> None:
+        self.sequence = sequence
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self._stream = text
+        self._drive, self._cancel = drive, cancel
+        self._deltas: deque[Delta] = deque()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the answer so far."""
+        return self.sequence.output
+
+    def __iter__(self) -> Iterator[Delta]:
+        while True:
+            while self._deltas:
+                yield self._deltas.popleft()
+            if self.finish_reason is not None or not self._drive():
+                return
+
+    def result(self) -> "Completion":
+        """Runs the engine until the answer is complete."""
+        while self.finish_reason is None and self._drive():
+            pass
+        return self
+
+    def cancel(self) -> None:
+        """Ends the answer; everything it held is free after one step."""
+        self._cancel()
+
+    def take(self, event: TokenEvent) -> bool:
+        """Takes a token in; True if a stop string was found, which ends the answer."""
+        self.prompt_logprobs += event.prompt_logprobs
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+        if event.token is None:
+            return False
+        text = "" if self._stream is None else self._stream.push(event.token)
+        self._add(Delta(text, event.token, event.logprobs))
+        return self._stream is not None and self._stream.stopped
+
+    def finish(self, reason: FinishReason) -> None:
+        """No more tokens will come."""
+        if self._stream is not None:
+            self._add(Delta(self._stream.finish()))
+        self.finish_reason = reason
+
+    def _add(self, delta: Delta) -> None:
+        self.text += delta.text
+        if delta.text or delta.token is not None:
+            self._deltas.append(delta)
+
+
+class FineTuning:
+    """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`."""
+
+    def __init__(
+        self,
+        job: str,
+        adapter: str,
+        steps: int,
+        drive: Callable[[], bool],
+        cancel: Callable[[], None],
+        save: Callable[[str | Path], None],
+    ) -> None:
+        self.job, self.adapter, self.steps = job, adapter, steps
+        self.status = "running"  # then succeeded, failed or cancelled
+        self.error: CoserveError | None = None
+        self.history: list[Updated] = []
+        self._drive, self._cancel, self._save = drive, cancel, save
+        self._read = 0
+
+    def __iter__(self) -> Iterator[Updated]:
+        while True:
+            while self._read < len(self.history):
+                self._read += 1
+                yield self.history[self._read - 1]
+            if self.status != "running" or not self._drive():
+                return
+
+    def result(self) -> "FineTuning":
+        """Runs the engine until the job has ended; raises what made it fail."""
+        while self.status == "running" and self._drive():
+            pass
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def cancel(self) -> None:
+        """Stops the job; its last published version stays."""
+        self._cancel()
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the adapter's newest version in PEFT's format."""
+        self._save(folder)
+
+    def take(self, event: StepDone) -> None:
+        self.history.append(event.updated)
+
+    def fail(self, event: JobFailed) -> None:
+        self.status, self.error = "failed", event.error

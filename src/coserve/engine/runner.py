@@ -1,0 +1,223 @@
+"""Runs a plan on the local device: one fused forward, the sampled tokens, the ways back, the updates."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.bank import AdapterBank
+from coserve.core.plan import Plan, Sampled, Segment, StepResult, TokenLogprobs, Updated
+from coserve.core.sequence import Direction, MicroBatch
+from coserve.core.sequence import Sequence as Answer
+from coserve.engine.table import SequenceTable
+from coserve.errors import CoserveError, LossNotFinite
+from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
+from coserve.model.base import Base
+from coserve.model.batch import Bypasses, FusedRows, LayerCalls, Part
+from coserve.model.sample import sample, token_logprobs
+from coserve.train.tape import KeptWindow, Tape, Window
+from coserve.train.trainer import TrainingRun
+
+
+@dataclass(slots=True)
+class _Travel:
+    """A kept window on its way forward in this step."""
+
+    segment: Segment
+    tape: Tape
+    window: Window
+    bypasses: Bypasses
+    calls: LayerCalls
+
+
+@dataclass(slots=True)
+class _Inference:
+    """This step's inference rows, segment by segment; `hidden` [1, rows, width] travels with them."""
+
+    part: InferenceRows
+    segments: Sequence[Segment]
+    rows: Tensor  # of each segment in the sequence table
+    counts: Sequence[int]  # of rows each segment has here
+    hidden: Tensor
+    calls: LayerCalls
+    adapters: list[tuple[slice, Bypasses]]
+
+
+class LocalRunner:
+    """The `Runner` of one device. Owns keys and values, sequence rows and training runs; decides nothing."""
+
+    def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
+        self.base, self.bank, self.pool, self.table = base, bank, pool, table
+        self.runs: dict[str, TrainingRun] = {}
+
+    @torch.no_grad()
+    def run(self, plan: Plan) -> StepResult:
+        started = time.perf_counter()
+        for key in plan.released:
+            self.table.release(key)
+        inference = self._inference_rows(plan.inference) if plan.inference else None
+        self._forward(inference, [s for s in plan.training if s.direction is Direction.KEEP])
+        sampled = self._sample(inference) if inference is not None else {}
+        for segment in plan.training:
+            if segment.direction is Direction.BACKWARD:
+                self._backward(segment)
+        updated, failed = self._update(plan.updates)
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
+        return StepResult(time.perf_counter() - started, sampled, updated, failed)
+
+    def _forward(self, inference: _Inference | None, kept: Sequence[Segment]) -> None:
+        """All rows through the layers; a window joins at its span's first layer and leaves after its last."""
+        travels = [self._travel(segment) for segment in kept]
+        composed: list[_Travel] | None = None
+        for layer in range(self.base.depth):
+            joined = [t for t in travels if t.segment.span.first <= layer < t.segment.span.last]
+            if inference is None and not joined:
+                continue
+            if composed is None or [id(t) for t in joined] != [id(t) for t in composed]:
+                composed = joined
+                rows, calls = self._compose(inference, joined)
+            hidden = [] if inference is None else [inference.hidden]
+            hidden += [t.tape.inputs[layer][None, t.window.slice] for t in joined]
+            with self.base.cell.set(rows):
+                out = self.base.layer(layer, hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1), calls)
+            start = 0
+            if inference is not None:
+                start = inference.hidden.shape[1]
+                inference.hidden = out[:, :start]
+            for travel in joined:
+                travel.tape.inputs[layer + 1][travel.window.slice] = out[0, start : start + travel.window.rows]
+                start += travel.window.rows
+
+    def _travel(self, segment: Segment) -> _Travel:
+        micro_batch = segment.sequence
+        assert isinstance(micro_batch, MicroBatch)
+        run = self.runs[micro_batch.job]
+        tape = run.tape(micro_batch)
+        window = tape.window(segment.start, segment.length)
+        return _Travel(segment, tape, window, run.bypasses(micro_batch, window), tape.calls_for(window))
+
+    def _compose(self, inference: _Inference | None, travels: Sequence[_Travel]) -> tuple[FusedRows, LayerCalls]:
+        parts: list[Part] = [] if inference is None else [inference.part]
+        adapters = [] if inference is None else list(inference.adapters)
+        calls = [] if inference is None else [inference.calls]
+        start = 0 if inference is None else inference.hidden.shape[1]
+        for travel in travels:
+            parts.append(KeptWindow(travel.tape, travel.window))
+            adapters.append((slice(start, start + travel.window.rows), travel.bypasses))
+            calls.append(travel.calls)
+            start += travel.window.rows
+        return FusedRows(parts, adapters), self.base.arguments.concat(calls)
+
+    def _inference_rows(self, segments: Sequence[Segment]) -> _Inference:
+        """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
+        ordered = sorted(segments, key=lambda s: (_is_prefill(s), _answer(s).request.adapter or ""))
+        answers = [_answer(s) for s in ordered]
+        rows = self.table.admit(answers)
+        decoding = sum(not _is_prefill(s) for s in ordered)
+        entering, prefills, decode = [], [], None
+        if decoding:
+            longest = max(answer.length for answer in answers[:decoding])
+            tokens, positions, slots, decode = self.table.decode(rows[:decoding], longest)
+            entering.append((tokens, positions, slots))
+        counts = [1] * decoding
+        for segment, row in zip(ordered[decoding:], rows[decoding:], strict=True):
+            chunk = self.table.prefill(segment, row)
+            prefills.append(PrefillRows(segment.start, segment.length, chunk.pages))
+            entering.append((chunk.tokens, chunk.positions, chunk.slots))
+            counts.append(segment.length)
+        tokens, positions, slots = (torch.cat(column) for column in zip(*entering, strict=True))
+        hidden, calls = self.base.prologue(tokens, positions)
+        part = InferenceRows(self.pool, slots, decode, prefills)
+        return _Inference(part, ordered, rows, counts, hidden, calls, self._adapters(answers, counts))
+
+    def _adapters(self, answers: Sequence[Answer], counts: Sequence[int]) -> list[tuple[slice, Bypasses]]:
+        """Ranges of neighbouring rows that share an adapter version."""
+        ranges: list[tuple[slice, Bypasses]] = []
+        start = 0
+        for key, group in groupby(zip(answers, counts, strict=True), lambda pair: pair[0].request.adapter):
+            end = start + sum(count for _, count in group)
+            if key is not None:
+                ranges.append((slice(start, end), self.bank.find(key).bypasses))
+            start = end
+        return ranges
+
+    def _sample(self, inference: _Inference) -> dict[int, Sampled]:
+        """Tokens for every sequence whose last known token was among the rows, and prompt logprobs."""
+        ends = list(accumulate(inference.counts))
+        done = [i for i, s in enumerate(inference.segments) if s.start + s.length == _answer(s).length]
+        results = {_answer(s).key: Sampled(None) for s in inference.segments}
+        if done:
+            picked = torch.tensor([ends[i] - 1 for i in done], device=self.base.device)
+            logits = self.base.tail(inference.hidden[:, picked])
+            rows = inference.rows[torch.tensor(done, device=self.base.device)]
+            sampling = self.table.sampling
+            positions = self.table.lengths(rows)
+            tokens = sample(logits, rows, positions, sampling)
+            self.table.sampled(rows, tokens)
+            logprobs = self._logprobs(logits, tokens, [_answer(inference.segments[i]) for i in done])
+            for i, token, of_token in zip(done, tokens.tolist(), logprobs, strict=True):
+                results[_answer(inference.segments[i]).key] = Sampled(token, of_token)
+        for i, segment in enumerate(inference.segments):
+            if scored := self._prompt_logprobs(segment, inference.hidden[:, ends[i] - segment.length : ends[i]]):
+                key = _answer(segment).key
+                results[key] = replace(results[key], prompt_logprobs=scored)
+        return results
+
+    def _logprobs(
+        self, logits: Tensor, tokens: Tensor, answers: Sequence[Answer]
+    ) -> list[TokenLogprobs | None]:
+        """Of the sampled tokens [n], for the sequences that asked."""
+        asked = [i for i, a in enumerate(answers) if a.request.sampling.logprobs is not None]
+        found: list[TokenLogprobs | None] = [None] * len(answers)
+        if asked:
+            index = torch.tensor(asked, device=logits.device)
+            most = max(answers[i].request.sampling.logprobs or 0 for i in asked)
+            for i, row in zip(asked, token_logprobs(logits[index], tokens[index], most).rows(), strict=True):
+                found[i] = replace(row, top=row.top[: answers[i].request.sampling.logprobs])
+        return found
+
+    def _prompt_logprobs(self, segment: Segment, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt tokens that follow the segment's rows, hidden [1, rows, width], if they were asked for."""
+        request = _answer(segment).request
+        wanted = request.sampling.prompt_logprobs
+        following = request.prompt[segment.start + 1 : segment.start + segment.length + 1]
+        if wanted is None or not following:
+            return ()
+        tokens = torch.tensor(following, device=hidden.device)
+        found: list[TokenLogprobs] = []
+        for rows, chunk in zip(hidden[0, : len(following)].split(64), tokens.split(64), strict=True):
+            found += token_logprobs(self.base.tail(rows[None]), chunk, wanted).rows()
+        return tuple(found)
+
+    def _backward(self, segment: Segment) -> None:
+        micro_batch = segment.sequence
+        assert isinstance(micro_batch, MicroBatch)
+        run = self.runs[micro_batch.job]
+        window = run.tape(micro_batch).window(segment.start, segment.length)
+        run.walk(micro_batch).run(window, segment.span, run.bypasses(micro_batch, window))
+        if segment.start == 0 and segment.span.first == 0:
+            run.release(micro_batch)
+
+    def _update(self, jobs: Sequence[str]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
+        updated: dict[str, Updated] = {}
+        failed: dict[str, CoserveError] = {}
+        for job in jobs:
+            try:
+                updated[job] = self.runs[job].update()
+            except LossNotFinite as error:
+                failed[job] = error
+        return updated, failed
+
+
+def _answer(segment: Segment) -> Answer:
+    assert isinstance(segment.sequence, Answer)
+    return segment.sequence
+
+
+def _is_prefill(segment: Segment) -> bool:
+    """Whether the segment is more than a running sequence's newest token."""
+    return segment.length > 1 or segment.start < len(_answer(segment).request.prompt)

@@ -1,0 +1,1 @@
+"""Decides what runs next. Knows numbers of tokens, layers, pages and seconds, and no tensor."""

@@ -1,0 +1,104 @@
+"""Which training is there, whose turn it is, and how far it is."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from coserve.core.sequence import MicroBatch
+
+
+@dataclass(slots=True)
+class Job:
+    """One job's current optimizer step. `progress` is rows trained per weight, its virtual time."""
+
+    name: str
+    weight: float
+    micro_batches: deque[MicroBatch] = field(default_factory=deque)
+    is_due: bool = False  # all micro-batches are done and the optimizer has not stepped yet
+    progress: float = 0.0
+    served_at: float | None = None  # when it last got a piece, or began to wait for one
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the job has something to run."""
+        return self.is_due or bool(self.micro_batches)
+
+
+class Book:
+    """All jobs. Turns go by weighted fair queueing: least virtual time first."""
+
+    def __init__(self, in_flight: int) -> None:
+        self.released: list[int] = []  # keys whose device state the next plan drops
+        self._jobs: dict[str, Job] = {}
+        self._in_flight = in_flight
+        self._clock = 0.0  # virtual time of the job furthest behind when turns were last given
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._jobs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some job has something to run."""
+        return any(job.is_waiting for job in self._jobs.values())
+
+    def add(self, name: str, micro_batches: Iterable[MicroBatch], weight: float) -> None:
+        """Gives a job its next optimizer step.
+
+        A job that had nothing to run meanwhile starts level with the others instead of catching up.
+        """
+        job = self._jobs.setdefault(name, Job(name, weight))
+        assert not job.is_waiting, f"job {name} has not finished its last step"
+        job.weight = weight
+        job.micro_batches.extend(micro_batches)
+        assert job.micro_batches, f"an optimizer step of job {name} needs a micro-batch"
+        assert all(b.job == name and b.length > 0 for b in job.micro_batches), "rows of this job"
+        job.progress = max(job.progress, self._clock)
+        job.served_at = None
+
+    def remove(self, name: str) -> None:
+        """Forgets a job; the runner is told to drop what it holds for it."""
+        job = self._jobs.pop(name, None)
+        if job is not None:
+            self.released.extend(batch.key for batch in job.micro_batches)
+
+    def turns(self, now: float, starvation: float | None) -> tuple[list[Job], bool]:
+        """Jobs with something to run, first in turn first, and whether that one is starving."""
+        jobs = [job for job in self._jobs.values() if job.is_waiting]
+        if not jobs:
+            return [], False
+        for job in jobs:
+            job.served_at = now if job.served_at is None else job.served_at
+        jobs.sort(key=lambda job: job.progress)
+        self._clock = jobs[0].progress
+        if starvation is None:
+            return jobs, False
+        waited = {job.name: now - (job.served_at or 0.0) for job in jobs}
+        starving = [job for job in jobs if waited[job.name] > starvation]
+        starving.sort(key=lambda job: -waited[job.name])
+        return [*starving, *(job for job in jobs if job not in starving)], bool(starving)
+
+    def ready(self, job: Job) -> list[MicroBatch]:
+        """A job's micro-batches that may travel now, in order."""
+        return list(job.micro_batches)[: self._in_flight]
+
+    def serve(self, name: str, now: float) -> None:
+        """Notes that a job has a piece in the step planned at `now`."""
+        self._jobs[name].served_at = now
+
+    def advance(self, batch: MicroBatch, rows: float) -> None:
+        """Counts what a micro-batch, already advanced, did: `rows` rows through the whole depth."""
+        job = self._jobs[batch.job]
+        job.progress += rows / job.weight
+        if batch.done:
+            job.micro_batches.remove(batch)
+            self.released.append(batch.key)
+            job.is_due = not job.micro_batches
+
+    def updated(self, name: str) -> None:
+        """Notes that a job's optimizer has stepped."""
+        self._jobs[name].is_due = False
+
+
+def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:
+    """Rows that passed a part of the depth, in rows that passed all of it."""
+    return rows * layers / batch.layers

@@ -1,0 +1,259 @@
+"""How long a plan will take: FlexLLM's latency estimate f(c, s) (section 6.2), in more detail.
+
+The seconds of a step are a weighted sum of what is in it. The features come from the plan alone, the
+weights are measured at start-up (`fit`) and corrected after every step (`observe`). Everything that
+decides about a latency bound asks this model and nothing else; `error` says how far to trust it.
+"""
+
+from collections.abc import Iterable, Mapping
+from operator import mul
+from typing import Self
+
+from coserve.core.plan import Plan, Segment
+from coserve.core.sequence import Direction, MicroBatch, Span
+
+# What one unit of each feature is. The numbers are the seconds per unit assumed before any measurement:
+# a small model on a small machine, slow rather than fast, so that first guesses err towards less training.
+DEFAULT_WEIGHTS: Mapping[str, float] = {
+    "step": 1e-3,  # every step once
+    "forward_layers": 1e-2,  # a forward pass over the whole depth: weights are read once, whoever needs them
+    "forward_rows": 1e-4,  # a row through the whole depth
+    "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
+    "decode_context": 1e-7,  # a cached token read by a decode row
+    "forward_attention": 1e-8,  # a (row, earlier row) pair of a prefill or a kept window, whole depth
+    "adapters": 2e-4,  # a distinct adapter in the step
+    "backward_layers": 2e-2,  # one backward segment over the whole depth; segments share no reading
+    "backward_rows": 3e-4,  # a row back through the whole depth
+    "backward_attention": 4e-8,  # a (row, earlier row) pair on the way back, whole depth
+    "loss_rows": 2e-4,  # a row's head and loss, forward and back
+    "updates": 5e-3,  # an optimizer step
+}
+NAMES = tuple(DEFAULT_WEIGHTS)
+(
+    _STEP,
+    _FORWARD_LAYERS,
+    _FORWARD_ROWS,
+    _TAIL_ROWS,
+    _DECODE_CONTEXT,
+    _FORWARD_ATTENTION,
+    _ADAPTERS,
+    _BACKWARD_LAYERS,
+    _BACKWARD_ROWS,
+    _BACKWARD_ATTENTION,
+    _LOSS_ROWS,
+    _UPDATES,
+) = range(len(NAMES))
+
+_RIDGE = 1e-6  # per sample; keeps features that always occur together at small, equal weights
+_SWEEPS = 2000  # of coordinate descent; twelve columns converge in far fewer unless nearly collinear
+_RATE = 0.05  # of the error that one observation moves the weights by
+_DRIFT = 0.05  # of the logarithmic error that one observation moves the common factor by
+_MEMORY = 0.05  # of an observation in the running error
+_UNKNOWN_ERROR = 0.25  # before anything was measured
+_OUTLIER = 4.0  # a step this many times slower or faster teaches no more than one exactly so
+
+
+def causal_pairs(start: int, rows: int) -> int:
+    """(row, row it attends to) pairs of rows [start, start + rows) of one sequence, each row's own in it."""
+    return rows * start + rows * (rows + 1) // 2
+
+
+def window_pairs(lengths: Iterable[int], start: int, rows: int) -> int:
+    """The same for a window over examples of `lengths` rows packed end to end, blind to each other."""
+    pairs, begin, end = 0, 0, start + rows
+    for length in lengths:
+        low, high = max(start, begin), min(end, begin + length)
+        if low < high:
+            pairs += causal_pairs(low - begin, high - low)
+        begin += length
+        if begin >= end:
+            break
+    return pairs
+
+
+class Features:
+    """What is in a step, counted as it is put together. `values` follows `NAMES`."""
+
+    __slots__ = ("_adapters", "_covered", "values")
+
+    def __init__(self) -> None:
+        self.values = [0.0] * len(NAMES)
+        self.values[_STEP] = 1.0
+        self._covered = 0  # a bit for each layer that some forward row visits
+        self._adapters: set[str] = set()
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """The features of a plan that has not been applied yet (whether a row is sampled shows only then)."""
+        features = cls.of_segments((*plan.inference, *plan.training))
+        features.values[_UPDATES] += len(plan.updates)
+        return features
+
+    @classmethod
+    def of_segments(cls, segments: Iterable[Segment]) -> Self:
+        """The features of a step of these segments."""
+        features = cls()
+        for segment in segments:
+            features.add(segment)
+        return features
+
+    def copy(self) -> "Features":
+        """The same counts, to try something on."""
+        twin = Features.__new__(Features)
+        twin.values = self.values.copy()
+        twin._covered = self._covered
+        twin._adapters = self._adapters.copy()
+        return twin
+
+    def as_dict(self) -> dict[str, float]:
+        """The counts by name."""
+        return dict(zip(NAMES, self.values, strict=True))
+
+    def add(self, segment: Segment) -> None:
+        """Counts a segment in."""
+        sequence = segment.sequence
+        if isinstance(sequence, MicroBatch):
+            pairs = window_pairs(sequence.lengths, segment.start, segment.length)
+            self.add_training(sequence, segment.length, pairs, segment.direction, segment.span)
+            return
+        request, end = sequence.request, segment.start + segment.length
+        tail = 1 if end == len(request.prompt) + len(sequence.output) else 0
+        if request.sampling.prompt_logprobs is not None:
+            tail += max(0, min(end, len(request.prompt) - 1) - segment.start)
+        self.add_inference(segment.start, segment.length, tail, request.adapter, segment.span.last)
+
+    def add_inference(self, start: int, rows: int, tail: int, adapter: str | None, depth: int) -> None:
+        """Counts in `rows` rows after `start` cached ones, `tail` of which go through the head."""
+        values = self.values
+        values[_FORWARD_LAYERS] = 1.0
+        self._covered = (1 << depth) - 1
+        values[_FORWARD_ROWS] += rows
+        values[_TAIL_ROWS] += tail
+        if rows == 1:
+            values[_DECODE_CONTEXT] += start + 1
+        else:
+            values[_FORWARD_ATTENTION] += causal_pairs(start, rows)
+        if adapter is not None and adapter not in self._adapters:
+            self._adapters.add(adapter)
+            values[_ADAPTERS] += 1.0
+
+    def add_training(self, batch: MicroBatch, rows: int, pairs: int, way: Direction, span: Span) -> None:
+        """Counts in a window of `rows` rows that attend to `pairs` rows, through the layers of `span`."""
+        values = self.values
+        part = (span.last - span.first) / batch.layers
+        if way is Direction.KEEP:
+            self._covered |= (1 << span.last) - (1 << span.first)
+            values[_FORWARD_LAYERS] = self._covered.bit_count() / batch.layers
+            values[_FORWARD_ROWS] += rows * part
+            values[_FORWARD_ATTENTION] += pairs * part
+        else:
+            values[_BACKWARD_LAYERS] += part
+            values[_BACKWARD_ROWS] += rows * part
+            values[_BACKWARD_ATTENTION] += pairs * part
+            values[_LOSS_ROWS] += rows if span.last == batch.layers else 0
+        if batch.adapter not in self._adapters:
+            self._adapters.add(batch.adapter)
+            values[_ADAPTERS] += 1.0
+
+    def add_update(self) -> None:
+        """Counts an optimizer step in."""
+        self.values[_UPDATES] += 1.0
+
+
+class CostModel:
+    """Predicts the seconds of a step: a common factor times a non-negative weight for each feature."""
+
+    def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
+        self._weights = [float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES]
+        self.scale = 1.0  # what everything takes now over what it took when it was measured
+        self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Seconds per unit of each feature, the common factor included."""
+        return {name: self.scale * weight for name, weight in zip(NAMES, self._weights, strict=True)}
+
+    def predict(self, plan: Plan) -> float:
+        """Seconds that `plan` will take."""
+        return self.predict_features(Features.of(plan))
+
+    def predict_features(self, features: Features) -> float:
+        """Seconds that a step of these features will take."""
+        seconds: float = self.scale * sum(map(mul, self._weights, features.values))
+        return seconds
+
+    def fit(self, samples: Iterable[tuple[Plan | Features, float]]) -> None:
+        """Measures the weights anew: non-negative least squares on the relative error.
+
+        `samples` are what was run (plans that have not been applied, or features) and its seconds. A
+        feature that no sample has keeps the weight it had.
+        """
+        rows = [(_features(work).values, seconds) for work, seconds in samples if seconds > 0]
+        if not rows:
+            return
+        self._weights = [self.scale * weight for weight in self._weights]
+        self.scale = 1.0
+        relative = [[value / seconds for value in values] for values, seconds in rows]
+        for name, weight in _solve(relative).items():
+            self._weights[name] = weight
+        misses = [abs(sum(map(mul, self._weights, row)) - 1.0) for row in relative]
+        self.error = sum(misses) / len(misses)
+
+    def observe(self, work: Plan | Features, seconds: float) -> None:
+        """Learns from one step that took `seconds`.
+
+        A normalised gradient step moves each weight in proportion to the square of what it contributed
+        (so that a step without training says nothing about training), and the common factor follows what
+        all features share: a machine that became busier or cooler.
+        """
+        if seconds <= 0:
+            return
+        values = _features(work).values
+        predicted = max(self.scale * sum(map(mul, self._weights, values)), 1e-9)
+        self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
+        taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
+        # A weight of zero could never grow by its contribution, so each present feature is taken to
+        # contribute at least a hundredth.
+        parts = [max(w * v, 0.01 * taken) if v else 0.0 for w, v in zip(self._weights, values, strict=True)]
+        norm = sum(part * part for part in parts)
+        gain = _RATE * (taken - predicted) / (self.scale * norm)
+        for index, (part, value) in enumerate(zip(parts, values, strict=True)):
+            if value:
+                self._weights[index] = max(0.0, self._weights[index] + gain * part * part / value)
+        self.scale *= (taken / predicted) ** _DRIFT
+
+    def as_dict(self) -> dict[str, float]:
+        """Everything the model knows, ready for JSON."""
+        return {**self.weights, "error": self.error}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, float]) -> Self:
+        """The model that `as_dict` described."""
+        model = cls(data)
+        model.error = float(data.get("error", _UNKNOWN_ERROR))
+        return model
+
+
+def _features(work: Plan | Features) -> Features:
+    return work if isinstance(work, Features) else Features.of(work)
+
+
+def _solve(rows: list[list[float]]) -> dict[int, float]:
+    """Weights w >= 0 that bring `rows @ w` nearest to one, by column; columns of zeros are left out."""
+    norms = {j: sum(row[j] ** 2 for row in rows) ** 0.5 for j in range(len(NAMES))}
+    columns = [j for j, norm in norms.items() if norm > 0]
+    scaled = [[row[j] / norms[j] for j in columns] for row in rows]
+    transposed = list(zip(*scaled, strict=True))
+    gram = [[sum(map(mul, a, b)) for b in transposed] for a in transposed]
+    target = [sum(column) for column in transposed]
+    solution = [0.0] * len(columns)
+    for _ in range(_SWEEPS):
+        moved = 0.0
+        for a, line in enumerate(gram):
+            others = sum(map(mul, line, solution)) - line[a] * solution[a]
+            value = max(0.0, (target[a] - others) / (line[a] + _RIDGE))
+            moved = max(moved, abs(value - solution[a]))
+            solution[a] = value
+        if moved < 1e-12 * max(solution):
+            break
+    return {j: solution[a] / norms[j] for a, j in enumerate(columns)}

@@ -1,0 +1,161 @@
+"""A runner without a model: a scripted clock, tokens that depend on nothing but tokens, and a strict eye.
+
+It satisfies `core.plan.Runner` and fails loudly (AssertionError) on any plan that a real runner could not
+carry out: pages that are missing, shared or not filled, windows out of order, keys that were released.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+
+from coserve.core.events import Event
+from coserve.core.plan import Plan, Sampled, Segment, StepResult, TokenLogprobs, Updated
+from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.errors import CoserveError
+from coserve.schedule.cost import CostModel
+from coserve.schedule.scheduler import Scheduler
+
+
+def next_token(tokens: Iterable[int], vocabulary: int) -> int:
+    """The token that the fake model says after `tokens`."""
+    return zlib.crc32(",".join(map(str, tokens)).encode()) % vocabulary
+
+
+class FakeRunner:
+    """Runs plans on paper. `now` is its clock, in seconds; `plans` are those it ran, in order.
+
+    `seconds` says what a plan takes (by default what an untrained cost model expects). A job in
+    `failures` fails as soon as it has something to run. `skip` lets time pass between steps.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        seconds: Callable[[Plan], float] | None = None,
+        vocabulary: int = 1000,
+        failures: Mapping[str, CoserveError] | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.plans: list[Plan] = []
+        self.results: list[StepResult] = []
+        self.trained: dict[str, int] = {}  # rows that went the whole way forward and back, by job
+        self._page_size = page_size
+        self._seconds = seconds or CostModel().predict
+        self._vocabulary = vocabulary
+        self._failures = dict(failures or {})
+        self._cache: dict[tuple[int, int], tuple[int, int, int]] = {}  # page, slot -> key, position, token
+        self._holder: dict[int, int] = {}  # page -> key
+        self._computed: dict[int, int] = {}  # key -> rows in its cache
+        self._tapes: dict[int, _Tape] = {}
+        self._ended: set[int] = set()
+
+    def step(self, scheduler: Scheduler) -> list[Event]:
+        """The engine's loop, once."""
+        plan = scheduler.plan(self.now)
+        result = self.run(plan)
+        return scheduler.apply(plan, result, self.now)
+
+    def skip(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.now += seconds
+
+    def run(self, plan: Plan) -> StepResult:
+        """Checks the plan, carries it out, and moves the clock."""
+        self._release(plan.released)
+        seconds = self._seconds(plan) if not plan.is_empty else 0.0
+        keys = [segment.sequence.key for segment in (*plan.inference, *plan.training)]
+        assert len(keys) == len(set(keys)), "one segment for each sequence and micro-batch"
+        assert self._ended.isdisjoint(keys), "released keys stay released"
+        for segment in plan.inference:
+            self._claim(segment)
+        sampled = {segment.sequence.key: self._infer(segment) for segment in plan.inference}
+        jobs = {s.sequence.job for s in plan.training if isinstance(s.sequence, MicroBatch)} | {*plan.updates}
+        failed = {job: error for job, error in self._failures.items() if job in jobs}
+        for segment in plan.training:
+            self._travel(segment)
+        updated = {job: self._update(job) for job in plan.updates if job not in failed}
+        self.now += seconds
+        self.plans.append(plan)
+        self.results.append(StepResult(seconds, sampled, updated, failed))
+        return self.results[-1]
+
+    def _release(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            assert key not in self._ended, f"key {key} was released twice"
+            self._holder = {page: owner for page, owner in self._holder.items() if owner != key}
+            if self._computed.pop(key, None) is None:  # a micro-batch; a sequence may come back, from zero
+                self._ended.add(key)
+
+    def _claim(self, segment: Segment) -> None:
+        sequence = segment.sequence
+        assert isinstance(sequence, Sequence) and segment.direction is Direction.INFER
+        assert not sequence.is_finished, "the sequence has ended"
+        assert segment.length > 0 and segment.start == self._computed.get(sequence.key, 0), "rows in order"
+        end = segment.start + segment.length
+        assert end <= sequence.length, "rows that are not known yet"
+        assert end <= len(sequence.pages) * self._page_size, "a page is missing"
+        for page in sequence.pages:
+            assert self._holder.setdefault(page, sequence.key) == sequence.key, f"page {page} is shared"
+
+    def _infer(self, segment: Segment) -> Sampled:
+        sequence = segment.sequence
+        assert isinstance(sequence, Sequence)
+        end = segment.start + segment.length
+        for position in range(segment.start, end):
+            (token,) = sequence.tokens(position, 1)
+            self._cache[self._slot(sequence, position)] = (sequence.key, position, token)
+        self._computed[sequence.key] = end
+        read = [self._cache[self._slot(sequence, position)] for position in range(end)]
+        assert all((key, at) == (sequence.key, n) for n, (key, at, _) in enumerate(read)), "a foreign page"
+        scored: tuple[TokenLogprobs, ...] = ()
+        if sequence.request.sampling.prompt_logprobs is not None:
+            last = min(end, len(sequence.request.prompt) - 1)
+            scored = tuple(TokenLogprobs(-float(position + 1)) for position in range(segment.start, last))
+        if end < sequence.length:
+            return Sampled(None, prompt_logprobs=scored)
+        return Sampled(next_token((token for _, _, token in read), self._vocabulary), prompt_logprobs=scored)
+
+    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        return sequence.pages[position // self._page_size], position % self._page_size
+
+    def _travel(self, segment: Segment) -> None:
+        batch = segment.sequence
+        assert isinstance(batch, MicroBatch) and segment.direction is not Direction.INFER
+        self._tapes.setdefault(batch.key, _Tape(batch)).travel(segment)
+
+    def _update(self, job: str) -> Updated:
+        tapes = {key: tape for key, tape in self._tapes.items() if tape.batch.job == job}
+        assert tapes and all(tape.is_complete for tape in tapes.values()), "an update before all gradients"
+        rows = sum(tape.batch.length for tape in tapes.values())
+        for key in tapes:
+            del self._tapes[key]
+        self.trained[job] = self.trained.get(job, 0) + rows
+        return Updated(step=1, loss=1.0, labels=rows, grad_norm=1.0, learning_rate=1.0, version=f"{job}@1")
+
+
+class _Tape:
+    """Which rows of a micro-batch passed each layer, forward and back: each once, in the right order."""
+
+    def __init__(self, batch: MicroBatch) -> None:
+        self.batch = batch
+        self._kept = [0] * batch.layers  # rows from the left that passed the layer forward
+        self._back = [batch.length] * batch.layers  # rows from the left that have not come back yet
+
+    @property
+    def is_complete(self) -> bool:
+        return not any(self._back)
+
+    def travel(self, segment: Segment) -> None:
+        first, end = segment.start, segment.start + segment.length
+        assert 0 <= first < end <= self.batch.length and len(segment.span) > 0, "an empty window"
+        layers = range(segment.span.first, segment.span.last)
+        if segment.direction is Direction.KEEP:
+            for layer in layers:
+                assert self._kept[layer] == first, "each row once forward, left to right"
+                assert layer == 0 or self._kept[layer - 1] >= end, "the layer below comes first"
+                self._kept[layer] = end
+            return
+        assert all(rows == self.batch.length for rows in self._kept), "back before all is kept"
+        for layer in reversed(layers):
+            assert self._back[layer] == end, "each row once back, right to left"
+            assert layer == self.batch.layers - 1 or self._back[layer + 1] <= first, "the layer above first"
+            self._back[layer] = first

@@ -1,0 +1,124 @@
+"""Fills a step with training: argmax f(c, s) <= budget (FlexLLM, 6.2), over rows and layers."""
+
+from collections.abc import Iterable
+
+from coserve.core.plan import Segment
+from coserve.core.sequence import Direction, MicroBatch
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel, window_pairs
+from coserve.schedule.draft import Draft
+from coserve.schedule.policies.base import Allowance
+
+
+class Filler:
+    """Adds training to a draft while the allowance lasts. `left` are its remaining seconds."""
+
+    def __init__(self, draft: Draft, allowance: Allowance, cost: CostModel, config: SchedulerConfig) -> None:
+        self.left = allowance.seconds
+        self._minimum = allowance.minimum
+        self._allowance = allowance
+        self._draft = draft
+        self._cost = cost
+        self._config = config
+        self._pairs: dict[tuple[int, int, int], int] = {}  # of windows that were considered
+        self._before = cost.predict_features(draft.features) if draft.inference else 0.0
+
+    def update(self, job: str) -> bool:
+        """Adds a job's optimizer step, if it fits."""
+        features = self._draft.features.copy()
+        features.add_update()
+        seconds = self._cost.predict_features(features) - self._before
+        if seconds > max(self.left, self._pop_minimum()):
+            return False
+        self._draft.updates.append(job)
+        self._draft.features.add_update()
+        self._spend(seconds)
+        return True
+
+    def window(self, batch: MicroBatch) -> bool:
+        """Adds the next piece of a micro-batch: as much as fits, or its smallest part within the minimum."""
+        if self._allowance.only is not None and batch.key not in self._allowance.only:
+            return False
+        minimum, sizes = self._pop_minimum(), self._sizes(batch)
+        chosen = self._largest(batch, sizes, self.left)
+        if chosen is None and self._seconds(batch, sizes[-1], 1) <= minimum:
+            chosen = sizes[-1], 1
+        if chosen is None:
+            return False
+        self._add(batch, *chosen)
+        return True
+
+    def _pop_minimum(self) -> float:
+        """The minimum is for the first piece in turn only."""
+        minimum, self._minimum = self._minimum, 0.0
+        return minimum
+
+    def _sizes(self, batch: MicroBatch) -> list[int]:
+        """Rows that the next window may have, most first. One that was put down keeps its own."""
+        if batch.is_put_down:
+            return [batch.rows]
+        most, least = self._allowance.rows, self._config.min_training_rows
+        if most is None:
+            return [batch.rows_left]
+        ladder = [most]
+        while ladder[-1] > least:
+            ladder.append(max(ladder[-1] // 2, least))
+        return list(dict.fromkeys(min(rows, batch.rows_left) for rows in ladder))
+
+    def _largest(self, batch: MicroBatch, sizes: Iterable[int], budget: float) -> tuple[int, int] | None:
+        """The (rows, layers) of most work within `budget`; of equal work the one with more rows.
+
+        Beside inference, a new window should have room for two layers at a time where any has: one that
+        just fits would lie still as soon as the budget shrinks a little.
+        """
+        best, best_rank = None, (False, 0, 0)
+        for rows in sizes:
+            # A smaller window has to pass more layers to do more work: mostly one look says that it cannot.
+            least = best_rank[1] // rows + 1 if best_rank[0] else 1
+            layers = self._layers(batch, rows, least, budget)
+            if layers == 0:
+                continue
+            roomy = layers > 1 or batch.layers == 1 or batch.is_put_down or not self._draft.inference
+            rank = (True, rows * layers, rows) if roomy else (False, -rows, 0)
+            if best is None or rank > best_rank:
+                best, best_rank = (rows, layers), rank
+        return best
+
+    def _layers(self, batch: MicroBatch, rows: int, least: int, budget: float) -> int:
+        """Most layers of a window of `rows` rows that fit into `budget`; 0 if those are less than `least`."""
+        low, high = least, len(batch.next_span(batch.layers))
+        if low > high or self._seconds(batch, rows, low) > budget:
+            return 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._seconds(batch, rows, middle) <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _seconds(self, batch: MicroBatch, rows: int, layers: int) -> float:
+        """What a piece would add to the step."""
+        features = self._draft.features.copy()
+        window = (batch.key, *batch.next_window(rows))
+        if window not in self._pairs:
+            self._pairs[window] = window_pairs(batch.lengths, *window[1:])
+        features.add_training(batch, window[2], self._pairs[window], batch.direction, batch.next_span(layers))
+        return self._cost.predict_features(features) - self._before
+
+    def _add(self, batch: MicroBatch, rows: int, layers: int) -> None:
+        seconds = self._seconds(batch, rows, layers)
+        start, rows = batch.next_window(rows)
+        segment = Segment(batch, start, rows, batch.direction, batch.next_span(layers))
+        self._draft.training.append(segment)
+        self._draft.features.add(segment)
+        self._spend(seconds)
+
+    def _spend(self, seconds: float) -> None:
+        self.left -= seconds
+        self._before += seconds
+
+
+def in_order(segments: list[Segment]) -> tuple[Segment, ...]:
+    """Windows that ride forward, then those that go back: the order in which a step runs them."""
+    return tuple(sorted(segments, key=lambda segment: segment.direction is Direction.BACKWARD))

@@ -1,0 +1,114 @@
+"""Who waits, who runs, and their pages."""
+
+from bisect import insort
+from collections.abc import Iterator
+from contextlib import suppress
+
+from coserve.core.request import FinishReason, Request
+from coserve.core.sequence import Sequence
+from coserve.errors import EmptyPrompt, OutOfPages, PromptTooLong
+from coserve.memory.pages import PagePool
+from coserve.schedule.config import SchedulerConfig
+
+
+def _age(sequence: Sequence) -> tuple[float, int]:
+    return sequence.request.arrival, sequence.key
+
+
+class Lines:
+    """The waiting line, the running sequences, and the pages that only the running ones hold."""
+
+    def __init__(self, config: SchedulerConfig, pages: PagePool) -> None:
+        self.waiting: list[Sequence] = []  # most urgent first
+        self.running: list[Sequence] = []  # in order of arrival
+        self.released: list[int] = []  # keys whose device state the next plan drops
+        self._config = config
+        self._pages = pages
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def urgency(self, sequence: Sequence) -> tuple[bool, float, float, int]:
+        """Order of the waiting line: who was preempted, then by deadline for the first token.
+
+        Who states no deadline has one all the same, so that a stream of urgent ones cannot pass forever.
+        """
+        bound = sequence.request.slo.first_token
+        wait = self._config.patience if bound is None else bound
+        return (sequence.preemptions == 0, sequence.request.arrival + wait, *_age(sequence))
+
+    def check(self, request: Request) -> None:
+        """Raises if the request could never run to its end."""
+        prompt, answer = len(request.prompt), request.sampling.max_tokens
+        if prompt == 0:
+            raise EmptyPrompt(f"request {request.id} has an empty prompt; it needs at least one token")
+        if prompt + answer > self._config.max_positions:
+            raise PromptTooLong(
+                f"request {request.id} has {prompt} prompt tokens and asks for up to {answer} more, "
+                f"together {prompt + answer}; the model has {self._config.max_positions} positions"
+            )
+        needed = self._pages.pages_for(prompt + answer - 1)
+        if needed > self._pages.pages:
+            raise OutOfPages(
+                f"request {request.id} can grow to {prompt + answer - 1} cached tokens, {needed} pages of "
+                f"{self._pages.page_size}; there are {self._pages.pages} in all"
+            )
+
+    def join(self, sequence: Sequence) -> None:
+        """Puts a sequence into the waiting line."""
+        insort(self.waiting, sequence, key=self.urgency)
+
+    def enter(self, sequence: Sequence, now: float) -> bool:
+        """Lets a waiting sequence run, if there are pages for its tokens and the next one."""
+        if len(self.running) >= self._config.max_running:
+            return False
+        tokens = min(sequence.length + 1, sequence.longest - 1)
+        taken = self._pages.allocate(sequence.key, self._pages.pages_for(tokens))
+        if taken is None:
+            return False
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_age)
+        sequence.pages = taken
+        if sequence.admitted_at is None:
+            sequence.admitted_at = now
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Makes room for all tokens of a running sequence, at the cost of whoever came last.
+
+        False if that was the sequence itself. The one that came first always gets its pages: it may take
+        everybody's, and `check` saw to it that those are enough.
+        """
+        missing = self._pages.pages_for(sequence.length) - len(sequence.pages)
+        while missing > 0:
+            taken = self._pages.allocate(sequence.key, missing)
+            if taken is not None:
+                sequence.pages.extend(taken)
+                return True
+            last = self.running[-1]
+            self.preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's pages; it will pass all its tokens through the model again."""
+        self._leave(sequence)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        self.join(sequence)
+
+    def retire(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence, wherever it is."""
+        sequence.finish_reason = reason
+        if sequence.pages:
+            self._leave(sequence)
+        with suppress(ValueError):
+            self.waiting.remove(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._pages.free(sequence.key)
+        sequence.pages = []
+        self.released.append(sequence.key)

@@ -1,0 +1,33 @@
+"""Token-level co-serving (FlexLLM, section 6.2): inference first, then as much training as bounds allow."""
+
+from collections.abc import Iterable
+
+from coserve.core.sequence import Sequence
+from coserve.schedule.policies.base import INFINITE, Allowance, View, register
+
+
+@register("hybrid")
+class Hybrid:
+    """Everybody enters at once; training fills each step up to the smallest slack in it.
+
+    Alone, training runs for a quantum at a time (at least one layer of one window), which is what a
+    request that arrives meanwhile waits. A starving job gets its smallest piece whatever the bounds on
+    latency say, at most once in `config.starvation` seconds, but never beyond a request's bound on all
+    its deferral: who states that one means it.
+    """
+
+    def holds(self, view: View) -> bool:
+        """Inference never stands still."""
+        return False
+
+    def admit(self, view: View) -> Iterable[Sequence]:
+        """Everybody, the most urgent first."""
+        return view.waiting
+
+    def allow(self, view: View) -> Allowance:
+        """argmax f(c, s) <= SLO, and at most a quantum."""
+        rows = view.config.max_training_rows
+        if not view.inference_seconds:
+            return Allowance(view.config.quantum, rows, minimum=INFINITE)
+        seconds = min(view.slack, view.config.quantum_with_inference)
+        return Allowance(seconds, rows, minimum=view.deferral if view.starving else 0.0)

@@ -1,0 +1,305 @@
+"""Decides, step by step, what the runner does next.
+
+Plain and deterministic: no clock of its own, no tensors. The caller alternates `plan`, the runner, and
+`apply`; everything else is called between two steps.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
+
+from coserve.core.events import Event, Finished, JobFailed, StepDone, TrainingProgress
+from coserve.core.plan import Plan, Segment, StepResult
+from coserve.core.request import FinishReason, Request
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.memory.pages import PagePool
+from coserve.schedule import answers
+from coserve.schedule.book import Book, Job, rows_through
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.draft import Draft
+from coserve.schedule.filling import Filler, in_order
+from coserve.schedule.lines import Lines
+from coserve.schedule.policies.base import Policy, View
+from coserve.schedule.slack import measure, step_limit
+from coserve.schedule.stats import Stats
+
+
+class Scheduler:
+    """One engine's schedule: requests and jobs in, plans out, results back in, events out.
+
+    Times (`now`, `arrival`) are seconds on one clock of the caller's choice.
+    """
+
+    def __init__(self, config: SchedulerConfig, pages: PagePool, cost: CostModel, policy: Policy) -> None:
+        self.config = config
+        self.cost = cost
+        self.policy = policy
+        self.stats = Stats()
+        self._lines = Lines(config, pages)
+        self._book = Book(config.micro_batches_in_flight)
+        self._keys = count(1)
+        self._sequences: dict[int, Sequence] = {}  # those that have not ended
+        self._events: list[Event] = []  # of what happened between two steps
+        self._span = Span(0, config.layers)
+        self._last_training = (0.0, 0.0)  # when the last step ended, and the seconds that training took of it
+
+    # What the engine tells it between two steps
+
+    def new_key(self) -> int:
+        """A key that no sequence and no micro-batch of this engine has."""
+        return next(self._keys)
+
+    def submit(self, request: Request, now: float) -> Sequence:
+        """Puts a request into the waiting line; raises a RequestError if it can never be served."""
+        self._lines.check(request)
+        sequence = Sequence(self.new_key(), request)
+        # Training runs last in a step: who arrived during one waited for the training in it.
+        ended, training = self._last_training
+        sequence.deferred = min(max(ended - request.arrival, 0.0), training)
+        self._sequences[sequence.key] = sequence
+        self._lines.join(sequence)
+        return sequence
+
+    def cancel(self, key: int) -> None:
+        """Ends a sequence that nobody waits for any more; nothing happens if it has ended already."""
+        self.finish(key, FinishReason.CANCELLED)
+
+    def finish(self, key: int, reason: FinishReason, now: float | None = None) -> None:
+        """Ends a sequence for a reason that only the caller can see, such as a stop string in its text.
+
+        `now` defaults to the time of its last token. The next `apply` returns its `Finished`.
+        """
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return
+        ended = now if now is not None else sequence.last_token_at or sequence.request.arrival
+        self._retire(sequence, reason, ended)
+        self._events.append(Finished(key, sequence.request.id, reason))
+
+    def add_training(self, job: str, micro_batches: Iterable[MicroBatch], weight: float = 1.0) -> None:
+        """Gives `job` the micro-batches of its next optimizer step.
+
+        They pass in order. When all are done a plan has the job in `updates`, and the `StepDone` that
+        follows asks for the next ones. Jobs get rows in proportion to their weights.
+        """
+        self._book.add(job, micro_batches, weight)
+
+    def remove_training(self, job: str) -> None:
+        """Takes a job off the schedule; the next plan releases all its micro-batches."""
+        self._book.remove(job)
+
+    # What there is
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything: run rows, release keys, or deliver events."""
+        unreleased = self._lines.released or self._book.released
+        return bool(self._sequences or self._events or unreleased) or self._book.has_work
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences without pages, most urgent first."""
+        return tuple(self._lines.waiting)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences with pages, in order of arrival."""
+        return tuple(self._lines.running)
+
+    # One step
+
+    def plan(self, now: float) -> Plan:
+        """What the next step does: inference first, then the training that the policy lets ride along."""
+        draft = Draft(now)
+        jobs, starving = self._book.turns(now, self.config.starvation)
+        view = self._view(now, jobs, starving)
+        if not self.policy.holds(view):
+            self._decode(draft)
+            self._prefill(draft, view)
+        if jobs:
+            self._train(draft, view, jobs)
+        return self._close(draft)
+
+    def apply(self, plan: Plan, result: StepResult, now: float) -> list[Event]:
+        """Takes the runner's answer in; `now` is when the step ended. Returns what it brought about."""
+        self._account(plan, result, now)
+        events, self._events = self._events, []
+        for job, error in result.failed.items():
+            self._book.remove(job)
+            events.append(JobFailed(job, error))
+        events.extend(self._take_answers(plan.inference, result, now))
+        events.extend(self._take_progress(plan.training))
+        answered = {*result.updated, *result.failed}
+        assert answered.issuperset(plan.updates), f"no answer for the updates of {plan.updates}"
+        for job, updated in result.updated.items():
+            if job in self._book:
+                self._book.updated(job)
+                self.stats.updates += 1
+                events.append(StepDone(job, updated))
+        return events
+
+    # Planning
+
+    def _view(self, now: float, jobs: list[Job], starving: bool) -> View:
+        return View(
+            now=now,
+            config=self.config,
+            cost=self.cost,
+            waiting=self.waiting,
+            running=self.running,
+            training=tuple(batch for job in jobs for batch in self._book.ready(job)),
+            updates=tuple(job.name for job in jobs if job.is_due),
+            finished=self.stats.finished,
+            starving=starving,
+        )
+
+    def _decode(self, draft: Draft) -> None:
+        """One row of every sequence that has only its newest token to compute."""
+        for sequence in self.running:
+            if sequence.pages and sequence.remaining == 1 and self._grow(sequence):
+                draft.add(self._segment(sequence, 1))
+
+    def _grow(self, sequence: Sequence) -> bool:
+        before = len(self._lines.running)
+        grown = self._lines.grow(sequence)
+        self.stats.preemptions += before - len(self._lines.running)
+        return grown
+
+    def _prefill(self, draft: Draft, view: View) -> None:
+        """Prompt rows: of running sequences first, then of those that enter, while rows and time last."""
+        limit = step_limit(draft, self.config.caution * self.cost.error)
+        left = self.config.max_prefill_rows
+        begun = [sequence for sequence in self._lines.running if sequence.remaining > 1]
+        for sequence in sorted(begun, key=self._lines.urgency):
+            rows = self._chunk(draft, sequence, left, limit)
+            if rows > 0:
+                draft.add(self._segment(sequence, rows))
+                left -= rows
+        if len(self._lines.waiting) > len(view.waiting):
+            return  # this step took somebody's pages; who entered now would lose them again
+        for sequence in self.policy.admit(view):
+            rows = self._chunk(draft, sequence, left, limit)
+            if rows <= 0 or not self._lines.enter(sequence, draft.now):
+                return
+            draft.add(self._segment(sequence, rows))
+            left -= rows
+
+    def _chunk(self, draft: Draft, sequence: Sequence, most: int, limit: float) -> int:
+        """Prompt rows that keep the step within `limit` seconds; the first chunk in it has a minimum."""
+        first = all(segment.length == 1 for segment in draft.inference)
+        most = min(most, sequence.remaining)
+        least = min(self.config.min_prefill_rows, most) if first else 0
+        if limit == float("inf"):
+            return most
+        while least < most:
+            rows = (least + most + 1) // 2
+            features = draft.features.copy()
+            features.add(self._segment(sequence, rows))
+            if self.cost.predict_features(features) <= limit:
+                least = rows
+            else:
+                most = rows - 1
+        return least
+
+    def _segment(self, sequence: Sequence, rows: int) -> Segment:
+        return Segment(sequence, sequence.computed, rows, Direction.INFER, self._span)
+
+    def _train(self, draft: Draft, view: View, jobs: list[Job]) -> None:
+        """Jobs in turn: an optimizer step that is due, or the next windows of the micro-batches."""
+        self.stats.fused_possible += bool(draft.inference)
+        slack = measure(draft, self._lines, self.cost, self.config)
+        allowance = self.policy.allow(
+            replace(
+                view,
+                waiting=self.waiting,
+                running=self.running,
+                inference_seconds=slack.inference,
+                slack=slack.training,
+                deferral=slack.deferral,
+            )
+        )
+        filler = Filler(draft, allowance, self.cost, self.config)
+        for job in jobs:
+            served = filler.update(job.name) if job.is_due else False
+            for batch in self._book.ready(job):
+                served |= filler.window(batch)
+            if served:
+                self._book.serve(job.name, draft.now)
+
+    def _close(self, draft: Draft) -> Plan:
+        released = (*self._lines.released, *self._book.released)
+        self._lines.released.clear()
+        self._book.released.clear()
+        return Plan(
+            inference=tuple(draft.inference),
+            training=in_order(draft.training),
+            updates=tuple(draft.updates),
+            released=released,
+            predicted=self.cost.predict_features(draft.features),
+        )
+
+    # Applying
+
+    def _account(self, plan: Plan, result: StepResult, now: float) -> None:
+        """Counts the step, learns from its time, and charges its training to those who waited for it."""
+        if not (plan.inference or plan.training or plan.updates):
+            return
+        training = self._training_seconds(plan, result.seconds)
+        for sequence in self._lines:
+            sequence.deferred += training
+        self._last_training = (now, training)
+        self.cost.observe(plan, result.seconds)
+        self.stats.steps += 1
+        self.stats.fused_steps += plan.is_fused
+
+    def _training_seconds(self, plan: Plan, seconds: float) -> float:
+        """The share of a step that it would not have taken without its training."""
+        if not plan.training and not plan.updates:
+            return 0.0
+        if not plan.inference:
+            return seconds
+        alone = self.cost.predict_features(Features.of_segments(plan.inference))
+        return seconds * max(0.0, 1.0 - alone / max(plan.predicted, alone, 1e-9))
+
+    def _take_answers(self, segments: Iterable[Segment], result: StepResult, now: float) -> list[Event]:
+        events: list[Event] = []
+        for segment in segments:
+            sequence = segment.sequence
+            assert isinstance(sequence, Sequence), "inference is for requests"
+            if sequence.is_finished:  # cancelled while the step ran
+                continue
+            if segment.length == 1:
+                self.stats.decode_tokens += 1
+            else:
+                self.stats.prefill_tokens += segment.length
+            event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
+            if event is None:
+                continue
+            reason = None if event.token is None else answers.stop_reason(sequence, self.config)
+            if reason is not None:
+                self._retire(sequence, reason, now)
+            events.append(replace(event, finish_reason=reason))
+        return events
+
+    def _take_progress(self, segments: Iterable[Segment]) -> list[Event]:
+        events: list[Event] = []
+        for segment in segments:
+            batch = segment.sequence
+            assert isinstance(batch, MicroBatch), "training is for jobs"
+            if batch.job not in self._book:  # failed or removed while the step ran
+                continue
+            batch.advance(segment.start, segment.length, segment.span)
+            rows = rows_through(batch, segment.length, len(segment.span))
+            self._book.advance(batch, rows)
+            if segment.direction is Direction.KEEP:
+                self.stats.kept_rows += rows
+            else:
+                self.stats.backward_rows += rows
+            events.append(TrainingProgress(batch.job, batch.key, segment.direction, rows))
+        return events
+
+    def _retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        del self._sequences[sequence.key]
+        self._lines.retire(sequence, reason)
+        self.stats.count_finished(sequence, now)

@@ -1,0 +1,92 @@
+"""How much training the requests can bear: FlexLLM's SLO (6.2) and FineInfer's deferral bound (3.2).
+
+Both are one question here, how many seconds the rest of the world may take out of a request's time, and
+the answer of a step is the smallest answer of its requests.
+"""
+
+from dataclasses import dataclass
+
+from coserve.core.sequence import Sequence
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.draft import Draft
+from coserve.schedule.lines import Lines
+
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """What a step's inference takes, and the training it can bear (see `policies.base.View`); seconds."""
+
+    inference: float
+    training: float
+    deferral: float
+
+
+def step_limit(draft: Draft, margin: float) -> float:
+    """Seconds the step may take so that every token in it comes within its bound since the last one."""
+    limit = INFINITE
+    for segment in draft.inference:
+        sequence = segment.sequence
+        if isinstance(sequence, Sequence) and sequence.last_token_at is not None:
+            bound = sequence.request.slo.between_tokens
+            if bound is not None:
+                limit = min(limit, (sequence.last_token_at + bound - draft.now) / (1 + margin))
+    return limit
+
+
+def measure(draft: Draft, lines: Lines, cost: CostModel, config: SchedulerConfig) -> Slack:
+    """The slack of a step whose inference is complete, with a margin for what is mispredicted."""
+    margin = config.caution * cost.error
+    step = cost.predict_features(draft.features) if draft.inference else 0.0
+    planned = {segment.sequence.key: segment.length for segment in draft.inference}
+    training = deferral = INFINITE
+    queue = 0  # rows that must pass before the sequence at hand has its next token
+    for sequence in [*lines.running, *lines.waiting[: config.max_running]]:
+        rest = sequence.remaining - planned.get(sequence.key, 0)
+        queue += rest
+        ahead = step + (_pass(queue, cost, config) if rest and _is_bound(sequence) else 0.0)
+        limits = _limits(sequence, draft.now, ahead, step, margin)
+        training = min(training, *limits) if limits else min(training, config.ride_along * step)
+        if sequence.request.slo.deferral is not None:
+            deferral = min(deferral, _deferral(sequence, margin))
+    return Slack(step, max(training, 0.0), max(deferral, 0.0))
+
+
+def _limits(sequence: Sequence, now: float, ahead: float, step: float, margin: float) -> list[float]:
+    """What each bound that still applies leaves for training, when the next token is `ahead` seconds off."""
+    slo, arrival = sequence.request.slo, sequence.request.arrival
+    limits = []
+    if slo.first_token is not None and sequence.first_token_at is None:
+        limits.append((arrival + slo.first_token - now) / (1 + margin) - ahead)
+    if slo.between_tokens is not None and sequence.last_token_at is not None:
+        limits.append((sequence.last_token_at + slo.between_tokens - now) / (1 + margin) - ahead)
+    if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # nothing saves one that has passed
+        # Shared out evenly: what is spent at once is missing when requests that arrive make steps longer.
+        tokens = sequence.request.sampling.max_tokens - len(sequence.output)
+        whole = (arrival + slo.end_to_end - now) / (1 + margin) - ahead - (tokens - 1) * step
+        limits.append(whole / tokens)
+    if slo.deferral is not None:
+        limits.append(_deferral(sequence, margin))
+    return limits
+
+
+def _deferral(sequence: Sequence, margin: float) -> float:
+    bound = sequence.request.slo.deferral
+    return INFINITE if bound is None else (bound - sequence.deferred) / (1 + margin)
+
+
+def _is_bound(sequence: Sequence) -> bool:
+    slo = sequence.request.slo
+    return (slo.first_token, slo.between_tokens, slo.end_to_end) != (None, None, None)
+
+
+def _pass(rows: int, cost: CostModel, config: SchedulerConfig) -> float:
+    """Seconds to bring `rows` prompt rows through, in as many steps as that takes."""
+    features = Features()
+    features.add_inference(0, rows, 1, None, config.layers)
+    further = -(-rows // config.max_prefill_rows) - 1
+    empty = Features()
+    empty.add_inference(0, 0, 0, None, config.layers)
+    return cost.predict_features(features) + further * cost.predict_features(empty)
