@@ -80,14 +80,26 @@ class Sequence:
         return [*prompt[start:], *self.output[: start + length - len(prompt)]]
 
 
+@dataclass(frozen=True, slots=True)
+class PutDown:
+    """Rows [start, start + rows) that rest between two layers. Forward, `layer` is the next one to run;
+    going back, the next one is `layer - 1`."""
+
+    start: int
+    rows: int
+    layer: int
+
+
 @dataclass(slots=True, eq=False)
 class MicroBatch:
     """Training examples of one job packed end to end, on their way through the model and back.
 
-    `lengths` are the examples' rows; `layers` the model's depth. (`start`, `rows`, `layer`) is the window
-    that is travelling: forward, `layer` is the next layer to run, and going back the next to run is
-    `layer - 1` (before layer `layers - 1`, the tail: final norm, head and loss). `rows == 0` means no
-    window has been picked up yet.
+    `lengths` are the examples' rows; `layers` the model's depth. Forward, rows enter from the left: those
+    before `frontier` have set out. Going back they enter from the right, at the tail (final norm, head and
+    loss, before layer `layers - 1`): those from `frontier` on have set out. Windows that were put down
+    lie in `put_down`, the one to go on with last. A window may be *cut* there: the part that others wait
+    for (the left one forward, the right one going back) goes on, the rest stays where it lies. So a window
+    that was chosen while nobody waited never stands in the way of one that must be short.
     """
 
     key: int
@@ -97,9 +109,8 @@ class MicroBatch:
     layers: int
     base: str = "base"
     direction: Direction = Direction.KEEP
-    start: int = 0
-    rows: int = 0
-    layer: int = 0
+    frontier: int = 0
+    put_down: list[PutDown] = field(default_factory=list)
     done: bool = False
 
     @property
@@ -109,48 +120,59 @@ class MicroBatch:
 
     @property
     def is_put_down(self) -> bool:
-        """Whether a window rests between two layers; its rows cannot be changed then."""
-        return self.rows > 0
+        """Whether a window rests between two layers; the next one to run is part of it."""
+        return bool(self.put_down)
 
     @property
     def rows_left(self) -> int:
-        """Rows that have not entered a window of the current direction."""
-        return self.length - self.start if self.direction is Direction.KEEP else self.start
+        """The most rows that the next window can have."""
+        if self.put_down:
+            return self.put_down[-1].rows
+        return self.length - self.frontier if self.direction is Direction.KEEP else self.frontier
 
     def next_window(self, rows: int) -> tuple[int, int]:
-        """(start, rows) of the window to run next: the one put down, else a new one of at most `rows`."""
-        if self.is_put_down:
-            return self.start, self.rows
-        rows = min(rows, self.rows_left)
-        return (self.start, rows) if self.direction is Direction.KEEP else (self.start - rows, rows)
+        """(start, rows) of the window to run next, of at most `rows` rows."""
+        whole = self._next_whole()
+        rows = min(rows, whole.rows)
+        forward = self.direction is Direction.KEEP
+        return (whole.start if forward else whole.start + whole.rows - rows), rows
 
     def next_span(self, layers: int) -> Span:
-        """The next layers to run, at most `layers` of them."""
+        """The layers to run next, at most `layers` of them."""
+        layer = self._next_whole().layer
         if self.direction is Direction.KEEP:
-            return Span(self.layer, min(self.layer + layers, self.layers))
-        return Span(max(self.layer - layers, 0), self.layer)
+            return Span(layer, min(layer + layers, self.layers))
+        return Span(max(layer - layers, 0), layer)
 
     def advance(self, start: int, rows: int, span: Span) -> None:
         """Records that rows [start, start + rows) have passed the layers of `span`."""
         assert (start, rows) == self.next_window(rows), "windows travel in order"
-        if self.direction is Direction.KEEP:
-            self._advance_forward(start, rows, span)
+        assert span == self.next_span(len(span)), "layers run in order"
+        whole = self._next_whole()
+        forward = self.direction is Direction.KEEP
+        if self.put_down:
+            self.put_down.pop()
+            if rest := whole.rows - rows:
+                self.put_down.append(PutDown(start + rows if forward else whole.start, rest, whole.layer))
         else:
-            self._advance_backward(start, rows, span)
+            self.frontier = start + rows if forward else start
+        reached, end = (span.last, self.layers) if forward else (span.first, 0)
+        if reached != end:
+            self.put_down.append(PutDown(start, rows, reached))
+        elif not self.put_down and not self.rows_left:
+            self._turn()
 
-    def _advance_forward(self, start: int, rows: int, span: Span) -> None:
-        assert span.first == self.layer, "layers run in order"
-        if span.last < self.layers:
-            self.start, self.rows, self.layer = start, rows, span.last
-            return
-        self.start, self.rows, self.layer = start + rows, 0, 0
-        if self.start == self.length:
-            self.direction, self.layer = Direction.BACKWARD, self.layers
+    def _next_whole(self) -> PutDown:
+        """What the next window is taken from: the last one put down, else the rows that have not set out."""
+        if self.put_down:
+            return self.put_down[-1]
+        if self.direction is Direction.KEEP:
+            return PutDown(self.frontier, self.rows_left, 0)
+        return PutDown(0, self.rows_left, self.layers)
 
-    def _advance_backward(self, start: int, rows: int, span: Span) -> None:
-        assert span.last == self.layer, "layers run in order"
-        if span.first > 0:
-            self.start, self.rows, self.layer = start, rows, span.first
-            return
-        self.start, self.rows, self.layer = start, 0, self.layers
-        self.done = start == 0
+    def _turn(self) -> None:
+        """All rows are through: they go back, or have been back."""
+        if self.direction is Direction.KEEP:
+            self.direction, self.frontier = Direction.BACKWARD, self.length
+        else:
+            self.done = True

@@ -37,7 +37,8 @@ class Filler:
 
     def window(self, batch: MicroBatch) -> bool:
         """Adds the next piece of a micro-batch: as much as fits, or its smallest part within the minimum."""
-        if self._allowance.only is not None and batch.key not in self._allowance.only:
+        allowed = self._allowance
+        if allowed.rows == 0 or (allowed.only is not None and batch.key not in allowed.only):
             return False
         minimum, sizes = self._pop_minimum(), self._sizes(batch)
         chosen = self._largest(batch, sizes, self.left)
@@ -54,9 +55,7 @@ class Filler:
         return minimum
 
     def _sizes(self, batch: MicroBatch) -> list[int]:
-        """Rows that the next window may have, most first. One that was put down keeps its own."""
-        if batch.is_put_down:
-            return [batch.rows]
+        """Rows that the next window may have, most first; one that was put down can be cut."""
         most, least = self._allowance.rows, self._config.min_training_rows
         if most is None:
             return [batch.rows_left]
@@ -66,21 +65,16 @@ class Filler:
         return list(dict.fromkeys(min(rows, batch.rows_left) for rows in ladder))
 
     def _largest(self, batch: MicroBatch, sizes: Iterable[int], budget: float) -> tuple[int, int] | None:
-        """The (rows, layers) of most work within `budget`; of equal work the one with more rows.
-
-        Beside inference, a new window should have room for two layers at a time where any has: one that
-        just fits would lie still as soon as the budget shrinks a little.
-        """
-        best, best_rank = None, (False, 0, 0)
+        """The (rows, layers) of most work within `budget`; of equal work the one with more rows."""
+        best, best_rank = None, (0, 0)
         for rows in sizes:
             # A smaller window has to pass more layers to do more work: mostly one look says that it cannot.
-            least = best_rank[1] // rows + 1 if best_rank[0] else 1
+            least = best_rank[0] // rows + 1
             layers = self._layers(batch, rows, least, budget)
             if layers == 0:
                 continue
-            roomy = layers > 1 or batch.layers == 1 or batch.is_put_down or not self._draft.inference
-            rank = (True, rows * layers, rows) if roomy else (False, -rows, 0)
-            if best is None or rank > best_rank:
+            rank = (rows * layers, rows)
+            if rank > best_rank:
                 best, best_rank = (rows, layers), rank
         return best
 

@@ -156,8 +156,8 @@ class Scheduler:
 
     def _decode(self, draft: Draft) -> None:
         """One row of every sequence that has only its newest token to compute."""
-        for sequence in self.running:
-            if sequence.pages and sequence.remaining == 1 and self._grow(sequence):
+        for sequence in self.running:  # who is preempted meanwhile has more than one row to compute again
+            if sequence.remaining == 1 and self._grow(sequence):
                 draft.add(self._segment(sequence, 1))
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -167,21 +167,20 @@ class Scheduler:
         return grown
 
     def _prefill(self, draft: Draft, view: View) -> None:
-        """Prompt rows: of running sequences first, then of those that enter, while rows and time last."""
+        """Prompt rows, the most urgent prompt first, of those who run and those who enter."""
         limit = step_limit(draft, self.config.caution * self.cost.error)
         left = self.config.max_prefill_rows
         begun = [sequence for sequence in self._lines.running if sequence.remaining > 1]
-        for sequence in sorted(begun, key=self._lines.urgency):
+        # If this step took somebody's pages nobody enters: they would only change hands again.
+        closed = len(self._lines.waiting) > len(view.waiting)
+        for sequence in sorted([*begun, *self.policy.admit(view)], key=self._lines.urgency):
             rows = self._chunk(draft, sequence, left, limit)
-            if rows > 0:
-                draft.add(self._segment(sequence, rows))
-                left -= rows
-        if len(self._lines.waiting) > len(view.waiting):
-            return  # this step took somebody's pages; who entered now would lose them again
-        for sequence in self.policy.admit(view):
-            rows = self._chunk(draft, sequence, left, limit)
-            if rows <= 0 or not self._lines.enter(sequence, draft.now):
+            if rows <= 0:
                 return
+            if not sequence.pages:
+                closed = closed or not self._lines.enter(sequence, draft.now)
+                if closed:
+                    continue
             draft.add(self._segment(sequence, rows))
             left -= rows
 

@@ -46,7 +46,11 @@ def measure(draft: Draft, lines: Lines, cost: CostModel, config: SchedulerConfig
     for sequence in [*lines.running, *lines.waiting[: config.max_running]]:
         rest = sequence.remaining - planned.get(sequence.key, 0)
         queue += rest
-        ahead = step + (_pass(queue, cost, config) if rest and _is_bound(sequence) else 0.0)
+        ahead = step + (
+            _pass(sequence, sequence.length - rest, queue, cost, config)
+            if rest and _is_bound(sequence)
+            else 0.0
+        )
         limits = _limits(sequence, draft.now, ahead, step, margin)
         training = min(training, *limits) if limits else min(training, config.ride_along * step)
         if sequence.request.slo.deferral is not None:
@@ -82,11 +86,15 @@ def _is_bound(sequence: Sequence) -> bool:
     return (slo.first_token, slo.between_tokens, slo.end_to_end) != (None, None, None)
 
 
-def _pass(rows: int, cost: CostModel, config: SchedulerConfig) -> float:
-    """Seconds to bring `rows` prompt rows through, in as many steps as that takes."""
+def _pass(sequence: Sequence, start: int, rows: int, cost: CostModel, config: SchedulerConfig) -> float:
+    """Seconds to bring `rows` rows through in as many steps as that takes, as if all were the sequence's.
+
+    They attend to the `start` tokens before its own, and every step pays for reading its adapter.
+    """
+    adapter = sequence.request.adapter
     features = Features()
-    features.add_inference(0, rows, 1, None, config.layers)
+    features.add_inference(start, rows, 1, adapter, config.layers)
     further = -(-rows // config.max_prefill_rows) - 1
     empty = Features()
-    empty.add_inference(0, 0, 0, None, config.layers)
+    empty.add_inference(0, 0, 0, adapter, config.layers)
     return cost.predict_features(features) + further * cost.predict_features(empty)

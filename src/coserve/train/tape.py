@@ -74,6 +74,7 @@ class Tape:
         self.inputs = [hidden[0], *(torch.empty_like(hidden[0]) for _ in range(base.depth))]
         self.products: dict[str, Tensor] = {}
         self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        self._gradients: Tensor | None = None  # of windows put down on their way back, row by row
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._key_grads: dict[int, Tensor] = {}
@@ -128,11 +129,23 @@ class Tape:
             self._value_grads[layer][None, :, window.slice].to(dtype),
         )
 
+    def put_down(self, window: Window, gradient: Tensor) -> None:
+        """Leaves a window between two layers, with the gradient [1, rows, width] it has there."""
+        if self._gradients is None:
+            self._gradients = torch.empty_like(self.inputs[0])
+        self._gradients[window.slice] = gradient[0]
+
+    def picked_up(self, window: Window) -> Tensor:
+        """The gradient [1, rows, width] of a window that was put down, whole or as part of a larger one."""
+        assert self._gradients is not None, "only what was put down can be picked up"
+        return self._gradients[None, window.slice]
+
     @property
     def nbytes(self) -> int:
         """Bytes kept for the backward pass (the loss's labels and the layers' shared arguments excluded)."""
         stores = (self.products, self._keys, self._values, self._key_grads, self._value_grads)
-        return sum(t.nbytes for t in self.inputs) + sum(t.nbytes for store in stores for t in store.values())
+        kept = [*self.inputs, *(t for store in stores for t in store.values())]
+        return sum(t.nbytes for t in kept) + (0 if self._gradients is None else self._gradients.nbytes)
 
 
 class KeptWindow:

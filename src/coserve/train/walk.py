@@ -2,8 +2,8 @@
 
 Each layer is re-run on just the window's rows with the earlier keys and values as leaves; one
 vector-Jacobian product gives the adapters' gradients, the gradient for the layer's input, and what the
-window owes to earlier keys and values. It can be put down after any layer (FlexLLM 6.1, algorithm 2,
-lines 12-20).
+window owes to earlier keys and values. It can be put down after any layer, and cut in two while it lies
+there (FlexLLM 6.1, algorithm 2, lines 12-20).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from coserve.core.sequence import Span
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.loss import cross_entropy
 from coserve.model.base import Base
-from coserve.model.batch import Bypass
+from coserve.model.batch import Bypass, LayerCalls
 from coserve.model.linear import Placement, frozen
 from coserve.train.tape import Tape, Window, attend_window
 
@@ -58,18 +58,17 @@ class Walk:
         self._weight = weight
         self._accumulate = accumulate
         self._lowest = min(leaves, default=self._base.depth)
-        self._gradient: Tensor | None = None  # of the travelling window, [1, rows, width]
 
     def run(self, window: Window, span: Span, bypasses: Mapping[str, Bypass]) -> None:
         """The window's rows back through the layers of `span`, from its last to its first."""
         calls = self._tape.calls_for(window)
-        if span.last == self._base.depth:
-            self._gradient = self._through_tail(window)
+        at_top = span.last == self._base.depth
+        gradient = self._through_tail(window) if at_top else self._tape.picked_up(window)
         for layer in reversed(range(max(span.first, self._lowest), span.last)):
-            rows_ = ReplayedRows(self._tape, window, bypasses)
-            self._gradient = self._through_layer(layer, window, rows_, calls)
-        if span.first == 0:
-            self._gradient = None
+            rows = ReplayedRows(self._tape, window, bypasses)
+            gradient = self._through_layer(layer, window, rows, calls, gradient)
+        if span.first > self._lowest:
+            self._tape.put_down(window, gradient)
 
     def _through_tail(self, window: Window) -> Tensor:
         """The loss's gradient for the last layer's output [1, rows, width]; rows without a label cost nothing."""
@@ -87,9 +86,11 @@ class Walk:
             self._tape.loss += loss
         return gradient[None]
 
-    def _through_layer(self, layer: int, window: Window, rows: ReplayedRows, calls: object) -> Tensor | None:
-        """Re-runs `layer` and goes back through it; returns the gradient for its input, None below the
-        lowest adapter, where nobody asks for it."""
+    def _through_layer(
+        self, layer: int, window: Window, rows: ReplayedRows, calls: LayerCalls, gradient: Tensor
+    ) -> Tensor:
+        """Re-runs `layer` and goes back through it: from the gradient for its output to the one for its
+        input [1, rows, width]. Below the lowest adapter nobody asks for that, and it stays as it is."""
         leaves = self._leaves.get(layer, ())
         x = self._tape.inputs[layer][window.slice][None].detach().requires_grad_(layer > self._lowest)
         past = self._tape.past_cache(layer, window)
@@ -99,7 +100,7 @@ class Walk:
         with torch.enable_grad(), self._base.cell.set(rows):
             out = self._base.layer(layer, x, calls)
         assert rows.current is not None, "every layer attends"
-        outputs, gradients = [out], [self._gradient]
+        outputs, gradients = [out], [gradient]
         owed = self._tape.cache_grads(layer, window, out.dtype)
         if owed is not None:
             outputs += rows.current
@@ -109,9 +110,9 @@ class Walk:
         found = torch.autograd.grad(
             [o for o, _ in differentiable], asked, [g for _, g in differentiable], allow_unused=True
         )
-        for leaf, gradient in zip(leaves, found, strict=False):
-            if gradient is not None:  # an expert no row was routed to
-                self._accumulate(leaf, gradient)
+        for leaf, its_gradient in zip(leaves, found, strict=False):
+            if its_gradient is not None:  # an expert no row was routed to
+                self._accumulate(leaf, its_gradient)
         if past is not None:
             self._tape.add_cache_grads(layer, window, *found[len(leaves) : len(leaves) + 2])
-        return found[-1] if x.requires_grad else None
+        return found[-1] if x.requires_grad else gradient

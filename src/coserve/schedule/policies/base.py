@@ -59,7 +59,7 @@ class Policy(Protocol):
         ...
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Waiting sequences that may enter now, the first one first; pages and rows may end the list."""
+        """Waiting sequences that may enter now. The most urgent enter first, while pages and rows last."""
         ...
 
     def allow(self, view: View) -> Allowance:

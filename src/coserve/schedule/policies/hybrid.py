@@ -21,7 +21,7 @@ class Hybrid:
         return False
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Everybody, the most urgent first."""
+        """Everybody."""
         return view.waiting
 
     def allow(self, view: View) -> Allowance:

@@ -31,7 +31,7 @@ class Temporal:
         return self._slice is not None or bool(view.updates)
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Everybody, the most urgent first."""
+        """Everybody."""
         return view.waiting
 
     def allow(self, view: View) -> Allowance:

@@ -1,0 +1,223 @@
+"""Whatever happens in whatever order: nothing leaks, nothing is lost, and the answers are the same."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coserve.core.events import Event, Finished, StepDone, TokenEvent
+from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.sequence import MicroBatch, Sequence
+from coserve.errors import OutOfPages
+from coserve.memory.pages import PagePool
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.fake import FakeRunner, next_token
+from coserve.schedule.policies import make_policy
+from coserve.schedule.scheduler import Scheduler
+
+DEPTH, PAGE, VOCABULARY, EOS = 3, 3, 13, 2
+OPTIMIZER_STEPS = 2
+
+submits = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6),
+        "answer": st.integers(1, 10),
+        "minimum": st.integers(0, 6),
+        "scored": st.booleans(),
+        "slo": st.sampled_from(
+            [SLO(), SLO(between_tokens=0.0), SLO(first_token=0.1), SLO(deferral=0.01), SLO(end_to_end=1.0)]
+        ),
+    }
+)
+batches = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=3), min_size=1, max_size=3)
+submit = st.tuples(st.just("submit"), submits)
+train = st.tuples(st.just("train"), batches)
+Script = list[tuple[str, object]]
+# A script begins with enough to do for pages to run out; drawn action by action few would get there.
+bursts = st.builds(
+    lambda requests, jobs: requests + jobs,
+    st.lists(submit, min_size=3, max_size=6),
+    st.lists(train, min_size=0, max_size=2),
+)
+actions = st.one_of(
+    submit,
+    train,
+    st.tuples(st.just("cancel"), st.integers(0, 5)),
+    st.tuples(st.just("stop"), st.integers(0, 5)),
+    st.tuples(st.just("remove"), st.integers(0, 2)),
+    st.tuples(st.just("step"), st.integers(1, 6)),
+    st.tuples(st.just("skip"), st.floats(0.0, 1.0)),
+)
+
+
+def answer_alone(request: Request) -> list[int]:
+    """What the fake model answers when nobody else is there."""
+    output: list[int] = []
+    while len(output) < request.sampling.max_tokens:
+        output.append(next_token([*request.prompt, *output], VOCABULARY))
+        if output[-1] == EOS and len(output) > request.sampling.min_tokens:
+            break
+    return output
+
+
+class World:
+    """One run: does what it is told, follows every job for a few optimizer steps, and remembers."""
+
+    def __init__(self, policy: str, pages: int, max_running: int, quantum: float) -> None:
+        config = SchedulerConfig(
+            layers=DEPTH,
+            max_positions=24,
+            eos_token_ids=(EOS,),
+            max_running=max_running,
+            max_prefill_rows=5,
+            min_prefill_rows=2,
+            max_training_rows=32,
+            min_training_rows=8,
+            quantum=quantum,
+        )
+        self.pool = PagePool(pages, PAGE)
+        self.it = Scheduler(config, self.pool, CostModel(), make_policy(policy))
+        self.runner = FakeRunner(PAGE, vocabulary=VOCABULARY)
+        self.sequences: list[Sequence] = []
+        self.events: dict[int, list[Event]] = {}
+        self.jobs: dict[str, list[list[int]]] = {}
+        self.steps: dict[str, int] = {}
+
+    def submit(self, of: dict[str, object]) -> None:
+        sampling = SamplingParams(
+            max_tokens=max(of["answer"], of["minimum"]),  # type: ignore[call-overload]
+            min_tokens=of["minimum"],  # type: ignore[arg-type]
+            prompt_logprobs=0 if of["scored"] else None,
+        )
+        request = Request("r", tuple(of["prompt"]), sampling, slo=of["slo"], arrival=self.runner.now)  # type: ignore[arg-type]
+        try:
+            self.sequences.append(self.it.submit(request, self.runner.now))
+        except OutOfPages:
+            longest = len(request.prompt) + sampling.max_tokens - 1
+            assert self.pool.pages_for(longest) > self.pool.pages
+
+    def cancel(self, which: int) -> None:
+        if which < len(self.sequences):
+            self.it.cancel(self.sequences[which].key)
+
+    def stop(self, which: int) -> None:
+        if which < len(self.sequences):
+            self.it.finish(self.sequences[which].key, FinishReason.STOP)
+
+    def train(self, batches: list[list[int]]) -> None:
+        job = f"job{len(self.steps)}"
+        self.jobs[job], self.steps[job] = batches, 0
+        self._next_step(job)
+
+    def _next_step(self, job: str) -> None:
+        self.it.add_training(
+            job,
+            [
+                MicroBatch(self.it.new_key(), job, f"{job}@{self.steps[job]}", tuple(rows), DEPTH)
+                for rows in self.jobs[job]
+            ],
+            weight=len(self.steps),
+        )
+
+    def remove(self, which: int) -> None:
+        self.it.remove_training(f"job{which}")
+        self.jobs.pop(f"job{which}", None)
+
+    def skip(self, seconds: float) -> None:
+        self.runner.skip(seconds)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            before = [(len(s.output), s.output.copy()) for s in self.sequences]
+            for event in self.runner.step(self.it):
+                if isinstance(event, TokenEvent | Finished):
+                    self.events.setdefault(event.key, []).append(event)
+                elif isinstance(event, StepDone):
+                    self.steps[event.job] += 1
+                    if self.steps[event.job] < OPTIMIZER_STEPS:
+                        self._next_step(event.job)
+            assert all(s.output[:n] == old for s, (n, old) in zip(self.sequences, before, strict=True))
+            self.check()
+
+    def check(self) -> None:
+        owned = {key: pages for key, pages in self.pool.owners.items() if pages}
+        assert owned == {s.key: s.pages for s in self.sequences if s.pages}
+        assert {s.key for s in self.it.running} == owned.keys()
+        assert sum(map(len, owned.values())) + self.pool.free_count == self.pool.pages
+
+    def drain(self) -> None:
+        for _ in range(4000):
+            if not self.it.has_work:
+                return
+            self.step()
+        raise AssertionError("the work does not end")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    policy=st.sampled_from(["hybrid", "temporal"]),
+    pages=st.integers(4, 9),
+    max_running=st.integers(2, 5),
+    quantum=st.sampled_from([1e-3, 0.025, 1.0]),
+    burst=bursts,
+    script=st.lists(actions, max_size=25),
+)
+def test_any_interleaving(
+    policy: str, pages: int, max_running: int, quantum: float, burst: Script, script: Script
+) -> None:
+    world = World(policy, pages, max_running, quantum)
+    for name, argument in burst + script:
+        getattr(world, name)(argument)
+    world.drain()
+
+    assert world.pool.free_count == pages
+    for sequence in world.sequences:
+        events = world.events[sequence.key]
+        reasons = [event.finish_reason for event in events]  # type: ignore[union-attr]
+        assert reasons[-1] is sequence.finish_reason and reasons[:-1] == [None] * (len(reasons) - 1)
+        expected = answer_alone(sequence.request)
+        if isinstance(events[-1], Finished):
+            expected = expected[: len(sequence.output)]
+        told = [e.token for e in events if isinstance(e, TokenEvent) and e.token is not None]
+        assert told == sequence.output == expected
+        check_scores(sequence, events)
+    assert set(world.jobs) == {job for job in world.jobs if world.steps[job] == OPTIMIZER_STEPS}
+    for job, batches in world.jobs.items():
+        assert world.runner.trained[job] == OPTIMIZER_STEPS * sum(map(sum, batches))
+
+
+def check_scores(sequence: Sequence, events: list[Event]) -> None:
+    """Every prompt position but the first is scored once, in order (the fake's score is its position)."""
+    told = [score.chosen for e in events if isinstance(e, TokenEvent) for score in e.prompt_logprobs]
+    wanted = [-float(n) for n in range(1, len(sequence.request.prompt))]
+    if sequence.request.sampling.prompt_logprobs is None:
+        wanted = []
+    elif not sequence.output:
+        wanted = wanted[: len(told)]
+    assert told == wanted
+
+
+def test_the_tiny_pool_does_preempt() -> None:
+    world = World("hybrid", pages=5, max_running=5, quantum=0.025)
+    for n in range(4):
+        world.submit(
+            {"prompt": [n, 1, 1], "answer": 8, "minimum": 8, "scored": True, "slo": SLO(between_tokens=0.1)}
+        )
+    world.train([[40, 30], [80]])
+    world.drain()
+    assert world.it.stats.preemptions >= 3
+    assert max(sequence.preemptions for sequence in world.sequences) >= 1
+    assert [s.output for s in world.sequences] == [answer_alone(s.request) for s in world.sequences]
+
+
+@settings(max_examples=30, deadline=None)
+@given(burst=bursts, script=st.lists(actions, max_size=20))
+def test_the_same_script_gives_the_same_plans(burst: Script, script: Script) -> None:
+    runs = []
+    for _ in range(2):
+        world = World("hybrid", pages=6, max_running=3, quantum=0.025)
+        for name, argument in burst + script:
+            getattr(world, name)(argument)
+        world.drain()
+        plans = [(*plan.inference, *plan.training) for plan in world.runner.plans]
+        runs.append([[(s.sequence.key, s.start, s.length, s.span) for s in plan] for plan in plans])
+    assert runs[0] == runs[1]

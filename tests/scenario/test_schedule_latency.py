@@ -1,0 +1,204 @@
+"""What training costs those who wait: quanta, bounds, deferral, starvation (FlexLLM 6.2, FineInfer 3.2)."""
+
+from itertools import pairwise
+
+import pytest
+
+from coserve.core.events import StepDone
+from coserve.core.plan import Plan
+from coserve.core.request import SLO, Request, SamplingParams
+from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.memory.pages import PagePool
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.fake import FakeRunner
+from coserve.schedule.policies import make_policy
+from coserve.schedule.scheduler import Scheduler
+
+DEPTH = 16
+
+
+class World:
+    """A hybrid scheduler with endless training, on a machine that behaves exactly as predicted."""
+
+    def __init__(self, **config: object) -> None:
+        settings: dict[str, object] = {"layers": DEPTH, "max_positions": 4096} | config
+        cost = CostModel()
+        cost.error = 0.0
+        self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
+        self.it = Scheduler(self.config, PagePool(2048, 16), cost, make_policy("hybrid"))
+        self.runner = FakeRunner(16)
+        self.more_training()
+
+    def more_training(self, rows: int = 1024) -> None:
+        batches = [MicroBatch(self.it.new_key(), "job", "job@0", (rows // 2,) * 2, DEPTH) for _ in range(2)]
+        self.it.add_training("job", batches)
+
+    def step(self) -> Plan:
+        if any(isinstance(event, StepDone) for event in self.runner.step(self.it)):
+            self.more_training()
+        return self.runner.plans[-1]
+
+    def submit(self, slo: SLO, prompt: int = 40, answer: int = 30, arrival: float | None = None) -> Sequence:
+        arrival = self.runner.now if arrival is None else arrival
+        request = Request("r", tuple(range(prompt)), SamplingParams(max_tokens=answer), "a@1", slo, arrival)
+        return self.it.submit(request, self.runner.now)
+
+    def rows_trained(self) -> float:
+        return self.it.stats.kept_rows + self.it.stats.backward_rows
+
+
+def test_training_alone_goes_in_quanta_and_uses_them() -> None:
+    world = World()
+    lasted = []
+    for _ in range(200):
+        world.step()
+        lasted.append(world.runner.results[-1].seconds)
+    assert max(lasted) <= world.config.quantum + 1e-9
+    assert sum(lasted) / 200 > 0.6 * world.config.quantum
+
+
+def test_who_arrives_waits_at_most_one_quantum() -> None:
+    for steps in range(1, 60, 7):
+        world = World()
+        for _ in range(steps):
+            before = world.runner.now
+            world.step()
+        sequence = world.submit(SLO(first_token=0.0), arrival=before + 1e-6)
+        plan = world.step()
+        assert [segment.sequence for segment in plan.inference] == [sequence]
+        assert sequence.first_token_at is not None
+        inference = world.it.cost.predict(Plan((plan.inference[0],)))
+        assert sequence.first_token_at - before <= world.config.quantum + inference + 1e-9
+
+
+def test_a_layer_that_takes_longer_than_a_quantum_still_runs() -> None:
+    world = World(quantum=1e-4, micro_batches_in_flight=1)
+    first = world.step()
+    assert [(s.length, len(s.span)) for s in first.training] == [(world.config.min_training_rows, 1)]
+    for _ in range(200):
+        world.step()
+    assert world.rows_trained() > 0
+
+
+@pytest.mark.parametrize("bound", [0.03, 0.05])
+def test_tokens_come_within_their_bound_and_training_uses_the_rest(bound: float) -> None:
+    world = World(quantum_with_inference=1.0)
+    sequences = [world.submit(SLO(between_tokens=bound), answer=150) for _ in range(8)]
+    for _ in range(20):
+        world.step()
+    lasted = []
+    for _ in range(100):
+        world.step()
+        lasted.append(world.runner.results[-1].seconds)
+    assert max(sequence.slowest for sequence in sequences) <= bound + 1e-9
+    assert sum(lasted) / 100 > 0.75 * bound
+    assert world.it.stats.fused_steps >= 100
+
+
+def test_a_wrong_model_costs_bounds_only_until_it_has_learned() -> None:
+    world = World(quantum_with_inference=1.0)
+    world.runner = FakeRunner(16, seconds=lambda plan: 1.7 * CostModel().predict(plan))
+    learning = world.submit(SLO(between_tokens=0.06), answer=100)
+    while not learning.is_finished:
+        world.step()
+    sequences = [world.submit(SLO(between_tokens=0.06), answer=100) for _ in range(4)]
+    while not sequences[-1].is_finished:
+        world.step()
+    assert learning.slowest > 0.06
+    assert max(sequence.slowest for sequence in sequences) <= 0.06
+    assert world.it.stats.fused_steps > 100
+
+
+def test_a_larger_bound_trains_more() -> None:
+    trained = []
+    for bound in (0.02, 0.03, 0.05, 0.08):
+        world = World(quantum_with_inference=1.0)
+        world.submit(SLO(between_tokens=bound), answer=200)
+        while world.runner.now < 3.0:
+            world.step()
+        trained.append(world.rows_trained())
+    assert trained == sorted(trained) and trained[-1] > 2 * trained[0]
+
+
+def test_the_first_token_comes_by_its_deadline() -> None:
+    world = World(quantum_with_inference=1.0, max_prefill_rows=64)
+    sequence = world.submit(SLO(first_token=0.5), prompt=600)
+    while sequence.first_token_at is None:
+        world.step()
+    assert sequence.first_token_at <= 0.5 + 1e-9
+    assert world.it.stats.fused_steps > 0
+
+
+def test_the_end_comes_by_its_deadline() -> None:
+    world = World(quantum_with_inference=1.0)
+    sequence = world.submit(SLO(end_to_end=2.0), answer=60)
+    while not sequence.is_finished:
+        world.step()
+    assert 1.0 < world.runner.now <= 2.0 + 1e-9
+    assert world.it.stats.slo_met == 1 and world.it.stats.fused_steps > 50
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.05, 0.2])
+def test_all_deferral_together_keeps_its_bound(bound: float) -> None:
+    world = World(starvation=0.1)
+    sequences = [world.submit(SLO(deferral=bound), answer=100) for _ in range(3)]
+    while not sequences[-1].is_finished:
+        world.step()
+    assert max(sequence.deferred for sequence in sequences) <= bound + 1e-9
+    assert all(sequence.deferred > 0.8 * bound - 1e-9 for sequence in sequences)
+
+
+def test_training_never_starves_at_an_impossible_bound() -> None:
+    world = World(starvation=0.2)
+    for _ in range(30):
+        world.step()  # windows chosen while nobody was there are larger than any slack now
+    before, begun = world.rows_trained(), world.runner.now
+    world.submit(SLO(between_tokens=0.0), answer=400)
+    world.step()  # before its first token no bound between two of them applies
+    trained = []
+    for _ in range(300):
+        plan = world.step()
+        if plan.training:
+            trained.append(world.runner.now)
+            assert len(plan.training) == 1 and len(plan.training[0].span) == 1
+    assert world.rows_trained() > before
+    gaps = [b - a for a, b in zip([begun, *trained], trained, strict=False)]
+    assert 0.2 <= max(gaps[1:]) <= 0.2 + 0.1
+    assert len(trained) == pytest.approx((world.runner.now - begun) / 0.2, rel=0.3)
+
+
+def test_small_windows_of_one_job_do_not_starve_a_large_one_of_another() -> None:
+    world = World(starvation=0.2, quantum=0.2, quantum_with_inference=0.2, micro_batches_in_flight=1)
+    world.it.remove_training("job")
+    large = MicroBatch(world.it.new_key(), "job", "job@0", (512,), DEPTH)
+    world.it.add_training("job", [large])
+    while large.direction is Direction.KEEP or not large.is_put_down:
+        world.step()  # alone: a window of all 512 rows, put down on its way back
+    world.it.add_training("small", [MicroBatch(world.it.new_key(), "small", "s@0", (3000,), DEPTH)])
+    world.submit(SLO(between_tokens=0.022), answer=500)
+    world.step()
+    lying, times = list(large.put_down), []
+    for _ in range(150):
+        plan = world.step()
+        if any(segment.sequence is large for segment in plan.training):
+            times.append(world.runner.now)
+    assert {segment.sequence for plan in world.runner.plans[-150:] for segment in plan.training} > {large}
+    assert large.put_down != lying or large.done
+    assert max(b - a for a, b in pairwise(times)) <= 0.2 + 0.1
+
+
+def test_no_starvation_bound_means_no_exception() -> None:
+    world = World(starvation=None)
+    world.submit(SLO(between_tokens=0.0), answer=300)
+    for _ in range(300):
+        world.step()
+    assert world.rows_trained() == world.it.stats.kept_rows <= 512  # one step before the first token
+
+
+def test_who_states_nothing_shares_the_machine_evenly() -> None:
+    world = World(ride_along=1.0)
+    sequence = world.submit(SLO(), answer=200)
+    while not sequence.is_finished:
+        world.step()
+    assert 0.35 < sequence.deferred / world.runner.now <= 0.5 + 1e-9

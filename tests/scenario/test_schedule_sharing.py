@@ -1,0 +1,132 @@
+"""Who gets the machine: several jobs by weight, and time slices of whole micro-batches."""
+
+import pytest
+
+from coserve.core.events import StepDone
+from coserve.core.plan import Plan
+from coserve.core.request import Request, SamplingParams
+from coserve.core.sequence import Direction, MicroBatch
+from coserve.memory.pages import PagePool
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.fake import FakeRunner
+from coserve.schedule.policies import make_policy
+from coserve.schedule.scheduler import Scheduler
+
+DEPTH = 8
+
+
+def scheduler(policy: str, **options: object) -> Scheduler:
+    config = SchedulerConfig(layers=DEPTH, max_positions=1024)
+    return Scheduler(config, PagePool(512, 16), CostModel(), make_policy(policy, **options))
+
+
+def give(it: Scheduler, job: str, weight: float, rows: int, count: int) -> None:
+    batches = [MicroBatch(it.new_key(), job, f"{job}@0", (rows,), DEPTH) for _ in range(count)]
+    it.add_training(job, batches, weight)
+
+
+def keep_training(
+    it: Scheduler, runner: FakeRunner, seconds: float, jobs: dict[str, tuple[float, int, int]]
+) -> None:
+    end = runner.now + seconds
+    while runner.now < end:
+        for event in runner.step(it):
+            if isinstance(event, StepDone):
+                give(it, event.job, *jobs[event.job])
+
+
+def rows_by_job(plans: list[Plan]) -> dict[str, float]:
+    rows: dict[str, float] = {}
+    for plan in plans:
+        for segment in plan.training:
+            assert isinstance(segment.sequence, MicroBatch)
+            job = segment.sequence.job
+            rows[job] = rows.get(job, 0.0) + segment.length * len(segment.span) / DEPTH
+    return rows
+
+
+@pytest.mark.parametrize("with_inference", [False, True])
+@pytest.mark.parametrize("other", [(512, 2), (64, 3)])
+def test_two_jobs_by_weight(with_inference: bool, other: tuple[int, int]) -> None:
+    it, runner = scheduler("hybrid"), FakeRunner(16)
+    jobs = {"heavy": (2.0, 512, 2), "light": (1.0, *other)}
+    for name, job in jobs.items():
+        give(it, name, *job)
+    if with_inference:
+        it.submit(Request("r", (1,) * 20, SamplingParams(max_tokens=900)), 0.0)
+    keep_training(it, runner, 20.0, jobs)
+    rows = rows_by_job(runner.plans)
+    assert rows["heavy"] / rows["light"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_job_that_comes_late_does_not_catch_up() -> None:
+    it, runner = scheduler("hybrid"), FakeRunner(16)
+    jobs = {"old": (1.0, 512, 2), "new": (1.0, 512, 2)}
+    give(it, "old", *jobs["old"])
+    keep_training(it, runner, 10.0, jobs)
+    begun = len(runner.plans)
+    give(it, "new", *jobs["new"])
+    keep_training(it, runner, 10.0, jobs)
+    rows = rows_by_job(runner.plans[begun:])
+    assert rows["new"] / rows["old"] == pytest.approx(1.0, rel=0.1)
+
+
+def test_jobs_may_share_a_step_in_both_directions() -> None:
+    it, runner = scheduler("hybrid"), FakeRunner(16)
+    jobs = {"a": (1.0, 64, 2), "b": (1.0, 64, 2)}
+    for name, job in jobs.items():
+        give(it, name, *job)
+    keep_training(it, runner, 3.0, jobs)
+    ways = [[segment.direction for segment in plan.training] for plan in runner.plans]
+    assert [Direction.KEEP, Direction.BACKWARD] in ways
+    assert any(len({segment.sequence.job for segment in plan.training}) == 2 for plan in runner.plans)  # type: ignore[union-attr]
+
+
+def test_time_slices_are_whole_micro_batches_alone() -> None:
+    it, runner = scheduler("temporal", n=3), FakeRunner(16)
+    jobs = {"a": (1.0, 700, 2), "b": (1.0, 300, 1)}
+    for name, job in jobs.items():
+        give(it, name, *job)
+    for n in range(24):
+        it.submit(Request(str(n), (1,) * 20, SamplingParams(max_tokens=5 + n)), 0.0)
+    for _ in range(400):
+        for event in runner.step(it):
+            if isinstance(event, StepDone):
+                give(it, event.job, *jobs[event.job])
+        if not it.running and not it.waiting:
+            break
+    plans = [plan for plan in runner.plans if plan.inference or plan.training]
+    assert it.stats.fused_steps == 0 and it.stats.finished == 24
+    training = [plan.training for plan in plans if plan.training]
+    assert len(training) >= 2 * 6
+    assert all(len(segments) == 1 for segments in training)
+    for (keep,), (back,) in zip(training[::2], training[1::2], strict=False):
+        assert (keep.direction, back.direction) == (Direction.KEEP, Direction.BACKWARD)
+        assert keep.sequence is back.sequence
+        assert isinstance(keep.sequence, MicroBatch)
+        assert keep.length == back.length == keep.sequence.length and len(keep.span) == DEPTH
+    slices = [n for n, plan in enumerate(plans) if plan.training]
+    assert all(b == a + 1 for a, b in zip(slices[::2], slices[1::2], strict=True))
+
+
+def test_time_slices_follow_the_count_of_finished_requests() -> None:
+    it, runner = scheduler("temporal", n=4), FakeRunner(16)
+    give(it, "a", 1.0, 100, 50)
+    for n in range(12):
+        it.submit(Request(str(n), (1,) * 20, SamplingParams(max_tokens=5 * (n + 1))), 0.0)
+    finished_at_slice = []
+    while it.running or it.waiting:
+        before = it.stats.finished
+        runner.step(it)
+        if any(segment.direction is Direction.KEEP for segment in runner.plans[-1].training):
+            finished_at_slice.append(before)
+    assert finished_at_slice == [4, 8]
+
+
+def test_time_slices_fill_the_gaps_when_nobody_is_there() -> None:
+    it, runner = scheduler("temporal", n=1000), FakeRunner(16)
+    give(it, "a", 1.0, 100, 3)
+    while it.has_work:
+        runner.step(it)
+    assert runner.trained == {"a": 300}

@@ -1,0 +1,71 @@
+from coserve.core.sequence import MicroBatch, Span
+from coserve.schedule.book import Book
+
+LAYERS = 2
+
+
+def book(**weights: float) -> Book:
+    it = Book(in_flight=2)
+    for key, (name, weight) in enumerate(weights.items()):
+        it.add(name, [MicroBatch(key, name, f"{name}@0", (10,), LAYERS)], weight)
+    return it
+
+
+def order(it: Book, now: float = 0.0, starvation: float | None = None) -> list[str]:
+    return [job.name for job in it.turns(now, starvation)[0]]
+
+
+def train(it: Book, name: str, rows: float) -> None:
+    (job,) = [job for job in it.turns(0.0, None)[0] if job.name == name]
+    it.advance(job.micro_batches[0], rows)
+
+
+def test_least_trained_for_its_weight_comes_first() -> None:
+    it = book(a=1.0, b=2.0)
+    train(it, "a", 10)
+    assert order(it) == ["b", "a"]
+    train(it, "b", 10)
+    assert order(it) == ["b", "a"]
+    train(it, "b", 11)
+    assert order(it) == ["a", "b"]
+
+
+def test_starving_jobs_come_first_and_the_hungriest_before_them() -> None:
+    it = book(a=1.0, b=1.0, c=1.0)
+    assert order(it, now=0.0) == ["a", "b", "c"]
+    train(it, "b", 5)
+    train(it, "c", 9)
+    it.serve("a", 9.9)
+    it.serve("b", 3.0)
+    it.serve("c", 2.0)
+    assert order(it, now=10.0, starvation=None) == ["a", "b", "c"]
+    assert order(it, now=10.0, starvation=7.5) == ["c", "a", "b"]
+    assert order(it, now=10.0, starvation=5.0) == ["c", "b", "a"]
+    assert it.turns(10.0, 5.0)[1] and not it.turns(10.0, 8.0)[1]
+
+
+def test_waiting_begins_when_there_is_something_to_run() -> None:
+    it = book(a=1.0)
+    assert not it.turns(100.0, 1.0)[1]
+    assert it.turns(101.1, 1.0)[1]
+
+
+def test_a_job_without_work_has_no_turn() -> None:
+    it = book(a=1.0)
+    (job,), _ = it.turns(0.0, None)
+    (batch,) = job.micro_batches
+    batch.advance(0, 10, Span(0, LAYERS))
+    it.advance(batch, 10)
+    assert not job.is_due and it.has_work
+    batch.advance(0, 10, Span(0, LAYERS))
+    it.advance(batch, 10)
+    assert job.is_due and it.released == [0] and order(it) == ["a"]
+    it.updated("a")
+    assert order(it) == [] and not it.has_work and "a" in it
+
+
+def test_forgetting_a_job_releases_what_is_left_of_it() -> None:
+    it = book(a=1.0, b=1.0)
+    it.remove("b")
+    it.remove("b")
+    assert it.released == [1] and order(it) == ["a"] and "b" not in it

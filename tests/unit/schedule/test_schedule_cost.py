@@ -1,0 +1,216 @@
+import json
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.core.plan import Plan, Segment
+from coserve.core.request import Request, SamplingParams
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.schedule.cost import DEFAULT_WEIGHTS, NAMES, CostModel, Features, causal_pairs, window_pairs
+
+DEPTH = 8
+
+
+def infer(
+    start: int, rows: int, prompt: int = 64, adapter: str | None = None, scored: bool = False
+) -> Segment:
+    """A segment of a sequence whose answer has just enough tokens for it."""
+    sampling = SamplingParams(prompt_logprobs=0 if scored else None)
+    sequence = Sequence(1, Request("r", (1,) * prompt, sampling, adapter))
+    sequence.output = [1] * max(0, start + rows - prompt)
+    return Segment(sequence, start, rows, Direction.INFER, Span(0, DEPTH))
+
+
+def train(way: Direction, rows: int, first: int, last: int, adapter: str = "t@0") -> Segment:
+    batch = MicroBatch(2, "job", adapter, (512,), DEPTH)
+    return Segment(batch, 0, rows, way, Span(first, last))
+
+
+def random_plan(rng: random.Random) -> Plan:
+    decode = [infer(rng.randint(64, 900), 1, adapter=f"a{n % 5}@1") for n in range(rng.randint(0, 20))]
+    prefill = [infer(0, rng.randint(2, 300), prompt=300)] if rng.random() < 0.4 else []
+    training = []
+    for way in (Direction.KEEP, Direction.BACKWARD):
+        if rng.random() < 0.4:
+            first = rng.randint(0, DEPTH - 1)
+            training.append(train(way, rng.randint(16, 512), first, rng.randint(first + 1, DEPTH)))
+    updates = ("job",) if rng.random() < 0.2 else ()
+    return Plan(tuple(decode + prefill), tuple(training), updates)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
+def test_pairs_are_those_of_packed_examples(lengths: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, sum(lengths) - 1))
+    rows = data.draw(st.integers(1, sum(lengths) - start))
+    positions = [position for length in lengths for position in range(length)]
+    assert window_pairs(lengths, start, rows) == sum(p + 1 for p in positions[start : start + rows])
+
+
+def test_causal_pairs() -> None:
+    assert causal_pairs(0, 3) == 1 + 2 + 3
+    assert causal_pairs(10, 2) == 11 + 12
+
+
+def test_features_of_decode_and_prefill() -> None:
+    plan = Plan((infer(99, 1, adapter="a@1"), infer(70, 1, adapter="a@1"), infer(0, 10)))
+    found = Features.of(plan).as_dict()
+    assert found == dict.fromkeys(NAMES, 0.0) | {
+        "step": 1,
+        "forward_layers": 1,
+        "forward_rows": 12,
+        "tail_rows": 2,  # the prompt goes on after its chunk
+        "decode_context": 100 + 71,
+        "forward_attention": 55,
+        "adapters": 1,
+    }
+
+
+def test_scored_prompt_rows_pay_for_the_head() -> None:
+    assert Features.of(Plan((infer(0, 10, scored=True),))).as_dict()["tail_rows"] == 10
+    assert Features.of(Plan((infer(0, 64, scored=True),))).as_dict()["tail_rows"] == 64  # 63 and the sampled
+
+
+def test_features_of_training() -> None:
+    keep, back = train(Direction.KEEP, 16, 0, 4), train(Direction.BACKWARD, 32, 6, 8)
+    found = Features.of(Plan(training=(keep, back), updates=("job",))).as_dict()
+    assert found == dict.fromkeys(NAMES, 0.0) | {
+        "step": 1,
+        "forward_layers": 0.5,
+        "forward_rows": 8,
+        "forward_attention": causal_pairs(0, 16) / 2,
+        "adapters": 1,
+        "backward_layers": 0.25,
+        "backward_rows": 8,
+        "backward_attention": causal_pairs(0, 32) / 4,
+        "loss_rows": 32,
+        "updates": 1,
+    }
+
+
+def test_forward_weights_are_read_once_and_backward_ones_by_each_segment() -> None:
+    spans = [train(Direction.KEEP, 16, 0, 4), train(Direction.KEEP, 16, 2, 6)]
+    assert Features.of_segments(spans).as_dict()["forward_layers"] == 6 / 8
+    assert Features.of_segments([*spans, infer(0, 4)]).as_dict()["forward_layers"] == 1
+    assert Features.of_segments([infer(0, 4), *spans]).as_dict()["forward_layers"] == 1
+    twice = [train(Direction.BACKWARD, 16, 0, 4), train(Direction.BACKWARD, 16, 0, 4)]
+    assert Features.of_segments(twice).as_dict()["backward_layers"] == 1
+
+
+def test_a_copy_is_apart() -> None:
+    features = Features.of_segments([infer(99, 1)])
+    twin = features.copy()
+    twin.add(infer(0, 10, adapter="b@1"))
+    twin.add_update()
+    assert features.as_dict() == Features.of_segments([infer(99, 1)]).as_dict()
+    features.add(infer(0, 10, adapter="b@1"))
+    features.add_update()
+    assert features.as_dict() == twin.as_dict()
+
+
+def truth(seed: int) -> CostModel:
+    rng = random.Random(seed)
+    return CostModel({name: weight * rng.uniform(0.2, 5.0) for name, weight in DEFAULT_WEIGHTS.items()})
+
+
+def test_fit_recovers_what_made_the_samples() -> None:
+    rng, real, model = random.Random(1), truth(1), CostModel()
+    plans = [random_plan(rng) for _ in range(120)]
+    model.fit([(plan, real.predict(plan)) for plan in plans])
+    assert model.error < 0.01
+    for plan in [random_plan(rng) for _ in range(50)]:
+        assert model.predict(plan) == pytest.approx(real.predict(plan), rel=0.03)
+
+
+def test_fit_with_noise_stays_non_negative_and_close() -> None:
+    rng, real, model = random.Random(2), truth(2), CostModel()
+    plans = [random_plan(rng) for _ in range(200)]
+    model.fit([(plan, real.predict(plan) * rng.uniform(0.8, 1.2)) for plan in plans])
+    assert min(model.weights.values()) >= 0
+    assert 0.05 < model.error < 0.2
+    misses = [abs(model.predict(p) / real.predict(p) - 1) for p in plans]
+    assert sum(misses) / len(misses) < 0.06
+
+
+def test_fit_leaves_what_no_sample_has() -> None:
+    model = CostModel()
+    model.fit([(Plan((infer(99, 1),)), 0.01), (Plan((infer(99, 1), infer(199, 1))), 0.012)])
+    assert model.weights["backward_rows"] == DEFAULT_WEIGHTS["backward_rows"]
+    assert model.predict(Plan((infer(99, 1),))) == pytest.approx(0.01, rel=0.01)
+    model.fit([])
+    assert model.predict(Plan((infer(99, 1),))) == pytest.approx(0.01, rel=0.01)
+
+
+def test_observing_halves_the_error_of_a_wrong_start() -> None:
+    rng, real, model = random.Random(3), truth(3), CostModel()
+    unseen = [random_plan(rng) for _ in range(50)]
+
+    def miss() -> float:
+        return sum(abs(model.predict(p) / real.predict(p) - 1) for p in unseen) / len(unseen)
+
+    before = miss()
+    for _ in range(1500):
+        plan = random_plan(rng)
+        model.observe(plan, real.predict(plan))
+    assert miss() < min(before / 3, 0.1)
+    assert model.error < 0.1
+
+
+def test_a_slower_machine_is_noticed_soon() -> None:
+    rng, model = random.Random(4), CostModel()
+    plans = [random_plan(rng) for _ in range(60)]
+    real = CostModel()
+    for plan in plans:
+        model.observe(plan, 2 * real.predict(plan))
+    worst = max(abs(model.predict(p) / (2 * real.predict(p)) - 1) for p in plans)
+    assert worst < 0.25
+
+
+def test_decode_alone_says_little_about_training() -> None:
+    model = CostModel()
+    before = model.weights["backward_rows"] / model.scale
+    plan = Plan((infer(99, 1),))
+    for _ in range(200):
+        model.observe(plan, 0.05)
+    assert model.predict(plan) == pytest.approx(0.05, rel=0.02)
+    assert model.weights["backward_rows"] / model.scale == pytest.approx(before)
+
+
+def test_one_stall_does_not_spoil_the_model() -> None:
+    model, plan = CostModel(), Plan((infer(99, 1),))
+    before = model.predict(plan)
+    model.observe(plan, 1000 * before)
+    assert model.predict(plan) < 1.5 * before
+    model.observe(plan, 0.0)
+    assert model.predict(plan) < 1.5 * before
+
+
+def test_error_follows_what_was_missed() -> None:
+    model, plan = CostModel(), Plan((infer(99, 1),))
+    model.fit([(plan, 0.01)])
+    assert model.error < 0.01
+    model.observe(plan, 0.02)
+    assert model.error == pytest.approx(0.05 * 0.5, rel=0.1)
+
+
+def test_json_and_back() -> None:
+    rng, model = random.Random(5), CostModel()
+    for _ in range(20):
+        plan = random_plan(rng)
+        model.observe(plan, 2 * model.predict(plan))
+    again = CostModel.from_dict(json.loads(json.dumps(model.as_dict())))
+    assert again.error == model.error
+    assert again.predict(plan) == pytest.approx(model.predict(plan))
+
+
+def test_predicting_costs_microseconds() -> None:
+    model = CostModel()
+    plan = Plan(tuple(infer(100 + n, 1, adapter=f"a{n % 8}@1") for n in range(32)))
+    best = 1.0
+    for _ in range(1000):  # the quickest one: the others shared the machine
+        begun = time.perf_counter()
+        model.predict(plan)
+        best = min(best, time.perf_counter() - begun)
+    assert best < 50e-6

@@ -1,0 +1,100 @@
+"""The fake runner must refuse what a real one could not run."""
+
+import pytest
+
+from coserve.core.plan import Plan, Segment
+from coserve.core.request import FinishReason, Request
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.schedule.fake import FakeRunner, next_token
+
+SPAN = Span(0, 2)
+
+
+def sequence(key: int = 1, pages: tuple[int, ...] = (0, 1)) -> Sequence:
+    return Sequence(key, Request("r", (4, 5, 6)), pages=list(pages))
+
+
+def infer(it: Sequence, start: int, length: int) -> Segment:
+    return Segment(it, start, length, Direction.INFER, SPAN)
+
+
+def train(it: MicroBatch, start: int, rows: int, way: Direction, span: Span = SPAN) -> Segment:
+    return Segment(it, start, rows, way, span)
+
+
+def batch() -> MicroBatch:
+    return MicroBatch(7, "job", "a@0", (8,), 2)
+
+
+def test_tokens_follow_from_tokens() -> None:
+    runner, it = FakeRunner(2), sequence()
+    assert runner.run(Plan((infer(it, 0, 2),))).sampled[1].token is None
+    assert runner.run(Plan((infer(it, 2, 1),))).sampled[1].token == next_token((4, 5, 6), 1000)
+    assert runner.now > 0
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([infer(sequence(pages=(0,)), 0, 3)], "page is missing"),
+        ([infer(sequence(), 1, 1)], "rows in order"),
+        ([infer(sequence(), 0, 4)], "not known"),
+        ([infer(sequence(), 0, 3), infer(sequence(2, (1, 2)), 0, 3)], "shared"),
+        ([infer(sequence(), 0, 1), infer(sequence(), 1, 1)], "one segment"),
+    ],
+)
+def test_inference_that_cannot_run(segments: list[Segment], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        FakeRunner(2).run(Plan(tuple(segments)))
+
+
+def test_pages_that_were_not_filled_again() -> None:
+    runner, it = FakeRunner(2), sequence()
+    runner.run(Plan((infer(it, 0, 2),)))
+    runner.run(Plan((infer(sequence(2, (0, 1)), 0, 3),), released=(1,)))
+    with pytest.raises(AssertionError, match="rows in order"):
+        runner.run(Plan((infer(it, 2, 1),), released=(2,)))
+
+
+def test_the_ended_stay_away() -> None:
+    runner, it = FakeRunner(2), batch()
+    runner.run(Plan(training=(train(it, 0, 8, Direction.KEEP),)))
+    with pytest.raises(AssertionError, match="released"):
+        runner.run(Plan(training=(train(it, 0, 8, Direction.BACKWARD),), released=(7,)))
+    with pytest.raises(AssertionError, match="twice"):
+        runner.run(Plan(released=(7,)))
+    ended = sequence()
+    ended.finish_reason = FinishReason.STOP
+    with pytest.raises(AssertionError, match="has ended"):
+        runner.run(Plan((infer(ended, 0, 3),)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([(2, 2, Direction.KEEP, SPAN)], "left to right"),
+        ([(0, 8, Direction.KEEP, Span(1, 2))], "layer below"),
+        ([(0, 4, Direction.KEEP, SPAN), (0, 4, Direction.KEEP, SPAN)], "left to right"),
+        ([(0, 8, Direction.BACKWARD, SPAN)], "before all is kept"),
+        ([(0, 8, Direction.KEEP, SPAN), (0, 4, Direction.BACKWARD, SPAN)], "right to left"),
+        ([(0, 8, Direction.KEEP, SPAN), (0, 8, Direction.BACKWARD, Span(0, 1))], "layer above"),
+        ([(0, 0, Direction.KEEP, SPAN)], "empty"),
+    ],
+)
+def test_windows_out_of_order(steps: list[tuple[int, int, Direction, Span]], message: str) -> None:
+    runner, it = FakeRunner(2), batch()
+    with pytest.raises(AssertionError, match=message):
+        for start, rows, way, span in steps:
+            runner.run(Plan(training=(train(it, start, rows, way, span),)))
+
+
+def test_an_update_needs_all_gradients() -> None:
+    runner, it = FakeRunner(2), batch()
+    with pytest.raises(AssertionError, match="before all gradients"):
+        runner.run(Plan(updates=("job",)))
+    runner.run(Plan(training=(train(it, 0, 8, Direction.KEEP),)))
+    runner.run(Plan(training=(train(it, 0, 8, Direction.BACKWARD, Span(1, 2)),)))
+    with pytest.raises(AssertionError, match="before all gradients"):
+        runner.run(Plan(updates=("job",)))
+    runner.run(Plan(training=(train(it, 0, 8, Direction.BACKWARD, Span(0, 1)),)))
+    assert runner.run(Plan(updates=("job",))).updated["job"].labels == 8

@@ -1,0 +1,124 @@
+import pytest
+
+from coserve.core.plan import Plan, Segment
+from coserve.core.request import Request
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.draft import Draft
+from coserve.schedule.filling import Filler, in_order
+from coserve.schedule.policies.base import INFINITE, Allowance
+
+DEPTH = 16
+CONFIG = SchedulerConfig(layers=DEPTH, max_positions=1024)
+
+
+def micro_batch(rows: int = 700, backward: bool = False) -> MicroBatch:
+    batch = MicroBatch(9, "job", "a@0", (rows,), DEPTH)
+    if backward:
+        batch.advance(0, rows, Span(0, DEPTH))
+    return batch
+
+
+def draft(inference: bool) -> Draft:
+    it = Draft(0.0)
+    if inference:
+        sequence = Sequence(1, Request("r", (1,) * 50))
+        it.add(Segment(sequence, 0, 50, Direction.INFER, Span(0, DEPTH)))
+    return it
+
+
+def fill(batch: MicroBatch, seconds: float, inference: bool = True, **allowance: object) -> Draft:
+    it = draft(inference)
+    options = {"rows": 512} | allowance
+    Filler(it, Allowance(seconds, **options), CostModel(), CONFIG).window(batch)  # type: ignore[arg-type]
+    return it
+
+
+def added(it: Draft, inference: bool = True) -> float:
+    whole = CostModel().predict(Plan(tuple(it.inference), tuple(it.training), tuple(it.updates)))
+    return whole - (CostModel().predict(Plan(tuple(it.inference))) if inference else 0.0)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_budget_is_used_and_kept(backward: bool, inference: bool) -> None:
+    last = 0
+    for seconds in (0.005, 0.01, 0.02, 0.05, 0.2, 1.0):
+        it = fill(micro_batch(backward=backward), seconds, inference)
+        work = sum(segment.length * len(segment.span) for segment in it.training)
+        assert it.training == [] or added(it, inference) <= seconds + 1e-12
+        assert work >= last
+        last = work
+    assert last == 512 * DEPTH
+
+
+def test_no_other_rung_would_do_more() -> None:
+    model, batch, seconds = CostModel(), micro_batch(backward=True), 0.03
+    (chosen,) = fill(batch, seconds).training
+    inference = tuple(draft(True).inference)
+    for rows in (512, 256, 128, 64, 32):
+        for layers in range(2, DEPTH + 1):
+            other = Segment(batch, 700 - rows, rows, Direction.BACKWARD, Span(DEPTH - layers, DEPTH))
+            if model.predict(Plan(inference, (other,))) - model.predict(Plan(inference)) <= seconds:
+                assert rows * layers <= chosen.length * len(chosen.span)
+
+
+def test_nothing_fits_into_nothing() -> None:
+    assert fill(micro_batch(), 0.0).training == []
+    assert fill(micro_batch(), -1.0).training == []
+
+
+def test_a_window_put_down_goes_on_where_it_lies() -> None:
+    batch = micro_batch()
+    batch.advance(0, 100, Span(0, 3))
+    (segment,) = fill(batch, 0.004).training
+    assert segment.start == 0 and segment.length <= 100 and segment.span.first == 3
+    (cut,) = fill(batch, 0.002).training
+    assert (cut.start, cut.span.first) == (0, 3) and 0 < cut.length * len(cut.span) < 100 * (DEPTH - 3)
+
+
+def test_the_smallest_piece_runs_within_the_minimum() -> None:
+    (segment,) = fill(micro_batch(backward=True), 0.0, minimum=INFINITE).training
+    assert (segment.start, segment.length, segment.span) == (668, 32, Span(DEPTH - 1, DEPTH))
+    assert fill(micro_batch(backward=True), 0.0, minimum=1e-6).training == []
+
+
+def test_the_minimum_is_for_the_first_piece_only() -> None:
+    it = draft(True)
+    filler = Filler(it, Allowance(0.0, 512, minimum=INFINITE), CostModel(), CONFIG)
+    assert filler.window(micro_batch())
+    assert not filler.window(micro_batch())
+    assert len(it.training) == 1
+
+
+def test_whole_micro_batches() -> None:
+    (segment,) = fill(micro_batch(), INFINITE, rows=None).training
+    assert (segment.length, segment.span) == (700, Span(0, DEPTH))
+
+
+def test_only_some_may_travel() -> None:
+    assert fill(micro_batch(), INFINITE, only=frozenset({8})).training == []
+    assert len(fill(micro_batch(), INFINITE, only=frozenset({9})).training) == 1
+
+
+def test_an_update_is_paid_for() -> None:
+    it = draft(True)
+    filler = Filler(it, Allowance(0.0051, 512), CostModel(), CONFIG)
+    assert filler.update("job")
+    assert filler.left == pytest.approx(0.0001)
+    assert not filler.update("other")
+    assert it.updates == ["job"]
+
+
+def test_where_no_window_has_that_room_the_largest_runs() -> None:
+    weights = dict.fromkeys(CostModel().weights, 0.0) | {"backward_layers": 1.0 * DEPTH}
+    it = draft(True)
+    Filler(it, Allowance(1.5, 512), CostModel(weights), CONFIG).window(micro_batch(backward=True))
+    assert [(segment.length, len(segment.span)) for segment in it.training] == [(512, 1)]
+
+
+def test_forward_before_backward() -> None:
+    back = Segment(micro_batch(), 0, 1, Direction.BACKWARD, Span(0, 1))
+    keep = Segment(micro_batch(), 0, 1, Direction.KEEP, Span(0, 1))
+    assert in_order([back, keep]) == (keep, back)

@@ -1,0 +1,113 @@
+import pytest
+
+from coserve.core.plan import Segment
+from coserve.core.request import SLO, Request, SamplingParams
+from coserve.core.sequence import Direction, Sequence, Span
+from coserve.memory.pages import PagePool
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.draft import Draft
+from coserve.schedule.lines import Lines
+from coserve.schedule.slack import INFINITE, Slack, measure, step_limit
+
+CONFIG = SchedulerConfig(layers=4, max_positions=512, ride_along=0.5, caution=2.0)
+NOW = 10.0
+
+
+def model(error: float = 0.0) -> CostModel:
+    """Ten milliseconds for a step with inference, one for each row."""
+    cost = CostModel(
+        dict.fromkeys(CostModel().weights, 0.0) | {"forward_layers": 0.01, "forward_rows": 0.001}
+    )
+    cost.error = error
+    return cost
+
+
+def decoding(slo: SLO, key: int = 1, output: int = 1, arrival: float = 9.0) -> Sequence:
+    request = Request("r", (1,) * 20, SamplingParams(max_tokens=11), slo=slo, arrival=arrival)
+    sequence = Sequence(key, request, output=[1] * output, computed=19 + output)
+    sequence.first_token_at = sequence.last_token_at = NOW - 0.005
+    return sequence
+
+
+def waiting(slo: SLO, key: int = 2, arrival: float = NOW) -> Sequence:
+    return Sequence(key, Request("r", (1,) * 20, SamplingParams(max_tokens=11), slo=slo, arrival=arrival))
+
+
+def slack(running: list[Sequence], line: list[Sequence], error: float = 0.0) -> Slack:
+    it, draft = Lines(CONFIG, PagePool(8, 64)), Draft(NOW)
+    it.running = running
+    for sequence in line:
+        it.join(sequence)
+    for sequence in running:
+        draft.add(Segment(sequence, sequence.computed, 1, Direction.INFER, Span(0, 4)))
+    return measure(draft, it, model(error), CONFIG)
+
+
+def test_who_states_nothing_gets_a_share() -> None:
+    found = slack([decoding(SLO())], [])
+    assert found.inference == pytest.approx(0.011)
+    assert found.training == pytest.approx(0.5 * 0.011)
+    assert found.deferral == INFINITE
+
+
+def test_between_tokens() -> None:
+    assert slack([decoding(SLO(between_tokens=0.05))], []).training == pytest.approx(0.05 - 0.005 - 0.011)
+
+
+def test_twice_the_error_is_a_margin() -> None:
+    found = slack([decoding(SLO(between_tokens=0.05))], [], error=0.125)
+    assert found.training == pytest.approx((0.05 - 0.005) / 1.25 - 0.011)
+
+
+def test_the_smallest_slack_counts() -> None:
+    bounds = [SLO(between_tokens=0.05), SLO(between_tokens=0.03), SLO(between_tokens=0.5)]
+    found = slack([decoding(slo, key) for key, slo in enumerate(bounds)], [])
+    assert found.training == pytest.approx(0.03 - 0.005 - 0.013)
+
+
+def test_a_broken_bound_leaves_nothing() -> None:
+    assert slack([decoding(SLO(between_tokens=0.001))], []).training == 0.0
+
+
+def test_first_token_of_one_who_waits() -> None:
+    found = slack([decoding(SLO(between_tokens=1.0))], [waiting(SLO(first_token=0.1))])
+    assert found.training == pytest.approx(0.1 - 0.011 - (0.01 + 0.020))
+
+
+def test_those_ahead_in_the_line_count_too() -> None:
+    line = [waiting(SLO(first_token=0.1), 2), waiting(SLO(first_token=0.1), 3)]
+    found = slack([decoding(SLO(between_tokens=1.0))], line)
+    assert found.training == pytest.approx(0.1 - 0.011 - (0.01 + 0.040))
+
+
+def test_first_token_is_over_once_it_came() -> None:
+    assert slack([decoding(SLO(first_token=0.001, between_tokens=1.0))], []).training > 0.9
+
+
+def test_end_to_end_is_shared_out_over_the_tokens_left() -> None:
+    found = slack([decoding(SLO(end_to_end=2.0), output=1)], [])
+    assert found.training == pytest.approx((1.0 - 10 * 0.011) / 10)
+
+
+def test_an_end_that_has_passed_binds_no_more() -> None:
+    assert slack([decoding(SLO(end_to_end=0.5))], []).training == pytest.approx(0.5 * 0.011)
+
+
+def test_deferral_is_what_is_left_of_it() -> None:
+    sequence = decoding(SLO(deferral=0.02))
+    sequence.deferred = 0.015
+    found = slack([sequence], [])
+    assert found.training == found.deferral == pytest.approx(0.005)
+    sequence.deferred = 0.03
+    assert slack([sequence], []).deferral == 0.0
+
+
+def test_the_step_limit_is_the_earliest_next_token() -> None:
+    draft = Draft(NOW)
+    assert step_limit(draft, 0.0) == INFINITE
+    for key, bound in enumerate((0.05, 0.03, None)):
+        sequence = decoding(SLO(between_tokens=bound), key)
+        draft.add(Segment(sequence, sequence.computed, 1, Direction.INFER, Span(0, 4)))
+    assert step_limit(draft, 0.0) == pytest.approx(0.025)
+    assert step_limit(draft, 0.25) == pytest.approx(0.02)
