@@ -40,7 +40,9 @@ _UNUSED: Mapping[str, tuple[Any, ...]] = {
 Shapes = Mapping[str, tuple[int, int]]  # (out, in) of the linears an adapter may stand beside, by path
 
 
-def read_adapter(folder: str | Path, name: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> AdapterVersion:
+def read_adapter(
+    folder: str | Path, name: str, shapes: Shapes, dtype: torch.dtype, device: torch.device
+) -> AdapterVersion:
     """The LoRA adapter in `folder` as version 0 of `name`, its matrices in `dtype` on `device`.
 
     Raises AdapterError for files that cannot be read, AdapterMismatch for what does not fit the base.
@@ -96,13 +98,14 @@ def _read_config(folder: Path) -> LoRAConfig:
     for field, unused in _UNUSED.items():
         if field in fields and fields[field] not in unused:
             raise AdapterError(f"{folder / _CONFIG}: {field}={fields[field]!r} is not supported")
-    if isinstance(fields.get("init_lora_weights"), str) and fields["init_lora_weights"] != "gaussian":
-        raise AdapterError(
-            f"{folder / _CONFIG}: init_lora_weights={fields['init_lora_weights']!r} changes the base's weights"
-        )
+    init = fields.get("init_lora_weights")
+    if isinstance(init, str) and init != "gaussian":
+        raise AdapterError(f"{folder / _CONFIG}: init_lora_weights={init!r} changes the base's weights")
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise AdapterError(f"{folder / _CONFIG}: r and lora_alpha must be numbers, not {rank!r} and {alpha!r}")
+        raise AdapterError(
+            f"{folder / _CONFIG}: r and lora_alpha must be numbers, not {rank!r} and {alpha!r}"
+        )
     return LoRAConfig(
         rank=rank,
         alpha=float(alpha),
@@ -117,7 +120,9 @@ def _pairs(tensors: dict[str, Tensor], folder: Path) -> dict[str, tuple[Tensor, 
     for name, tensor in tensors.items():
         path, dot, letter = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".lora_")
         if not dot or letter not in ("A", "B") or not name.startswith(_PREFIX) or tensor.ndim != 2:
-            raise AdapterMismatch(f"{folder / _WEIGHTS}: tensor {name!r} {tuple(tensor.shape)} would go unused")
+            raise AdapterMismatch(
+                f"{folder / _WEIGHTS}: tensor {name!r} {tuple(tensor.shape)} would go unused"
+            )
         matrices.setdefault(path, {})[letter] = tensor
     for path, pair in matrices.items():
         if len(pair) != 2:
@@ -128,7 +133,9 @@ def _pairs(tensors: dict[str, Tensor], folder: Path) -> dict[str, tuple[Tensor, 
 
 def _check_shapes(path: str, a: Tensor, b: Tensor, shapes: Shapes) -> None:
     if path not in shapes:
-        raise AdapterMismatch(f"the adapter stands beside {path!r}, but the base has no such linear in its layers")
+        raise AdapterMismatch(
+            f"the adapter stands beside {path!r}, but the base has no such linear in its layers"
+        )
     out_features, in_features = shapes[path]
     rank = a.shape[0]
     if rank < 1 or a.shape != (rank, in_features) or b.shape != (out_features, rank):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
@@ -130,7 +130,7 @@ class Engine:
         if isinstance(prompt, str):
             return tuple(self.tokenizer(prompt)["input_ids"])
         rendered = self.tokenizer.apply_chat_template(
-            [dict(message) for message in prompt], add_generation_prompt=True, tokenize=False
+            cast(Messages, prompt), add_generation_prompt=True, tokenize=False
         )
         return tuple(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
 

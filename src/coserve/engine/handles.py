@@ -29,7 +29,13 @@ class Delta:
 class Completion:
     """One request's answer. Iterate it for deltas, or ask for its `result`."""
 
-    def __init__(self, sequence: Sequence, text: TextStream | None, drive: Callable[[], bool], cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        text: TextStream | None,
+        drive: Callable[[], bool],
+        cancel: Callable[[], None],
+    ) -> None:
         self.sequence = sequence
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[TokenLogprobs] = []

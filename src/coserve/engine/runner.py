@@ -81,7 +81,7 @@ class LocalRunner:
                 composed = joined
                 rows, calls = self._compose(inference, joined)
             hidden = [] if inference is None else [inference.hidden]
-            hidden += [t.tape.inputs[layer][None, t.window.slice] for t in joined]
+            hidden += [t.tape.inputs[layer][None, t.window.span] for t in joined]
             with self.base.cell.set(rows):
                 out = self.base.layer(layer, hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1), calls)
             start = 0
@@ -89,7 +89,7 @@ class LocalRunner:
                 start = inference.hidden.shape[1]
                 inference.hidden = out[:, :start]
             for travel in joined:
-                travel.tape.inputs[layer + 1][travel.window.slice] = out[0, start : start + travel.window.rows]
+                travel.tape.inputs[layer + 1][travel.window.span] = out[0, start : start + travel.window.rows]
                 start += travel.window.rows
 
     def _travel(self, segment: Segment) -> _Travel:
@@ -100,7 +100,9 @@ class LocalRunner:
         window = tape.window(segment.start, segment.length)
         return _Travel(segment, tape, window, run.bypasses(micro_batch, window), tape.calls_for(window))
 
-    def _compose(self, inference: _Inference | None, travels: Sequence[_Travel]) -> tuple[FusedRows, LayerCalls]:
+    def _compose(
+        self, inference: _Inference | None, travels: Sequence[_Travel]
+    ) -> tuple[FusedRows, LayerCalls]:
         parts: list[Part] = [] if inference is None else [inference.part]
         adapters = [] if inference is None else list(inference.adapters)
         calls = [] if inference is None else [inference.calls]
@@ -162,7 +164,9 @@ class LocalRunner:
             for i, token, of_token in zip(done, tokens.tolist(), logprobs, strict=True):
                 results[_answer(inference.segments[i]).key] = Sampled(token, of_token)
         for i, segment in enumerate(inference.segments):
-            if scored := self._prompt_logprobs(segment, inference.hidden[:, ends[i] - segment.length : ends[i]]):
+            if scored := self._prompt_logprobs(
+                segment, inference.hidden[:, ends[i] - segment.length : ends[i]]
+            ):
                 key = _answer(segment).key
                 results[key] = replace(results[key], prompt_logprobs=scored)
         return results
@@ -181,7 +185,7 @@ class LocalRunner:
         return found
 
     def _prompt_logprobs(self, segment: Segment, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt tokens that follow the segment's rows, hidden [1, rows, width], if they were asked for."""
+        """Of the prompt tokens that follow the segment's rows, hidden [1, rows, width], if asked for."""
         request = _answer(segment).request
         wanted = request.sampling.prompt_logprobs
         following = request.prompt[segment.start + 1 : segment.start + segment.length + 1]
@@ -189,7 +193,8 @@ class LocalRunner:
             return ()
         tokens = torch.tensor(following, device=hidden.device)
         found: list[TokenLogprobs] = []
-        for rows, chunk in zip(hidden[0, : len(following)].split(64), tokens.split(64), strict=True):
+        chunks = zip(torch.split(hidden[0, : len(following)], 64), torch.split(tokens, 64), strict=True)
+        for rows, chunk in chunks:
             found += token_logprobs(self.base.tail(rows[None]), chunk, wanted).rows()
         return tuple(found)
 

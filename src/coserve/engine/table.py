@@ -68,10 +68,15 @@ class SequenceTable:
             self._free.append(row)
 
     def decode(self, rows: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor, DecodeRows]:
-        """(tokens, positions, cache slots, page descriptors) of one row per sequence; `longest` tokens in any."""
+        """(tokens, positions, cache slots, page descriptors), a row per sequence of at most `longest` tokens."""
         positions = self._length[rows] - 1
         pages = self._pages[rows, : -(-longest // self._pool.page_size)]
-        return self._last_token[rows], positions, self._slots(pages, positions), DecodeRows(pages, positions + 1)
+        return (
+            self._last_token[rows],
+            positions,
+            self._slots(pages, positions),
+            DecodeRows(pages, positions + 1),
+        )
 
     def prefill(self, segment: Segment, row: Tensor) -> Chunk:
         """The rows of one prefill segment of the sequence at `row` []."""

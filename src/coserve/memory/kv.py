@@ -32,7 +32,12 @@ class KVPool:
     """
 
     def __init__(
-        self, caches: Sequence[CacheShape], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        caches: Sequence[CacheShape],
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.page_size = page_size
         self.padding_page = pages
@@ -45,9 +50,10 @@ class KVPool:
         return sum(t.nbytes for t in (*self._keys, *self._values))
 
     def clean(self, pages: Tensor) -> None:
-        """Zeros the values of pages [n] that change hands: a NaN left there would reach its next owner."""
-        for values in self._values:
-            values.view(values.shape[0], -1, self.page_size, values.shape[-1]).index_fill_(1, pages, 0)
+        """Zeros pages [n] that change hands: a NaN left in keys or values would reach their next owner,
+        because neither a bias of -inf nor a weight of 0 masks it."""
+        for pool in (*self._keys, *self._values):
+            pool.view(pool.shape[0], -1, self.page_size, pool.shape[-1]).index_fill_(1, pages, 0)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k [groups, rows, dk] and v [groups, rows, dv] into slots [rows]."""
@@ -108,7 +114,9 @@ class InferenceRows:
             outputs.append(self._attend_decode(self._decode, layer, q[:, :, :start], spec))
         for chunk in self._prefills:
             rows = slice(start, start + chunk.count)
-            outputs.append(self._attend_chunk(chunk, layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], spec))
+            outputs.append(
+                self._attend_chunk(chunk, layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], spec)
+            )
             start += chunk.count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

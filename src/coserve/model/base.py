@@ -37,7 +37,9 @@ class Base:
         self.fingerprint = fingerprint
         self.linears: dict[str, FrozenLinear] = {}
         self.caches: list[CacheShape] = []
-        self.parameter = next(model.parameters())
+        parameter = next(model.parameters())
+        self.dtype: torch.dtype = parameter.dtype
+        self.device: torch.device = parameter.device
         self.hidden_size = 0
         self.vocabulary = 0
         self._arguments: RowArguments | None = None
@@ -47,14 +49,6 @@ class Base:
     def depth(self) -> int:
         """Number of decoder layers."""
         return len(self.slots)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parameter.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.parameter.device
 
     @property
     def arguments(self) -> RowArguments:
@@ -117,7 +111,9 @@ class Base:
         logits: Tensor = self._run_model(self.model, answer, tokens, tokens).logits
         return logits[0]
 
-    def _run_model(self, module: Any, answer: Callable[[Tensor, Call], Tensor], tokens: Tensor, positions: Tensor) -> Any:
+    def _run_model(
+        self, module: Any, answer: Callable[[Tensor, Call], Tensor], tokens: Tensor, positions: Tensor
+    ) -> Any:
         for slot in self.slots:
             slot.answer_with(answer)
         try:

@@ -115,7 +115,8 @@ class FusedRows:
         if len(self._parts) == 1:
             return self._parts[0][1].attend(layer, q, k, v, spec)
         outputs = [
-            part.attend(layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], spec) for rows, part in self._parts
+            part.attend(layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], spec)
+            for rows, part in self._parts
         ]
         return torch.cat(outputs, dim=1)
 

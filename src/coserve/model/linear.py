@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.model.batch import BatchCell
 
 
@@ -69,16 +70,6 @@ class PackedPlacement:
         self._transposed: Tensor | None = None
         self._bytes = weight.nbytes
 
-    @staticmethod
-    def is_supported(weight: Tensor) -> bool:
-        mkldnn = torch.ops.mkldnn
-        return (
-            weight.device.type == "cpu"
-            and weight.dtype == torch.bfloat16
-            and torch.backends.mkldnn.is_available()
-            and bool(mkldnn._is_mkldnn_bf16_supported())
-        )
-
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
@@ -90,7 +81,8 @@ class PackedPlacement:
         return gx
 
     def weight(self) -> Tensor:
-        return self._packed.to_dense()
+        dense: Tensor = self._packed.to_dense()
+        return dense
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +92,7 @@ class PackedPlacement:
 
 def place_locally(weight: Tensor, bias: Tensor | None) -> Placement:
     """The fastest local placement for this weight [out, in] on its device."""
-    if PackedPlacement.is_supported(weight):
+    if multiplies_bfloat16(weight):
         return PackedPlacement(weight, bias)
     return PlainPlacement(weight, bias)
 

@@ -45,7 +45,7 @@ def load_base(
     """
     loaded = model if isinstance(model, PreTrainedModel) else _load(model, dtype)
     _refuse_unsupported(loaded.config, loaded)
-    loaded = loaded.to(device=torch.device(device)).eval().requires_grad_(False)  # type: ignore[arg-type]
+    loaded = loaded.to(device=torch.device(device)).eval().requires_grad_(False)
     layers = _decoder_layers(loaded)
     prompts = _probe_prompts(loaded)
     expected, returns_tuple = _own_logits(loaded, next(iter(layers.values())), prompts)
@@ -82,12 +82,16 @@ def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> No
             f"{name} has recurrent layers{kinds}, whose state cannot be re-run for a window of rows"
         )
     if model is not None and text.model_type.startswith("gemma3n"):
-        raise UnsupportedModel(f"{name} hands keys and values from layer to layer, which the engine does not carry")
+        raise UnsupportedModel(
+            f"{name} hands keys and values from layer to layer, which the engine does not carry"
+        )
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds_of_rope = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)} | {rope.get("rope_type")}
+    kinds_of_rope = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)} | {
+        rope.get("rope_type")
+    }
     if moving := kinds_of_rope & {"dynamic", "longrope"}:
         raise UnsupportedModel(
-            f"{name} uses {moving.pop()} rotary scaling, whose tables depend on the longest sequence in the batch"
+            f"{name} uses {moving.pop()} rotary scaling, whose tables depend on the longest sequence in a batch"
         )
 
 
@@ -104,15 +108,14 @@ def _probe_prompts(model: PreTrainedModel) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return [
-        torch.randint(0, vocabulary, (length,), generator=generator).to(model.device) for length in _PROBE_LENGTHS
+        torch.randint(0, vocabulary, (length,), generator=generator).to(model.device)
+        for length in _PROBE_LENGTHS
     ]
 
 
 @torch.no_grad()
-def _own_logits(
-    model: PreTrainedModel, layer: nn.Module, prompts: list[Tensor]
-) -> tuple[list[Tensor], bool]:
-    """The model's own logits [length, vocabulary] one prompt at a time, and whether `layer` returns a tuple."""
+def _own_logits(model: PreTrainedModel, layer: nn.Module, prompts: list[Tensor]) -> tuple[list[Tensor], bool]:
+    """The model's own logits [length, vocabulary], prompt by prompt, and whether `layer` returns a tuple."""
     outputs: list[Any] = []
     handle = layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
@@ -147,7 +150,9 @@ def _replace_linears(base: Base) -> None:
             continue
         weight = module.weight.data.t().contiguous() if isinstance(module, Conv1D) else module.weight.data
         bias = None if module.bias is None else module.bias.data
-        linear = FrozenLinear(path, place_locally(weight, bias), (weight.shape[0], weight.shape[1]), base.cell)
+        linear = FrozenLinear(
+            path, place_locally(weight, bias), (weight.shape[0], weight.shape[1]), base.cell
+        )
         parent, _, child = path.rpartition(".")
         setattr(base.model.get_submodule(parent), child, linear)
         base.linears[path] = linear
@@ -183,7 +188,7 @@ def _drive(base: Base, parts: Sequence[tuple[_ProbeRows, Tensor, int]]) -> list[
     with base.cell.set(FusedRows([part for part, _, _ in parts], [])):
         for layer in range(base.depth):
             hidden = base.layer(layer, hidden, calls)
-    return list(base.tail(hidden).split([len(tokens) for _, tokens, _ in parts]))
+    return list(torch.split(base.tail(hidden), [len(tokens) for _, tokens, _ in parts]))
 
 
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
@@ -191,8 +196,8 @@ def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
     _drive(base, [(_ProbeRows(), one, 0)])
     if set(caches) != set(range(base.depth)):
         raise UnsupportedModel(
-            f"{base.model.config.model_type}: {base.depth - len(caches)} of {base.depth} layers do not attend "
-            "through transformers' attention interface"
+            f"{base.model.config.model_type}: {base.depth - len(caches)} of {base.depth} layers do not "
+            "attend through transformers' attention interface"
         )
     base.caches = [caches[layer] for layer in range(base.depth)]
 

@@ -193,7 +193,6 @@ class SamplingTable:
                 raise ConfigError(f"sampling.{name} names token {unknown[0]}; the model has {self.vocab}")
 
 
-
 def _is_penalised(params: SamplingParams) -> bool:
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     return penalties != (1.0, 0.0, 0.0)

@@ -15,7 +15,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class Slot:
     """One decoder layer, callable directly; to the model's own forward it answers what it is told to.
 
-    `run` is the layer itself, `path` its name in the model; `returns_tuple` says whether this model's layers wrap their hidden state.
+    `run` is the layer itself, `path` its name in the model; `returns_tuple` says whether this model's layers
+    wrap their hidden state.
     """
 
     def __init__(self, path: str, layer: nn.Module, returns_tuple: bool) -> None:
@@ -29,7 +30,9 @@ class Slot:
         """The layer on hidden [1, rows, width] with its other arguments."""
         args, kwargs = call
         out = self._layer_forward(hidden, *args, **kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        hidden = out[0] if isinstance(out, tuple) else out
+        assert isinstance(hidden, Tensor)
+        return hidden
 
     def answer_with(self, answer: Callable[[Tensor, Call], Tensor] | None) -> None:
         """What the model gets for this layer from now on; None is the layer's own output."""

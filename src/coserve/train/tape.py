@@ -48,11 +48,11 @@ class Window:
         return Window(start, rows, past, tuple(pieces))
 
     @property
-    def slice(self) -> slice:
+    def span(self) -> slice:
         return slice(self.start, self.start + self.rows)
 
     @property
-    def past_slice(self) -> slice:
+    def past_span(self) -> slice:
         return slice(self.start - self.past, self.start)
 
 
@@ -63,7 +63,9 @@ class Tape:
     [rows, width] is what layer `l` is given, `inputs[depth]` what the last one gives.
     """
 
-    def __init__(self, base: Base, lengths: tuple[int, ...], tokens: Tensor, labels: Tensor, keep: Keep) -> None:
+    def __init__(
+        self, base: Base, lengths: tuple[int, ...], tokens: Tensor, labels: Tensor, keep: Keep
+    ) -> None:
         self.base = base
         self.lengths = lengths
         self.labels = labels
@@ -91,23 +93,23 @@ class Tape:
         """product [window rows, out] of the frozen linear at `path`."""
         if path not in self.products:
             self.products[path] = product.new_empty(self.rows, product.shape[-1])
-        self.products[path][window.slice] = product
+        self.products[path][window.span] = product
 
     def product(self, path: str, window: Window) -> Tensor | None:
-        return self.products[path][window.slice] if path in self.products else None
+        return self.products[path][window.span] if path in self.products else None
 
     def keep_cache(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
-        """k [groups, window rows, dk] and v: the way back may be cut into other windows than the way there."""
+        """k [groups, window rows, dk] and v: the way back may be cut into other windows than the way in."""
         for store, given in ((self._keys, k), (self._values, v)):
             if layer not in store:
                 store[layer] = given.new_empty(given.shape[0], self.rows, given.shape[-1])
-            store[layer][:, window.slice] = given
+            store[layer][:, window.span] = given
 
     def past_cache(self, layer: int, window: Window) -> tuple[Tensor, Tensor] | None:
         """Keys and values [1, groups, past, width] of the rows before the window in its first example."""
         if not window.past:
             return None
-        return self._keys[layer][None, :, window.past_slice], self._values[layer][None, :, window.past_slice]
+        return self._keys[layer][None, :, window.past_span], self._values[layer][None, :, window.past_span]
 
     def add_cache_grads(self, layer: int, window: Window, dk: Tensor, dv: Tensor) -> None:
         """Gradients [1, groups, past, width] that this window owes to earlier rows' keys and values
@@ -118,27 +120,27 @@ class Tape:
                 store[layer] = torch.zeros(
                     given.shape[1], self.rows, given.shape[-1], dtype=exact, device=given.device
                 )
-            store[layer][:, window.past_slice] += given[0]
+            store[layer][:, window.past_span] += given[0]
 
     def cache_grads(self, layer: int, window: Window, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """What later windows have added for this window's own keys and values, [1, groups, rows, width]."""
         if layer not in self._key_grads:
             return None
         return (
-            self._key_grads[layer][None, :, window.slice].to(dtype),
-            self._value_grads[layer][None, :, window.slice].to(dtype),
+            self._key_grads[layer][None, :, window.span].to(dtype),
+            self._value_grads[layer][None, :, window.span].to(dtype),
         )
 
     def put_down(self, window: Window, gradient: Tensor) -> None:
         """Leaves a window between two layers, with the gradient [1, rows, width] it has there."""
         if self._gradients is None:
             self._gradients = torch.empty_like(self.inputs[0])
-        self._gradients[window.slice] = gradient[0]
+        self._gradients[window.span] = gradient[0]
 
     def picked_up(self, window: Window) -> Tensor:
         """The gradient [1, rows, width] of a window that was put down, whole or as part of a larger one."""
         assert self._gradients is not None, "only what was put down can be picked up"
-        return self._gradients[None, window.slice]
+        return self._gradients[None, window.span]
 
     @property
     def nbytes(self) -> int:
@@ -182,10 +184,12 @@ def attend_window(
         keys = torch.cat([past[0], k[:, :, first]], dim=2)
         values = torch.cat([past[1], v[:, :, first]], dim=2)
         outputs.append(attend(q[:, :, first], keys, values, spec).transpose(1, 2))
+    if start:  # a slice of everything would cost a zeroed gradient and a copy on the way back
+        q, k, v = q[:, :, start:], k[:, :, start:], v[:, :, start:]
     if len(pieces) == 1:
-        outputs.append(attend(q[:, :, start:], k[:, :, start:], v[:, :, start:], spec).transpose(1, 2))
+        outputs.append(attend(q, k, v, spec).transpose(1, 2))
     elif pieces:
-        outputs.append(_attend_side_by_side(q[:, :, start:], k[:, :, start:], v[:, :, start:], pieces, spec))
+        outputs.append(_attend_side_by_side(q, k, v, pieces, spec))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 

@@ -15,8 +15,8 @@ from coserve.errors import AdapterMismatch, ConfigError, LossNotFinite
 from coserve.kernels.dropout import Mask
 from coserve.model.base import Base
 from coserve.model.batch import Bypass
-from coserve.train.example import Example, epochs, pack, steps_per_epoch
-from coserve.train.rates import LearningRate
+from coserve.train.example import Example, LossOn, epochs, pack, steps_per_epoch
+from coserve.train.rates import LearningRate, Schedule
 from coserve.train.tape import Keep, Tape, Window
 from coserve.train.walk import Walk
 
@@ -30,7 +30,7 @@ class TrainingConfig:
     """
 
     learning_rate: float = 2e-4
-    schedule: str = "linear"  # constant, linear, cosine, ... as coserve.train.rates names them
+    schedule: Schedule = "linear"  # after the warm-up
     warmup_ratio: float = 0.03
     batch_size: int = 8
     epochs: int = 1
@@ -41,7 +41,7 @@ class TrainingConfig:
     max_grad_norm: float | None = 1.0  # None does not clip
     seed: int = 0
     max_length: int | None = None  # tokens an example is cut to; None cuts nothing
-    loss_on: str = "assistant"  # or "all"
+    loss_on: LossOn = "assistant"  # or "all"
     rows: int = 2048
     keep: Keep = Keep.INPUTS
     weight: float = 1.0  # share among jobs that train at the same time
@@ -99,7 +99,12 @@ class TrainingRun:
         }
         self._flat = [p for pair in self._masters.values() for p in pair]
         self._optimizer = torch.optim.AdamW(
-            self._flat, lr=0.0, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay, fused=True
+            self._flat,
+            lr=0.0,
+            betas=config.betas,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self.steps = self._count_steps()
         self._rate = LearningRate(
@@ -114,7 +119,7 @@ class TrainingRun:
         self._publish(start.version)
 
     def next_step(self, keys: Iterator[int]) -> list[MicroBatch]:
-        """The micro-batches of the next optimizer step, their keys taken from `keys`; none when training is over."""
+        """The micro-batches of the next optimizer step, their keys from `keys`; none when training is over."""
         if self.step >= self.steps:
             return []
         chosen = [self.examples[i] for i in next(self._batches)]
@@ -125,7 +130,8 @@ class TrainingRun:
             lengths = tuple(len(e) for e in packed)
             micro_batch = MicroBatch(next(keys), self.job, self.current.key, lengths, self._base.depth)
             step.micro_batches[micro_batch.key] = _Travelling(
-                self._tensor([t for e in packed for t in e.tokens]), self._tensor([t for e in packed for t in e.labels])
+                self._tensor([t for e in packed for t in e.tokens]),
+                self._tensor([t for e in packed for t in e.labels]),
             )
             made.append(micro_batch)
         self._under_way = step
@@ -178,7 +184,7 @@ class TrainingRun:
                 f"the adapter stays at version {self.current.key}"
             )
         if limit is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._flat, limit, torch.tensor(norm))
+            torch.nn.utils.clip_grads_with_norm_(self._flat, limit, torch.tensor(norm, dtype=self._exact))
         rate = self._rate.at(self.step)
         self._optimizer.param_groups[0]["lr"] = rate
         self._optimizer.step()
@@ -249,7 +255,7 @@ class TrainingRun:
 
 
 def fresh_adapter(base: Base, name: str, config: LoRAConfig, seed: int) -> AdapterVersion:
-    """A LoRA adapter that changes nothing yet, beside every linear of the decoder layers that `config` names."""
+    """A LoRA adapter that changes nothing yet, beside the linears of the layers that `config` names."""
     generator = torch.Generator().manual_seed(seed)
     exact = torch.promote_types(base.dtype, torch.float32)
     bypasses = {}
@@ -257,7 +263,9 @@ def fresh_adapter(base: Base, name: str, config: LoRAConfig, seed: int) -> Adapt
         if config.matches(path):
             linear = base.linears[path]
             drawn = LoRABypass.fresh(linear.in_features, linear.out_features, config, generator)
-            bypasses[path] = drawn.with_parameters(tuple(p.to(base.device, exact) for p in drawn.parameters()))
+            bypasses[path] = drawn.with_parameters(
+                tuple(p.to(base.device, exact) for p in drawn.parameters())
+            )
     unmatched = [t for t in config.targets if not any(p == t or p.endswith("." + t) for p in bypasses)]
     if unmatched or not bypasses:
         endings = sorted({p.rpartition(".")[2] for p in base.layer_linears})

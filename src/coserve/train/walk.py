@@ -51,7 +51,9 @@ class Walk:
     """The backward pass of one micro-batch. `bypasses` hold `leaves`; `accumulate(leaf, gradient)` takes what
     is found. `weight` scales the loss (one over the labels of the whole optimizer step)."""
 
-    def __init__(self, tape: Tape, leaves: Leaves, weight: float, accumulate: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(
+        self, tape: Tape, leaves: Leaves, weight: float, accumulate: Callable[[Tensor, Tensor], None]
+    ) -> None:
         self._tape = tape
         self._base: Base = tape.base
         self._leaves = leaves
@@ -71,13 +73,14 @@ class Walk:
             self._tape.put_down(window, gradient)
 
     def _through_tail(self, window: Window) -> Tensor:
-        """The loss's gradient for the last layer's output [1, rows, width]; rows without a label cost nothing."""
-        labels = self._tape.labels[window.slice]
-        hidden = self._tape.inputs[self._base.depth][window.slice]
+        """The loss's gradient for the last layer's output [1, rows, width]; rows without a
+        label cost nothing."""
+        labels = self._tape.labels[window.span]
+        hidden = self._tape.inputs[self._base.depth][window.span]
         gradient = torch.zeros_like(hidden)
         rows = (labels >= 0).nonzero().squeeze(1)
         size = max(16, _LOGITS_PER_CHUNK // self._base.vocabulary)
-        for chunk in rows.split(size) if len(rows) else ():
+        for chunk in torch.split(rows, size) if len(rows) else ():
             leaf = hidden[chunk][None].requires_grad_()
             with torch.enable_grad():
                 logits = self._base.tail(leaf)
@@ -92,7 +95,7 @@ class Walk:
         """Re-runs `layer` and goes back through it: from the gradient for its output to the one for its
         input [1, rows, width]. Below the lowest adapter nobody asks for that, and it stays as it is."""
         leaves = self._leaves.get(layer, ())
-        x = self._tape.inputs[layer][window.slice][None].detach().requires_grad_(layer > self._lowest)
+        x = self._tape.inputs[layer][window.span][None].detach().requires_grad_(layer > self._lowest)
         past = self._tape.past_cache(layer, window)
         if past is not None:
             past = (past[0].detach().requires_grad_(), past[1].detach().requires_grad_())

@@ -49,7 +49,9 @@ class LoRABypass:
     scale: float
 
     @staticmethod
-    def fresh(in_features: int, out_features: int, config: LoRAConfig, generator: torch.Generator) -> "LoRABypass":
+    def fresh(
+        in_features: int, out_features: int, config: LoRAConfig, generator: torch.Generator
+    ) -> "LoRABypass":
         """A as PEFT draws it (Kaiming uniform with a = √5), B zero; float32, on the CPU."""
         bound = 1 / math.sqrt(in_features)
         a = torch.empty(config.rank, in_features).uniform_(-bound, bound, generator=generator)
