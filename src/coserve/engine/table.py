@@ -68,7 +68,7 @@ class SequenceTable:
             self._free.append(row)
 
     def decode(self, rows: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor, DecodeRows]:
-        """(tokens, positions, cache slots, page descriptors), a row per sequence of at most `longest` tokens."""
+        """(tokens, positions, cache slots, page descriptors); no sequence has more than `longest` tokens."""
         positions = self._length[rows] - 1
         pages = self._pages[rows, : -(-longest // self._pool.page_size)]
         return (

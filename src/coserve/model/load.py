@@ -91,7 +91,7 @@ def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> No
     }
     if moving := kinds_of_rope & {"dynamic", "longrope"}:
         raise UnsupportedModel(
-            f"{name} uses {moving.pop()} rotary scaling, whose tables depend on the longest sequence in a batch"
+            f"{name} uses {moving.pop()} rotary scaling, whose tables depend on the longest sequence present"
         )
 
 

@@ -119,7 +119,7 @@ class TrainingRun:
         self._publish(start.version)
 
     def next_step(self, keys: Iterator[int]) -> list[MicroBatch]:
-        """The micro-batches of the next optimizer step, their keys from `keys`; none when training is over."""
+        """The micro-batches of the next optimizer step, keyed from `keys`; none when training is over."""
         if self.step >= self.steps:
             return []
         chosen = [self.examples[i] for i in next(self._batches)]
