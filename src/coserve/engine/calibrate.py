@@ -78,7 +78,7 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
             continue
         examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
         config = TrainingConfig(learning_rate=1e-30, batch_size=batch)
-        run = TrainingRun(base, bank, _JOB, fresh_adapter(base, _JOB, LoRAConfig(), 0), examples, config)
+        run = TrainingRun(base, bank, _JOB, fresh_adapter(base, _JOB, LoRAConfig(), 0), examples, config, runner.arena)
         runner.runs[_JOB] = run
         (micro_batch,) = run.next_step(_KEYS)
         yield from _there_and_back(probe, micro_batch, batch * rows, half)

@@ -180,7 +180,7 @@ class Engine:
                 version = before.version + 1 if before.name == adapter else 0
                 first = AdapterVersion(adapter, version, before.config, before.bypasses)
             job = f"job-{len(self.jobs) + 1}"
-            run = TrainingRun(self.base, self.bank, job, first, examples, training)
+            run = TrainingRun(self.base, self.bank, job, first, examples, training, self.runner.arena)
             self.runner.runs[job] = run
             handle = FineTuning(
                 job, adapter, run.steps, self._drive, partial(self._end_job, job, "cancelled"),
@@ -305,7 +305,7 @@ class Engine:
     def _forget_run(self, job: str) -> None:
         """Frees all a job held; its published version stays."""
         self.scheduler.remove_training(job)
-        del self.runner.runs[job]
+        self.runner.runs.pop(job).abandon()
 
     def _refuse_in_training(self, adapter: str) -> None:
         busy = [j for j, h in self.jobs.items() if h.adapter == adapter and h.status == "running"]

@@ -14,6 +14,7 @@ from coserve.core.sequence import Direction, MicroBatch
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.table import SequenceTable
 from coserve.errors import CoserveError, LossNotFinite
+from coserve.memory.arena import Arena
 from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
 from coserve.model.batch import Bypasses, FusedRows, LayerCalls, Part
@@ -51,6 +52,7 @@ class LocalRunner:
 
     def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
         self.base, self.bank, self.pool, self.table = base, bank, pool, table
+        self.arena = Arena()
         self.runs: dict[str, TrainingRun] = {}
 
     @torch.no_grad()

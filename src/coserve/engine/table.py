@@ -75,7 +75,7 @@ class SequenceTable:
             self._last_token[rows],
             positions,
             self._slots(pages, positions),
-            DecodeRows(pages, positions + 1),
+            DecodeRows(pages.flatten(), positions + 1),
         )
 
     def prefill(self, segment: Segment, row: Tensor) -> Chunk:

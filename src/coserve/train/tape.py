@@ -7,11 +7,13 @@ fused forward pass has no graph: what is kept depends on the training rows alone
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec, attend
+from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 
@@ -64,16 +66,23 @@ class Tape:
     """
 
     def __init__(
-        self, base: Base, lengths: tuple[int, ...], tokens: Tensor, labels: Tensor, keep: Keep
+        self,
+        base: Base,
+        lengths: tuple[int, ...],
+        tokens: Tensor,
+        labels: Tensor,
+        keep: Keep,
+        arena: Arena | None = None,
     ) -> None:
         self.base = base
+        self._arena = arena if arena is not None else Arena()
         self.lengths = lengths
         self.labels = labels
         self.keep = keep
         positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
         hidden, self.calls = base.prologue(tokens, positions)
         self.rows = len(tokens)
-        self.inputs = [hidden[0], *(torch.empty_like(hidden[0]) for _ in range(base.depth))]
+        self.inputs = [hidden[0], *(self._room(hidden[0], self.rows, base.hidden_size) for _ in range(base.depth))]
         self.products: dict[str, Tensor] = {}
         self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
         self._gradients: Tensor | None = None  # of windows put down on their way back, row by row
@@ -92,7 +101,7 @@ class Tape:
     def keep_product(self, path: str, window: Window, product: Tensor) -> None:
         """product [window rows, out] of the frozen linear at `path`."""
         if path not in self.products:
-            self.products[path] = product.new_empty(self.rows, product.shape[-1])
+            self.products[path] = self._room(product, self.rows, product.shape[-1])
         self.products[path][window.span] = product
 
     def product(self, path: str, window: Window) -> Tensor | None:
@@ -102,7 +111,7 @@ class Tape:
         """k [groups, window rows, dk] and v: the way back may be cut into other windows than the way in."""
         for store, given in ((self._keys, k), (self._values, v)):
             if layer not in store:
-                store[layer] = given.new_empty(given.shape[0], self.rows, given.shape[-1])
+                store[layer] = self._room(given, given.shape[0], self.rows, given.shape[-1])
             store[layer][:, window.span] = given
 
     def past_cache(self, layer: int, window: Window) -> tuple[Tensor, Tensor] | None:
@@ -117,9 +126,8 @@ class Tape:
         for store, given in ((self._key_grads, dk), (self._value_grads, dv)):
             if layer not in store:
                 exact = torch.promote_types(given.dtype, torch.float32)
-                store[layer] = torch.zeros(
-                    given.shape[1], self.rows, given.shape[-1], dtype=exact, device=given.device
-                )
+                shape = (given.shape[1], self.rows, given.shape[-1])
+                store[layer] = self._arena.take(shape, exact, given.device).zero_()
             store[layer][:, window.past_span] += given[0]
 
     def cache_grads(self, layer: int, window: Window, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -134,7 +142,7 @@ class Tape:
     def put_down(self, window: Window, gradient: Tensor) -> None:
         """Leaves a window between two layers, with the gradient [1, rows, width] it has there."""
         if self._gradients is None:
-            self._gradients = torch.empty_like(self.inputs[0])
+            self._gradients = self._room(self.inputs[0], *self.inputs[0].shape)
         self._gradients[window.span] = gradient[0]
 
     def picked_up(self, window: Window) -> Tensor:
@@ -142,12 +150,29 @@ class Tape:
         assert self._gradients is not None, "only what was put down can be picked up"
         return self._gradients[None, window.span]
 
+    def release(self) -> None:
+        """Gives all memory back; the tape is of no use afterwards."""
+        self._arena.give_back(self._kept())
+        self.inputs.clear()
+        for store in self._stores():
+            store.clear()
+        self._gradients = None
+
     @property
     def nbytes(self) -> int:
         """Bytes kept for the backward pass (the loss's labels and the layers' shared arguments excluded)."""
-        stores = (self.products, self._keys, self._values, self._key_grads, self._value_grads)
-        kept = [*self.inputs, *(t for store in stores for t in store.values())]
-        return sum(t.nbytes for t in kept) + (0 if self._gradients is None else self._gradients.nbytes)
+        return self.inputs[0].nbytes + sum(t.nbytes for t in self._kept())
+
+    def _kept(self) -> list[Tensor]:
+        """What came from the arena: all but the prologue's output."""
+        gradients = [] if self._gradients is None else [self._gradients]
+        return [*self.inputs[1:], *(t for store in self._stores() for t in store.values()), *gradients]
+
+    def _stores(self) -> tuple[dict[Any, Tensor], ...]:
+        return self.products, self._keys, self._values, self._key_grads, self._value_grads
+
+    def _room(self, like: Tensor, *shape: int) -> Tensor:
+        return self._arena.take(shape, like.dtype, like.device)
 
 
 class KeptWindow:

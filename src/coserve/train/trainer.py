@@ -13,6 +13,7 @@ from coserve.core.plan import Updated
 from coserve.core.sequence import MicroBatch
 from coserve.errors import AdapterMismatch, ConfigError, LossNotFinite
 from coserve.kernels.dropout import Mask
+from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.batch import Bypass
 from coserve.train.example import Example, LossOn, epochs, pack, steps_per_epoch
@@ -88,9 +89,10 @@ class TrainingRun:
         start: AdapterVersion,
         examples: Sequence[Example],
         config: TrainingConfig,
+        arena: Arena | None = None,
     ) -> None:
         self.job, self.config, self.examples = job, config, examples
-        self._base, self._bank = base, bank
+        self._base, self._bank, self._arena = base, bank, arena
         self._exact = torch.promote_types(base.dtype, torch.float32)
         self.current = start
         self._masters = {
@@ -142,7 +144,12 @@ class TrainingRun:
         travelling = self._travelling(micro_batch)
         if travelling.tape is None:
             travelling.tape = Tape(
-                self._base, micro_batch.lengths, travelling.tokens, travelling.labels, self.config.keep
+                self._base,
+                micro_batch.lengths,
+                travelling.tokens,
+                travelling.labels,
+                self.config.keep,
+                self._arena,
             )
         return travelling.tape
 
@@ -206,7 +213,16 @@ class TrainingRun:
         """Drops the tape of a micro-batch that is through; its loss waits for the update."""
         travelling = self._travelling(micro_batch)
         assert travelling.tape is not None
+        travelling.tape.release()
         travelling.loss, travelling.tape, travelling.walk = travelling.tape.loss, None, None
+
+    def abandon(self) -> None:
+        """Gives back what the step under way holds; the job goes no further."""
+        if self._under_way is not None:
+            for travelling in self._under_way.micro_batches.values():
+                if travelling.tape is not None:
+                    travelling.tape.release()
+            self._under_way = None
 
     def _publish(self, version: int) -> None:
         copies = {
