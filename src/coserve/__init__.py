@@ -28,7 +28,16 @@ _LAZY = {
     "LoRAConfig": "coserve.adapters.methods.lora",
     "TrainingConfig": "coserve.train.trainer",
 }
-__all__ = ["SLO", "Engine", "EngineConfig", "FinishReason", "Keep", "LoRAConfig", "SamplingParams", "TrainingConfig"]  # noqa: E501
+__all__ = [
+    "SLO",
+    "Engine",
+    "EngineConfig",
+    "FinishReason",
+    "Keep",
+    "LoRAConfig",
+    "SamplingParams",
+    "TrainingConfig",
+]
 
 
 def __getattr__(name: str) -> Any:

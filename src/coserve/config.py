@@ -26,7 +26,9 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
         if self.dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
-            raise ConfigError(f"engine.dtype must be auto, float32, bfloat16, float16 or float64, not {self.dtype!r}")
+            raise ConfigError(
+                f"engine.dtype must be auto, float32, bfloat16, float16 or float64, not {self.dtype!r}"
+            )
 
     @property
     def pages(self) -> int:

@@ -12,8 +12,9 @@ from coserve.errors import CoserveError
 class Segment:
     """What one step does for one sequence: `length` rows from `start`, through the layers of `span`.
 
-    Decode is an INFER segment of length 1, prefill one of length N; training is a KEEP segment and later
-    a BACKWARD one. INFER segments always span the whole model.
+    Decode is an INFER segment of length 1, prefill one of length N; training is KEEP segments, later LOSS
+    ones and then BACKWARD ones. INFER segments always span the whole model; LOSS ones span the tail, which
+    counts as the layer after the last.
     """
 
     sequence: Sequence | MicroBatch

@@ -19,6 +19,7 @@ class Direction(Enum):
 
     INFER = "infer"  # forward, keys and values into pages, nothing kept for a gradient
     KEEP = "keep"  # forward, what the backward pass needs goes onto the tape
+    LOSS = "loss"  # through the tail (final norm, head, loss) and back to the last layer's output
     BACKWARD = "backward"  # last layer of the span first
 
 
@@ -95,9 +96,9 @@ class MicroBatch:
     """Training examples of one job packed end to end, on their way through the model and back.
 
     `lengths` are the examples' rows; `layers` the model's depth. Forward, rows enter from the left: those
-    before `frontier` have set out. Going back they enter from the right, at the tail (final norm, head and
-    loss, before layer `layers - 1`): those from `frontier` on have set out. Windows that were put down
-    lie in `put_down`, the one to go on with last. A window may be *cut* there: the part that others wait
+    before `frontier` have set out. Then all pass the tail, from the left again and in pieces of their own: with
+    a large vocabulary one row's loss takes as long as several layers. Going back they enter from the right:
+    those from `frontier` on have set out. Windows that were put down lie in `put_down`, the one to go on with last. A window may be *cut* there: the part that others wait
     for (the left one forward, the right one going back) goes on, the rest stays where it lies. So a window
     that was chosen while nobody waited never stands in the way of one that must be short.
     """
@@ -128,18 +129,20 @@ class MicroBatch:
         """The most rows that the next window can have."""
         if self.put_down:
             return self.put_down[-1].rows
-        return self.length - self.frontier if self.direction is Direction.KEEP else self.frontier
+        return self.frontier if self.direction is Direction.BACKWARD else self.length - self.frontier
 
     def next_window(self, rows: int) -> tuple[int, int]:
         """(start, rows) of the window to run next, of at most `rows` rows."""
         whole = self._next_whole()
         rows = min(rows, whole.rows)
-        forward = self.direction is Direction.KEEP
-        return (whole.start if forward else whole.start + whole.rows - rows), rows
+        from_right = self.direction is Direction.BACKWARD
+        return (whole.start + whole.rows - rows if from_right else whole.start), rows
 
     def next_span(self, layers: int) -> Span:
-        """The layers to run next, at most `layers` of them."""
+        """The layers to run next, at most `layers` of them; the tail counts as one more layer on top."""
         layer = self._next_whole().layer
+        if self.direction is Direction.LOSS:
+            return Span(layer, layer + 1)
         if self.direction is Direction.KEEP:
             return Span(layer, min(layer + layers, self.layers))
         return Span(max(layer - layers, 0), layer)
@@ -149,15 +152,15 @@ class MicroBatch:
         assert (start, rows) == self.next_window(rows), "windows travel in order"
         assert span == self.next_span(len(span)), "layers run in order"
         whole = self._next_whole()
-        forward = self.direction is Direction.KEEP
+        forward = self.direction is not Direction.BACKWARD
         if self.put_down:
             self.put_down.pop()
             if rest := whole.rows - rows:
                 self.put_down.append(PutDown(start + rows if forward else whole.start, rest, whole.layer))
         else:
             self.frontier = start + rows if forward else start
-        reached, end = (span.last, self.layers) if forward else (span.first, 0)
-        if reached != end:
+        reached = span.last if forward else span.first
+        if 0 < reached < self.layers:
             self.put_down.append(PutDown(start, rows, reached))
         elif not self.put_down and not self.rows_left:
             self._turn()
@@ -166,13 +169,16 @@ class MicroBatch:
         """What the next window is taken from: the last one put down, else the rows that have not set out."""
         if self.put_down:
             return self.put_down[-1]
-        if self.direction is Direction.KEEP:
-            return PutDown(self.frontier, self.rows_left, 0)
-        return PutDown(0, self.rows_left, self.layers)
+        if self.direction is Direction.BACKWARD:
+            return PutDown(0, self.frontier, self.layers)
+        first = 0 if self.direction is Direction.KEEP else self.layers
+        return PutDown(self.frontier, self.length - self.frontier, first)
 
     def _turn(self) -> None:
-        """All rows are through: they go back, or have been back."""
+        """All rows are through: to the tail, back, or done."""
         if self.direction is Direction.KEEP:
+            self.direction, self.frontier = Direction.LOSS, 0
+        elif self.direction is Direction.LOSS:
             self.direction, self.frontier = Direction.BACKWARD, self.length
         else:
             self.done = True

@@ -87,15 +87,14 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
 
 
 def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int) -> Iterator[Sample]:
-    """One window forward in two spans, the first beside a decoding sequence, and back in two."""
+    """One window forward in two spans, the first beside a decoding sequence, through the tail, and back in two."""
     answer = probe.sequence(64, 1, 0)
     depth = probe.runner.base.depth
-    beside = Segment(answer, 63, 1, Direction.INFER, Span(0, depth))
-    for layers, inference in ((half, (beside,)), (depth, ()), (half, ()), (depth, ())):
-        if micro_batch.done:  # a model of one layer takes two spans, not four
-            break
-        span = micro_batch.next_span(layers)
+    inference: tuple[Segment, ...] = (Segment(answer, 63, 1, Direction.INFER, Span(0, depth)),)
+    while not micro_batch.done:
+        span = micro_batch.next_span(depth if micro_batch.is_put_down else half)
         segment = Segment(micro_batch, 0, rows, micro_batch.direction, span)
         yield probe.run(Plan(inference=inference, training=(segment,)))
         micro_batch.advance(0, rows, span)
+        inference = ()
     probe.runner.run(Plan(released=(answer.key,)))

@@ -64,8 +64,8 @@ class LocalRunner:
         self._forward(inference, [s for s in plan.training if s.direction is Direction.KEEP])
         sampled = self._sample(inference) if inference is not None else {}
         for segment in plan.training:
-            if segment.direction is Direction.BACKWARD:
-                self._backward(segment)
+            if segment.direction is not Direction.KEEP:
+                self._walk(segment)
         updated, failed = self._update(plan.updates)
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
@@ -200,12 +200,16 @@ class LocalRunner:
             found += token_logprobs(self.base.tail(rows[None]), chunk, wanted).rows()
         return tuple(found)
 
-    def _backward(self, segment: Segment) -> None:
+    def _walk(self, segment: Segment) -> None:
+        """A window through the tail, or back through layers."""
         micro_batch = segment.sequence
         assert isinstance(micro_batch, MicroBatch)
         run = self.runs[micro_batch.job]
         window = run.tape(micro_batch).window(segment.start, segment.length)
-        run.walk(micro_batch).run(window, segment.span, run.bypasses(micro_batch, window))
+        if segment.direction is Direction.LOSS:
+            run.walk(micro_batch).through_tail(window)
+            return
+        run.walk(micro_batch).back(window, segment.span, run.bypasses(micro_batch, window))
         if segment.start == 0 and segment.span.first == 0:
             run.release(micro_batch)
 

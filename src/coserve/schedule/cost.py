@@ -140,6 +140,9 @@ class Features:
     def add_training(self, batch: MicroBatch, rows: int, pairs: int, way: Direction, span: Span) -> None:
         """Counts in a window of `rows` rows that attend to `pairs` rows, through the layers of `span`."""
         values = self.values
+        if way is Direction.LOSS:
+            values[_LOSS_ROWS] += rows
+            return
         part = (span.last - span.first) / batch.layers
         if way is Direction.KEEP:
             self._covered |= (1 << span.last) - (1 << span.first)
@@ -150,7 +153,6 @@ class Features:
             values[_BACKWARD_LAYERS] += part
             values[_BACKWARD_ROWS] += rows * part
             values[_BACKWARD_ATTENTION] += pairs * part
-            values[_LOSS_ROWS] += rows if span.last == batch.layers else 0
         if batch.adapter not in self._adapters:
             self._adapters.add(batch.adapter)
             values[_ADAPTERS] += 1.0

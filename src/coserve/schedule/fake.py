@@ -138,6 +138,7 @@ class _Tape:
     def __init__(self, batch: MicroBatch) -> None:
         self.batch = batch
         self._kept = [0] * batch.layers  # rows from the left that passed the layer forward
+        self._scored = 0  # rows from the left that passed the tail
         self._back = [batch.length] * batch.layers  # rows from the left that have not come back yet
 
     @property
@@ -155,6 +156,12 @@ class _Tape:
                 self._kept[layer] = end
             return
         assert all(rows == self.batch.length for rows in self._kept), "back before all is kept"
+        if segment.direction is Direction.LOSS:
+            assert self._scored == first, "each row once through the tail, left to right"
+            assert segment.span == Span(self.batch.layers, self.batch.layers + 1), "the tail is on top"
+            self._scored = end
+            return
+        assert self._scored == self.batch.length, "back before all is scored"
         for layer in reversed(layers):
             assert self._back[layer] == end, "each row once back, right to left"
             assert layer == self.batch.layers - 1 or self._back[layer + 1] <= first, "the layer above first"

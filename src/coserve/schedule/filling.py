@@ -57,6 +57,8 @@ class Filler:
     def _sizes(self, batch: MicroBatch) -> list[int]:
         """Rows that the next window may have, most first; one that was put down can be cut."""
         most, least = self._allowance.rows, self._config.min_training_rows
+        if batch.direction is Direction.LOSS:  # one row's head and loss may take as long as four rows' layer
+            least = max(1, least // 4)
         if most is None:
             return [batch.rows_left]
         ladder = [most]
@@ -114,5 +116,5 @@ class Filler:
 
 
 def in_order(segments: list[Segment]) -> tuple[Segment, ...]:
-    """Windows that ride forward, then those that go back: the order in which a step runs them."""
-    return tuple(sorted(segments, key=lambda segment: segment.direction is Direction.BACKWARD))
+    """Windows that ride forward, then the others: the order in which a step runs them."""
+    return tuple(sorted(segments, key=lambda segment: segment.direction is not Direction.KEEP))

@@ -293,7 +293,7 @@ class Scheduler:
             self._book.advance(batch, rows)
             if segment.direction is Direction.KEEP:
                 self.stats.kept_rows += rows
-            else:
+            elif segment.direction is Direction.BACKWARD:
                 self.stats.backward_rows += rows
             events.append(TrainingProgress(batch.job, batch.key, segment.direction, rows))
         return events

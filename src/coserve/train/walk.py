@@ -61,20 +61,9 @@ class Walk:
         self._accumulate = accumulate
         self._lowest = min(leaves, default=self._base.depth)
 
-    def run(self, window: Window, span: Span, bypasses: Mapping[str, Bypass]) -> None:
-        """The window's rows back through the layers of `span`, from its last to its first."""
-        calls = self._tape.calls_for(window)
-        at_top = span.last == self._base.depth
-        gradient = self._through_tail(window) if at_top else self._tape.picked_up(window)
-        for layer in reversed(range(max(span.first, self._lowest), span.last)):
-            rows = ReplayedRows(self._tape, window, bypasses)
-            gradient = self._through_layer(layer, window, rows, calls, gradient)
-        if span.first > self._lowest:
-            self._tape.put_down(window, gradient)
-
-    def _through_tail(self, window: Window) -> Tensor:
-        """The loss's gradient for the last layer's output [1, rows, width]; rows without a
-        label cost nothing."""
+    def through_tail(self, window: Window) -> None:
+        """The loss of the window's rows, and its gradient for the last layer's output, where they wait for their
+        way back. Rows without a label cost nothing."""
         labels = self._tape.labels[window.span]
         hidden = self._tape.inputs[self._base.depth][window.span]
         gradient = torch.zeros_like(hidden)
@@ -87,7 +76,17 @@ class Walk:
             loss, logits_gradient = cross_entropy(logits.detach(), labels[chunk], self._weight)
             gradient[chunk] = torch.autograd.grad(logits, leaf, logits_gradient)[0][0]
             self._tape.loss += loss
-        return gradient[None]
+        self._tape.put_down(window, gradient[None])
+
+    def back(self, window: Window, span: Span, bypasses: Mapping[str, Bypass]) -> None:
+        """The window's rows back through the layers of `span`, from its last to its first."""
+        calls = self._tape.calls_for(window)
+        gradient = self._tape.picked_up(window)
+        for layer in reversed(range(max(span.first, self._lowest), span.last)):
+            rows = ReplayedRows(self._tape, window, bypasses)
+            gradient = self._through_layer(layer, window, rows, calls, gradient)
+        if span.first > self._lowest:
+            self._tape.put_down(window, gradient)
 
     def _through_layer(
         self, layer: int, window: Window, rows: ReplayedRows, calls: LayerCalls, gradient: Tensor

@@ -1,0 +1,1 @@
+"""Measurements against peers on the same machine, in the same run."""

@@ -1,0 +1,103 @@
+"""The engine as the bench runs it."""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from coserve.adapters.methods.lora import LoRAConfig
+from coserve.bench.machine import Machine
+from coserve.bench.results import Results
+from coserve.bench.settings import Settings
+from coserve.bench.shapes import Shape
+from coserve.bench.workloads import Tokens, training_tokens
+from coserve.config import EngineConfig
+from coserve.core.events import StepDone
+from coserve.core.request import SamplingParams
+from coserve.engine.engine import Engine
+from coserve.engine.handles import FineTuning
+from coserve.train.example import IGNORED, Example
+from coserve.train.tape import Keep
+from coserve.train.trainer import TrainingConfig
+
+_ENDLESS = 1_000_000  # optimizer steps: more than any run takes
+_EXAMPLES = 16  # batches of different data before they repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What every group of rows is given."""
+
+    shape: Shape
+    settings: Settings
+    machine: Machine
+    results: Results
+
+
+def make_engine(bench: Bench, **config: Any) -> Engine:
+    """An engine on a copy of the shape's weights, with default settings but for those given here.
+
+    Its cache is half of the default one, which is half a gigabyte on the large shape and room for 56
+    requests of the first row.
+    """
+    gc.collect()  # the last engine's gigabytes
+    return Engine(bench.shape.build(), replace(EngineConfig(cache_tokens=16384), **config))
+
+
+def greedy(answer: int) -> SamplingParams:
+    """Greedy answers of exactly `answer` tokens."""
+    return SamplingParams(max_tokens=answer, ignore_eos=True)
+
+
+def batch_tokens(bench: Bench) -> list[Tokens]:
+    """The mini-batch of the fine-tuning rows, for us and for the peers."""
+    settings = bench.settings
+    return training_tokens([settings.length] * settings.batch, bench.shape.vocabulary, settings.seed)
+
+
+def examples(tokens: Sequence[Tokens]) -> list[Example]:
+    """Every token but the first is learned."""
+    return [Example(t, (*t[1:], IGNORED)) for t in tokens]
+
+
+def start_training(
+    engine: Engine,
+    bench: Bench,
+    name: str,
+    keep: Keep,
+    batch: int | None = None,
+    length: int | None = None,
+    rows: int = 2048,
+) -> FineTuning:
+    """A job without end: `batch` x `length` tokens an optimizer step (those of the fine-tuning rows), rank
+    8 on every linear, AdamW. A micro-batch holds at most `rows` rows."""
+    settings = bench.settings
+    batch = settings.batch if batch is None else batch
+    length = settings.length if length is None else length
+    data = training_tokens([length] * batch * _EXAMPLES, bench.shape.vocabulary, settings.seed)
+    training = TrainingConfig(
+        schedule="constant",
+        warmup_ratio=0.0,
+        batch_size=batch,
+        epochs=_ENDLESS,
+        max_steps=_ENDLESS,
+        rows=rows,
+        keep=keep,
+        seed=settings.seed,
+    )
+    return engine.finetune(examples(data), name, LoRAConfig(rank=settings.rank), training)
+
+
+def one_optimizer_step(engine: Engine) -> float:
+    """Seconds until the engine's next optimizer step is done; between calls nothing runs."""
+    started = time.perf_counter()
+    while not any(isinstance(event, StepDone) for event in engine.step()):
+        pass
+    return time.perf_counter() - started
+
+
+def warm_training(engine: Engine, jobs: Sequence[FineTuning]) -> None:
+    """Runs until every job has stepped once: packed weights and optimizer states are there then."""
+    while any(not job.history for job in jobs):
+        engine.step()

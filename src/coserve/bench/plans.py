@@ -1,0 +1,129 @@
+"""The training that a run's plans held, written down so that it can be run again exactly.
+
+What is checked is then what ran: a test replays the windows and spans of a co-serving run against
+whole-sequence autograd.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from coserve.core.plan import Plan, StepResult
+from coserve.core.sequence import Direction, MicroBatch, Span
+from coserve.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSegment:
+    """Rows [start, start + length) of the micro-batch `key`, one way through the layers of `span`.
+    `lengths` are the rows of the examples that the micro-batch packs."""
+
+    job: str
+    key: int
+    lengths: tuple[int, ...]
+    start: int
+    length: int
+    direction: Direction
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One plan that trained: `inference` rows beside its segments, and the jobs whose optimizer stepped."""
+
+    inference: int
+    training: tuple[RecordedSegment, ...]
+    updates: tuple[str, ...]
+
+
+@contextmanager
+def watch_plans(engine: Engine, look: Callable[[Plan], None]) -> Iterator[None]:
+    """Calls `look` with every plan the engine has run, before the schedule takes its result in."""
+    original = engine.runner.run
+
+    def run(plan: Plan) -> StepResult:
+        result = original(plan)
+        look(plan)
+        return result
+
+    engine.runner.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del engine.runner.run  # the class's own is found again
+
+
+@contextmanager
+def record_plans(engine: Engine) -> Iterator[list[RecordedStep]]:
+    """Fills the list it gives with the training steps that the engine runs in here."""
+    steps: list[RecordedStep] = []
+
+    def look(plan: Plan) -> None:
+        if plan.training or plan.updates:
+            steps.append(_recorded(plan))
+
+    with watch_plans(engine, look):
+        yield steps
+
+
+def whole_journeys(steps: list[RecordedStep]) -> dict[int, list[RecordedSegment]]:
+    """The segments of each micro-batch whose way there and back lies within the steps, in order."""
+    by_key: dict[int, list[RecordedSegment]] = {}
+    for step in steps:
+        for segment in step.training:
+            by_key.setdefault(segment.key, []).append(segment)
+    return {key: segments for key, segments in by_key.items() if _is_whole(segments)}
+
+
+def save_plans(steps: list[RecordedStep], path: str | Path) -> None:
+    """Writes steps as JSON: one line a step, micro-batches described once."""
+    batches = {s.key: [s.job, s.lengths] for step in steps for s in step.training}
+    lines = [json.dumps(_compact(step), separators=(",", ":")) for step in steps]
+    head = json.dumps({str(key): value for key, value in batches.items()}, separators=(",", ":"))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text('{"micro_batches":' + head + ',\n"steps":[\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def load_plans(path: str | Path) -> list[RecordedStep]:
+    """The steps that `save_plans` wrote."""
+    data = json.loads(Path(path).read_text())
+    batches = {int(key): (job, tuple(lengths)) for key, (job, lengths) in data["micro_batches"].items()}
+    steps = []
+    for inference, training, updates in data["steps"]:
+        segments = tuple(
+            RecordedSegment(*_described(batches, key), start, length, Direction(direction), Span(first, last))
+            for key, start, length, direction, first, last in training
+        )
+        steps.append(RecordedStep(inference, segments, tuple(updates)))
+    return steps
+
+
+def _described(batches: dict[int, tuple[str, tuple[int, ...]]], key: int) -> tuple[str, int, tuple[int, ...]]:
+    job, lengths = batches[key]
+    return job, key, lengths
+
+
+def _compact(step: RecordedStep) -> list[object]:
+    segments = [
+        [s.key, s.start, s.length, s.direction.value, s.span.first, s.span.last] for s in step.training
+    ]
+    return [step.inference, segments, step.updates]
+
+
+def _recorded(plan: Plan) -> RecordedStep:
+    training = []
+    for segment in plan.training:
+        batch = segment.sequence
+        assert isinstance(batch, MicroBatch), "training is for jobs"
+        what = segment.start, segment.length, segment.direction, segment.span
+        training.append(RecordedSegment(batch.job, batch.key, batch.lengths, *what))
+    return RecordedStep(sum(s.length for s in plan.inference), tuple(training), plan.updates)
+
+
+def _is_whole(segments: list[RecordedSegment]) -> bool:
+    """Whether they begin before the first layer of the first row and end there."""
+    first, last = segments[0], segments[-1]
+    begins = (first.direction, first.start, first.span.first) == (Direction.KEEP, 0, 0)
+    return begins and (last.direction, last.start, last.span.first) == (Direction.BACKWARD, 0, 0)

@@ -1,0 +1,116 @@
+"""What a run is shown as: tables for the terminal, and a picture for the documentation.
+
+Both are made from the dictionary that `run_engine` returns, or from the JSON it wrote.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from coserve.bench.results import BARS
+
+_INK = {"alone": "#7a7a7a", "together": "#0b6e99", "training": "#d1495b"}
+
+
+def print_report(results: Mapping[str, Any], console: Console | None = None) -> None:
+    """The issue's table, then every absolute figure beside its floor, then how things were measured."""
+    console = Console() if console is None else console
+    machine = results["machine"]
+    console.print(
+        f"{results['shape']} ({results['parameters'] / 1e6:.0f}M parameters) on {machine['cpu']}, "
+        f"{machine['threads']} threads, torch {machine['torch_version']}, {results['date']}; reads "
+        f"{machine['bandwidth'] / 1e9:.0f} GB/s, multiplies {machine['matrix_rate'] / 1e9:.0f} GFLOP/s"
+    )
+    console.print(_keys_table(results))
+    console.print(_figures_table(results))
+    for name, text in results["notes"].items():
+        console.print(f"[bold]{name}[/bold]: {text}", highlight=False)
+
+
+def _keys_table(results: Mapping[str, Any]) -> Table:
+    table = Table(title="against peers, and against the bars for two cores")
+    table.add_column("key", overflow="fold")
+    for heading in ("value", "spread", "bar", ""):
+        table.add_column(heading, justify="right")
+    for key, bar in BARS.items():
+        if key not in results:
+            table.add_row(key, "not run", "", str(bar), "")
+            continue
+        verdict = "[green]pass[/green]" if bar.is_met(results[key]) else "[red]miss[/red]"
+        spread = _range(results["spreads"].get(key))
+        table.add_row(key, f"{results[key]:.3f}", spread, str(bar), verdict)
+    return table
+
+
+def _figures_table(results: Mapping[str, Any]) -> Table:
+    table = Table(title="absolute figures; the floor is the best this machine could do")
+    table.add_column("figure", overflow="fold")
+    for heading in ("value", "spread", "floor"):
+        table.add_column(heading, justify="right")
+    table.add_column("unit")
+    for name, figure in results["figures"].items():
+        low, high, floor = figure["low"], figure["high"], figure["floor"]
+        spread = "" if low is None else _range((low, high))
+        floor = "" if floor is None else _number(floor)
+        table.add_row(name, _number(figure["value"]), spread, floor, figure["unit"])
+    return table
+
+
+def draw(results: Mapping[str, Any], path: str | Path) -> None:
+    """Latency beside training, time between tokens, and throughput over time, as SVG or PNG by `path`'s
+    ending. Panels of groups that have not been run stay empty."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "coserve"  # the same picture for the same data
+    series = results["series"]
+    figure, (waits, gaps, flow) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    waits.set(title="16-token answers" if results["shape"] == "255m" else "short answers", ylabel="share")
+    waits.set_xlabel("latency (s)")
+    _cumulative(waits, series.get("blocking.idle", ()), "idle", _INK["alone"])
+    _cumulative(waits, series.get("blocking.training", ()), "while a large batch trains", _INK["together"])
+    gaps.set(title="requests at half of capacity", xlabel="time between tokens (s)", ylabel="share")
+    _cumulative(gaps, series.get("coserve.alone_gaps", ()), "without training", _INK["alone"])
+    _cumulative(gaps, series.get("coserve.together_gaps", ()), "with training", _INK["together"])
+    _bound(gaps, results["figures"].get("coserve.slo_between_tokens"))
+    flow.set(title="throughput with training", xlabel="time (s)", ylabel="tokens/s")
+    points = series.get("coserve.together_throughput", ())
+    if points:
+        seconds, output, trained = zip(*points, strict=True)
+        flow.step(seconds, trained, where="post", color=_INK["training"], label="fine-tuning")
+        flow.step(seconds, output, where="post", color=_INK["together"], label="output")
+    for axes in (waits, gaps, flow):
+        axes.grid(alpha=0.25)
+        axes.set_ylim(bottom=0)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, loc="best" if axes is flow else "lower right")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _cumulative(axes: Any, values: Sequence[float], label: str, color: str) -> None:
+    """Share of values that are at most x."""
+    if values:
+        ordered = sorted(values)
+        shares = [i / len(ordered) for i in range(len(ordered) + 1)]
+        axes.step([ordered[0], *ordered], shares, where="post", label=label, color=color)
+
+
+def _bound(axes: Any, figure: Mapping[str, Any] | None) -> None:
+    if figure is not None:
+        axes.axvline(figure["value"], color=_INK["training"], linestyle="--", label="bound")
+
+
+def _range(spread: Sequence[float] | None) -> str:
+    return "" if spread is None else f"{_number(spread[0])} – {_number(spread[1])}"
+
+
+def _number(value: float) -> str:
+    """Whole above a hundred, three digits that mean something below."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

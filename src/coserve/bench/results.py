@@ -1,0 +1,117 @@
+"""What a run has found so far, written down after every row."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a key has to reach on two cores; `at_most` where less is better."""
+
+    value: float
+    at_most: bool = False
+
+    def is_met(self, value: float) -> bool:
+        return value <= self.value if self.at_most else value >= self.value
+
+    def __str__(self) -> str:
+        return f"{'≤' if self.at_most else '≥'} {self.value:g}"
+
+
+BARS = {
+    "inference.vs_generate": Bar(2.0),
+    "inference.vs_continuous_batching": Bar(4.0),
+    "finetune.vs_peft": Bar(1.4),
+    "finetune.vs_peft_matched": Bar(1.15),
+    "finetune.vs_peft_checkpointing": Bar(1.3),
+    "finetune.vs_peft_checkpointing_matched": Bar(1.05),
+    "finetune.activation_bytes_vs_peft": Bar(0.10, at_most=True),
+    "blocking.ratio": Bar(2.5, at_most=True),
+    "coserve.slo_attainment": Bar(0.99),
+    "coserve.efficiency": Bar(0.85),
+    "coserve.vs_time_slicing": Bar(1.1),
+    "coserve.fused_share": Bar(0.5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """An absolute figure in its unit, its least and greatest round, and the floor: what no program on
+    this machine could beat (for a rate, the most; for seconds or bytes, the least)."""
+
+    value: float
+    unit: str
+    low: float | None = None
+    high: float | None = None
+    floor: float | None = None
+
+
+class Results:
+    """Keys of the issue at the top level of the JSON, everything else in sections beside them."""
+
+    def __init__(self, header: dict[str, Any], path: str | Path | None = None) -> None:
+        self._path = None if path is None else Path(path)
+        self._header = header
+        self._keys: dict[str, float] = {}
+        self._spreads: dict[str, tuple[float, float]] = {}
+        self._notes: dict[str, str] = {}
+        self._series: dict[str, list[Any]] = {}
+        self.figures: dict[str, Figure] = {}
+
+    def row(self, key: str, value: float, spread: tuple[float, float] | None = None, note: str = "") -> None:
+        """Sets one key of the table and writes everything down."""
+        assert key in BARS, f"{key} is not in the table"
+        assert math.isfinite(value), f"{key} came out as {value}"
+        self._keys[key] = value
+        if spread is not None:
+            self._spreads[key] = spread
+        if note:
+            self._notes[key] = note
+        self.save()
+
+    def figure(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        spread: tuple[float, float] | None = None,
+        floor: float | None = None,
+    ) -> None:
+        """Adds an absolute figure."""
+        low, high = spread if spread is not None else (None, None)
+        self.figures[name] = Figure(value, unit, low, high, floor)
+
+    def note(self, name: str, text: str) -> None:
+        """Adds a sentence about how something was measured."""
+        self._notes[name] = text
+
+    def series(self, name: str, values: Sequence[Any]) -> None:
+        """Adds points to draw from, such as every latency of a run."""
+        self._series[name] = list(values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole run so far, ready for JSON."""
+        return {
+            **self._keys,
+            **self._header,
+            "bars": {key: str(bar) for key, bar in BARS.items()},
+            "met": {key: BARS[key].is_met(value) for key, value in self._keys.items()},
+            "spreads": self._spreads,
+            "figures": {name: asdict(figure) for name, figure in self.figures.items()},
+            "floors": {n: f.floor for n, f in self.figures.items() if f.floor is not None},
+            "notes": self._notes,
+            "series": self._series,
+        }
+
+    def save(self) -> None:
+        """Writes the JSON in one move, so that an interrupted run leaves a whole file."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_name(self._path.name + ".part")
+        draft.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        draft.replace(self._path)

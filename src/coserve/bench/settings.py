@@ -1,0 +1,58 @@
+"""How much is measured: the sizes of the issue's rows, and how often and how long each is run."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Lengths are in tokens, times in seconds."""
+
+    prompts: int = 16
+    prompt: int = 256
+    answer: int = 32
+    rounds: int = 5
+    slow_rounds: int = 3  # against a peer that takes some ten seconds a round
+
+    batch: int = 4
+    length: int = 512
+    rank: int = 8
+    train_rounds: int = 3
+
+    blocking_batch: int = 32
+    blocking_length: int = 400
+    blocking_prompt: int = 64
+    blocking_answer: int = 16
+    blocking_requests: int = 60
+    blocking_gap: float = 0.2  # mean pause between an answer and the next request
+
+    seconds: float = 60.0  # of the co-serving run
+    jobs: int = 2
+    seed: int = 0
+
+
+FULL = Settings()
+QUICK = Settings(rounds=2, slow_rounds=1, train_rounds=1, blocking_requests=10, seconds=15.0)
+TINY = Settings(
+    prompts=4,
+    prompt=32,
+    answer=8,
+    rounds=1,
+    slow_rounds=1,
+    batch=2,
+    length=32,
+    train_rounds=1,
+    blocking_batch=4,
+    blocking_length=40,
+    blocking_prompt=16,
+    blocking_answer=4,
+    blocking_requests=3,
+    blocking_gap=0.01,
+    seconds=1.0,
+)
+
+
+def settings_for(shape: str, quick: bool) -> Settings:
+    """The issue's sizes; `quick` runs them less often, and shrinks them for the tiny shape."""
+    if not quick:
+        return FULL
+    return TINY if shape == "tiny" else QUICK

@@ -1,0 +1,187 @@
+"""Requests and training data to measure with: seeded, and the same on every machine. Free of torch."""
+
+import csv
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from coserve.errors import ConfigError, DataError
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """A prompt, the tokens of its answer, and when it arrives: seconds after the load begins."""
+
+    at: float
+    prompt: Tokens
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """A request of a recorded trace: seconds since the first one, tokens in, tokens out."""
+
+    at: float
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTrace:
+    """A trace made to fit a machine, and by how much each of its dimensions was changed for that."""
+
+    rows: tuple[TraceRow, ...]
+    time_scale: float  # scaled seconds for each recorded one
+    prompt_scale: float
+    answer_scale: float
+
+    def describe(self) -> str:
+        """One line for the reader of a report."""
+        return (
+            f"{len(self.rows)} requests of the trace, gaps x {self.time_scale:.3g}, "
+            f"prompts x {self.prompt_scale:.3g}, answers x {self.answer_scale:.3g}"
+        )
+
+
+def fixed_prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[Tokens]:
+    """`count` prompts of `length` random tokens below `vocabulary`."""
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(vocabulary) for _ in range(length)) for _ in range(count)]
+
+
+def training_tokens(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[Tokens]:
+    """Training examples of these lengths, of random tokens below `vocabulary`."""
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(vocabulary) for _ in range(length)) for length in lengths]
+
+
+def poisson_times(rate: float, seconds: float, seed: int = 0) -> list[float]:
+    """Instants in [0, seconds) of a Poisson process of `rate` arrivals a second, given their number.
+
+    The number is the expected one: a process conditioned on it has independent, uniform instants. So the
+    load offered is exactly the one asked for, whatever the seed.
+    """
+    if not rate > 0 or not seconds > 0:
+        raise ConfigError(f"arrivals need a positive rate and duration, not {rate} a second for {seconds} s")
+    draw = random.Random(seed)
+    return sorted(draw.uniform(0.0, seconds) for _ in range(max(1, round(rate * seconds))))
+
+
+def poisson_requests(
+    rate: float, seconds: float, prompt: int, answer: int, vocabulary: int, seed: int = 0
+) -> list[TimedRequest]:
+    """Requests of one shape (`prompt` tokens in, `answer` out) that arrive as `poisson_times` says."""
+    times = poisson_times(rate, seconds, seed)
+    prompts = fixed_prompts(len(times), prompt, vocabulary, seed + 1)
+    return [TimedRequest(at, tokens, answer) for at, tokens in zip(times, prompts, strict=True)]
+
+
+def read_trace(path: str | Path) -> list[TraceRow]:
+    """An Azure LLM inference trace: columns TIMESTAMP, ContextTokens, GeneratedTokens, in order of time.
+
+    Raises DataError with file, line and what was expected.
+    """
+    rows: list[TraceRow] = []
+    first: datetime | None = None
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        for record in reader:
+            try:
+                # Seven decimals are more than a datetime has.
+                when = datetime.fromisoformat(record["TIMESTAMP"].strip()[:26])
+                prompt, answer = int(record["ContextTokens"]), int(record["GeneratedTokens"])
+            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"{path}, line {reader.line_num}: expected TIMESTAMP, ContextTokens and GeneratedTokens "
+                    f"(a time and two numbers), got {error}"
+                ) from error
+            first = when if first is None else first
+            rows.append(TraceRow((when - first).total_seconds(), prompt, answer))
+    if not rows:
+        raise DataError(f"{path}: expected a trace with at least one request, found none")
+    return sorted(rows, key=lambda row: row.at)
+
+
+def scale_trace(
+    trace: Sequence[TraceRow], rate: float, seconds: float, longest_prompt: int, longest_answer: int
+) -> ScaledTrace:
+    """The beginning of a trace at `rate` requests a second on average, for `seconds`.
+
+    Every gap is multiplied by one factor and every length by another, so that bursts and the shapes of
+    the distributions stay; lengths are never stretched, and none falls below one token. `longest_prompt`
+    and `longest_answer` are what the trace's longest ones become.
+    """
+    if not trace:
+        raise ConfigError("there is no trace to scale")
+    if not (rate > 0 and seconds > 0 and longest_prompt > 0 and longest_answer > 0):
+        raise ConfigError("a trace is scaled to a positive rate, duration and longest prompt and answer")
+    wanted = trace[: max(1, round(rate * seconds))]
+    span = wanted[-1].at
+    # The last of n arrivals comes, on average, n / (n + 1) of the way.
+    time_scale = seconds * len(wanted) / (len(wanted) + 1) / span if span > 0 else 1.0
+    prompt_scale = min(1.0, longest_prompt / max(1, *(row.prompt for row in wanted)))
+    answer_scale = min(1.0, longest_answer / max(1, *(row.answer for row in wanted)))
+    rows = tuple(
+        TraceRow(row.at * time_scale, _scaled(row.prompt, prompt_scale), _scaled(row.answer, answer_scale))
+        for row in wanted
+    )
+    return ScaledTrace(rows, time_scale, prompt_scale, answer_scale)
+
+
+def trace_requests(scaled: ScaledTrace, vocabulary: int, seed: int = 0) -> list[TimedRequest]:
+    """A scaled trace as requests; a trace holds lengths only, so their tokens are random."""
+    draw = random.Random(seed)
+    return [
+        TimedRequest(row.at, tuple(draw.randrange(vocabulary) for _ in range(row.prompt)), row.answer)
+        for row in scaled.rows
+    ]
+
+
+def read_prompts(path: str | Path, field: str | None = None, limit: int | None = None) -> list[str]:
+    """Prompts from the `field` of a JSONL or CSV file; without one, `prompt`, `question` or `text`.
+
+    Raises DataError with file, line and what was expected.
+    """
+    path = Path(path)
+    prompts: list[str] = []
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        if path.suffix.lower() == ".csv":
+            reader = csv.DictReader(file)
+            records = ((reader.line_num, record) for record in reader)
+        else:
+            records = ((n, _parsed(path, n, line)) for n, line in enumerate(file, 1) if line.strip())
+        for line, record in records:
+            if limit is not None and len(prompts) >= limit:
+                break
+            prompts.append(_field_of(path, line, record, field))
+    if not prompts:
+        raise DataError(f"{path}: expected at least one prompt, found none")
+    return prompts
+
+
+def _parsed(path: Path, line: int, text: str) -> dict[str, str]:
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {line}: expected a JSON object, got {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{path}, line {line}: expected a JSON object, got {type(record).__name__}")
+    return record
+
+
+def _field_of(path: Path, line: int, record: dict[str, str], field: str | None) -> str:
+    names = ("prompt", "question", "text") if field is None else (field,)
+    for name in names:
+        value = record.get(name)
+        if isinstance(value, str) and value:
+            return value
+    raise DataError(f"{path}, line {line}: expected text under {' or '.join(names)}, found {sorted(record)}")
+
+
+def _scaled(tokens: int, scale: float) -> int:
+    return max(1, round(tokens * scale))

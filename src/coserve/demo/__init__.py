@@ -1,0 +1,1 @@
+"""The main job, shown: conversations stream while two adapters are trained, and every figure is measured."""

@@ -1,0 +1,168 @@
+"""Everybody who is asking: keeps the engine's answers going and notes how long each token took."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final, Protocol
+
+from coserve.core.events import Event, Finished, TokenEvent
+from coserve.core.request import SLO, SamplingParams
+from coserve.demo.latency import Latencies
+from coserve.demo.lessons import Lesson
+from coserve.engine.engine import Engine, Prompt
+from coserve.engine.handles import Completion
+from coserve.tiny.world import KINDS
+
+LONGEST_ANSWER: Final = 128
+TURNS: Final = (2, 3, 4)  # questions that one person asks before somebody new comes
+STORY: Final = "Tell me a story."
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of one seat. `at` is when it arrived where that is not now; `question` is for the eye."""
+
+    seat: int
+    prompt: Prompt
+    question: str
+    sampling: SamplingParams
+    adapter: str | None = None
+    at: float | None = None
+
+
+class Source(Protocol):
+    """Who asks what, and when."""
+
+    def due(self, now: float) -> Iterator[Ask]:
+        """Those who ask now."""
+        ...
+
+    def answered(self, ask: Ask, text: str) -> None:
+        """An answer is complete."""
+        ...
+
+
+@dataclass(slots=True)
+class _Person:
+    """A conversation so far and how many questions are still to come."""
+
+    messages: list[dict[str, str]]
+    left: int
+
+
+class Conversations:
+    """`seats` people who talk all the time: when one has no more questions, the next one sits down.
+
+    The last seats talk to the adapters of `lessons`, one each, also while these are being trained; everyone
+    else asks the base for stories and about the small world, turn after turn.
+    """
+
+    def __init__(self, seats: int, lessons: Sequence[Lesson] = (), seed: int = 0) -> None:
+        self._random = Random(f"conversations/{seed}")
+        self._free = deque(range(seats))
+        self._people: dict[int, _Person] = {}
+        taught = lessons[: max(seats - 1, 0)]
+        self._taught = {seats - 1 - i: lesson for i, lesson in enumerate(taught)}
+
+    def due(self, now: float) -> Iterator[Ask]:
+        while self._free:
+            seat = self._free.popleft()
+            yield self._pupil(seat) if seat in self._taught else self._next_turn(seat)
+
+    def answered(self, ask: Ask, text: str) -> None:
+        self._free.append(ask.seat)
+        person = self._people.get(ask.seat)
+        if person is not None:
+            person.messages.append({"role": "assistant", "content": text})
+
+    def _pupil(self, seat: int) -> Ask:
+        """A held-out question to an adapter, whatever it has learned so far."""
+        lesson = self._taught[seat]
+        question = self._random.choice(lesson.held_out)
+        sampling = SamplingParams(max_tokens=LONGEST_ANSWER)
+        return Ask(seat, question.prompt, question.text, sampling, lesson.adapter)
+
+    def _next_turn(self, seat: int) -> Ask:
+        draw = self._random
+        person = self._people.get(seat)
+        if person is None or not person.left:
+            person = self._people[seat] = _Person([], draw.choice(TURNS))
+        person.left -= 1
+        if draw.random() < 0.5:
+            turns = [{"role": "user", "content": STORY}]
+        else:
+            turns = KINDS[draw.choice(list(KINDS))](draw, "held_out").prompt
+        person.messages += turns
+        sampling = SamplingParams(max_tokens=LONGEST_ANSWER, temperature=0.7, top_p=0.95)
+        return Ask(seat, tuple(person.messages), turns[-1]["content"], sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A question and what has been answered so far, by the base or a version of an adapter."""
+
+    who: str
+    question: str
+    answer: str
+    adapted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """An answer under way."""
+
+    ask: Ask
+    handle: Completion
+
+    def heard(self) -> Heard:
+        version = self.handle.sequence.request.adapter
+        return Heard(version or "base", self.ask.question, self.handle.text, version is not None)
+
+
+class Crowd:
+    """Puts what a source asks to an engine, and measures the answers."""
+
+    def __init__(self, engine: Engine, source: Source, slo: float | None = None) -> None:
+        self._engine, self._source = engine, source
+        self._slo = SLO(between_tokens=slo)
+        self.latencies = Latencies(slo)
+        self._talks: dict[int, _Talk] = {}
+        self._ended: deque[Heard] = deque(maxlen=8)  # newest answers, for the eye
+
+    def submit(self) -> None:
+        """Asks what is to be asked now."""
+        for ask in self._source.due(self._engine.clock()):
+            handle = self._engine.generate(ask.prompt, ask.adapter, ask.sampling, self._slo, ask.at)
+            key = handle.sequence.key
+            self._talks[key] = _Talk(ask, handle)
+            self.latencies.asked(key, handle.sequence.request.arrival)
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Notes what a step brought to those who asked, at the time the caller has it."""
+        now = self._engine.clock()
+        for event in events:
+            if isinstance(event, TokenEvent) and event.token is not None and event.key in self._talks:
+                self.latencies.token(event.key, now)
+        for key in [e.key for e in events if isinstance(e, TokenEvent | Finished) and e.key in self._talks]:
+            talk = self._talks[key]
+            if talk.handle.finish_reason is not None:
+                del self._talks[key]
+                self.latencies.ended(key)
+                self._ended.append(talk.heard())
+                self._source.answered(talk.ask, talk.handle.text)
+
+    def leave(self) -> None:
+        """Everybody goes, and what they held is free."""
+        for talk in self._talks.values():
+            talk.handle.cancel()
+        self._talks.clear()
+
+    def under_way(self) -> tuple[Heard, ...]:
+        """What is being said now, those who talk to an adapter first."""
+        talks = sorted(self._talks.values(), key=lambda talk: (talk.ask.adapter is None, talk.ask.seat))
+        return tuple(talk.heard() for talk in talks)
+
+    def just_said(self) -> tuple[Heard, ...]:
+        """The newest complete answers, newest first."""
+        return tuple(reversed(self._ended))

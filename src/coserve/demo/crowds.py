@@ -1,0 +1,63 @@
+"""Who asks in which act: people who talk all the time, or the requests of a trace."""
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from coserve.bench.workloads import ScaledTrace
+from coserve.demo.crowd import Conversations, Source
+from coserve.demo.figures import Phase
+from coserve.demo.lessons import Lesson
+from coserve.demo.trace import Arrivals, Backlog, Load, describe
+
+OFFERED: Final = 0.5  # share of the measured capacity at which a trace's requests arrive
+
+
+class Crowds(Protocol):
+    """The askers of every act."""
+
+    def alone(self) -> Source:
+        """Nobody asks an adapter: there is none yet."""
+        ...
+
+    def taught(self) -> Source:
+        """Some ask the adapters, while these are being trained."""
+        ...
+
+
+class Talks:
+    """Conversations, `seats` of them at any time."""
+
+    def __init__(self, seats: int, lessons: Sequence[Lesson]) -> None:
+        self._seats, self._lessons = seats, lessons
+
+    def alone(self) -> Source:
+        return Conversations(self._seats)
+
+    def taught(self) -> Source:
+        return Conversations(self._seats, self._lessons, seed=1)
+
+
+class Replays:
+    """A trace. Its arrivals are fitted to the machine once the capacity is known."""
+
+    def __init__(self, load: Load, text: Sequence[int], seats: int, lessons: Sequence[Lesson]) -> None:
+        self._load, self._text, self._seats = load, text, seats
+        self._adapters = [lesson.adapter for lesson in lessons]
+        self._scaled: ScaledTrace = load.at_rate(1.0)
+
+    def backlog(self) -> Source:
+        """As many requests at once as there are seats, to find the capacity."""
+        return Backlog(self._scaled, self._text, self._seats)
+
+    def fit(self, capacity: Phase) -> tuple[str, dict[str, Any]]:
+        """Scales the arrivals to the wanted share of the capacity; a sentence and figures about it."""
+        tokens = capacity.output_tokens_per_second + capacity.prompt_tokens_per_second
+        requests = max(tokens, 1.0) / self._load.tokens_per_request
+        self._scaled = self._load.at_rate(OFFERED * requests)
+        return describe(self._scaled, self._load.rows, requests)
+
+    def alone(self) -> Source:
+        return Arrivals(self._scaled, self._text)
+
+    def taught(self) -> Source:
+        return Arrivals(self._scaled, self._text, self._adapters)

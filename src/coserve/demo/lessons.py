@@ -1,0 +1,117 @@
+"""What the two adapters are taught, and what they are asked before and after."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from coserve.engine.engine import Prompt
+from coserve.errors import DataError
+from coserve.jobs import datasets
+from coserve.jobs.datasets import ChatRecord, Message, PromptRecord, Record
+from coserve.tiny import newtasks
+from coserve.tiny.world import Question
+from coserve.train.chat import Tokenizer
+from coserve.train.example import Example, prepare, tokenize
+
+TASKS: Final = {"pirate": "answers like a pirate", "chain": "turns a line of people around"}
+TRAINED_QUESTIONS: Final = 4000  # of each new task; a demo's training sees few of them twice
+MOST_HELD_OUT: Final = 50
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A question that no adapter was trained on, the answer expected, and all of it as a training example."""
+
+    prompt: Prompt
+    answer: str
+    example: Example
+
+    @property
+    def text(self) -> str:
+        """The question as a person would read it."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        last = self.prompt[-1]
+        assert isinstance(last, Mapping), "held-out prompts are text or messages"
+        return last["content"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One adapter's training examples and held-out questions."""
+
+    adapter: str
+    about: str
+    examples: tuple[Example, ...]
+    held_out: tuple[HeldOut, ...]
+    exact: bool  # whether there is one right answer, so that exact matches can be counted
+
+
+def new_tasks(tokenizer: Tokenizer, questions: int) -> list[Lesson]:
+    """Two tasks that the embedded model has never met."""
+    lessons = []
+    for task, about in TASKS.items():
+        train = [_chat(q) for q in newtasks.examples(task, "train", TRAINED_QUESTIONS)]
+        asked = [_chat(q) for q in newtasks.examples(task, "held_out", questions)]
+        examples = prepare(train, tokenizer).examples
+        lessons.append(Lesson(task, about, examples, _held_out(asked, tokenizer, None), exact=True))
+    return lessons
+
+
+def from_file(path: Path, tokenizer: Tokenizer, questions: int, longest: int) -> tuple[list[Lesson], str]:
+    """The records of a file: some held out, the rest in two halves, one for each adapter; and what was done.
+
+    Examples are cut to `longest` tokens. Raises DataError.
+    """
+    records = list(datasets.read(path))
+    Random(0).shuffle(records)
+    count = min(questions, MOST_HELD_OUT, len(records) // 5)
+    if count < 1:
+        raise DataError(f"{path.name}: expected at least 5 examples, to hold some out; found {len(records)}")
+    asked, rest = records[:count], records[count:]
+    held_out = _held_out(asked, tokenizer, longest)
+    lessons, truncated = [], 0
+    for name, half in (("first-half", rest[0::2]), ("second-half", rest[1::2])):
+        prepared = prepare(half, tokenizer, max_length=longest)
+        truncated += prepared.truncated
+        about = f"{len(prepared.examples)} examples of {path.name}"
+        lessons.append(Lesson(name, about, prepared.examples, held_out, exact=False))
+    said = (
+        f"{path.name}: {len(records)} examples, {count} held out, the rest in two halves, one per adapter"
+        f"; {truncated} were cut to {longest} tokens."
+    )
+    return lessons, said
+
+
+def texts(lessons: Sequence[Lesson]) -> list[str]:
+    """All held-out questions, for filling prompts of which only the length is known."""
+    return [question.text for lesson in lessons for question in lesson.held_out]
+
+
+def _chat(question: Question) -> ChatRecord:
+    return ChatRecord(tuple(Message(m["role"], m["content"]) for m in question.messages))
+
+
+def _held_out(records: Sequence[Record], tokenizer: Tokenizer, longest: int | None) -> tuple[HeldOut, ...]:
+    found = []
+    for record in records:
+        prompt, answer = _question(record)
+        example = tokenize(record, tokenizer, max_length=longest)
+        if prompt and example.label_count:  # a chat that the assistant opens asks nothing
+            found.append(HeldOut(prompt, answer, example))
+    return tuple(found)
+
+
+def _question(record: Record) -> tuple[Any, str]:
+    """(prompt, expected answer): a chat up to its last answer, or a text up to its first third."""
+    if isinstance(record, ChatRecord):
+        last = max(i for i, turn in enumerate(record.messages) if turn.role == "assistant")
+        asked = [{"role": turn.role, "content": turn.content} for turn in record.messages[:last]]
+        return asked, record.messages[last].content
+    if isinstance(record, PromptRecord):
+        return record.prompt, record.completion
+    words = record.text.split(" ")
+    cut = max(len(words) // 3, 1)
+    return " ".join(words[:cut]), " ".join(words[cut:])

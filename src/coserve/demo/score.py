@@ -1,0 +1,68 @@
+"""Held-out questions, asked and marked."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from coserve.core.request import SamplingParams
+from coserve.demo.lessons import HeldOut
+from coserve.engine.engine import Engine, Prompt
+from coserve.engine.handles import Completion
+from coserve.train.example import IGNORED, Example
+
+LONGEST_ANSWER: Final = 64
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What one model made of a set of questions. `loss` is per token of the expected answers."""
+
+    answers: tuple[str, ...]
+    right: int
+    loss: float
+
+    @property
+    def share(self) -> float:
+        """Share of exact matches."""
+        return self.right / len(self.answers)
+
+
+def mark(engine: Engine, step: Step, questions: Sequence[HeldOut], adapter: str | None) -> Marks:
+    """Greedy answers of the base or an adapter to all questions at once, and the loss of the right ones."""
+    answers = ask_all(engine, step, [question.prompt for question in questions], adapter)
+    right = sum(matches(given, question.answer) for given, question in zip(answers, questions, strict=True))
+    loss = held_out_loss(engine, step, [question.example for question in questions], adapter)
+    return Marks(tuple(answers), right, loss)
+
+
+def matches(given: str, expected: str) -> bool:
+    """Whether an answer is the expected one, but for space around it."""
+    return given.strip() == expected.strip()
+
+
+def ask_all(engine: Engine, step: Step, prompts: Sequence[Prompt], adapter: str | None) -> list[str]:
+    """Greedy answers to all prompts at once."""
+    sampling = SamplingParams(max_tokens=LONGEST_ANSWER)
+    return [h.text for h in _finish([engine.generate(p, adapter, sampling) for p in prompts], step)]
+
+
+def held_out_loss(engine: Engine, step: Step, examples: Sequence[Example], adapter: str | None) -> float:
+    """Mean negative log-likelihood of the examples' labels, in nats, scored as prompts."""
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    handles = [engine.generate(example.tokens, adapter, sampling) for example in examples]
+    losses = [
+        -scored.chosen
+        for example, handle in zip(examples, _finish(handles, step), strict=True)
+        for label, scored in zip(
+            example.labels, handle.prompt_logprobs, strict=False
+        )  # the last predicts none
+        if label != IGNORED
+    ]
+    return sum(losses) / len(losses)
+
+
+def _finish(handles: list[Completion], step: Step) -> list[Completion]:
+    while any(handle.finish_reason is None for handle in handles):
+        step()
+    return handles

@@ -1,0 +1,150 @@
+"""Where the acts take place: an engine, whoever asks it, and the one loop that drives both."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import torch
+from transformers.utils import logging
+
+from coserve.config import EngineConfig
+from coserve.core.events import Event
+from coserve.demo.crowd import Crowd, Source
+from coserve.demo.figures import Meter, Phase, phase
+from coserve.demo.view import Frame, Job, View
+from coserve.engine.engine import Engine
+from coserve.engine.handles import FineTuning
+
+NEWEST: Final = 1500  # times between tokens that the figures on screen look back on
+_TRIES: Final = 7
+
+
+class Stage:
+    """Drives an engine act by act and shows it. Ctrl-C ends the act under way, and then the story."""
+
+    def __init__(self, engine: Engine, view: View) -> None:
+        self.engine, self._view = engine, view
+        self._stopped = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Ctrl-C is noticed between two steps, so that nothing is left half done; a second one is not."""
+        before = signal.signal(signal.SIGINT, self._stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def step(self) -> list[Event]:
+        """One step of the engine; raises KeyboardInterrupt once Ctrl-C was pressed."""
+        self.go_on()
+        return self.engine.step()
+
+    def go_on(self) -> None:
+        """Raises KeyboardInterrupt once Ctrl-C was pressed."""
+        if self._stopped:
+            raise KeyboardInterrupt
+
+    def play(
+        self,
+        act: str,
+        source: Source,
+        seconds: float,
+        slo: float | None = None,
+        jobs: Sequence[FineTuning] = (),
+    ) -> Phase:
+        """Lets everybody ask for so long, or until all of `jobs` have ended, and says what was measured.
+
+        `slo` is the bound between tokens that each request states. Ctrl-C ends the act, not the figures.
+        """
+        engine, crowd = self.engine, Crowd(self.engine, source, slo)
+        started = engine.clock()
+        meter = Meter(engine.scheduler.stats, started)
+        now, shown = started, started
+        while now < started + seconds and not self._stopped and not _all_ended(jobs):
+            crowd.submit()
+            if engine.scheduler.has_work:
+                crowd.take(engine.step())
+            else:
+                time.sleep(0.001)  # until the next request of a trace arrives
+            now = engine.clock()
+            if now >= shown + self._view.period:
+                shown = now
+                self._view.show(self._frame(act, crowd, meter, now, seconds, slo, jobs))
+        crowd.leave()
+        elapsed = now - started
+        return phase(crowd.latencies, meter.total(engine.scheduler.stats, now), elapsed)
+
+    def _frame(
+        self,
+        act: str,
+        crowd: Crowd,
+        meter: Meter,
+        now: float,
+        seconds: float,
+        slo: float | None,
+        jobs: Sequence[FineTuning],
+    ) -> Frame:
+        elapsed = now - meter.started
+        return Frame(
+            act=act,
+            elapsed=elapsed,
+            left=min(seconds - elapsed, time_left(jobs, elapsed)),
+            rates=meter.now(self.engine.scheduler.stats, now),
+            gap_p50=crowd.latencies.gap(0.5, NEWEST),
+            gap_p99=crowd.latencies.gap(0.99, NEWEST),
+            slo=slo,
+            jobs=tuple(Job(j.adapter, len(j.history), j.steps, [u.loss for u in j.history]) for j in jobs),
+            under_way=crowd.under_way(),
+            just_said=crowd.just_said(),
+        )
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._stopped = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def time_left(jobs: Sequence[FineTuning], elapsed: float) -> float:
+    """Seconds until the slowest job is done at its pace so far; infinite where that cannot be told yet."""
+    running = [job for job in jobs if job.status == "running"]
+    if not running or not all(job.history for job in running):
+        return float("inf")
+    return max((job.steps - len(job.history)) * elapsed / len(job.history) for job in running)
+
+
+def open_engine(model: str | Path, device: str) -> tuple[Engine, str]:
+    """An engine in the precision that suits the device, and a sentence that says which and why."""
+    logging.disable_progress_bar()  # a loading bar would stand in the middle of the view
+    dtype, why = ("bfloat16", "In bfloat16") if device != "cpu" else choose_dtype()
+    return Engine(model, EngineConfig(dtype=dtype, device=device)), why
+
+
+def choose_dtype() -> tuple[str, str]:
+    """bfloat16 where this processor multiplies it faster than float32, measured on one small product."""
+    single, half = _product_seconds(torch.float32), _product_seconds(torch.bfloat16)
+    name = "bfloat16" if half < single else "float32"
+    return (
+        name,
+        f"In {name}: a small product takes {half * 1e3:.2f} ms in bfloat16, {single * 1e3:.2f} in float32",
+    )
+
+
+@torch.no_grad()
+def _product_seconds(dtype: torch.dtype) -> float:
+    """The best of a few runs of one linear of the size that the engine's steps have."""
+    x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    return min(_timed(lambda: torch.nn.functional.linear(x, weight)) for _ in range(_TRIES))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _all_ended(jobs: Sequence[FineTuning]) -> bool:
+    return bool(jobs) and all(job.status != "running" for job in jobs)

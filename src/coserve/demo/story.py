@@ -1,0 +1,260 @@
+"""The demo, act by act."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from coserve import tiny
+from coserve.adapters.methods.lora import LoRAConfig
+from coserve.demo import lessons as material
+from coserve.demo import tables
+from coserve.demo.crowds import Crowds, Replays, Talks
+from coserve.demo.figures import Learned, Report
+from coserve.demo.lessons import Lesson
+from coserve.demo.score import Marks, mark
+from coserve.demo.stage import Stage, open_engine
+from coserve.demo.tables import milliseconds
+from coserve.demo.trace import read_load
+from coserve.demo.view import View
+from coserve.engine.handles import FineTuning
+from coserve.errors import ModelNotFound
+from coserve.train.tape import Keep
+from coserve.train.trainer import TrainingConfig
+
+SLO_FACTOR: Final = 2.0  # the bound between tokens, as a multiple of the p99 without training
+SHOWN_QUESTIONS: Final = 3  # of each task, side by side
+LONGEST_EXAMPLE: Final = (
+    512  # tokens of an example from a file; longer ones would leave few steps in the time
+)
+LORA: Final = LoRAConfig(rank=16, alpha=32.0)
+TRAINING: Final = TrainingConfig(learning_rate=3e-3, batch_size=8, warmup_ratio=0.05, keep=Keep.PRODUCTS)
+_EPOCHS: Final = 1000  # of a rehearsal, which time ends
+_LAST_STEPS: Final = 5  # whose mean is the loss that training came to
+OVERTIME: Final = 1.25  # training that takes so many times its planned seconds is ended where it is
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be chosen about the demo. `seconds` is the time for training; the rest is in proportion."""
+
+    data: Path | None = None
+    trace: Path | None = None
+    model: str | None = None  # None is the embedded one
+    device: str = "cpu"
+    seconds: float = 75.0
+    conversations: int = 8
+
+    @property
+    def questions(self) -> int:
+        """Held-out questions of each task."""
+        return max(4, min(50, int(self.seconds)))
+
+
+class Story:
+    """Told once. What has been measured so far is in `report` at any time."""
+
+    def __init__(self, options: Options, view: View) -> None:
+        self.options, self.view, self.report = options, view, Report()
+
+    def tell(self) -> Report:
+        """All acts, or as many as there are before Ctrl-C; then the closing tables."""
+        started = time.monotonic()
+        try:
+            self._say_what_comes()
+            self._open()
+            with self.stage.listening():
+                self._listen()
+                self._ask_before()
+                self._teach()
+                self._ask_after()
+        except KeyboardInterrupt:
+            self.report.stopped = True
+        finally:
+            self.view.close()
+        self.report.seconds = time.monotonic() - started
+        if self.report.stopped:
+            self.view.say("Stopped. Measured until then:")
+        for sheet in tables.closing(self.report):
+            self.view.sheet(sheet, closing=True)
+        self.view.say(f"{self.report.seconds:.0f} s in all.")
+        return self.report
+
+    # The acts
+
+    def _say_what_comes(self) -> None:
+        who = (
+            "the requests of a trace are"
+            if self.options.trace
+            else f"{self.options.conversations} conversations are"
+        )
+        self.view.say(
+            f"First {who} answered alone, then while two adapters are trained on the same frozen model,"
+        )
+        self.view.say(
+            "in the same steps; before and after, base and adapters answer the same held-out questions."
+        )
+
+    def _open(self) -> None:
+        """Loads the model, the questions, and the trace."""
+        started = time.monotonic()
+        engine, why = open_engine(self.options.model or _embedded(), self.options.device)
+        self.stage = Stage(engine, self.view)
+        report, threads = self.report, torch.get_num_threads()
+        report.model = self.options.model or "coserve-tiny"
+        report.dtype, report.threads = str(engine.base.dtype).removeprefix("torch."), threads
+        self.lessons = self._lessons()
+        report.adapters = [Learned(lesson.adapter, lesson.about) for lesson in self.lessons]
+        self.crowds = self._crowds()
+        took = time.monotonic() - started
+        self.view.say(f"{report.model} is ready after {took:.1f} s, on {threads} threads. {why}.")
+
+    def _listen(self) -> None:
+        """Answers only: what they take without training, and hence what they may take with it."""
+        if isinstance(self.crowds, Replays):
+            capacity = self.stage.play("Capacity", self.crowds.backlog(), self._share(12))
+            self.stage.go_on()
+            said, self.report.trace = self.crowds.fit(capacity)
+            self.view.say(said)
+        self.report.alone = self.stage.play("Answers only", self.crowds.alone(), self._share(7.5))
+        self.stage.go_on()
+        slowest = self.report.alone.between_tokens_p99
+        if slowest is not None:
+            self.report.slo_between_tokens = SLO_FACTOR * slowest
+            self.view.say(
+                f"99% of tokens came within {milliseconds(slowest)} of the one before. From now on each "
+                f"request states {SLO_FACTOR:g} times that, {milliseconds(SLO_FACTOR * slowest)}, as its SLO."
+            )
+
+    def _ask_before(self) -> None:
+        """The base's marks; adapters that were not trained yet would give the same answers."""
+        self.before = {lesson.adapter: self._mark(lesson, None) for lesson in self.lessons}
+        for lesson, learned in zip(self.lessons, self.report.adapters, strict=True):
+            marks = self.before[lesson.adapter]
+            learned.held_out, learned.held_out_loss_before = len(marks.answers), marks.loss
+            learned.exact_before = marks.share if lesson.exact else None
+        told = [f"{lesson.adapter} {_result(lesson, self.before[lesson.adapter])}" for lesson in self.lessons]
+        self.view.say(f"Held-out questions before training, asked of the base: {', '.join(told)}.")
+
+    def _teach(self) -> None:
+        """Both adapters at once, while everybody goes on asking, some of them the adapters themselves."""
+        plans = self._plan_training()
+        engine = self.stage.engine
+        jobs = [
+            engine.finetune(lesson.examples, lesson.adapter, LORA, plan)
+            for lesson, plan in zip(self.lessons, plans, strict=True)
+        ]
+        names = " and ".join(f"{lesson.adapter} ({lesson.about})" for lesson in self.lessons)
+        self.view.say(f"Training {names}, while the answers go on:")
+        self.report.training = self.stage.play(
+            "Answers and training", self.crowds.taught(), self.options.seconds * OVERTIME, self._slo, jobs
+        )
+        for job, learned in zip(jobs, self.report.adapters, strict=True):
+            _note(job, learned)
+            job.cancel()
+        self.stage.go_on()
+
+    def _ask_after(self) -> None:
+        """The same questions again, to base and both adapters."""
+        models = {"base": None, **{lesson.adapter: lesson.adapter for lesson in self.lessons}}
+        asked = (
+            self.lessons if self._exact else self.lessons[:1]
+        )  # the halves of a file share their questions
+        after = {
+            lesson.adapter: {name: self._mark(lesson, adapter) for name, adapter in models.items()}
+            for lesson in asked
+        }
+        for lesson in asked:
+            self.view.sheet(tables.side_by_side(lesson, after[lesson.adapter], SHOWN_QUESTIONS))
+        for lesson, learned in zip(self.lessons, self.report.adapters, strict=True):
+            marks = after.get(lesson.adapter, after[asked[0].adapter])[lesson.adapter]
+            learned.held_out_loss_after = marks.loss
+            learned.exact_after = marks.share if lesson.exact else None
+        if self._exact:
+            self.view.sheet(tables.scores(self.lessons, self.before, after))
+
+    # What the acts are made of
+
+    @property
+    def _slo(self) -> float | None:
+        return self.report.slo_between_tokens
+
+    @property
+    def _exact(self) -> bool:
+        return all(lesson.exact for lesson in self.lessons)
+
+    def _share(self, part: float) -> float:
+        """A length of time in proportion to the training's, seconds."""
+        return max(self.options.seconds / part, 1.0)
+
+    def _lessons(self) -> list[Lesson]:
+        tokenizer, data = self.stage.engine.tokenizer, self.options.data
+        if data is None:
+            return material.new_tasks(tokenizer, self.options.questions)
+        longest = min(LONGEST_EXAMPLE, self.stage.engine.base.max_positions - 1)
+        found, said = material.from_file(data, tokenizer, self.options.questions, longest)
+        self.view.say(said)
+        return found
+
+    def _crowds(self) -> Crowds:
+        engine, seats = self.stage.engine, self.options.conversations
+        if self.options.trace is None:
+            return Talks(seats, self.lessons)
+        text = [token for t in material.texts(self.lessons) for token in engine.tokenize(t)]
+        return Replays(read_load(self.options.trace, engine.base.max_positions), text, seats, self.lessons)
+
+    def _mark(self, lesson: Lesson, adapter: str | None) -> Marks:
+        return mark(self.stage.engine, self.stage.step, lesson.held_out, adapter)
+
+    def _plan_training(self) -> list[TrainingConfig]:
+        """As many steps as fit into the time at the pace of a short rehearsal with adapters that are dropped.
+
+        The number must be known beforehand: the learning rate is to have come down to zero at the end.
+        """
+        engine = self.stage.engine
+        names = [f"rehearsal-{lesson.adapter}" for lesson in self.lessons]
+        jobs = [
+            engine.finetune(lesson.examples, name, LORA, replace(TRAINING, epochs=_EPOCHS))
+            for lesson, name in zip(self.lessons, names, strict=True)
+        ]
+        tried = self.stage.play("Rehearsal", self.crowds.alone(), self._share(15), self._slo, jobs)
+        for job, name in zip(jobs, names, strict=True):
+            job.cancel()
+            engine.unload_adapter(name)
+        self.stage.go_on()
+        rows = tried.training_tokens_per_second * self.options.seconds / len(jobs)
+        plans = []
+        for lesson, learned in zip(self.lessons, self.report.adapters, strict=True):
+            mean = sum(map(len, lesson.examples)) / len(lesson.examples)
+            learned.planned = max(round(rows / (mean * TRAINING.batch_size)), 1)
+            epochs = -(-learned.planned * TRAINING.batch_size // len(lesson.examples))
+            plans.append(replace(TRAINING, max_steps=learned.planned, epochs=epochs + 1))
+        self.view.say(
+            f"A rehearsal trained {tried.training_tokens_per_second:.0f} tokens/s beside the answers: "
+            f"{' and '.join(str(plan.max_steps) for plan in plans)} optimizer steps fit into "
+            f"{self.options.seconds:.0f} s."
+        )
+        return plans
+
+
+def _embedded() -> Path:
+    try:
+        return tiny.path()
+    except FileNotFoundError as error:
+        raise ModelNotFound(str(error)) from error
+
+
+def _result(lesson: Lesson, marks: Marks) -> str:
+    loss = f"loss {marks.loss:.2f} per token"
+    return f"{marks.right} of {len(marks.answers)} right, {loss}" if lesson.exact else loss
+
+
+def _note(job: FineTuning, learned: Learned) -> None:
+    """What a job came to, whether or not it was ended early."""
+    losses = [updated.loss for updated in job.history]
+    learned.steps = len(losses)
+    if losses:
+        newest = losses[-_LAST_STEPS:]
+        learned.loss_first, learned.loss_last = losses[0], sum(newest) / len(newest)

@@ -1,0 +1,129 @@
+"""A recorded trace as load: its arrivals and lengths, made to fit this machine and model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from coserve.bench.workloads import ScaledTrace, TraceRow, read_trace, scale_trace
+from coserve.core.request import SamplingParams
+from coserve.demo.crowd import Ask
+
+REQUESTS: Final = 2000  # of the trace's beginning; the scales are computed over them once
+POSITIONS: Final = 2048  # a model with more is not given longer prompts: the demo is short
+PROMPT_SHARE: Final = 0.75  # of the positions, for the longest prompt; the rest is for the longest answer
+ADAPTED: Final = 4  # every fourth request goes to an adapter, in turn: traces name none
+_STRIDE: Final = 131  # tokens between the beginnings of two prompts in the text they are cut from
+_SHORTEST: Final = 1e-3  # seconds that a replay of the whole trace takes at least
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A trace's requests with lengths that the model takes; arrivals are still as recorded."""
+
+    rows: tuple[TraceRow, ...]
+    longest_prompt: int
+    longest_answer: int
+
+    @property
+    def tokens_per_request(self) -> float:
+        """Mean tokens, in and out, once lengths are scaled."""
+        rows = self.at_rate(1.0).rows
+        return sum(row.prompt + row.answer for row in rows) / len(rows)
+
+    def at_rate(self, rate: float) -> ScaledTrace:
+        """The load at `rate` requests a second on average."""
+        seconds = len(self.rows) / rate
+        return scale_trace(self.rows, rate, seconds, self.longest_prompt, self.longest_answer)
+
+
+def read_load(path: Path, positions: int) -> Load:
+    """The beginning of a trace, its lengths to be scaled to the model's positions. Raises DataError."""
+    most = min(positions, POSITIONS)
+    prompt = int(most * PROMPT_SHARE)
+    return Load(tuple(read_trace(path)[:REQUESTS]), prompt, most - prompt)
+
+
+def describe(
+    scaled: ScaledTrace, recorded: Sequence[TraceRow], capacity: float
+) -> tuple[str, dict[str, Any]]:
+    """By how much the trace was scaled, as a sentence and as figures. `capacity` is in requests a second."""
+    was = len(recorded) / max(recorded[-1].at - recorded[0].at, 1e-9)
+    now = was / scaled.time_scale
+    said = (
+        f"Arrivals: {was:.2f} a second as recorded, {now:.2f} here (gaps x {scaled.time_scale:.3g}), "
+        f"{now / capacity:.0%} of the {capacity:.2f} a second measured as capacity. "
+        f"Prompts x {scaled.prompt_scale:.3g}, answers x {scaled.answer_scale:.3g} "
+        f"(mean {_mean(r.prompt for r in recorded):.0f} -> {_mean(r.prompt for r in scaled.rows):.0f} and "
+        f"{_mean(r.answer for r in recorded):.0f} -> {_mean(r.answer for r in scaled.rows):.0f} tokens)."
+    )
+    figures = {key: value for key, value in asdict(scaled).items() if key != "rows"}
+    return said, {**figures, "recorded_rate": was, "rate": now, "capacity": capacity}
+
+
+def _mean(values: Iterator[int]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+class _Replay:
+    """Requests of a scaled trace, in order, and from the beginning again when they run out.
+
+    A trace holds lengths only: prompts are cut from `text`, and answers go on to the recorded length
+    whatever the model would like.
+    """
+
+    def __init__(self, scaled: ScaledTrace, text: Sequence[int], adapters: Sequence[str] = ()) -> None:
+        self._rows, self._text, self._adapters = scaled.rows, text, adapters
+        self._number = 0
+
+    def _next(self, at: float | None) -> Ask:
+        """The next request, as one that arrived `at`."""
+        number = self._number
+        row = self._rows[number % len(self._rows)]
+        self._number += 1
+        start = number * _STRIDE % len(self._text)
+        prompt = tuple(self._text[(start + i) % len(self._text)] for i in range(row.prompt))
+        adapter = None
+        if self._adapters and number % ADAPTED == 0:
+            adapter = self._adapters[number // ADAPTED % len(self._adapters)]
+        sampling = SamplingParams(max_tokens=row.answer, ignore_eos=True)
+        return Ask(number, prompt, f"[{row.prompt} tokens]", sampling, adapter, at)
+
+
+class Backlog(_Replay):
+    """As many requests at once as there are seats: what the machine can do when nobody pauses."""
+
+    def __init__(self, scaled: ScaledTrace, text: Sequence[int], seats: int) -> None:
+        super().__init__(scaled, text)
+        self._free = seats
+
+    def due(self, now: float) -> Iterator[Ask]:
+        while self._free:
+            self._free -= 1
+            yield self._next(None)
+
+    def answered(self, ask: Ask, text: str) -> None:
+        self._free += 1
+
+
+class Arrivals(_Replay):
+    """Requests at the times of the scaled trace, whoever is still being answered."""
+
+    def __init__(self, scaled: ScaledTrace, text: Sequence[int], adapters: Sequence[str] = ()) -> None:
+        super().__init__(scaled, text, adapters)
+        last = scaled.rows[-1].at
+        self._period = last * (len(scaled.rows) + 1) / len(scaled.rows)
+        self._begun: float | None = None
+
+    def due(self, now: float) -> Iterator[Ask]:
+        self._begun = now if self._begun is None else self._begun
+        while (at := self._begun + self._at()) <= now:
+            yield self._next(at)
+
+    def answered(self, ask: Ask, text: str) -> None:
+        """Nobody waits for an answer before asking."""
+
+    def _at(self) -> float:
+        rounds, index = divmod(self._number, len(self._rows))
+        return rounds * max(self._period, _SHORTEST) + self._rows[index].at

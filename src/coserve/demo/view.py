@@ -1,0 +1,262 @@
+"""How the demo is shown: live on a terminal, line by line where output is piped, or the tables only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from coserve.demo.crowd import Heard
+from coserve.demo.figures import Rates
+from coserve.demo.tables import Sheet, milliseconds, short
+
+BARS = "▁▂▃▄▅▆▇█"
+PIPED_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A fine-tuning job: steps done and planned, and the loss of every step."""
+
+    adapter: str
+    steps: int
+    planned: int
+    losses: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What there is to see at one moment. Times in seconds."""
+
+    act: str
+    elapsed: float
+    left: float  # expected, to the end of the act
+    rates: Rates
+    gap_p50: float | None
+    gap_p99: float | None
+    slo: float | None
+    jobs: tuple[Job, ...] = ()
+    under_way: tuple[Heard, ...] = ()
+    just_said: tuple[Heard, ...] = ()
+
+
+class View(Protocol):
+    """Where the story is told. `period` is the time between two frames, seconds."""
+
+    period: float
+
+    def say(self, text: str) -> None:
+        """A sentence."""
+        ...
+
+    def show(self, frame: Frame) -> None:
+        """How things stand."""
+        ...
+
+    def sheet(self, sheet: Sheet, closing: bool = False) -> None:
+        """A finished table; `closing` ones are the result."""
+        ...
+
+    def close(self) -> None:
+        """Nothing moves any more."""
+        ...
+
+
+def make_view(plain: bool, quiet: bool, file: TextIO | None = None) -> View:
+    """The live view on a terminal, else the plain one; `quiet` shows the closing tables only."""
+    console = Console(file=file)
+    if quiet:
+        return QuietView(console)
+    return PlainView(console) if plain or not console.is_terminal else LiveView(console)
+
+
+class QuietView:
+    """The closing tables, nothing else."""
+
+    period = float("inf")
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        if not console.is_terminal:
+            console.width = PIPED_WIDTH  # a pipe has none of its own, and 80 columns fold the answers
+
+    def say(self, text: str) -> None: ...
+
+    def show(self, frame: Frame) -> None: ...
+
+    def sheet(self, sheet: Sheet, closing: bool = False) -> None:
+        if closing:
+            _print(self._console, sheet)
+
+    def close(self) -> None: ...
+
+
+class PlainView(QuietView):
+    """A line every few seconds, and with it an answer that has just been completed."""
+
+    period = 5.0
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def show(self, frame: Frame) -> None:
+        self._console.print(Text(progress_line(frame)), soft_wrap=True)
+        # An adapter's answer is the more telling one.
+        for heard in sorted(frame.just_said, key=lambda heard: not heard.adapted)[:1]:
+            line = f'         {heard.who}: "{short(heard.question, 80)}" -> "{short(heard.answer, 100)}"'
+            self._console.print(Text(line), soft_wrap=True)
+
+    def sheet(self, sheet: Sheet, closing: bool = False) -> None:
+        _print(self._console, sheet)
+
+
+class LiveView(PlainView):
+    """A panel that is redrawn twice a second: more would cost the answers time."""
+
+    period = 0.5
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._live: Live | None = None
+
+    def say(self, text: str) -> None:
+        self._pause()
+        self._console.print(Text(text, style="bold"))
+
+    def show(self, frame: Frame) -> None:
+        if self._live is None:
+            # Redrawn here only: a thread of its own would take the interpreter from the engine.
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(panel(frame, self._console.width, self._console.height), refresh=True)
+
+    def sheet(self, sheet: Sheet, closing: bool = False) -> None:
+        self._pause()
+        _print(self._console, sheet)
+
+    def close(self) -> None:
+        self._pause()
+
+    def _pause(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as a row of bars at most `width` wide, the largest one full; neighbours are averaged."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [len(values) * i // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    top = max(means) or 1.0
+    return "".join(BARS[min(int(mean / top * len(BARS)), len(BARS) - 1)] for mean in means)
+
+
+def progress_line(frame: Frame) -> str:
+    """A frame in one line."""
+    r = frame.rates
+    parts = [f"{frame.elapsed:5.1f} s", f"decode {r.decode:.0f}/s, prefill {r.prefill:.0f}/s"]
+    if frame.jobs:
+        parts[-1] += f", training {r.training:.0f}/s"
+        parts += [f"{job.adapter} {job.steps}/{job.planned}{_loss(job)}" for job in frame.jobs]
+    if frame.gap_p50 is not None and frame.gap_p99 is not None:
+        slo = "" if frame.slo is None else f" (SLO {milliseconds(frame.slo)})"
+        parts.append(
+            f"between tokens p50 {milliseconds(frame.gap_p50)}, p99 {milliseconds(frame.gap_p99)}{slo}"
+        )
+    if frame.jobs and r.fused is not None:
+        parts.append(f"fused {r.fused:.0%}")
+    return " | ".join([*parts, f"{frame.left:.0f} s left"])
+
+
+def panel(frame: Frame, width: int, height: int) -> RenderableType:
+    """A frame as a panel for a terminal of that size."""
+    inside = max(width - 4, 20)
+    parts: list[RenderableType] = [_figures(frame)]
+    if frame.jobs:
+        parts += [Text(), *(_job(job, inside) for job in frame.jobs)]
+    parts.append(Text())
+    room = height - 10 - 2 * len(frame.jobs)
+    parts += [_heard(heard, inside) for heard in frame.under_way[: max(room, 1)]]
+    title = f"[bold]{frame.act}[/]  {frame.elapsed:.0f} s, {frame.left:.0f} s left"
+    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan")
+
+
+def _figures(frame: Frame) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(4):
+        grid.add_column()
+    r = frame.rates
+    fused = "" if r.fused is None else f"   steps fused {r.fused:.0%}"
+    grid.add_row(
+        Text("tokens/s", "dim"),
+        f"[green]decode {r.decode:6.0f}[/]",
+        f"[blue]prefill {r.prefill:6.0f}[/]",
+        f"[magenta]training {r.training:6.0f}[/]{fused}" if frame.jobs else "",
+    )
+    if frame.gap_p50 is not None and frame.gap_p99 is not None:
+        slo = Text() if frame.slo is None else _bar(frame.gap_p99, frame.slo)
+        p50, p99 = milliseconds(frame.gap_p50), milliseconds(frame.gap_p99)
+        grid.add_row(Text("between tokens", "dim"), f"p50 {p50}", f"p99 {p99}", slo)
+    return grid
+
+
+def _bar(value: float, bound: float) -> Text:
+    """How much of the bound a latency uses."""
+    cells = 20
+    used = min(round(value / bound * cells), cells)
+    colour = "green" if value <= bound else "red"
+    return Text.assemble(
+        ("█" * used, colour), ("░" * (cells - used), "dim"), f" of SLO {milliseconds(bound)}"
+    )
+
+
+def _job(job: Job, width: int) -> Text:
+    cells = 20
+    done = cells * job.steps // max(job.planned, 1)
+    line = Text.assemble(
+        (f"{job.adapter:<12} ", "bold yellow"), ("━" * done, "yellow"), ("━" * (cells - done), "dim"),
+        f" {job.steps:>4}/{job.planned}{_loss(job)}  ", (sparkline(job.losses, max(width - 60, 8)), "yellow"),
+    )  # fmt: skip
+    line.no_wrap = True
+    return line
+
+
+def _loss(job: Job) -> str:
+    return f" loss {job.losses[-1]:.3f}" if job.losses else ""
+
+
+def _heard(heard: Heard, width: int) -> Text:
+    """One conversation on one line; a long answer shows its newest words."""
+    question = short(heard.question, max(width // 3, 10))
+    room = max(width - len(question) - 19, 8)
+    answer = " ".join(heard.answer.split())
+    answer = answer if len(answer) <= room else "…" + answer[1 - room :]
+    style = "yellow" if heard.adapted else "cyan"
+    line = Text.assemble((f"{heard.who:>14} ", style), (question, "dim"), "  ", answer)
+    line.no_wrap = True
+    line.overflow = "ellipsis"
+    return line
+
+
+def _print(console: Console, sheet: Sheet) -> None:
+    # A title of the table's own would be folded to the table's width.
+    console.print(Text(f"\n{sheet.title}", "bold"))
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, column in enumerate(sheet.columns):
+        right = i > 0 and not sheet.prose
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for row in sheet.rows:
+        # Cells are text, not markup: an answer may hold square brackets.
+        table.add_row(*(Text(cell) for cell in row))
+        if sheet.prose:
+            table.add_section()
+    console.print(table)
