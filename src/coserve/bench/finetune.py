@@ -80,8 +80,7 @@ def _tape_bytes(engine: Engine, vocabulary: int) -> tuple[int, int]:
             is_last = segment.start + segment.length == batch.length and segment.span.last == batch.layers
             if segment.direction is Direction.KEEP and is_last:
                 tape = engine.runner.runs[batch.job].tape(batch)
-                kept = (*tape.inputs, *tape.products.values())
-                logits = sum(t.nbytes for t in kept if t.shape[-1] == vocabulary)
+                logits = sum(t.nbytes for t in tape.products.values() if t.shape[-1] == vocabulary)
                 found.append((tape.nbytes - logits, logits))
 
     with watch_plans(engine, look):

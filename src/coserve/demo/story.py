@@ -33,7 +33,8 @@ LORA: Final = LoRAConfig(rank=16, alpha=32.0)
 TRAINING: Final = TrainingConfig(learning_rate=3e-3, batch_size=8, warmup_ratio=0.05, keep=Keep.PRODUCTS)
 _EPOCHS: Final = 1000  # of a rehearsal, which time ends
 _LAST_STEPS: Final = 5  # whose mean is the loss that training came to
-OVERTIME: Final = 1.25  # training that takes so many times its planned seconds is ended where it is
+OVERTIME: Final = 0.25  # of the planned seconds; training that takes longer is ended where it is
+_GRACE: Final = 5.0  # seconds of overtime at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,9 @@ class Story:
         ]
         names = " and ".join(f"{lesson.adapter} ({lesson.about})" for lesson in self.lessons)
         self.view.say(f"Training {names}, while the answers go on:")
+        longest = self.options.seconds + max(self.options.seconds * OVERTIME, _GRACE)
         self.report.training = self.stage.play(
-            "Answers and training", self.crowds.taught(), self.options.seconds * OVERTIME, self._slo, jobs
+            "Answers and training", self.crowds.taught(), longest, self._slo, jobs
         )
         for job, learned in zip(jobs, self.report.adapters, strict=True):
             _note(job, learned)

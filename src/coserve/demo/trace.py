@@ -48,8 +48,7 @@ def describe(
     scaled: ScaledTrace, recorded: Sequence[TraceRow], capacity: float
 ) -> tuple[str, dict[str, Any]]:
     """By how much the trace was scaled, as a sentence and as figures. `capacity` is in requests a second."""
-    was = len(recorded) / max(recorded[-1].at - recorded[0].at, 1e-9)
-    now = was / scaled.time_scale
+    was, now = rate(recorded), rate(scaled.rows)
     said = (
         f"Arrivals: {was:.2f} a second as recorded, {now:.2f} here (gaps x {scaled.time_scale:.3g}), "
         f"{now / capacity:.0%} of the {capacity:.2f} a second measured as capacity. "
@@ -59,6 +58,11 @@ def describe(
     )
     figures = {key: value for key, value in asdict(scaled).items() if key != "rows"}
     return said, {**figures, "recorded_rate": was, "rate": now, "capacity": capacity}
+
+
+def rate(rows: Sequence[TraceRow]) -> float:
+    """Requests a second on average: the last of n comes, on average, n / (n + 1) of the way."""
+    return len(rows) / max(rows[-1].at * (len(rows) + 1) / len(rows), 1e-9)
 
 
 def _mean(values: Iterator[int]) -> float:

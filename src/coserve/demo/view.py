@@ -184,29 +184,28 @@ def panel(frame: Frame, width: int, height: int) -> RenderableType:
     if frame.jobs:
         parts += [Text(), *(_job(job, inside) for job in frame.jobs)]
     parts.append(Text())
-    room = height - 10 - 2 * len(frame.jobs)
+    room = height - 7 - len(frame.jobs)
     parts += [_heard(heard, inside) for heard in frame.under_way[: max(room, 1)]]
     title = f"[bold]{frame.act}[/]  {frame.elapsed:.0f} s, {frame.left:.0f} s left"
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan")
 
 
-def _figures(frame: Frame) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    for _ in range(4):
-        grid.add_column()
+def _figures(frame: Frame) -> Text:
     r = frame.rates
-    fused = "" if r.fused is None else f"   steps fused {r.fused:.0%}"
-    grid.add_row(
-        Text("tokens/s", "dim"),
-        f"[green]decode {r.decode:6.0f}[/]",
-        f"[blue]prefill {r.prefill:6.0f}[/]",
-        f"[magenta]training {r.training:6.0f}[/]{fused}" if frame.jobs else "",
-    )
+    speeds = Text.assemble(("tokens/s   ", "dim"), (f"decode {r.decode:.0f}", "green"))
+    speeds.append(f"   prefill {r.prefill:.0f}", "blue")
+    if frame.jobs:
+        speeds.append(f"   training {r.training:.0f}", "magenta")
+        if r.fused is not None:
+            speeds.append(f"   fused {r.fused:.0%}", "dim")
+    gaps = Text.assemble(("per token  ", "dim"))
     if frame.gap_p50 is not None and frame.gap_p99 is not None:
-        slo = Text() if frame.slo is None else _bar(frame.gap_p99, frame.slo)
-        p50, p99 = milliseconds(frame.gap_p50), milliseconds(frame.gap_p99)
-        grid.add_row(Text("between tokens", "dim"), f"p50 {p50}", f"p99 {p99}", slo)
-    return grid
+        gaps.append(f"p50 {milliseconds(frame.gap_p50)}   p99 {milliseconds(frame.gap_p99)}   ")
+        if frame.slo is not None:
+            gaps.append_text(_bar(frame.gap_p99, frame.slo))
+    both = Text("\n").join([speeds, gaps])
+    both.no_wrap, both.overflow = True, "ellipsis"
+    return both
 
 
 def _bar(value: float, bound: float) -> Text:
@@ -215,7 +214,7 @@ def _bar(value: float, bound: float) -> Text:
     used = min(round(value / bound * cells), cells)
     colour = "green" if value <= bound else "red"
     return Text.assemble(
-        ("█" * used, colour), ("░" * (cells - used), "dim"), f" of SLO {milliseconds(bound)}"
+        ("█" * used, colour), ("░" * (cells - used), "dim"), f" of {milliseconds(bound)} SLO"
     )
 
 
@@ -226,7 +225,7 @@ def _job(job: Job, width: int) -> Text:
         (f"{job.adapter:<12} ", "bold yellow"), ("━" * done, "yellow"), ("━" * (cells - done), "dim"),
         f" {job.steps:>4}/{job.planned}{_loss(job)}  ", (sparkline(job.losses, max(width - 60, 8)), "yellow"),
     )  # fmt: skip
-    line.no_wrap = True
+    line.no_wrap, line.overflow = True, "ellipsis"
     return line
 
 
@@ -242,8 +241,7 @@ def _heard(heard: Heard, width: int) -> Text:
     answer = answer if len(answer) <= room else "…" + answer[1 - room :]
     style = "yellow" if heard.adapted else "cyan"
     line = Text.assemble((f"{heard.who:>14} ", style), (question, "dim"), "  ", answer)
-    line.no_wrap = True
-    line.overflow = "ellipsis"
+    line.no_wrap, line.overflow = True, "ellipsis"
     return line
 
 

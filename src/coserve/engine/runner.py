@@ -83,7 +83,7 @@ class LocalRunner:
                 composed = joined
                 rows, calls = self._compose(inference, joined)
             hidden = [] if inference is None else [inference.hidden]
-            hidden += [t.tape.inputs[layer][None, t.window.span] for t in joined]
+            hidden += [t.tape.input(layer, t.window) for t in joined]
             with self.base.cell.set(rows):
                 out = self.base.layer(layer, hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1), calls)
             start = 0
@@ -91,7 +91,7 @@ class LocalRunner:
                 start = inference.hidden.shape[1]
                 inference.hidden = out[:, :start]
             for travel in joined:
-                travel.tape.inputs[layer + 1][travel.window.span] = out[0, start : start + travel.window.rows]
+                travel.tape.keep_output(layer, travel.window, out[0, start : start + travel.window.rows])
                 start += travel.window.rows
 
     def _travel(self, segment: Segment) -> _Travel:

@@ -44,10 +44,17 @@ NAMES = tuple(DEFAULT_WEIGHTS)
     _UPDATES,
 ) = range(len(NAMES))
 
+# Steps of one kind share what makes them slower or faster than when they were measured.
+_KIND_OF = tuple(
+    "backward" if name.startswith("backward") else name if name in ("loss_rows", "updates") else "forward"
+    for name in NAMES
+)
+
 _RIDGE = 1e-6  # per sample; keeps features that always occur together at small, equal weights
 _SWEEPS = 2000  # of coordinate descent; twelve columns converge in far fewer unless nearly collinear
-_RATE = 0.05  # of the error that one observation moves the weights by
-_DRIFT = 0.05  # of the logarithmic error that one observation moves the common factor by
+_RATE = 0.02  # of the error that one observation moves the weights by
+_RANGE = 3.0  # how far a weight may move from what was measured, either way
+_DRIFT = 0.1  # of the logarithmic error that one observation moves the factors by
 _MEMORY = 0.05  # of an observation in the running error
 _UNKNOWN_ERROR = 0.25  # before anything was measured
 _OUTLIER = 4.0  # a step this many times slower or faster teaches no more than one exactly so
@@ -163,17 +170,16 @@ class Features:
 
 
 class CostModel:
-    """Predicts the seconds of a step: a common factor times a non-negative weight for each feature."""
+    """Predicts the seconds of a step: a non-negative weight for each feature times its kind's factor."""
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
-        self._weights = [float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES]
-        self.scale = 1.0  # what everything takes now over what it took when it was measured
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
+        self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
 
     @property
     def weights(self) -> dict[str, float]:
-        """Seconds per unit of each feature, the common factor included."""
-        return {name: self.scale * weight for name, weight in zip(NAMES, self._weights, strict=True)}
+        """Seconds per unit of each feature, the factor of its kind included."""
+        return dict(zip(NAMES, self._effective, strict=True))
 
     def predict(self, plan: Plan) -> float:
         """Seconds that `plan` will take."""
@@ -181,7 +187,7 @@ class CostModel:
 
     def predict_features(self, features: Features) -> float:
         """Seconds that a step of these features will take."""
-        seconds: float = self.scale * sum(map(mul, self._weights, features.values))
+        seconds: float = sum(map(mul, self._effective, features.values))
         return seconds
 
     def fit(self, samples: Iterable[tuple[Plan | Features, float]]) -> None:
@@ -193,36 +199,30 @@ class CostModel:
         rows = [(_features(work).values, seconds) for work, seconds in samples if seconds > 0]
         if not rows:
             return
-        self._weights = [self.scale * weight for weight in self._weights]
-        self.scale = 1.0
         relative = [[value / seconds for value in values] for values, seconds in rows]
-        for name, weight in _solve(relative).items():
-            self._weights[name] = weight
-        misses = [abs(sum(map(mul, self._weights, row)) - 1.0) for row in relative]
+        found = _solve(relative)
+        self._start([found.get(index, weight) for index, weight in enumerate(self._effective)])
+        misses = [abs(sum(map(mul, self._effective, row)) - 1.0) for row in relative]
         self.error = sum(misses) / len(misses)
 
     def observe(self, work: Plan | Features, seconds: float) -> None:
         """Learns from one step that took `seconds`.
 
-        A normalised gradient step moves each weight in proportion to the square of what it contributed
-        (so that a step without training says nothing about training), and the common factor follows what
-        all features share: a machine that became busier or cooler.
+        Each kind of work has a factor, which follows what its steps take: a busier machine, or a tape that
+        keeps more than the measured one. Kinds that a step has little of learn little from it, and those it
+        has none of nothing. Weights within a kind move slowly (a normalised gradient step in proportion
+        to the square of what each contributed) and stay within a range of what was measured: a long stretch
+        of one kind of step must not teach what others cost.
         """
         if seconds <= 0:
             return
         values = _features(work).values
-        predicted = max(self.scale * sum(map(mul, self._weights, values)), 1e-9)
+        predicted = max(sum(map(mul, self._effective, values)), 1e-9)
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
-        # A weight of zero could never grow by its contribution, so each present feature is taken to
-        # contribute at least a hundredth.
-        parts = [max(w * v, 0.01 * taken) if v else 0.0 for w, v in zip(self._weights, values, strict=True)]
-        norm = sum(part * part for part in parts)
-        gain = _RATE * (taken - predicted) / (self.scale * norm)
-        for index, (part, value) in enumerate(zip(parts, values, strict=True)):
-            if value:
-                self._weights[index] = max(0.0, self._weights[index] + gain * part * part / value)
-        self.scale *= (taken / predicted) ** _DRIFT
+        self._correct_weights(values, taken, predicted)
+        self._correct_factors(values, taken, predicted)
+        self._effective = [w * self._factors[kind] for w, kind in zip(self._weights, _KIND_OF, strict=True)]
 
     def as_dict(self) -> dict[str, float]:
         """Everything the model knows, ready for JSON."""
@@ -234,6 +234,32 @@ class CostModel:
         model = cls(data)
         model.error = float(data.get("error", _UNKNOWN_ERROR))
         return model
+
+    def _start(self, weights: list[float]) -> None:
+        self._measured = weights
+        self._weights = weights.copy()
+        self._factors = dict.fromkeys(_KIND_OF, 1.0)
+        self._effective = weights.copy()
+
+    def _correct_weights(self, values: list[float], taken: float, predicted: float) -> None:
+        # A weight of zero could never grow by its contribution, so each present feature is taken to
+        # contribute at least a hundredth.
+        parts = [max(w * v, 0.01 * taken) if v else 0.0 for w, v in zip(self._effective, values, strict=True)]
+        gain = _RATE * (taken - predicted) / sum(part * part for part in parts)
+        for index, (part, value) in enumerate(zip(parts, values, strict=True)):
+            if value:
+                moved = self._weights[index] + gain * part * part / value / self._factors[_KIND_OF[index]]
+                least, most = self._measured[index] / _RANGE, max(self._measured[index] * _RANGE, part / value)
+                self._weights[index] = min(max(moved, least), most)
+
+    def _correct_factors(self, values: list[float], taken: float, predicted: float) -> None:
+        shares = dict.fromkeys(self._factors, 0.0)
+        for weight, value, kind in zip(self._effective, values, _KIND_OF, strict=True):
+            shares[kind] += weight * value / predicted
+        norm = sum(share * share for share in shares.values()) or 1.0
+        for kind, share in shares.items():
+            moved = self._factors[kind] * (taken / predicted) ** (_DRIFT * share / norm)
+            self._factors[kind] = min(max(moved, 1 / _OUTLIER), _OUTLIER)
 
 
 def _features(work: Plan | Features) -> Features:

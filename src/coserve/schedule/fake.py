@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from coserve.core.events import Event
 from coserve.core.plan import Plan, Sampled, Segment, StepResult, TokenLogprobs, Updated
-from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import CoserveError
 from coserve.schedule.cost import CostModel
 from coserve.schedule.scheduler import Scheduler

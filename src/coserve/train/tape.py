@@ -61,8 +61,9 @@ class Window:
 class Tape:
     """A micro-batch on its way: buffers over all its rows, filled window by window, layer by layer.
 
-    tokens, labels [rows] (label -100 is none; a label belongs to the row that predicts it). `inputs[l]`
-    [rows, width] is what layer `l` is given, `inputs[depth]` what the last one gives.
+    tokens, labels [rows] (label -100 is none; a label belongs to the row that predicts it). What the first
+    layer is given is embedded again when it is asked for; what the last one gives makes room, once its loss
+    is known, for the gradient of rows that wait on their way back.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class Tape:
         self.lengths = lengths
         self.labels = labels
         self.keep = keep
-        positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
-        hidden, self.calls = base.prologue(tokens, positions)
         self.rows = len(tokens)
-        self.inputs = [hidden[0], *(self._room(hidden[0], self.rows, base.hidden_size) for _ in range(base.depth))]
+        self._tokens = tokens
+        self._positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+        hidden, self._calls = base.prologue(tokens, self._positions)
+        self._outputs = [self._room(hidden, self.rows, base.hidden_size) for _ in range(base.depth)]
         self.products: dict[str, Tensor] = {}
         self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        self._gradients: Tensor | None = None  # of windows put down on their way back, row by row
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._key_grads: dict[int, Tensor] = {}
@@ -96,7 +97,21 @@ class Tape:
 
     def calls_for(self, window: Window) -> LayerCalls:
         """The layers' arguments for the rows of a window."""
-        return self.base.arguments.narrow(self.calls, window.start, window.rows)
+        return self.base.arguments.narrow(self._calls, window.start, window.rows)
+
+    def input(self, layer: int, window: Window) -> Tensor:
+        """What layer `layer` is given for the window's rows, [1, rows, width]."""
+        if layer == 0:
+            return self.base.prologue(self._tokens[window.span], self._positions[window.span])[0]
+        return self._outputs[layer - 1][None, window.span]
+
+    def keep_output(self, layer: int, window: Window, hidden: Tensor) -> None:
+        """hidden [rows, width] is what layer `layer` gave."""
+        self._outputs[layer][window.span] = hidden
+
+    def output(self, window: Window) -> Tensor:
+        """What the last layer gave, [1, rows, width], until the window's gradient takes its place."""
+        return self._outputs[-1][None, window.span]
 
     def keep_product(self, path: str, window: Window, product: Tensor) -> None:
         """product [window rows, out] of the frozen linear at `path`."""
@@ -141,32 +156,26 @@ class Tape:
 
     def put_down(self, window: Window, gradient: Tensor) -> None:
         """Leaves a window between two layers, with the gradient [1, rows, width] it has there."""
-        if self._gradients is None:
-            self._gradients = self._room(self.inputs[0], *self.inputs[0].shape)
-        self._gradients[window.span] = gradient[0]
+        self._outputs[-1][window.span] = gradient[0]
 
     def picked_up(self, window: Window) -> Tensor:
         """The gradient [1, rows, width] of a window that was put down, whole or as part of a larger one."""
-        assert self._gradients is not None, "only what was put down can be picked up"
-        return self._gradients[None, window.span]
+        return self._outputs[-1][None, window.span]
 
     def release(self) -> None:
         """Gives all memory back; the tape is of no use afterwards."""
         self._arena.give_back(self._kept())
-        self.inputs.clear()
+        self._outputs.clear()
         for store in self._stores():
             store.clear()
-        self._gradients = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept for the backward pass (the loss's labels and the layers' shared arguments excluded)."""
-        return self.inputs[0].nbytes + sum(t.nbytes for t in self._kept())
+        """Bytes kept for the backward pass (tokens, labels and what all layers are called with excluded)."""
+        return sum(t.nbytes for t in self._kept())
 
     def _kept(self) -> list[Tensor]:
-        """What came from the arena: all but the prologue's output."""
-        gradients = [] if self._gradients is None else [self._gradients]
-        return [*self.inputs[1:], *(t for store in self._stores() for t in store.values()), *gradients]
+        return [*self._outputs, *(t for store in self._stores() for t in store.values())]
 
     def _stores(self) -> tuple[dict[Any, Tensor], ...]:
         return self.products, self._keys, self._values, self._key_grads, self._value_grads

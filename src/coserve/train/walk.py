@@ -65,7 +65,7 @@ class Walk:
         """The loss of the window's rows, and its gradient for the last layer's output, where they wait for their
         way back. Rows without a label cost nothing."""
         labels = self._tape.labels[window.span]
-        hidden = self._tape.inputs[self._base.depth][window.span]
+        hidden = self._tape.output(window)[0]
         gradient = torch.zeros_like(hidden)
         rows = (labels >= 0).nonzero().squeeze(1)
         size = max(16, _LOGITS_PER_CHUNK // self._base.vocabulary)
@@ -94,7 +94,7 @@ class Walk:
         """Re-runs `layer` and goes back through it: from the gradient for its output to the one for its
         input [1, rows, width]. Below the lowest adapter nobody asks for that, and it stays as it is."""
         leaves = self._leaves.get(layer, ())
-        x = self._tape.inputs[layer][window.span][None].detach().requires_grad_(layer > self._lowest)
+        x = self._tape.input(layer, window).detach().requires_grad_(layer > self._lowest)
         past = self._tape.past_cache(layer, window)
         if past is not None:
             past = (past[0].detach().requires_grad_(), past[1].detach().requires_grad_())
