@@ -40,6 +40,10 @@ class AdapterBank:
             raise AdapterNotFound(f"there is no adapter {name!r} (known: {known})")
         return found
 
+    def next_version(self, name: str) -> int:
+        """A version number that no held version of this name has; old ones may still be answering."""
+        return 1 + max((v.version for v in self._versions.values() if v.name == name), default=-1)
+
     def remove(self, name: str) -> None:
         """Forgets a name; running requests keep their version until they end."""
         adapter = self.find(name)

@@ -96,11 +96,14 @@ class MicroBatch:
     """Training examples of one job packed end to end, on their way through the model and back.
 
     `lengths` are the examples' rows; `layers` the model's depth. Forward, rows enter from the left: those
-    before `frontier` have set out. Then all pass the tail, from the left again and in pieces of their own: with
-    a large vocabulary one row's loss takes as long as several layers. Going back they enter from the right:
-    those from `frontier` on have set out. Windows that were put down lie in `put_down`, the one to go on with last. A window may be *cut* there: the part that others wait
-    for (the left one forward, the right one going back) goes on, the rest stays where it lies. So a window
-    that was chosen while nobody waited never stands in the way of one that must be short.
+    before `frontier` have set out. Then all pass the tail, from the left again and in pieces of their own:
+    with a large vocabulary one row's loss takes as long as several layers. Going back they enter from the
+    right: those from `frontier` on have set out.
+
+    Windows that were put down lie in `put_down`, the one to go on with last. A window may be *cut* there: the
+    part that the other waits for (the left one forward, the right one going back) goes on, the rest stays
+    where it lies. So a window that was chosen while nobody waited never stands in the way of one that must
+    be short.
     """
 
     key: int

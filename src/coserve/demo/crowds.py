@@ -19,30 +19,29 @@ class Crowds(Protocol):
         """Nobody asks an adapter: there is none yet."""
         ...
 
-    def taught(self) -> Source:
-        """Some ask the adapters, while these are being trained."""
+    def taught(self, lessons: Sequence[Lesson]) -> Source:
+        """Some ask the adapters of these lessons, while they are being trained."""
         ...
 
 
 class Talks:
     """Conversations, `seats` of them at any time."""
 
-    def __init__(self, seats: int, lessons: Sequence[Lesson]) -> None:
-        self._seats, self._lessons = seats, lessons
+    def __init__(self, seats: int) -> None:
+        self._seats = seats
 
     def alone(self) -> Source:
         return Conversations(self._seats)
 
-    def taught(self) -> Source:
-        return Conversations(self._seats, self._lessons, seed=1)
+    def taught(self, lessons: Sequence[Lesson]) -> Source:
+        return Conversations(self._seats, lessons, seed=1)
 
 
 class Replays:
     """A trace. Its arrivals are fitted to the machine once the capacity is known."""
 
-    def __init__(self, load: Load, text: Sequence[int], seats: int, lessons: Sequence[Lesson]) -> None:
+    def __init__(self, load: Load, text: Sequence[int], seats: int) -> None:
         self._load, self._text, self._seats = load, text, seats
-        self._adapters = [lesson.adapter for lesson in lessons]
         self._scaled: ScaledTrace = load.at_rate(1.0)
 
     def backlog(self) -> Source:
@@ -54,10 +53,10 @@ class Replays:
         tokens = capacity.output_tokens_per_second + capacity.prompt_tokens_per_second
         requests = max(tokens, 1.0) / self._load.tokens_per_request
         self._scaled = self._load.at_rate(OFFERED * requests)
-        return describe(self._scaled, self._load.rows, requests)
+        return describe(self._scaled, self._load, requests)
 
     def alone(self) -> Source:
         return Arrivals(self._scaled, self._text)
 
-    def taught(self) -> Source:
-        return Arrivals(self._scaled, self._text, self._adapters)
+    def taught(self, lessons: Sequence[Lesson]) -> Source:
+        return Arrivals(self._scaled, self._text, [lesson.adapter for lesson in lessons])

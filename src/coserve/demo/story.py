@@ -151,7 +151,7 @@ class Story:
         self.view.say(f"Training {names}, while the answers go on:")
         longest = self.options.seconds + max(self.options.seconds * OVERTIME, _GRACE)
         self.report.training = self.stage.play(
-            "Answers and training", self.crowds.taught(), longest, self._slo, jobs
+            "Answers and training", self.crowds.taught(self.lessons), longest, self._slo, jobs
         )
         for job, learned in zip(jobs, self.report.adapters, strict=True):
             _note(job, learned)
@@ -203,9 +203,9 @@ class Story:
     def _crowds(self) -> Crowds:
         engine, seats = self.stage.engine, self.options.conversations
         if self.options.trace is None:
-            return Talks(seats, self.lessons)
+            return Talks(seats)
         text = [token for t in material.texts(self.lessons) for token in engine.tokenize(t)]
-        return Replays(read_load(self.options.trace, engine.base.max_positions), text, seats, self.lessons)
+        return Replays(read_load(self.options.trace, engine.base.max_positions), text, seats)
 
     def _mark(self, lesson: Lesson, adapter: str | None) -> Marks:
         return mark(self.stage.engine, self.stage.step, lesson.held_out, adapter)
@@ -216,17 +216,15 @@ class Story:
         The number must be known beforehand: the learning rate is to have come down to zero at the end.
         """
         engine = self.stage.engine
-        names = [f"rehearsal-{lesson.adapter}" for lesson in self.lessons]
-        jobs = [
-            engine.finetune(lesson.examples, name, LORA, replace(TRAINING, epochs=_EPOCHS))
-            for lesson, name in zip(self.lessons, names, strict=True)
-        ]
-        tried = self.stage.play("Rehearsal", self.crowds.alone(), self._share(15), self._slo, jobs)
-        for job, name in zip(jobs, names, strict=True):
+        tried = [replace(lesson, adapter=f"try-{lesson.adapter}") for lesson in self.lessons]
+        endless = replace(TRAINING, epochs=_EPOCHS, schedule="constant")
+        jobs = [engine.finetune(lesson.examples, lesson.adapter, LORA, endless) for lesson in tried]
+        pace = self.stage.play("Rehearsal", self.crowds.taught(tried), self._share(15), self._slo, jobs)
+        for job in jobs:
             job.cancel()
-            engine.unload_adapter(name)
+            engine.unload_adapter(job.adapter)
         self.stage.go_on()
-        rows = tried.training_tokens_per_second * self.options.seconds / len(jobs)
+        rows = pace.training_tokens_per_second * self.options.seconds / len(jobs)
         plans = []
         for lesson, learned in zip(self.lessons, self.report.adapters, strict=True):
             mean = sum(map(len, lesson.examples)) / len(lesson.examples)
@@ -234,7 +232,7 @@ class Story:
             epochs = -(-learned.planned * TRAINING.batch_size // len(lesson.examples))
             plans.append(replace(TRAINING, max_steps=learned.planned, epochs=epochs + 1))
         self.view.say(
-            f"A rehearsal trained {tried.training_tokens_per_second:.0f} tokens/s beside the answers: "
+            f"A rehearsal trained {pace.training_tokens_per_second:.0f} tokens/s beside the answers: "
             f"{' and '.join(str(plan.max_steps) for plan in plans)} optimizer steps fit into "
             f"{self.options.seconds:.0f} s."
         )

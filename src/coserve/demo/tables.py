@@ -46,7 +46,8 @@ def side_by_side(lesson: Lesson, marks: dict[str, Marks], count: int) -> Sheet:
             tick = " ✓" if lesson.exact and matches(given, question.answer) else ""
             cells.append(short(given, 150) + tick)
         rows.append((short(question.text, 150), *cells))
-    return Sheet(f"Held-out questions: {lesson.about}", ("question", *marks), tuple(rows), prose=True)
+    about = f": {lesson.about}" if lesson.exact else ""
+    return Sheet(f"Held-out questions{about}", ("question", *marks), tuple(rows), prose=True)
 
 
 def scores(lessons: Sequence[Lesson], before: dict[str, Marks], after: dict[str, dict[str, Marks]]) -> Sheet:

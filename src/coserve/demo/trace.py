@@ -1,7 +1,7 @@
 """A recorded trace as load: its arrivals and lengths, made to fit this machine and model."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,7 +9,8 @@ from coserve.bench.workloads import ScaledTrace, TraceRow, read_trace, scale_tra
 from coserve.core.request import SamplingParams
 from coserve.demo.crowd import Ask
 
-REQUESTS: Final = 2000  # of the trace's beginning; the scales are computed over them once
+REQUESTS: Final = 2000  # of the trace; the scales are computed over them once
+_STRETCH: Final = 50  # requests over which it is judged how busy a trace is
 POSITIONS: Final = 2048  # a model with more is not given longer prompts: the demo is short
 PROMPT_SHARE: Final = 0.75  # of the positions, for the longest prompt; the rest is for the longest answer
 ADAPTED: Final = 4  # every fourth request goes to an adapter, in turn: traces name none
@@ -24,6 +25,7 @@ class Load:
     rows: tuple[TraceRow, ...]
     longest_prompt: int
     longest_answer: int
+    skipped: int = 0  # requests of the trace before these
 
     @property
     def tokens_per_request(self) -> float:
@@ -38,26 +40,40 @@ class Load:
 
 
 def read_load(path: Path, positions: int) -> Load:
-    """The beginning of a trace, its lengths to be scaled to the model's positions. Raises DataError."""
+    """Part of a trace, its lengths to be scaled to the model's positions. Raises DataError.
+
+    A recording begins slowly, and a demo is so short that it would see little else: what is taken begins
+    where the trace first is as busy as it is on average.
+    """
     most = min(positions, POSITIONS)
     prompt = int(most * PROMPT_SHARE)
-    return Load(tuple(read_trace(path)[:REQUESTS]), prompt, most - prompt)
+    rows = read_trace(path)
+    begin = _busy_from(rows)
+    taken = rows[begin : begin + REQUESTS]
+    started = taken[0].at
+    return Load(tuple(replace(row, at=row.at - started) for row in taken), prompt, most - prompt, begin)
 
 
-def describe(
-    scaled: ScaledTrace, recorded: Sequence[TraceRow], capacity: float
-) -> tuple[str, dict[str, Any]]:
+def _busy_from(rows: Sequence[TraceRow]) -> int:
+    """The first request whose following ones come at the trace's average rate at least."""
+    average = rows[-1].at / len(rows)
+    last = len(rows) - _STRETCH
+    return next((i for i in range(last) if rows[i + _STRETCH].at - rows[i].at <= _STRETCH * average), 0)
+
+
+def describe(scaled: ScaledTrace, load: Load, capacity: float) -> tuple[str, dict[str, Any]]:
     """By how much the trace was scaled, as a sentence and as figures. `capacity` is in requests a second."""
+    recorded = load.rows
     was, now = rate(recorded), rate(scaled.rows)
     said = (
-        f"Arrivals: {was:.2f} a second as recorded, {now:.2f} here (gaps x {scaled.time_scale:.3g}), "
+        f"Arrivals, from request {load.skipped + 1} on: {was:.2f} a second as recorded, {now:.2f} here (gaps x {scaled.time_scale:.3g}), "
         f"{now / capacity:.0%} of the {capacity:.2f} a second measured as capacity. "
         f"Prompts x {scaled.prompt_scale:.3g}, answers x {scaled.answer_scale:.3g} "
         f"(mean {_mean(r.prompt for r in recorded):.0f} -> {_mean(r.prompt for r in scaled.rows):.0f} and "
         f"{_mean(r.answer for r in recorded):.0f} -> {_mean(r.answer for r in scaled.rows):.0f} tokens)."
     )
     figures = {key: value for key, value in asdict(scaled).items() if key != "rows"}
-    return said, {**figures, "recorded_rate": was, "rate": now, "capacity": capacity}
+    return said, {**figures, "skipped": load.skipped, "recorded_rate": was, "rate": now, "capacity": capacity}
 
 
 def rate(rows: Sequence[TraceRow]) -> float:

@@ -174,7 +174,7 @@ def progress_line(frame: Frame) -> str:
         )
     if frame.jobs and r.fused is not None:
         parts.append(f"fused {r.fused:.0%}")
-    return " | ".join([*parts, f"{frame.left:.0f} s left"])
+    return " | ".join([*parts, f"{max(frame.left, 0):.0f} s left"])
 
 
 def panel(frame: Frame, width: int, height: int) -> RenderableType:
@@ -186,7 +186,7 @@ def panel(frame: Frame, width: int, height: int) -> RenderableType:
     parts.append(Text())
     room = height - 7 - len(frame.jobs)
     parts += [_heard(heard, inside) for heard in frame.under_way[: max(room, 1)]]
-    title = f"[bold]{frame.act}[/]  {frame.elapsed:.0f} s, {frame.left:.0f} s left"
+    title = f"[bold]{frame.act}[/]  {frame.elapsed:.0f} s, {max(frame.left, 0):.0f} s left"
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan")
 
 

@@ -78,7 +78,9 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
             continue
         examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
         config = TrainingConfig(learning_rate=1e-30, batch_size=batch)
-        run = TrainingRun(base, bank, _JOB, fresh_adapter(base, _JOB, LoRAConfig(), 0), examples, config, runner.arena)
+        run = TrainingRun(
+            base, bank, _JOB, fresh_adapter(base, _JOB, LoRAConfig(), 0), examples, config, runner.arena
+        )
         runner.runs[_JOB] = run
         (micro_batch,) = run.next_step(_KEYS)
         yield from _there_and_back(probe, micro_batch, batch * rows, half)
@@ -87,7 +89,7 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
 
 
 def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int) -> Iterator[Sample]:
-    """One window forward in two spans, the first beside a decoding sequence, through the tail, and back in two."""
+    """One window forward in two spans, the first beside a decoding sequence, the tail, and back in two."""
     answer = probe.sequence(64, 1, 0)
     depth = probe.runner.base.depth
     inference: tuple[Segment, ...] = (Segment(answer, 63, 1, Direction.INFER, Span(0, depth)),)

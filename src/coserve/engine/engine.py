@@ -24,7 +24,7 @@ from coserve.engine.detokenize import Detokenizer
 from coserve.engine.handles import Completion, FineTuning
 from coserve.engine.runner import LocalRunner
 from coserve.engine.table import SequenceTable
-from coserve.errors import ConfigError, JobError
+from coserve.errors import ConfigError, JobError, RequestError
 from coserve.jobs import datasets
 from coserve.memory.kv import KVPool
 from coserve.memory.pages import PagePool
@@ -109,6 +109,8 @@ class Engine:
         with self._lock:
             version = None if adapter is None else self.bank.find(adapter)
             request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
+            if unknown := [t for t in request.prompt if not 0 <= t < self.base.vocabulary]:
+                raise RequestError(f"token {unknown[0]} is not one of the model's {self.base.vocabulary}")
             self.runner.table.sampling.check(request.sampling)
             if sampling.stop and self._detokenizer is None:
                 raise ConfigError("stop strings need a tokenizer, and the engine was given none")
@@ -139,7 +141,9 @@ class Engine:
     def load_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
         """Makes a LoRA adapter in PEFT's format answer to `name`."""
         with self._lock:
+            self._refuse_in_training(name)
             adapter = read_adapter(folder, name, self.base.shapes, self.base.dtype, self.base.device)
+            adapter = replace(adapter, version=self.bank.next_version(name))
             self.bank.publish(adapter)
             return adapter
 
@@ -177,8 +181,8 @@ class Engine:
                 first = fresh_adapter(self.base, adapter, lora, training.seed)
             else:
                 before = self.bank.find(start_from)
-                version = before.version + 1 if before.name == adapter else 0
-                first = AdapterVersion(adapter, version, before.config, before.bypasses)
+                first = AdapterVersion(adapter, 0, before.config, before.bypasses)
+            first = replace(first, version=self.bank.next_version(adapter))
             job = f"job-{len(self.jobs) + 1}"
             run = TrainingRun(self.base, self.bank, job, first, examples, training, self.runner.arena)
             self.runner.runs[job] = run

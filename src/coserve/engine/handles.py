@@ -55,6 +55,8 @@ class Completion:
             while self._deltas:
                 yield self._deltas.popleft()
             if self.finish_reason is not None or not self._drive():
+                while self._deltas:  # another thread may have driven to the end meanwhile
+                    yield self._deltas.popleft()
                 return
 
     def result(self) -> "Completion":
@@ -115,6 +117,8 @@ class FineTuning:
                 self._read += 1
                 yield self.history[self._read - 1]
             if self.status != "running" or not self._drive():
+                yield from self.history[self._read :]  # another thread may have driven to the end meanwhile
+                self._read = len(self.history)
                 return
 
     def result(self) -> "FineTuning":

@@ -33,7 +33,7 @@ class Arena:
     def give_back(self, tensors: Iterable[Tensor]) -> None:
         """Takes back tensors that `take` gave; nobody may use them any more."""
         for tensor in tensors:
-            flat = tensor.new_empty(0).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+            flat = tensor.new_empty(0).set_(tensor.untyped_storage())
             free = self._free.setdefault((tensor.dtype, tensor.device), [])
             free.insert(bisect_left(free, flat.numel(), key=Tensor.numel), flat)
 

@@ -172,6 +172,8 @@ class Features:
 class CostModel:
     """Predicts the seconds of a step: a non-negative weight for each feature times its kind's factor."""
 
+    _effective: list[float]  # weight times factor, by feature
+
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
@@ -249,7 +251,10 @@ class CostModel:
         for index, (part, value) in enumerate(zip(parts, values, strict=True)):
             if value:
                 moved = self._weights[index] + gain * part * part / value / self._factors[_KIND_OF[index]]
-                least, most = self._measured[index] / _RANGE, max(self._measured[index] * _RANGE, part / value)
+                least, most = (
+                    self._measured[index] / _RANGE,
+                    max(self._measured[index] * _RANGE, part / value),
+                )
                 self._weights[index] = min(max(moved, least), most)
 
     def _correct_factors(self, values: list[float], taken: float, predicted: float) -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -108,6 +110,9 @@ def batch_loss(model: nn.Module, ids: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights[:, 1:].flatten()).sum()
 
 
+Progress = tuple[int, list[dict[str, float]], float]  # step, loss curve, seconds spent
+
+
 class Workers:
     """Replicas that share the parameters of one model but own their gradients, one for each core."""
 
@@ -174,12 +179,42 @@ def held_out_loss(model: LlamaForCausalLM, batches: list[tuple[Tensor, Tensor]])
     return total / sum(float(weights[:, 1:].sum()) for _, weights in batches)
 
 
+def save_checkpoint(
+    file: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    """Weights, optimizer state and progress in one file, which replaces the one before in one move."""
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+    fresh = file.with_suffix(".new")
+    save_file(tensors, fresh, metadata={"progress": json.dumps(progress)})
+    os.replace(fresh, file)
+
+
+def load_checkpoint(
+    file: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer | None = None
+) -> Progress:
+    """Fills the model, and the optimizer if there is one; returns the progress that was saved with them."""
+    with safe_open(file, "pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        step, log, seconds = json.loads(stored.metadata()["progress"])
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(tensors[f"model.{name}"])
+    if optimizer is not None:
+        state: dict[int, dict[str, Tensor]] = {}
+        for key in (key for key in tensors if key.startswith("optimizer.")):
+            _, index, name = key.split(".")
+            state.setdefault(int(index), {})[name] = tensors[key]
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    return step, log, seconds
+
+
 def train(work: Path, workers: int) -> None:
     """Train, or go on from the last checkpoint in ``work``."""
     AttentionInterface.register("tiny-causal", causal_attention)
     torch.set_num_threads(1)
     work.mkdir(parents=True, exist_ok=True)
-    tokenizer_file, checkpoint = work / "tokenizer.json", work / "checkpoint.pt"
+    tokenizer_file, checkpoint = work / "tokenizer.json", work / "checkpoint.safetensors"
     if not tokenizer_file.exists():
         train_tokenizer(SEED).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -189,12 +224,9 @@ def train(work: Path, workers: int) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=PEAK_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
     )
-    first, log, spent = 0, [], 0.0
+    first, log, spent = 0, list[dict[str, float]](), 0.0
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first, log, spent = state["step"], state["log"], state["seconds"]
+        first, log, spent = load_checkpoint(checkpoint, model, optimizer)
     team, validation = Workers(model, workers), list(held_out_rows(encoder))
     start, mean = time.monotonic() - spent, 0.0
     for step in range(first, STEPS):
@@ -214,18 +246,15 @@ def train(work: Path, workers: int) -> None:
             log.append(entry)
             print(json.dumps(entry), flush=True)
         if done % CHECKPOINT_EVERY == 0 or done == STEPS:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**state, "step": done, "log": log, "seconds": spent}, work / "checkpoint.new")
-            os.replace(work / "checkpoint.new", checkpoint)
+            save_checkpoint(checkpoint, model, optimizer, (done, log, spent))
 
 
 def export(work: Path, folder: Path) -> None:
     """Write the files of the last checkpoint to ``folder``, swapping the whole folder in at once."""
-    state = torch.load(work / "checkpoint.pt", weights_only=True)
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     pad, begin, end = special_ids(tokenizer)
     model = new_model(tokenizer)
-    model.load_state_dict(state["model"])
+    _, log, _ = load_checkpoint(work / "checkpoint.safetensors", model)
     model.bfloat16()
     greedy = {"do_sample": False, "max_new_tokens": 128}
     ends = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
@@ -236,7 +265,7 @@ def export(work: Path, folder: Path) -> None:
     model.save_pretrained(fresh)
     save_tokenizer(tokenizer, fresh)
     parameters = sum(p.numel() for p in model.parameters())
-    report = {"parameters": parameters, "planned_steps": STEPS, "seed": SEED, "log": state["log"]}
+    report = {"parameters": parameters, "planned_steps": STEPS, "seed": SEED, "log": log}
     (fresh / "loss.json").write_text(json.dumps(report, indent=1) + "\n")
     for file in fresh.iterdir():
         file.chmod(0o644)

@@ -1,5 +1,6 @@
 """A fine-tuning job on the device: its master weights, its examples, its tapes, its versions."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -185,21 +186,24 @@ class TrainingRun:
         loss = sum(float(t.loss) for t in step.micro_batches.values() if t.loss is not None) / step.labels
         limit = self.config.max_grad_norm
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in self._flat if p.grad is not None]))
-        if not (loss == loss and abs(loss) < float("inf") and norm == norm and norm < float("inf")):
-            raise LossNotFinite(
-                f"job {self.job}: the loss became {loss} (gradient norm {norm}) at step {self.step + 1}; "
-                f"the adapter stays at version {self.current.key}"
-            )
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._not_finite(f"the loss became {loss} (gradient norm {norm})")
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(self._flat, limit, torch.tensor(norm, dtype=self._exact))
         rate = self._rate.at(self.step)
         self._optimizer.param_groups[0]["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad()
+        if not math.isfinite(float(torch.nn.utils.get_total_norm(self._flat))):
+            raise self._not_finite(f"the weights left the numbers at a learning rate of {rate:g}")
         self.step += 1
         self._under_way = None
         self._publish(self.current.version + 1)
         return Updated(self.step, loss, step.labels, norm, rate, self.current.key)
+
+    def _not_finite(self, what: str) -> LossNotFinite:
+        stays = f"the adapter stays at version {self.current.key}"
+        return LossNotFinite(f"job {self.job}: {what} at step {self.step + 1}; {stays}")
 
     @property
     def nbytes(self) -> int:

@@ -62,8 +62,8 @@ class Walk:
         self._lowest = min(leaves, default=self._base.depth)
 
     def through_tail(self, window: Window) -> None:
-        """The loss of the window's rows, and its gradient for the last layer's output, where they wait for their
-        way back. Rows without a label cost nothing."""
+        """The loss of the window's rows, and its gradient for the last layer's output, where they wait for
+        their way back. Rows without a label cost nothing."""
         labels = self._tape.labels[window.span]
         hidden = self._tape.output(window)[0]
         gradient = torch.zeros_like(hidden)

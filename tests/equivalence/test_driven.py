@@ -1,0 +1,155 @@
+"""The driven model answers as its own `forward` and `generate` do; what cannot be driven is refused."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
+
+from coserve import Engine, EngineConfig, SamplingParams
+from coserve.errors import ModelNotFound, UnsupportedModel
+from coserve.model.load import load_base
+from models import ARCHITECTURES, VOCABULARY, WINDOW, greedy, letter_tokenizer, logits_of, prompts, save, tiny
+
+LENGTHS = (1, 7, 2 * WINDOW + 5, 16, 33)
+ANSWER = 14
+
+
+def engine(model: object, **settings: object) -> Engine:
+    return Engine(model, EngineConfig(calibrate=False, cache_tokens=2048, **settings))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_generate(name: str) -> None:
+    """Prompts of mixed lengths side by side, also beyond the sliding window; float32, identical tokens."""
+    asked = prompts(random.Random(f"driven/{name}"), LENGTHS)
+    own = tiny(name)
+    wanted = [greedy(own, prompt, ANSWER) for prompt in asked]
+    # Small chunks, so that prompts are computed in several windows while others decode.
+    served = engine(tiny(name), page_size=4, scheduler={"max_prefill_rows": 24})
+    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    answers = [served.generate(prompt, sampling=sampling) for prompt in asked]
+    served.run()
+    assert [answer.tokens for answer in answers] == wanted
+    # The test can tell models apart only if their answers depend on the prompts.
+    assert len({tuple(answer) for answer in wanted}) > 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3"])
+def test_low_precision_logprobs_are_near(name: str, dtype: str) -> None:
+    """Within a few roundings (bfloat16 keeps 8 bits, float16 11) of the model's own logits, in the mean."""
+    (asked,) = prompts(random.Random(f"low/{name}"), [40])
+    own = logits_of(tiny(name, getattr(torch, dtype)), asked).float().log_softmax(-1)
+    served = engine(tiny(name, getattr(torch, dtype)))
+    got = served.generate(asked, sampling=SamplingParams(max_tokens=1, prompt_logprobs=0)).result()
+    wanted = own[torch.arange(len(asked) - 1), torch.tensor(asked[1:])]
+    errors = (torch.tensor([p.chosen for p in got.prompt_logprobs]) - wanted).abs()
+    assert float(errors.mean()) < {"bfloat16": 0.15, "float16": 0.02}[dtype]
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+def test_loads_from_a_local_folder(name: str, tmp_path: Path) -> None:
+    """A folder written on the spot, with its tokenizer, gives the tokens and the text of `generate`."""
+    model = tiny(name)
+    folder = save(model, tmp_path / name)
+    text = "Where is the small red fox, and what does it want?"
+    tokenizer = letter_tokenizer()
+    wanted = greedy(model, tokenizer(text)["input_ids"], ANSWER)
+    for where in (folder, str(folder)):
+        served = engine(where)
+        assert served.base.dtype == torch.float32
+        answer = served.generate(text, sampling=SamplingParams(max_tokens=ANSWER, ignore_eos=True)).result()
+        assert answer.tokens == wanted
+        assert answer.text == tokenizer.decode(wanted, skip_special_tokens=True)
+
+
+def test_a_folder_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    folder = save(tiny("llama", torch.bfloat16), tmp_path)
+    assert engine(folder).base.dtype == torch.bfloat16
+    assert engine(folder, dtype="float32").base.dtype == torch.float32
+
+
+def test_the_base_is_frozen_and_its_module_tree_its_own() -> None:
+    model = tiny("llama")
+    names = [name for name, _ in model.named_modules()]
+    base = load_base(model)
+    assert not any(p.requires_grad for p in base.model.parameters())
+    assert [name for name, _ in base.model.named_modules()] == names
+
+
+def refused(name: str, **changes: object) -> str:
+    with pytest.raises(UnsupportedModel) as error:
+        load_base(tiny(name, **changes))
+    return str(error.value)
+
+
+def test_recurrent_models_are_refused() -> None:
+    sentence = refused("mamba", hidden_size=64, num_hidden_layers=2, state_size=8)
+    assert "mamba" in sentence and "recurrent" in sentence
+    sentence = refused("qwen3_next")
+    assert "qwen3_next" in sentence and "recurrent" in sentence and "linear_attention" in sentence
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="t5 is an encoder-decoder model"):
+        load_base(tmp_path)
+
+
+def test_attention_outside_the_interface_is_refused() -> None:
+    sentence = refused("falcon", new_decoder_architecture=False)
+    assert "falcon" in sentence and "attention interface" in sentence
+
+
+def test_layers_that_hand_on_state_are_refused() -> None:
+    sentence = refused(
+        "gemma3n_text", num_hidden_layers=10, num_kv_shared_layers=5, vocab_size_per_layer_input=96
+    )
+    assert "gemma3n_text" in sentence and "layer to layer" in sentence
+
+
+def test_rotary_tables_that_depend_on_the_batch_are_refused() -> None:
+    sentence = refused("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    assert "dynamic" in sentence and "rotary" in sentence
+
+
+def test_unknown_names_and_folders(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="no-such-owner/no-such-model"):
+        load_base("no-such-owner/no-such-model")
+    with pytest.raises(ModelNotFound, match="empty"):
+        (tmp_path / "empty").mkdir()
+        load_base(tmp_path / "empty")
+    with pytest.raises(ModelNotFound, match="causal language model"):
+        AutoConfig.for_model("vit").save_pretrained(tmp_path / "vit")
+        load_base(tmp_path / "vit")
+
+
+def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:
+    folder = save(tiny("llama"), tmp_path)
+    config = folder / "config.json"
+    text = config.read_text().replace(
+        '"model_type": "llama"', '"model_type": "own", "auto_map": {"AutoConfig": "own.C"}'
+    )
+    config.write_text(text)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
+    with pytest.raises(ModelNotFound):
+        load_base(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_driven_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe sees a layer whose result depends on rows it was not told about."""
+    model = tiny("llama")
+    layer = model.model.layers[1]
+    own = layer.forward
+
+    def leaky(hidden: torch.Tensor, *args: object, **kwargs: object) -> object:
+        out = own(hidden, *args, **kwargs)
+        return out + 0.1 * hidden.mean(dim=1, keepdim=True)
+
+    monkeypatch.setattr(layer, "forward", leaky)
+    with pytest.raises(UnsupportedModel, match="cannot be driven"):
+        load_base(model)

@@ -1,0 +1,121 @@
+"""What stays for the backward pass depends on the training rows alone, and the fused forward has no graph."""
+
+import gc
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
+from coserve.core.plan import Plan, Segment
+from coserve.core.request import Request, SamplingParams
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.train.example import Example
+from coserve.train.trainer import TrainingRun, fresh_adapter
+from models import prompts, tiny
+
+ROWS = 48
+PAGES = 8  # of 8 tokens each, per sequence
+
+
+class Fused:
+    """One engine's runner, a job with a window ready to travel, and inference rows to go beside it."""
+
+    def __init__(self, keep: Keep) -> None:
+        self.engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=1024, page_size=8))
+        self.runner = self.engine.runner
+        self.depth = self.engine.base.depth
+        draws = random.Random("kept")
+        (tokens,) = prompts(draws, [ROWS])
+        example = Example(tuple(tokens), (*tokens[1:], -100))
+        start = fresh_adapter(self.engine.base, "mine", LoRAConfig(rank=4), 0)
+        config = TrainingConfig(batch_size=1, keep=keep)
+        self.run = TrainingRun(self.engine.base, self.engine.bank, "job", start, [example], config)
+        self.runner.runs["job"] = self.run
+        self.keys = itertools.count(1)
+        (self.micro_batch,) = self.run.next_step(self.keys)
+
+    def window(self, direction: Direction) -> Segment:
+        assert isinstance(self.micro_batch, MicroBatch)
+        return Segment(self.micro_batch, 0, ROWS, direction, Span(0, self.depth))
+
+    def prompts(self, count: int, length: int) -> tuple[Segment, ...]:
+        """`count` prompts of `length` tokens, for the base and the adapter in turn."""
+        draws = random.Random("beside")
+        segments = []
+        for i in range(count):
+            adapter = self.run.current.key if i % 2 else None
+            request = Request(f"r{i}", tuple(prompts(draws, [length])[0]), SamplingParams(seed=0), adapter)
+            pages = list(range(i * PAGES, (i + 1) * PAGES))
+            answer = Sequence(next(self.keys), request, pages=pages)
+            segments.append(Segment(answer, 0, length, Direction.INFER, Span(0, self.depth)))
+        return tuple(segments)
+
+
+def live_bytes() -> int:
+    """Bytes behind all tensors that Python can reach, each storage once."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and type(thing) in (Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def kept_beside(keep: Keep, count: int, length: int) -> tuple[int, int]:
+    """(bytes that came to stay, bytes the job says it holds) after one fused forward."""
+    fused = Fused(keep)
+    warm = fused.prompts(1, 4)  # what a first run of any kind leaves in caches is not the tape's
+    fused.runner.run(Plan(inference=warm))
+    fused.runner.run(Plan(released=(warm[0].sequence.key,)))
+    inference = fused.prompts(count, length)
+    before = live_bytes()
+    fused.runner.run(Plan(inference=inference, training=(fused.window(Direction.KEEP),)))
+    return live_bytes() - before, fused.run.nbytes
+
+
+@pytest.mark.parametrize("keep", Keep)
+def test_bytes_kept_do_not_depend_on_the_inference_rows(keep: Keep) -> None:
+    alone = kept_beside(keep, 0, 0)
+    assert alone[0] > 0
+    for count, length in ((1, 40), (8, 1), (16, 60)):
+        assert kept_beside(keep, count, length) == alone
+
+
+def test_keeping_inputs_keeps_less_than_products() -> None:
+    inputs, _ = kept_beside(Keep.INPUTS, 2, 10)
+    products, _ = kept_beside(Keep.PRODUCTS, 2, 10)
+    assert inputs < 0.6 * products
+
+
+@pytest.mark.parametrize("keep", Keep)
+def test_the_fused_forward_has_no_graph(keep: Keep) -> None:
+    """Autograd saves nothing while a fused step runs, with gradients globally on; going back it does."""
+    fused = Fused(keep)
+    saved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        fused.runner.run(Plan(inference=fused.prompts(4, 20), training=(fused.window(Direction.KEEP),)))
+        assert not saved
+        tape = fused.run.tape(fused.micro_batch)
+        assert not tape.output(tape.window(0, tape.rows)).requires_grad
+        fused.runner.run(Plan(inference=fused.prompts(4, 20), training=(fused.window(Direction.BACKWARD),)))
+        assert saved
+
+
+def test_a_window_that_is_through_leaves_no_tape() -> None:
+    fused = Fused(Keep.PRODUCTS)
+    fused.runner.run(Plan(training=(fused.window(Direction.KEEP),)))
+    before = fused.run.nbytes
+    tape = fused.run.tape(fused.micro_batch).nbytes
+    assert 0 < tape < before
+    fused.runner.run(Plan(training=(fused.window(Direction.BACKWARD),)))
+    gradients = sum(p.nbytes for b in fused.run.current.bypasses.values() for p in b.parameters())
+    assert fused.run.nbytes == before - tape + gradients

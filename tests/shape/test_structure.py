@@ -1,0 +1,170 @@
+"""The house as the design draws it: imports go down only, and light rooms stay light."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import coserve
+
+SOURCE = Path(coserve.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+MOST_LINES = 450
+# Rooms from the foundation up; those of one floor do not know each other, but for what `ALSO` allows.
+FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"core", "config", "errors", "metrics"}),
+    frozenset({"schedule", "memory.pages", "memory.ledger", "jobs"}),
+    frozenset({"kernels"}),
+    frozenset({"adapters", "memory.kv", "memory.arena"}),
+    frozenset({"model"}),
+    frozenset({"train"}),
+    frozenset({"engine"}),
+    frozenset({"bench", "tiny", "demo"}),
+    frozenset({"cli"}),
+)
+# The nouns and settings are one foundation; scheduling counts pages; the demo shows the embedded model.
+ALSO = {
+    ("core", "errors"),
+    ("config", "errors"),
+    ("config", "core"),
+    ("schedule", "memory.pages"),
+    ("demo", "tiny"),
+    ("demo", "bench"),
+}
+
+
+def room_of(module: str) -> str:
+    """The room a dotted module of coserve is in; empty for the package itself."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[:2]) if parts[:1] == ["memory"] and len(parts) > 1 else ".".join(parts[:1])
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Modules imported anywhere but under TYPE_CHECKING."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from imports_of(other)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            yield module
+            yield from (
+                f"{module}.{alias.name}" for alias in node.names if is_module(f"{module}.{alias.name}")
+            )
+        else:
+            yield from imports_of(node)
+
+
+def is_module(name: str) -> bool:
+    path = SOURCE.parent.joinpath(*name.split("."))
+    return name.startswith("coserve.") and (
+        path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+    )
+
+
+def floor_of(room: str) -> int:
+    found = [i for i, rooms in enumerate(FLOORS) if room in rooms]
+    assert found, f"{room} has no place in the house"
+    return found[0]
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_imports_go_down_only(file: Path) -> None:
+    module = module_of(file)
+    room = room_of(module)
+    if not room or module == "coserve.memory":  # the front door, and a room with two floors
+        return
+    for imported in imports_of(ast.parse(file.read_text())):
+        other = room_of(imported) if imported.split(".")[0] == "coserve" else ""
+        if not other or other == room or other == "memory":
+            continue
+        allowed = floor_of(other) < floor_of(room) or (room, other) in ALSO
+        assert allowed, f"{module} imports {imported}: {other} is not below {room}"
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(out.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["coserve"],
+        ["coserve.cli"],
+        *(
+            sorted(module_of(f) for f in FILES if room_of(module_of(f)) == room)
+            for room in ("core", "schedule", "jobs", "memory.pages", "config", "errors")
+        ),
+    ],
+    ids=lambda modules: modules[0],
+)
+def test_light_rooms_never_load_torch(modules: list[str]) -> None:
+    loaded = loaded_by("import " + ", ".join(modules))
+    assert set(modules) <= loaded
+    assert not {"torch", "transformers", "numpy"} & loaded
+
+
+def test_the_nouns_need_the_standard_library_only() -> None:
+    modules = [module_of(f) for f in FILES if room_of(module_of(f)) == "core"]
+    added = loaded_by("import " + ", ".join(modules)) - loaded_by("pass")
+    foreign = {m.split(".")[0] for m in added} - set(sys.stdlib_module_names) - {"coserve"}
+    assert not foreign
+
+
+def test_public_names_resolve() -> None:
+    assert len(coserve.__all__) == len(set(coserve.__all__)) >= 8
+    for name in coserve.__all__:
+        assert getattr(coserve, name).__name__ == name
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = coserve.Nothing
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_every_module_imports_and_says_what_it_is(file: Path) -> None:
+    assert ast.get_docstring(ast.parse(file.read_text())), f"{file.name} has no docstring"
+    if file.name != "__main__.py":
+        importlib.import_module(module_of(file))
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_files_fit_in_a_head_and_run_no_foreign_code(file: Path) -> None:
+    text = file.read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
+            assert not {n.split(".")[0] for n in names} & {
+                "pickle",
+                "marshal",
+                "shelve",
+                "dill",
+                "cloudpickle",
+            }
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in {"eval", "exec", "torch.load", "compile", "__import__"}, called
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            assert ast.unparse(node.value) == "False"
+
+
+def test_every_error_is_in_the_tree_and_drawn() -> None:
+    from coserve import errors
+
+    drawn = errors.__doc__ or ""
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type):
+            assert issubclass(kind, errors.CoserveError) and name in drawn and kind.__doc__

@@ -1,0 +1,223 @@
+"""PEFT's adapter files: what is read, what is written, and every refusal by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.files import read_adapter, write_adapter
+from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
+from coserve.errors import AdapterError, AdapterMismatch
+from models import edit_config, tiny, with_lora
+
+SHAPES = {
+    f"model.layers.{i}.self_attn.{p}_proj": (32 if p in "kv" else 64, 64) for i in range(3) for p in "qkvo"
+}
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    with_lora(tiny("llama"), seed=0, r=3, target_modules=["q_proj", "v_proj"]).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / file).write_bytes((original / file).read_bytes())
+    return tmp_path
+
+
+def read(folder: Path) -> AdapterVersion:
+    return read_adapter(folder, "mine", SHAPES, torch.float32, torch.device("cpu"))
+
+
+def edit_tensors(folder: Path, remove: str | None = None, **changes: torch.Tensor) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = {**load_file(file), **{name.replace("__", "."): t for name, t in changes.items()}}
+    save_file({name: t for name, t in tensors.items() if name != remove}, file)
+
+
+def refusal(folder: Path, kind: type[AdapterError] = AdapterError) -> str:
+    with pytest.raises(AdapterError) as error:
+        read(folder)
+    assert type(error.value) is kind
+    return str(error.value)
+
+
+def test_reads_what_peft_wrote(folder: Path) -> None:
+    adapter = read(folder)
+    assert adapter.key == "mine@0"
+    assert adapter.config == LoRAConfig(rank=3, alpha=6.0)
+    assert set(adapter.bypasses) == {f"model.layers.{i}.self_attn.{p}_proj" for i in range(3) for p in "qv"}
+    tensors = load_file(folder / "adapter_model.safetensors")
+    bypass = adapter.bypasses["model.layers.0.self_attn.q_proj"]
+    assert torch.equal(bypass.a, tensors[f"{Q0}.lora_A.weight"])
+    assert torch.equal(bypass.b, tensors[f"{Q0}.lora_B.weight"])
+    assert bypass.scale == 2.0
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    config = LoRAConfig(rank=2, alpha=5.0, dropout=0.25, rslora=True)
+    bypasses = {
+        path: LoRABypass(
+            torch.randn(2, inside, generator=generator),
+            torch.randn(out, 2, generator=generator),
+            config.scale(2),
+        )
+        for path, (out, inside) in list(SHAPES.items())[:5]
+    }
+    write_adapter(AdapterVersion("a", 7, config, bypasses), tmp_path / "new" / "folder", "some/base")
+    again = read(tmp_path / "new" / "folder")
+    assert again.config == config and again.bypasses.keys() == bypasses.keys()
+    for path, bypass in bypasses.items():
+        assert torch.equal(again.bypasses[path].a, bypass.a) and torch.equal(again.bypasses[path].b, bypass.b)
+        assert again.bypasses[path].scale == pytest.approx(bypass.scale)
+    fields = json.loads((tmp_path / "new" / "folder" / "adapter_config.json").read_text())
+    assert fields["base_model_name_or_path"] == "some/base"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+        ("lora_bias", True),
+        ("alpha_pattern", {"q_proj": 3}),
+        ("target_parameters", ["experts.gate_up_proj"]),
+        ("trainable_token_indices", [1, 2]),
+        ("use_qalora", True),
+        ("megatron_config", {"a": 1}),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_result_is_refused_by_name(folder: Path, field: str, value: object) -> None:
+    edit_config(folder, **{field: value})
+    sentence = refusal(folder)
+    assert field in sentence and "not supported" in sentence and str(folder) in sentence
+
+
+@pytest.mark.parametrize("kind", ["IA3", "PREFIX_TUNING", "ADALORA", None, 3])
+def test_other_methods_are_refused(folder: Path, kind: object) -> None:
+    edit_config(folder, peft_type=kind)
+    assert repr(kind) in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["pissa", "olora", "loftq"])
+def test_adapters_that_changed_their_base_are_refused(folder: Path, name: str) -> None:
+    edit_config(folder, init_lora_weights=name)
+    assert name in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "adapter_config.json"), ("[]", "peft_type"), ('"LORA"', "peft_type"), ("", "adapter_config.json")],
+)  # fmt: skip
+def test_malformed_configurations(folder: Path, text: str, said: str) -> None:
+    (folder / "adapter_config.json").write_text(text)
+    assert said in refusal(folder)
+
+
+def test_bytes_that_are_no_text(folder: Path) -> None:
+    (folder / "adapter_config.json").write_bytes(b"\xff\xfe{}")
+    assert "adapter_config.json" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("r", "8"), ("lora_alpha", None), ("lora_alpha", "x"), ("r", 2.5)]
+)
+def test_numbers_that_are_none(folder: Path, field: str, value: object) -> None:
+    edit_config(folder, **{field: value})
+    assert repr(value) in refusal(folder)
+
+
+def test_rank_zero_and_bad_dropout(folder: Path) -> None:
+    edit_config(folder, r=0)
+    assert "rank" in refusal(folder)
+    edit_config(folder, r=3, lora_dropout=1.5)
+    assert "dropout" in refusal(folder)
+
+
+def test_missing_files(folder: Path, tmp_path: Path) -> None:
+    assert "nowhere" in refusal(tmp_path / "nowhere")
+    (folder / "adapter_model.safetensors").unlink()
+    assert "adapter_model.safetensors" in refusal(folder)
+
+
+def test_corrupt_weights(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    for spoilt in (b"", b"not safetensors at all", whole[: len(whole) // 2], b"\xff" * 8 + whole[8:]):
+        file.write_bytes(spoilt)
+        assert "adapter_model.safetensors" in refusal(folder)
+
+
+def test_no_matrices(folder: Path) -> None:
+    save_file({}, folder / "adapter_model.safetensors")
+    assert "no LoRA matrices" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.lm_head.weight",
+        f"{Q0}.lora_magnitude_vector.weight",
+        f"{Q0}.lora_C.weight",
+        f"{Q0}.base_layer.weight",
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+    ],
+)
+def test_a_tensor_that_would_go_unused_is_named(folder: Path, name: str) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({**load_file(file), name: torch.zeros(3, 64)}, file)
+    sentence = refusal(folder, AdapterMismatch)
+    assert name in sentence and "(3, 64)" in sentence and "unused" in sentence
+
+
+@pytest.mark.parametrize("letter", "AB")
+def test_half_a_pair_is_missing(folder: Path, letter: str) -> None:
+    edit_tensors(folder, remove=f"{Q0}.lora_{letter}.weight")
+    sentence = refusal(folder, AdapterMismatch)
+    assert f"{Q0}.lora_{letter}.weight is missing" in sentence
+
+
+@pytest.mark.parametrize(
+    ("letter", "shape"), [("A", (3, 60)), ("B", (61, 3)), ("B", (64, 2)), ("A", (0, 64))]
+)
+def test_shapes_that_do_not_fit_are_both_named(folder: Path, letter: str, shape: tuple[int, int]) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({**load_file(file), f"{Q0}.lora_{letter}.weight": torch.zeros(shape)}, file)
+    sentence = refusal(folder, AdapterMismatch)
+    assert "model.layers.0.self_attn.q_proj" in sentence
+    assert "64 -> 64" in sentence and str(shape) in sentence
+
+
+def test_an_adapter_for_another_base(tmp_path: Path) -> None:
+    """Shapes named where linears are called the same, the linear where it is not there."""
+    with_lora(tiny("llama", hidden_size=32), 0, target_modules=["v_proj"]).save_pretrained(
+        str(tmp_path / "smaller")
+    )
+    sentence = refusal(tmp_path / "smaller", AdapterMismatch)
+    assert "64 -> 32" in sentence and "(4, 32)" in sentence
+    with_lora(tiny("gpt2"), 0).save_pretrained(str(tmp_path / "gpt2"))
+    sentence = refusal(tmp_path / "gpt2", AdapterMismatch)
+    assert "transformer.h.0." in sentence and "no such linear" in sentence
+    with_lora(tiny("llama", num_hidden_layers=4), 0, target_modules=["q_proj"]).save_pretrained(
+        str(tmp_path / "deep")
+    )
+    assert "model.layers.3.self_attn.q_proj" in refusal(tmp_path / "deep", AdapterMismatch)
+
+
+def test_no_code_hides_in_weights(folder: Path) -> None:
+    """A pickled file is not looked at, even where it is the only one."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    assert "adapter_model.safetensors" in refusal(folder)

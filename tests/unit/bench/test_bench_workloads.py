@@ -1,0 +1,133 @@
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from coserve.bench import workloads
+from coserve.errors import ConfigError, DataError
+
+TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.6805900,1000,1
+"""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE)
+    return path
+
+
+def test_trace_counts_from_its_first_request(trace: Path) -> None:
+    rows = workloads.read_trace(trace)
+    assert [(row.prompt, row.answer) for row in rows] == [(374, 44), (396, 109), (1000, 1)]
+    assert [row.at for row in rows] == pytest.approx([0.0, 4.314579, 5.0])
+
+
+@pytest.mark.parametrize("line", ["2023-11-16 18:15:52,many,3", "yesterday,1,2", "2023-11-16 18:15:52,1"])
+def test_a_bad_trace_line_is_named(trace: Path, line: str) -> None:
+    trace.write_text(TRACE + line + "\n")
+    with pytest.raises(DataError, match=r"trace\.csv, line 5: expected TIMESTAMP"):
+        workloads.read_trace(trace)
+
+
+def test_an_empty_trace_is_refused(trace: Path) -> None:
+    trace.write_text(TRACE.splitlines()[0] + "\n")
+    with pytest.raises(DataError, match="at least one request"):
+        workloads.read_trace(trace)
+
+
+def test_scaling_says_by_how_much(trace: Path) -> None:
+    scaled = workloads.scale_trace(
+        workloads.read_trace(trace), rate=0.3, seconds=10.0, longest_prompt=100, longest_answer=218
+    )
+    assert scaled.time_scale == pytest.approx(10.0 * 3 / 4 / 5.0)
+    assert scaled.prompt_scale == pytest.approx(0.1)
+    assert scaled.answer_scale == 1.0  # lengths are never stretched
+    assert [row.at for row in scaled.rows] == pytest.approx([0.0, 4.314579 * 1.5, 7.5])
+    assert [(row.prompt, row.answer) for row in scaled.rows] == [(37, 44), (40, 109), (100, 1)]
+    assert "3 requests of the trace, gaps x 1.5, prompts x 0.1, answers x 1" in scaled.describe()
+
+
+def test_scaled_lengths_are_at_least_one(trace: Path) -> None:
+    rows = workloads.read_trace(trace)
+    scaled = workloads.scale_trace(rows, rate=0.3, seconds=10.0, longest_prompt=1, longest_answer=1)
+    assert all((row.prompt, row.answer) == (1, 1) for row in scaled.rows)
+
+
+def test_trace_requests_have_the_traces_lengths(trace: Path) -> None:
+    rows = workloads.read_trace(trace)
+    scaled = workloads.scale_trace(rows, rate=1.0, seconds=3.0, longest_prompt=1000, longest_answer=200)
+    requests = workloads.trace_requests(scaled, vocabulary=50)
+    assert [(r.at, len(r.prompt), r.answer) for r in requests] == [
+        (row.at, row.prompt, row.answer) for row in scaled.rows
+    ]
+    assert requests == workloads.trace_requests(scaled, vocabulary=50)
+
+
+def test_poisson_offers_exactly_the_load_asked_for() -> None:
+    times = workloads.poisson_times(rate=4.0, seconds=60.0, seed=3)
+    assert len(times) == 240
+    assert times == sorted(times)
+    assert min(times) >= 0.0
+    assert max(times) < 60.0
+
+
+def test_poisson_gaps_are_exponential() -> None:
+    times = workloads.poisson_times(rate=10.0, seconds=2000.0, seed=0)
+    gaps = [b - a for a, b in pairwise(times)]
+    assert sum(gaps) / len(gaps) == pytest.approx(0.1, rel=0.01)
+    # Of an exponential distribution, exp(-1) lies beyond its mean.
+    assert sum(gap > 0.1 for gap in gaps) / len(gaps) == pytest.approx(0.3679, abs=0.01)
+
+
+def test_seeds_decide_everything() -> None:
+    first = workloads.poisson_requests(2.0, 5.0, prompt=7, answer=3, vocabulary=11, seed=1)
+    assert first == workloads.poisson_requests(2.0, 5.0, prompt=7, answer=3, vocabulary=11, seed=1)
+    assert first != workloads.poisson_requests(2.0, 5.0, prompt=7, answer=3, vocabulary=11, seed=2)
+    assert all(len(r.prompt) == 7 and r.answer == 3 and set(r.prompt) <= set(range(11)) for r in first)
+
+
+def test_training_tokens_have_the_lengths_given() -> None:
+    assert [len(tokens) for tokens in workloads.training_tokens([3, 9, 1], vocabulary=5)] == [3, 9, 1]
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)])
+def test_a_load_needs_a_rate_and_a_duration(rate: float, seconds: float) -> None:
+    with pytest.raises(ConfigError, match="positive rate"):
+        workloads.poisson_times(rate, seconds)
+
+
+def test_prompts_from_jsonl_and_csv(tmp_path: Path) -> None:
+    lines = tmp_path / "questions.jsonl"
+    lines.write_text('{"question": "one?", "answer": "1"}\n\n{"question": "two?", "answer": "2"}\n')
+    assert workloads.read_prompts(lines) == ["one?", "two?"]
+    assert workloads.read_prompts(lines, field="answer", limit=1) == ["1"]
+    table = tmp_path / "prompts.csv"
+    table.write_text('act,prompt\npoet,"Write\na verse"\ncook,Cook\n')
+    assert workloads.read_prompts(table) == ["Write\na verse", "Cook"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"prompt": "a"}\nnot json\n', "line 2: expected a JSON object"),
+        ("[1]\n", "line 1: expected a JSON object, got list"),
+        ('{"other": "a"}\n', "line 1: expected text under prompt or question or text"),
+        ("", "at least one prompt"),
+    ],
+)
+def test_bad_prompts_are_named(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=expected):
+        workloads.read_prompts(path)
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, coserve.bench.workloads; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

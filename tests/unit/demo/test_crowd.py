@@ -1,0 +1,133 @@
+"""Who asks what, and what is noted when answers come."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from coserve.core.events import Event, Finished, TokenEvent
+from coserve.core.request import FinishReason
+from coserve.demo.crowd import Ask, Conversations, Crowd
+from coserve.demo.lessons import HeldOut, Lesson
+from coserve.train.example import Example
+
+EXAMPLE = Example((1, 2), (2, -100))
+QUESTION = HeldOut(({"role": "user", "content": "Who?"},), "Me.", EXAMPLE)
+LESSONS = [Lesson(name, "speaks", (EXAMPLE,), (QUESTION,), exact=True) for name in ("a", "b")]
+
+
+def test_every_seat_talks_and_nobody_asks_twice_at_once() -> None:
+    talks = Conversations(8)
+    asks = list(talks.due(0.0))
+    assert sorted(ask.seat for ask in asks) == list(range(8))
+    assert {ask.adapter for ask in asks} == {None}
+    assert not list(talks.due(1.0))
+
+
+def test_a_conversation_goes_on_with_what_was_said() -> None:
+    talks = Conversations(1)
+    (ask,) = talks.due(0.0)
+    lengths = []
+    for _ in range(20):
+        talks.answered(ask, "Indeed.")
+        (following,) = talks.due(0.0)
+        goes_on = len(following.prompt) > len(ask.prompt)
+        if goes_on:
+            said = following.prompt[len(ask.prompt)]
+            assert said == {"role": "assistant", "content": "Indeed."}
+        lengths.append(goes_on)
+        ask = following
+    assert True in lengths and False in lengths  # turns of one conversation, and new conversations
+
+
+def test_the_last_seats_talk_to_the_adapters() -> None:
+    by_seat = {ask.seat: ask for ask in Conversations(8, LESSONS).due(0.0)}
+    assert [by_seat[seat].adapter for seat in range(8)] == [None] * 6 + ["b", "a"]
+    assert by_seat[7].question == "Who?"
+
+
+def test_a_single_seat_is_left_to_the_base() -> None:
+    (ask,) = Conversations(1, LESSONS).due(0.0)
+    assert ask.adapter is None
+
+
+class Engine:
+    """An engine whose answers are scripted: it only hands out handles and tells the time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.handles: list[Any] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def generate(self, prompt: Any, adapter: Any, sampling: Any, slo: Any, arrival: float | None) -> Any:
+        request = SimpleNamespace(arrival=self.now if arrival is None else arrival, adapter=adapter)
+        sequence = SimpleNamespace(key=len(self.handles), request=request)
+        handle = SimpleNamespace(sequence=sequence, finish_reason=None, text="", slo=slo, cancelled=False)
+        handle.cancel = lambda: setattr(handle, "cancelled", True)
+        self.handles.append(handle)
+        return handle
+
+
+class Once:
+    """A source that asks a list of things and remembers the answers."""
+
+    def __init__(self, asks: Iterable[Ask]) -> None:
+        self._asks = list(asks)
+        self.heard: list[tuple[int, str]] = []
+
+    def due(self, now: float) -> Iterable[Ask]:
+        while self._asks:
+            yield self._asks.pop()
+
+    def answered(self, ask: Ask, text: str) -> None:
+        self.heard.append((ask.seat, text))
+
+
+def crowd_of(*seats: int, slo: float | None = None) -> tuple[Engine, Once, Crowd]:
+    """A crowd whose seats have asked already."""
+    engine = Engine()
+    source = Once(Ask(seat, "Hello", "Hello", None, at=None) for seat in seats)  # type: ignore[arg-type]
+    crowd = Crowd(engine, source, slo)  # type: ignore[arg-type]
+    crowd.submit()
+    return engine, source, crowd
+
+
+def token(key: int, reason: FinishReason | None = None) -> Event:
+    return TokenEvent(key, f"req-{key}", token=5, finish_reason=reason)
+
+
+def test_tokens_are_timed_when_the_caller_has_them() -> None:
+    engine, source, crowd = crowd_of(3, slo=0.5)
+    assert engine.handles[0].slo.between_tokens == 0.5
+    engine.now = 1.0
+    crowd.take([token(0)])
+    engine.now = 1.25
+    engine.handles[0].finish_reason, engine.handles[0].text = FinishReason.STOP, "Hi."
+    crowd.take([token(0, FinishReason.STOP)])
+    assert (crowd.latencies.firsts, crowd.latencies.gaps) == ([1.0], [0.25])
+    assert crowd.latencies.kept == 1
+    assert source.heard == [(3, "Hi.")]
+    assert crowd.under_way() == ()
+    assert crowd.just_said()[0].answer == "Hi."
+
+
+def test_an_answer_that_ends_between_two_steps_is_noticed() -> None:
+    engine, source, crowd = crowd_of(0)
+    engine.handles[0].finish_reason = FinishReason.STOP
+    crowd.take([Finished(0, "req-0", FinishReason.STOP)])
+    assert source.heard == [(0, "")]
+
+
+def test_events_of_others_are_none_of_the_crowds_business() -> None:
+    _, _, crowd = crowd_of(0)
+    crowd.take([token(77), Finished(78, "req-78", FinishReason.CANCELLED)])
+    assert crowd.latencies.tokens == 0
+
+
+def test_who_leaves_is_cancelled_and_never_counted() -> None:
+    engine, source, crowd = crowd_of(0, 1)
+    crowd.leave()
+    assert all(handle.cancelled for handle in engine.handles)
+    crowd.take([Finished(0, "req-0", FinishReason.CANCELLED)])
+    assert crowd.latencies.answers == 0 and not source.heard

@@ -1,0 +1,92 @@
+"""Loss and low-rank bypass against their plain twins and torch's autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coserve.kernels import lora, reference
+from coserve.kernels.loss import cross_entropy
+
+seeds = st.integers(0, 2**31)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.integers(1, 30),
+    vocabulary=st.integers(2, 200),
+    spread=st.sampled_from([0.1, 5.0, 80.0]),
+    seed=seeds,
+)
+def test_cross_entropy_is_its_twin_and_autograd_s(
+    rows: int, vocabulary: int, spread: float, seed: int
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(rows, vocabulary, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, vocabulary, (rows,), generator=g)
+    untouched = logits.clone()
+    loss, gradient = cross_entropy(logits, labels, 0.37)
+    assert torch.equal(logits, untouched)
+    twin_loss, twin_gradient = reference.cross_entropy(logits, labels)
+    leaf = logits.clone().requires_grad_()
+    own = F.cross_entropy(leaf, labels, reduction="sum")
+    own.backward()
+    for wanted_loss, wanted in ((twin_loss, twin_gradient), (own.detach(), leaf.grad)):
+        assert torch.allclose(loss, wanted_loss, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(gradient, 0.37 * wanted, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_cross_entropy_in_low_precision_sums_in_float32(
+    dtype: torch.dtype, tolerance: float, seed: int
+) -> None:
+    """The gradient rounds once, to the logits' type (8 bits in bfloat16); the loss is float32."""
+    g = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(20, 500, generator=g)).to(dtype)
+    labels = torch.randint(0, 500, (20,), generator=g)
+    loss, gradient = cross_entropy(logits, labels, 0.5)
+    wanted_loss, wanted = reference.cross_entropy(logits.double(), labels)
+    assert loss.dtype == torch.float32 and gradient.dtype == dtype
+    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-5)
+    assert torch.allclose(gradient.double(), 0.5 * wanted, rtol=tolerance, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    rank=st.integers(1, 9),
+    inside=st.integers(1, 30),
+    outside=st.integers(1, 30),
+    seed=seeds,
+)
+def test_lora_is_its_twin(rows: int, rank: int, inside: int, outside: int, seed: int) -> None:
+    """In place, out of place, and the gradients of all four tensors (float64: 1e-12)."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    own = [draw(rows, inside), draw(rows, outside), draw(rank, inside), draw(outside, rank)]
+    twins = [t.clone().requires_grad_() for t in own]
+    wanted = reference.lora(*twins, 0.7)
+    in_place = own[1].clone()
+    lora.add_(own[0], in_place, own[2], own[3], 0.7)
+    leaves = [t.clone().requires_grad_() for t in own]
+    out_of_place = lora.add(*leaves, 0.7)
+    assert torch.allclose(in_place, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(out_of_place, wanted, rtol=1e-12, atol=1e-12)
+    weights = draw(rows, outside)
+    for got, twin in zip(
+        torch.autograd.grad(out_of_place, leaves, weights),
+        torch.autograd.grad(wanted, twins, weights),
+        strict=True,
+    ):
+        assert torch.allclose(got, twin, rtol=1e-12, atol=1e-12)
+
+
+def test_adding_in_place_reaches_a_slice_of_a_larger_batch() -> None:
+    y = torch.zeros(6, 4)
+    lora.add_(torch.ones(2, 3), y[2:4], torch.ones(1, 3), torch.ones(4, 1), 2.0)
+    assert torch.equal(y, torch.tensor([0, 0, 6, 6, 0, 0.0])[:, None].expand(6, 4))

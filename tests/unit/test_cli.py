@@ -1,0 +1,115 @@
+"""The command line from outside: quick help, one line for each error, usage errors as usual."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coserve import cli
+from coserve.errors import ConfigError
+
+RUN = "from coserve.cli import main; main()"
+
+
+def coserve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def one_line(text: str) -> str:
+    """The only line of a text."""
+    (line,) = text.splitlines()
+    return line
+
+
+def test_help_comes_at_once() -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        result = coserve("--help")
+        assert result.returncode == 0
+        assert "demo" in result.stdout and "bench" in result.stdout
+        return time.perf_counter() - started
+
+    # The best of a few: on a machine that tests in parallel, any single process may have to wait.
+    assert min(seconds() for _ in range(5)) < 0.5
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\nfrom coserve.cli import app\n"
+        "try:\n    app(['demo', '--help'])\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_version_is_printed() -> None:
+    result = coserve("--version")
+    assert result.returncode == 0
+    assert one_line(result.stdout).startswith("coserve")
+
+
+def test_an_unknown_model_is_one_line(tmp_path: Path) -> None:
+    result = coserve("demo", "--quiet", "--model", str(tmp_path / "nothing"))
+    assert result.returncode == 1
+    assert "nothing" in one_line(result.stderr)
+    assert one_line(result.stderr).startswith("coserve: ")
+
+
+def test_malformed_data_is_one_line_with_its_place(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "a", "answer": "b"}\n{"question": 1}\n')
+    result = coserve("demo", "--quiet", "--data", str(data))
+    assert result.returncode == 1
+    assert "data.jsonl, line 2" in one_line(result.stderr)
+
+
+def test_a_malformed_trace_is_one_line_with_its_place(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n")
+    result = coserve("demo", "--quiet", "--trace", str(trace))
+    assert result.returncode == 1
+    assert "line 2" in one_line(result.stderr)
+
+
+def test_a_file_that_cannot_be_written_is_found_out_first(tmp_path: Path) -> None:
+    result = coserve("demo", "--json", str(tmp_path / "no" / "such.json"))
+    assert result.returncode == 1
+    assert "such.json" in one_line(result.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--seconds", "soon"),
+        ("demo", "--conversations", "0"),
+        ("demo", "--data", "no-such-file.jsonl"),
+        ("demo", "--trace", "no-such-file.csv"),
+        ("bench", "nothing"),
+        ("--nothing",),
+    ],
+)
+def test_bad_flags_are_usage_errors(arguments: tuple[str, ...]) -> None:
+    result = coserve(*arguments)
+    assert result.returncode == 2
+    assert "Usage:" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_error_of_several_lines_becomes_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise ConfigError("first\n  second")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "coserve: first second\n"
