@@ -169,11 +169,11 @@ def test_training_never_starves_at_an_impossible_bound() -> None:
 
 
 def test_small_windows_of_one_job_do_not_starve_a_large_one_of_another() -> None:
-    world = World(starvation=0.2, quantum=0.2, quantum_with_inference=0.2, micro_batches_in_flight=1)
+    world = World(starvation=0.2, quantum=0.15, quantum_with_inference=0.2, micro_batches_in_flight=1)
     world.it.remove_training("job")
     large = MicroBatch(world.it.new_key(), "job", "job@0", (512,), DEPTH)
     world.it.add_training("job", [large])
-    while large.direction is Direction.KEEP or not large.is_put_down:
+    while large.direction is not Direction.BACKWARD or not large.is_put_down:
         world.step()  # alone: a window of all 512 rows, put down on its way back
     world.it.add_training("small", [MicroBatch(world.it.new_key(), "small", "s@0", (3000,), DEPTH)])
     world.submit(SLO(between_tokens=0.022), answer=500)

@@ -99,15 +99,18 @@ def test_time_slices_are_whole_micro_batches_alone() -> None:
     plans = [plan for plan in runner.plans if plan.inference or plan.training]
     assert it.stats.fused_steps == 0 and it.stats.finished == 24
     training = [plan.training for plan in plans if plan.training]
-    assert len(training) >= 2 * 6
+    assert len(training) >= 3 * 6
     assert all(len(segments) == 1 for segments in training)
-    for (keep,), (back,) in zip(training[::2], training[1::2], strict=False):
-        assert (keep.direction, back.direction) == (Direction.KEEP, Direction.BACKWARD)
-        assert keep.sequence is back.sequence
+    ways = (Direction.KEEP, Direction.LOSS, Direction.BACKWARD)
+    for (keep,), (loss,), (back,) in zip(training[::3], training[1::3], training[2::3], strict=False):
+        assert (keep.direction, loss.direction, back.direction) == ways
+        assert keep.sequence is loss.sequence is back.sequence
         assert isinstance(keep.sequence, MicroBatch)
-        assert keep.length == back.length == keep.sequence.length and len(keep.span) == DEPTH
+        assert keep.length == loss.length == back.length == keep.sequence.length
+        assert len(keep.span) == len(back.span) == DEPTH
     slices = [n for n, plan in enumerate(plans) if plan.training]
-    assert all(b == a + 1 for a, b in zip(slices[::2], slices[1::2], strict=True))
+    of_three = zip(slices[::3], slices[1::3], slices[2::3], strict=True)
+    assert all((b, c) == (a + 1, a + 2) for a, b, c in of_three)
 
 
 def test_time_slices_follow_the_count_of_finished_requests() -> None:

@@ -119,7 +119,9 @@ class Story:
             self.stage.go_on()
             said, self.report.trace = self.crowds.fit(capacity)
             self.view.say(said)
-        self.report.alone = self.stage.play("Answers only", self.crowds.alone(), self._share(7.5))
+        # A trace comes at half the speed and in bursts: it takes longer to show what is usual.
+        part = 7.5 if self.report.trace is None else 4
+        self.report.alone = self.stage.play("Answers only", self.crowds.alone(), self._share(part))
         self.stage.go_on()
         slowest = self.report.alone.between_tokens_p99
         if slowest is not None:
@@ -219,7 +221,7 @@ class Story:
         tried = [replace(lesson, adapter=f"try-{lesson.adapter}") for lesson in self.lessons]
         endless = replace(TRAINING, epochs=_EPOCHS, schedule="constant")
         jobs = [engine.finetune(lesson.examples, lesson.adapter, LORA, endless) for lesson in tried]
-        pace = self.stage.play("Rehearsal", self.crowds.taught(tried), self._share(15), self._slo, jobs)
+        pace = self.stage.play("Rehearsal", self.crowds.taught(tried), self._share(15), self._slo)
         for job in jobs:
             job.cancel()
             engine.unload_adapter(job.adapter)

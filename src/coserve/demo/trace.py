@@ -66,7 +66,8 @@ def describe(scaled: ScaledTrace, load: Load, capacity: float) -> tuple[str, dic
     recorded = load.rows
     was, now = rate(recorded), rate(scaled.rows)
     said = (
-        f"Arrivals, from request {load.skipped + 1} on: {was:.2f} a second as recorded, {now:.2f} here (gaps x {scaled.time_scale:.3g}), "
+        f"Arrivals, from request {load.skipped + 1} on: {was:.2f} a second as recorded, {now:.2f} here "
+        f"(gaps x {scaled.time_scale:.3g}), "
         f"{now / capacity:.0%} of the {capacity:.2f} a second measured as capacity. "
         f"Prompts x {scaled.prompt_scale:.3g}, answers x {scaled.answer_scale:.3g} "
         f"(mean {_mean(r.prompt for r in recorded):.0f} -> {_mean(r.prompt for r in scaled.rows):.0f} and "

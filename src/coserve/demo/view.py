@@ -164,15 +164,15 @@ def progress_line(frame: Frame) -> str:
     """A frame in one line."""
     r = frame.rates
     parts = [f"{frame.elapsed:5.1f} s", f"decode {r.decode:.0f}/s, prefill {r.prefill:.0f}/s"]
-    if frame.jobs:
+    if r.training:
         parts[-1] += f", training {r.training:.0f}/s"
-        parts += [f"{job.adapter} {job.steps}/{job.planned}{_loss(job)}" for job in frame.jobs]
+    parts += [f"{job.adapter} {job.steps}/{job.planned}{_loss(job)}" for job in frame.jobs]
     if frame.gap_p50 is not None and frame.gap_p99 is not None:
         slo = "" if frame.slo is None else f" (SLO {milliseconds(frame.slo)})"
         parts.append(
             f"between tokens p50 {milliseconds(frame.gap_p50)}, p99 {milliseconds(frame.gap_p99)}{slo}"
         )
-    if frame.jobs and r.fused is not None:
+    if r.fused is not None:
         parts.append(f"fused {r.fused:.0%}")
     return " | ".join([*parts, f"{max(frame.left, 0):.0f} s left"])
 
@@ -194,7 +194,7 @@ def _figures(frame: Frame) -> Text:
     r = frame.rates
     speeds = Text.assemble(("tokens/s   ", "dim"), (f"decode {r.decode:.0f}", "green"))
     speeds.append(f"   prefill {r.prefill:.0f}", "blue")
-    if frame.jobs:
+    if r.training:
         speeds.append(f"   training {r.training:.0f}", "magenta")
         if r.fused is not None:
             speeds.append(f"   fused {r.fused:.0%}", "dim")

@@ -100,5 +100,5 @@ class Book:
 
 
 def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:
-    """Rows that passed a part of the depth, in rows that passed all of it."""
+    """Rows that passed a part of the depth, in rows that passed all of it; the tail is one layer."""
     return rows * layers / batch.layers

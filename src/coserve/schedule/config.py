@@ -16,7 +16,7 @@ class SchedulerConfig:
     max_prefill_rows: int = 512  # prompt rows in one step; more make a prompt quicker and others slower
     min_prefill_rows: int = 16  # prompt rows that run even where they break a bound between tokens
     max_training_rows: int = 512  # largest training window; larger ones read the weights less often
-    min_training_rows: int = 32  # smallest training window that is tried when time is short
+    min_training_rows: int = 32  # smallest window tried when time is short; a quarter of it for the loss
     micro_batches_in_flight: int = 2  # of one job on the tape at once; each costs tape bytes
     quantum: float = 0.025  # training in a step without inference: the wait of who arrives meanwhile
     quantum_with_inference: float = 0.025  # most training beside inference, however large the slack

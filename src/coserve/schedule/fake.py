@@ -37,7 +37,7 @@ class FakeRunner:
         self.now = 0.0
         self.plans: list[Plan] = []
         self.results: list[StepResult] = []
-        self.trained: dict[str, int] = {}  # rows that went the whole way forward and back, by job
+        self.trained: dict[str, int] = {}  # rows that went the whole way there and back, by job
         self._page_size = page_size
         self._seconds = seconds or CostModel().predict
         self._vocabulary = vocabulary
@@ -133,7 +133,7 @@ class FakeRunner:
 
 
 class _Tape:
-    """Which rows of a micro-batch passed each layer, forward and back: each once, in the right order."""
+    """Which rows of a micro-batch passed each layer and the tail: each once each way, in the right order."""
 
     def __init__(self, batch: MicroBatch) -> None:
         self.batch = batch

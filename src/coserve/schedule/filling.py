@@ -55,9 +55,11 @@ class Filler:
         return minimum
 
     def _sizes(self, batch: MicroBatch) -> list[int]:
-        """Rows that the next window may have, most first; one that was put down can be cut."""
+        """Rows that the next window may have, most first; what lies put down can be cut to any of them."""
         most, least = self._allowance.rows, self._config.min_training_rows
-        if batch.direction is Direction.LOSS:  # one row's head and loss may take as long as four rows' layer
+        if (
+            batch.direction is Direction.LOSS
+        ):  # a row's head and loss may take as long as several of its layers
             least = max(1, least // 4)
         if most is None:
             return [batch.rows_left]
@@ -116,5 +118,5 @@ class Filler:
 
 
 def in_order(segments: list[Segment]) -> tuple[Segment, ...]:
-    """Windows that ride forward, then the others: the order in which a step runs them."""
+    """Windows that ride forward, then losses and windows going back: the order in which a step runs them."""
     return tuple(sorted(segments, key=lambda segment: segment.direction is not Direction.KEEP))

@@ -15,7 +15,7 @@ class Stats:
     fused_possible: int = 0  # inference in the step, and training was there to join it
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    kept_rows: float = 0.0
+    kept_rows: float = 0.0  # the way through the tail counts neither here nor there
     backward_rows: float = 0.0
     updates: int = 0
     preemptions: int = 0

@@ -61,7 +61,7 @@ def test_real_questions_and_real_arrivals(tmp_path: Path) -> None:
     options = Options(data=data, trace=trace, seconds=2.0, conversations=2)
     report = Story(options, make_view(plain=True, quiet=False, file=output)).tell()
     assert "sums.jsonl: 40 examples, 4 held out" in output.getvalue()
-    assert "Arrivals: " in output.getvalue() and "Prompts x " in output.getvalue()
+    assert "Arrivals, from request" in output.getvalue() and "Prompts x " in output.getvalue()
     assert report.trace is not None and report.trace["rate"] == pytest.approx(
         report.trace["capacity"] / 2, rel=0.1
     )

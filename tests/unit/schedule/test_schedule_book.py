@@ -54,9 +54,10 @@ def test_a_job_without_work_has_no_turn() -> None:
     it = book(a=1.0)
     (job,), _ = it.turns(0.0, None)
     (batch,) = job.micro_batches
-    batch.advance(0, 10, Span(0, LAYERS))
-    it.advance(batch, 10)
-    assert not job.is_due and it.has_work
+    for span in (Span(0, LAYERS), Span(LAYERS, LAYERS + 1)):
+        batch.advance(0, 10, span)
+        it.advance(batch, 10)
+        assert not job.is_due and it.has_work
     batch.advance(0, 10, Span(0, LAYERS))
     it.advance(batch, 10)
     assert job.is_due and it.released == [0] and order(it) == ["a"]

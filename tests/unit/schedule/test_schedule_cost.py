@@ -33,6 +33,8 @@ def random_plan(rng: random.Random) -> Plan:
     decode = [infer(rng.randint(64, 900), 1, adapter=f"a{n % 5}@1") for n in range(rng.randint(0, 20))]
     prefill = [infer(0, rng.randint(2, 300), prompt=300)] if rng.random() < 0.4 else []
     training = []
+    if rng.random() < 0.4:
+        training.append(train(Direction.LOSS, rng.randint(8, 512), DEPTH, DEPTH + 1))
     for way in (Direction.KEEP, Direction.BACKWARD):
         if rng.random() < 0.4:
             first = rng.randint(0, DEPTH - 1)
@@ -75,7 +77,8 @@ def test_scored_prompt_rows_pay_for_the_head() -> None:
 
 def test_features_of_training() -> None:
     keep, back = train(Direction.KEEP, 16, 0, 4), train(Direction.BACKWARD, 32, 6, 8)
-    found = Features.of(Plan(training=(keep, back), updates=("job",))).as_dict()
+    loss = train(Direction.LOSS, 24, DEPTH, DEPTH + 1)
+    found = Features.of(Plan(training=(keep, loss, back), updates=("job",))).as_dict()
     assert found == dict.fromkeys(NAMES, 0.0) | {
         "step": 1,
         "forward_layers": 0.5,
@@ -85,9 +88,17 @@ def test_features_of_training() -> None:
         "backward_layers": 0.25,
         "backward_rows": 8,
         "backward_attention": causal_pairs(0, 32) / 4,
-        "loss_rows": 32,
+        "loss_rows": 24,
         "updates": 1,
     }
+
+
+def test_only_losses_have_loss_rows() -> None:
+    loss = Features.of_segments([train(Direction.LOSS, 24, DEPTH, DEPTH + 1)]).as_dict()
+    assert loss == dict.fromkeys(NAMES, 0.0) | {"step": 1, "loss_rows": 24}
+    for way in (Direction.KEEP, Direction.BACKWARD):
+        for first in (0, DEPTH - 1):
+            assert Features.of_segments([train(way, 24, first, DEPTH)]).as_dict()["loss_rows"] == 0
 
 
 def test_forward_weights_are_read_once_and_backward_ones_by_each_segment() -> None:
@@ -170,12 +181,12 @@ def test_a_slower_machine_is_noticed_soon() -> None:
 
 def test_decode_alone_says_little_about_training() -> None:
     model = CostModel()
-    before = model.weights["backward_rows"] / model.scale
+    before = model.weights["backward_rows"]
     plan = Plan((infer(99, 1),))
     for _ in range(200):
         model.observe(plan, 0.05)
     assert model.predict(plan) == pytest.approx(0.05, rel=0.02)
-    assert model.weights["backward_rows"] / model.scale == pytest.approx(before)
+    assert model.weights["backward_rows"] == pytest.approx(before)
 
 
 def test_one_stall_does_not_spoil_the_model() -> None:

@@ -7,7 +7,7 @@ from coserve.core.request import FinishReason, Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.fake import FakeRunner, next_token
 
-SPAN = Span(0, 2)
+SPAN, TAIL = Span(0, 2), Span(2, 3)
 
 
 def sequence(key: int = 1, pages: tuple[int, ...] = (0, 1)) -> Sequence:
@@ -69,6 +69,10 @@ def test_the_ended_stay_away() -> None:
         runner.run(Plan((infer(ended, 0, 3),)))
 
 
+KEPT = [(0, 8, Direction.KEEP, SPAN)]
+SCORED = [*KEPT, (0, 3, Direction.LOSS, TAIL), (3, 5, Direction.LOSS, TAIL)]
+
+
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
@@ -76,8 +80,17 @@ def test_the_ended_stay_away() -> None:
         ([(0, 8, Direction.KEEP, Span(1, 2))], "layer below"),
         ([(0, 4, Direction.KEEP, SPAN), (0, 4, Direction.KEEP, SPAN)], "left to right"),
         ([(0, 8, Direction.BACKWARD, SPAN)], "before all is kept"),
-        ([(0, 8, Direction.KEEP, SPAN), (0, 4, Direction.BACKWARD, SPAN)], "right to left"),
-        ([(0, 8, Direction.KEEP, SPAN), (0, 8, Direction.BACKWARD, Span(0, 1))], "layer above"),
+        ([(0, 4, Direction.KEEP, SPAN), (0, 4, Direction.LOSS, TAIL)], "before all is kept"),
+        ([*KEPT, (0, 8, Direction.BACKWARD, SPAN)], "back before all is scored"),
+        (
+            [*KEPT, (0, 4, Direction.LOSS, TAIL), (4, 4, Direction.BACKWARD, SPAN)],
+            "back before all is scored",
+        ),
+        ([*KEPT, (4, 4, Direction.LOSS, TAIL)], "each row once through the tail"),
+        ([*KEPT, *2 * [(0, 4, Direction.LOSS, TAIL)]], "each row once through the tail"),
+        ([*KEPT, (0, 8, Direction.LOSS, Span(1, 2))], "tail is on top"),
+        ([*SCORED, (0, 4, Direction.BACKWARD, SPAN)], "right to left"),
+        ([*SCORED, (0, 8, Direction.BACKWARD, Span(0, 1))], "layer above"),
         ([(0, 0, Direction.KEEP, SPAN)], "empty"),
     ],
 )
@@ -93,6 +106,9 @@ def test_an_update_needs_all_gradients() -> None:
     with pytest.raises(AssertionError, match="before all gradients"):
         runner.run(Plan(updates=("job",)))
     runner.run(Plan(training=(train(it, 0, 8, Direction.KEEP),)))
+    with pytest.raises(AssertionError, match="before all gradients"):
+        runner.run(Plan(updates=("job",)))
+    runner.run(Plan(training=(train(it, 0, 8, Direction.LOSS, TAIL),)))
     runner.run(Plan(training=(train(it, 0, 8, Direction.BACKWARD, Span(1, 2)),)))
     with pytest.raises(AssertionError, match="before all gradients"):
         runner.run(Plan(updates=("job",)))

@@ -13,10 +13,11 @@ DEPTH = 16
 CONFIG = SchedulerConfig(layers=DEPTH, max_positions=1024)
 
 
-def micro_batch(rows: int = 700, backward: bool = False) -> MicroBatch:
+def micro_batch(rows: int = 700, direction: Direction = Direction.KEEP) -> MicroBatch:
+    """A micro-batch that has just begun to travel in `direction`."""
     batch = MicroBatch(9, "job", "a@0", (rows,), DEPTH)
-    if backward:
-        batch.advance(0, rows, Span(0, DEPTH))
+    while batch.direction is not direction:
+        batch.advance(0, rows, batch.next_span(DEPTH))
     return batch
 
 
@@ -40,21 +41,21 @@ def added(it: Draft, inference: bool = True) -> float:
     return whole - (CostModel().predict(Plan(tuple(it.inference))) if inference else 0.0)
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("direction", [Direction.KEEP, Direction.LOSS, Direction.BACKWARD])
 @pytest.mark.parametrize("inference", [False, True])
-def test_the_budget_is_used_and_kept(backward: bool, inference: bool) -> None:
+def test_the_budget_is_used_and_kept(direction: Direction, inference: bool) -> None:
     last = 0
     for seconds in (0.005, 0.01, 0.02, 0.05, 0.2, 1.0):
-        it = fill(micro_batch(backward=backward), seconds, inference)
+        it = fill(micro_batch(direction=direction), seconds, inference)
         work = sum(segment.length * len(segment.span) for segment in it.training)
         assert it.training == [] or added(it, inference) <= seconds + 1e-12
         assert work >= last
         last = work
-    assert last == 512 * DEPTH
+    assert last == 512 * (1 if direction is Direction.LOSS else DEPTH)
 
 
 def test_no_other_rung_would_do_more() -> None:
-    model, batch, seconds = CostModel(), micro_batch(backward=True), 0.03
+    model, batch, seconds = CostModel(), micro_batch(direction=Direction.BACKWARD), 0.03
     (chosen,) = fill(batch, seconds).training
     inference = tuple(draft(True).inference)
     for rows in (512, 256, 128, 64, 32):
@@ -79,9 +80,21 @@ def test_a_window_put_down_goes_on_where_it_lies() -> None:
 
 
 def test_the_smallest_piece_runs_within_the_minimum() -> None:
-    (segment,) = fill(micro_batch(backward=True), 0.0, minimum=INFINITE).training
+    (segment,) = fill(micro_batch(direction=Direction.BACKWARD), 0.0, minimum=INFINITE).training
     assert (segment.start, segment.length, segment.span) == (668, 32, Span(DEPTH - 1, DEPTH))
-    assert fill(micro_batch(backward=True), 0.0, minimum=1e-6).training == []
+    assert fill(micro_batch(direction=Direction.BACKWARD), 0.0, minimum=1e-6).training == []
+
+
+def test_losses_may_come_in_quarters_of_the_smallest_window() -> None:
+    least, weight = CONFIG.min_training_rows // 4, CostModel().weights["loss_rows"]
+    (segment,) = fill(micro_batch(direction=Direction.LOSS), 1.5 * least * weight).training
+    assert (segment.start, segment.length, segment.direction) == (0, least, Direction.LOSS)
+    assert segment.span == Span(DEPTH, DEPTH + 1)
+    (segment,) = fill(micro_batch(direction=Direction.LOSS), 2.5 * least * weight).training
+    assert segment.length == 2 * least
+    assert fill(micro_batch(direction=Direction.LOSS), 0.9 * least * weight).training == []
+    (segment,) = fill(micro_batch(direction=Direction.LOSS), 0.0, minimum=INFINITE).training
+    assert segment.length == least
 
 
 def test_the_minimum_is_for_the_first_piece_only() -> None:
@@ -114,11 +127,14 @@ def test_an_update_is_paid_for() -> None:
 def test_where_no_window_has_that_room_the_largest_runs() -> None:
     weights = dict.fromkeys(CostModel().weights, 0.0) | {"backward_layers": 1.0 * DEPTH}
     it = draft(True)
-    Filler(it, Allowance(1.5, 512), CostModel(weights), CONFIG).window(micro_batch(backward=True))
+    Filler(it, Allowance(1.5, 512), CostModel(weights), CONFIG).window(
+        micro_batch(direction=Direction.BACKWARD)
+    )
     assert [(segment.length, len(segment.span)) for segment in it.training] == [(512, 1)]
 
 
-def test_forward_before_backward() -> None:
+def test_forward_before_the_rest() -> None:
     back = Segment(micro_batch(), 0, 1, Direction.BACKWARD, Span(0, 1))
+    loss = Segment(micro_batch(), 0, 1, Direction.LOSS, Span(DEPTH, DEPTH + 1))
     keep = Segment(micro_batch(), 0, 1, Direction.KEEP, Span(0, 1))
-    assert in_order([back, keep]) == (keep, back)
+    assert in_order([back, loss, keep]) == (keep, back, loss)

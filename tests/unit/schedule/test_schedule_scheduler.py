@@ -184,6 +184,8 @@ def test_a_job_steps_and_waits_for_more() -> None:
     assert all(batch.done for batch in batches)
     rows = [(e.direction, e.rows) for e in events if isinstance(e, TrainingProgress)]
     assert sum(r for way, r in rows if way is Direction.KEEP) == pytest.approx(600)
+    assert sum(r for way, r in rows if way is Direction.LOSS) == pytest.approx(600 / DEPTH)
+    assert sum(r for way, r in rows if way is Direction.BACKWARD) == pytest.approx(600)
     assert (it.stats.kept_rows, it.stats.backward_rows) == pytest.approx((600, 600))
     released = [key for plan in runner.plans for key in plan.released]
     assert sorted(released) == [batch.key for batch in batches]

@@ -38,7 +38,8 @@ class Allowance:
     """How much training one step may hold, and its grain.
 
     `rows` is the largest window; None makes a whole micro-batch the unit. If the first piece in turn does
-    not fit into `seconds`, its smallest part (one layer) still runs when it takes at most `minimum`.
+    not fit into `seconds`, its smallest part (few rows through one layer or the tail) still runs when it
+    takes at most `minimum`.
     `only` names the micro-batches that may travel; None lets all of them.
     """
 

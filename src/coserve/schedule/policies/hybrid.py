@@ -10,10 +10,10 @@ from coserve.schedule.policies.base import INFINITE, Allowance, View, register
 class Hybrid:
     """Everybody enters at once; training fills each step up to the smallest slack in it.
 
-    Alone, training runs for a quantum at a time (at least one layer of one window), which is what a
-    request that arrives meanwhile waits. A starving job gets its smallest piece whatever the bounds on
-    latency say, at most once in `config.starvation` seconds, but never beyond a request's bound on all
-    its deferral: who states that one means it.
+    Alone, training runs for a quantum at a time (at least one window through one layer or the tail),
+    which is what a request that arrives meanwhile waits. A starving job gets its smallest piece whatever
+    the bounds on latency say, at most once in `config.starvation` seconds, but never beyond a request's
+    bound on all its deferral: who states that one means it.
     """
 
     def holds(self, view: View) -> bool:
