@@ -10,11 +10,12 @@ TORCH := torch==2.13.0
 demo: install
 	$(BIN)/coserve demo
 
+# Two workers with one thread each: OpenMP threads that share a core spin and crawl.
 test: dev
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 slow: dev
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 check: dev
 	$(BIN)/ruff check src tests

@@ -38,7 +38,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """Rows of one job went some way; `rows` counts a row that passed half of the layers as one half."""
+    """Rows of one job went some way; `rows` counts a row that passed half of the layers as one half,
+    and one that passed the tail as one layer's."""
 
     job: str
     micro_batch: int

