@@ -4,8 +4,8 @@ A `Sequence` is a prompt being answered: it has `computed` of its `length` token
 is left is what the next steps must pass through the model, one token (decode) or many (prefill).
 
 A `MicroBatch` is some training examples of one job, packed end to end into rows. It first travels forward
-(rows are kept on the tape), then through the tail to its loss, then back. Its unit of travel is a *window* of rows, which can be put down
-between any two layers and picked up again (FlexLLM 6.1, algorithm 2).
+(rows are kept on the tape), then through the tail to its loss, then back. Its unit of travel is a *window*
+of rows, which can be put down between any two layers and picked up again (FlexLLM 6.1, algorithm 2).
 """
 
 from dataclasses import dataclass, field
