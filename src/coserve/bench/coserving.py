@@ -95,7 +95,7 @@ def _serve(bench: Bench, engine: Engine, rate: float, slo: SLO = SLO()) -> Load:
 
 
 def _bounds(bench: Bench, alone: Load) -> SLO:
-    """Twice what the workload has without training, at the 99th percentile: between tokens by the issue's
+    """Twice what the workload has without training, at the 99th percentile: between tokens by the bar's
     words, and for the first token by the same rule, so that waiting in line is bounded as strictly."""
     between, first = percentile(alone.gaps, 0.99), percentile(alone.first_tokens, 0.99)
     bench.results.note(

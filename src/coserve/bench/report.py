@@ -16,7 +16,7 @@ _INK = {"alone": "#7a7a7a", "together": "#0b6e99", "training": "#d1495b"}
 
 
 def print_report(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """The issue's table, then every absolute figure beside its floor, then how things were measured."""
+    """The table of bars, then every absolute figure beside its floor, then how things were measured."""
     console = Console() if console is None else console
     machine = results["machine"]
     console.print(

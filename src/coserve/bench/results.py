@@ -51,7 +51,7 @@ class Figure:
 
 
 class Results:
-    """Keys of the issue at the top level of the JSON, everything else in sections beside them."""
+    """The keys of the bars at the top level of the JSON, everything else in sections beside them."""
 
     def __init__(self, header: dict[str, Any], path: str | Path | None = None) -> None:
         self._path = None if path is None else Path(path)

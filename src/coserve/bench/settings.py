@@ -1,4 +1,4 @@
-"""How much is measured: the sizes of the issue's rows, and how often and how long each is run."""
+"""How much is measured: the sizes of the rows, and how often and how long each is run."""
 
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ TINY = Settings(
 
 
 def settings_for(shape: str, quick: bool) -> Settings:
-    """The issue's sizes; `quick` runs them less often, and shrinks them for the tiny shape."""
+    """The full sizes; `quick` runs them less often, and shrinks them for the tiny shape."""
     if not quick:
         return FULL
     return TINY if shape == "tiny" else QUICK

@@ -19,7 +19,7 @@ class SchedulerConfig:
     min_training_rows: int = 32  # smallest window tried when time is short; a quarter of it for the loss
     micro_batches_in_flight: int = 2  # of one job on the tape at once; each costs tape bytes
     quantum: float = 0.025  # training in a step without inference: the wait of who arrives meanwhile
-    quantum_with_inference: float = 0.025  # most training beside inference, however large the slack
+    quantum_with_inference: float = 0.1  # most training beside inference, however large the slack
     ride_along: float = 1.0  # training beside requests that state no bound, per second of inference
     caution: float = 2.0  # predictions are taken to be too small by so many times the model's mean error
     starvation: float | None = 0.5  # a job that got nothing for so long gets one piece; None: never
