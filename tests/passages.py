@@ -132,6 +132,9 @@ class Passage:
         self.go(Direction.KEEP, start, rows, span)
 
     def backward(self, start: int, rows: int, span: Span) -> None:
+        """Back through the layers of `span`; rows that set out from the top pass the tail first."""
+        if span.last == self.case.depth:
+            self.go(Direction.LOSS, start, rows, Span(span.last, span.last + 1))
         self.go(Direction.BACKWARD, start, rows, span)
 
     def finish(self) -> float:

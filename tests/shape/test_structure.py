@@ -19,7 +19,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"core", "config", "errors", "metrics"}),
     frozenset({"schedule", "memory.pages", "memory.ledger", "jobs"}),
     frozenset({"kernels"}),
-    frozenset({"adapters", "memory.kv", "memory.arena"}),
+    frozenset({"adapters", "memory.kv", "memory.arena", "memory.malloc"}),
     frozenset({"model"}),
     frozenset({"train"}),
     frozenset({"engine"}),
