@@ -24,7 +24,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None)
 
 
 class _Blocked(torch.autograd.Function):
-    """Keeps q, k and v; the way back computes the weights again (a third of its time)."""
+    """Keeps q, k and v; the way back computes the weights again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
