@@ -35,7 +35,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
-from coserve.train.example import Example, prepare
+from coserve.train.example import Example, Prepared, prepare
 from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
 
 Messages = Sequence[Mapping[str, str]]
@@ -179,7 +179,7 @@ class Engine:
         """
         with self._lock:
             self._refuse_in_training(adapter)
-            examples = self._examples(data, training)
+            prepared = self._prepare(data, training)
             if start_from is None:
                 first = fresh_adapter(self.base, adapter, lora, training.seed)
             else:
@@ -187,11 +187,13 @@ class Engine:
                 first = AdapterVersion(adapter, 0, before.config, before.bypasses)
             first = replace(first, version=self.bank.next_version(adapter))
             job = f"job-{len(self.jobs) + 1}"
-            run = TrainingRun(self.base, self.bank, job, first, examples, training, self.runner.arena)
+            run = TrainingRun(
+                self.base, self.bank, job, first, prepared.examples, training, self.runner.arena
+            )
             self.runner.runs[job] = run
             handle = FineTuning(
                 job, adapter, run.steps, self._drive, partial(self._end_job, job, "cancelled"),
-                partial(self.save_adapter, adapter),
+                partial(self.save_adapter, adapter), prepared.truncated, prepared.dropped,
             )  # fmt: skip
             self.jobs[job] = handle
             self._feed(job)
@@ -247,15 +249,14 @@ class Engine:
             arrival=self.clock() if arrival is None else arrival,
         )
 
-    def _examples(self, data: Any, training: TrainingConfig) -> Sequence[Example]:
+    def _prepare(self, data: Any, training: TrainingConfig) -> Prepared:
         if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], Example):
-            return data
+            return Prepared(tuple(data))
         if self.tokenizer is None:
             raise ConfigError("training on text needs a tokenizer, and the engine was given none")
-        prepared = prepare(
+        return prepare(
             datasets.read(data), self.tokenizer, loss_on=training.loss_on, max_length=training.max_length
         )
-        return prepared.examples
 
     def _drive(self) -> bool:
         """One step if there is anything to do."""

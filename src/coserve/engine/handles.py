@@ -93,7 +93,10 @@ class Completion:
 
 
 class FineTuning:
-    """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`."""
+    """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`.
+
+    `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left.
+    """
 
     def __init__(
         self,
@@ -103,7 +106,10 @@ class FineTuning:
         drive: Callable[[], bool],
         cancel: Callable[[], None],
         save: Callable[[str | Path], None],
+        truncated: int,
+        dropped: int,
     ) -> None:
+        self.truncated, self.dropped = truncated, dropped
         self.job, self.adapter, self.steps = job, adapter, steps
         self.status = "running"  # then succeeded, failed or cancelled
         self.error: CoserveError | None = None

@@ -223,3 +223,11 @@ def test_calibration_leaves_nothing_behind(tmp_path: Path, own: object) -> None:
     assert engine.bank.names == [] and not engine.scheduler.has_work
     (prompt,) = prompts(random.Random("calibrate"), [40])
     assert engine.generate(prompt, sampling=answer_of(10)).result().tokens == greedy(own, prompt, 10)
+
+
+def test_a_job_says_how_many_examples_were_cut(engine: Engine) -> None:
+    data = [{"text": "abc"}, {"text": "abcdefghij"}, {"text": "jihgfedcba"}]
+    job = engine.finetune(data, "cut", training=TrainingConfig(max_length=6, max_steps=1))
+    assert (job.truncated, job.dropped) == (2, 0)
+    job.cancel()
+    engine.run()
