@@ -14,6 +14,12 @@
     ├── DataError                a training file or example is unusable (file, line, what was expected)
     ├── JobError                 a fine-tuning job cannot start or go on
     │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
+    ├── EngineLost               the engine's process is gone and did not come back in time
+    ├── ConflictError            what is asked does not go with the state something is in
+    ├── StateError               the server's state folder or database cannot be used
+    ├── ServerError              the server cannot start or go on
+    │   ├── StateInUse           another server holds the state folder
+    │   └── Unreachable          no server answers at an address
     └── ConfigError              a setting is out of its range
 
 Each carries one sentence that a person can act on. Nothing catches `Exception` in the hot path: what is
@@ -77,5 +83,29 @@ class LossNotFinite(JobError):
     """The loss became NaN or infinite: the job stops and its last good version stays published."""
 
 
+class EngineLost(CoserveError):
+    """The engine's process is gone and did not come back in time, or dies of this very request."""
+
+
+class ServerError(CoserveError):
+    """The server cannot start or go on; the text says what ended, and how."""
+
+
+class StateInUse(ServerError):
+    """Another server holds the state folder; the text names its process."""
+
+
+class Unreachable(ServerError):
+    """No server answers at an address, or what answers is not coserve."""
+
+
 class ConfigError(CoserveError):
     """A setting is out of its range."""
+
+
+class ConflictError(CoserveError):
+    """What is asked does not go with the state that a file, a job or an adapter is in."""
+
+
+class StateError(CoserveError):
+    """The server's state folder or its database cannot be used; the text says why."""

@@ -17,16 +17,18 @@ MOST_LINES = 450
 # Rooms from the foundation up; those of one floor do not know each other, but for what `ALSO` allows.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"core", "config", "errors", "metrics"}),
-    frozenset({"schedule", "memory.pages", "memory.ledger", "jobs"}),
+    frozenset({"schedule", "memory.pages", "memory.ledger", "jobs", "wire"}),
+    frozenset({"text"}),
     frozenset({"kernels"}),
     frozenset({"adapters", "memory.kv", "memory.arena", "memory.malloc"}),
     frozenset({"model"}),
     frozenset({"train"}),
     frozenset({"engine"}),
-    frozenset({"bench", "tiny", "demo"}),
+    frozenset({"bench", "tiny", "demo", "serve"}),
     frozenset({"cli"}),
 )
-# The nouns and settings are one foundation; scheduling counts pages; the demo shows the embedded model.
+# The nouns and settings are one foundation; scheduling counts pages; the demo shows the embedded model; the
+# bench starts servers.
 ALSO = {
     ("core", "errors"),
     ("config", "errors"),
@@ -34,6 +36,7 @@ ALSO = {
     ("schedule", "memory.pages"),
     ("demo", "tiny"),
     ("demo", "bench"),
+    ("bench", "serve"),
 }
 
 
@@ -107,7 +110,7 @@ def loaded_by(statement: str) -> set[str]:
         ["coserve.cli"],
         *(
             sorted(module_of(f) for f in FILES if room_of(module_of(f)) == room)
-            for room in ("core", "schedule", "jobs", "memory.pages", "config", "errors")
+            for room in ("core", "schedule", "jobs", "memory.pages", "config", "errors", "wire")
         ),
     ],
     ids=lambda modules: modules[0],
@@ -116,6 +119,13 @@ def test_light_rooms_never_load_torch(modules: list[str]) -> None:
     loaded = loaded_by("import " + ", ".join(modules))
     assert set(modules) <= loaded
     assert not {"torch", "transformers", "numpy"} & loaded
+
+
+def test_text_never_loads_torch() -> None:
+    modules = [module_of(f) for f in FILES if room_of(module_of(f)) == "text"]
+    loaded = loaded_by("import " + ", ".join(modules))
+    assert set(modules) <= loaded
+    assert "torch" not in loaded
 
 
 def test_the_nouns_need_the_standard_library_only() -> None:

@@ -1,0 +1,248 @@
+"""The messages between the server and the engine's process.
+
+The server sends `Command`s as they come; the engine answers with one `Report` a step, whatever happened in
+it. A connection begins with the engine's `Hello`. Requests belong to a connection: when it closes they are
+cancelled, and a server that comes back submits again what it still wants, with the tokens it already has.
+Jobs belong to the engine: they go on without a server. What happened to them is numbered and reported again
+on every new connection until the server has acknowledged it, that is, written it down.
+"""
+
+import msgspec
+
+from coserve.core.plan import TokenLogprobs
+from coserve.core.request import SLO, FinishReason, SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of all messages: msgpack maps that carry their type's name."""
+
+
+# Server to engine
+
+
+class Submit(Message, frozen=True):
+    """A request for text. `sampling.seed` is set, so that it can be continued elsewhere.
+
+    `continued` are tokens of the answer that were given out before, by an engine that died: they count as
+    the answer's beginning (towards max_tokens too) and are not reported again. `adapter` is a version's key
+    that was loaded on this connection before. `age` is how many seconds ago the request arrived.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    slo: SLO = SLO()
+    adapter: str | None = None
+    continued: tuple[int, ...] = ()
+    age: float = 0.0
+
+
+class Cancel(Message, frozen=True):
+    """Nobody waits for this request any more, or the server found its stop string. Not reported back."""
+
+    id: str
+
+
+class LoadAdapter(Message, frozen=True):
+    """Makes the adapter in a folder (PEFT's format) answer to `key`; a `Reply` with `ref` follows.
+
+    A key that is loaded already is a success.
+    """
+
+    ref: int
+    key: str
+    path: str
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Forgets an adapter version; answers under way keep it. A `Reply` with `ref` follows."""
+
+    ref: int
+    key: str
+
+
+class StartJob(Message, frozen=True):
+    """Trains an adapter, from the newest good checkpoint under `folder` if there is one.
+
+    A job that runs already goes on as it is. `data` is a checked JSONL or text file. `options` are fields of
+    TrainingConfig, `method` of the adapter's configuration (LoRAConfig). `start_from` is the folder of an
+    adapter to continue from. `every` is how many optimizer steps lie between checkpoints.
+    """
+
+    job: str
+    adapter: str
+    data: str
+    folder: str
+    options: dict[str, float | int | str | list[float] | None] = {}
+    method: dict[str, bool | float | int | str | list[str] | None] = {}
+    start_from: str | None = None
+    validation: str | None = None
+    every: int = 50
+    weight: float = 1.0
+
+
+class StopJob(Message, frozen=True):
+    """Ends a job's training. With `keep` it writes a checkpoint first, so that it can go on later."""
+
+    job: str
+    keep: bool
+
+
+class WeighJob(Message, frozen=True):
+    """Changes a running job's share among the jobs that train."""
+
+    job: str
+    weight: float
+
+
+class Acknowledge(Message, frozen=True):
+    """All job news up to this number are written down: the engine may forget them."""
+
+    number: int
+
+
+class Drain(Message, frozen=True):
+    """Take no new work; write a checkpoint of every job, report them stopped, and then `Drained`."""
+
+
+Command = Submit | Cancel | LoadAdapter | UnloadAdapter | StartJob | StopJob | WeighJob | Acknowledge | Drain
+
+# Engine to server
+
+
+class Hello(Message, frozen=True):
+    """The first message of a connection: which engine this is and what its model can do."""
+
+    generation: str  # unique for each start of an engine
+    model: str
+    dtype: str
+    device: str
+    parameters: int
+    positions: int  # most tokens of one sequence
+    vocabulary: int
+    cache_tokens: int  # most tokens of all running sequences
+    max_running: int
+    eos: tuple[int, ...]
+    deterministic: bool
+    load_seconds: float
+    jobs: tuple[str, ...] = ()  # that train right now
+    ended: tuple[str, ...] = ()  # whose end is among the news that nobody has acknowledged
+
+
+class Fault(Message, frozen=True):
+    """A deliberate error, by the name of its class in `coserve.errors`, and its one sentence."""
+
+    kind: str
+    text: str
+
+
+class Token(Message, frozen=True):
+    """One more token of an answer, or its end. `token` is None where there is only an end to tell."""
+
+    id: str
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    fault: Fault | None = None  # the request was refused; nothing follows
+
+
+class Reply(Message, frozen=True):
+    """What became of a command that carried a `ref`."""
+
+    ref: int
+    fault: Fault | None = None
+
+
+class JobStarted(Message, frozen=True):
+    """A job's data is ready and training goes on from optimizer step `step` of `steps`."""
+
+    job: str
+    step: int
+    steps: int
+    examples: int
+    tokens: int  # in one epoch
+    truncated: int
+    dropped: int
+    epochs: int
+    batch_size: int
+    learning_rate: float
+
+
+class JobStep(Message, frozen=True):
+    """One optimizer step. `tokens` have passed forward and back in it; `seconds` since the one before."""
+
+    job: str
+    step: int
+    loss: float
+    labels: int
+    tokens: int
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+    validation_loss: float | None = None
+
+
+class JobCheckpoint(Message, frozen=True):
+    """A checkpoint is on disk for good. `path` holds the adapter in PEFT's format and what resuming needs."""
+
+    job: str
+    step: int
+    path: str
+    digest: str  # SHA-256 of its manifest
+    loss: float | None = None
+    validation_loss: float | None = None
+
+
+class JobEnded(Message, frozen=True):
+    """A job left the engine: succeeded, failed, cancelled or stopped (it can go on from its checkpoint)."""
+
+    job: str
+    status: str
+    step: int
+    fault: Fault | None = None
+
+
+JobNews = JobStarted | JobStep | JobCheckpoint | JobEnded
+
+
+class Numbered(Message, frozen=True):
+    """One piece of job news with its place among all of this engine's; numbers start at 1."""
+
+    number: int
+    news: JobNews
+
+
+class Stats(Message, frozen=True):
+    """Where the engine stands; counters are since its start. Sent with a report about once a second."""
+
+    steps: int
+    fused_steps: int
+    decode_tokens: int
+    prefill_tokens: int
+    trained_tokens: float  # rows that went all the way back
+    updates: int
+    preemptions: int
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    cost_error: float  # mean relative error of predicted step times
+    slo_met: int  # answers that ended within all their bounds
+    slo_missed: int
+    adapters: int
+    resident_bytes: int
+    cost_margin: float = 0.0  # what is added to predicted times of steps that train, relative to them
+
+
+class Report(Message, frozen=True):
+    """All that one step brought about for the server."""
+
+    tokens: tuple[Token, ...] = ()
+    replies: tuple[Reply, ...] = ()
+    jobs: tuple[Numbered, ...] = ()
+    stats: Stats | None = None
+    drained: bool = False
+
+
+Answer = Hello | Report
