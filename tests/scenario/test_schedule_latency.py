@@ -24,7 +24,8 @@ class World:
     def __init__(self, **config: object) -> None:
         settings: dict[str, object] = {"layers": DEPTH, "max_positions": 4096} | config
         cost = CostModel()
-        cost.error = 0.0
+        for trains in (False, True) * 16:
+            cost.misses.observe(1.0, trains)  # this machine does what is predicted
         self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
         self.it = Scheduler(self.config, PagePool(2048, 16), cost, make_policy("hybrid"))
         self.runner = FakeRunner(16)
@@ -98,7 +99,7 @@ def test_tokens_come_within_their_bound_and_training_uses_the_rest(bound: float)
 
 def test_a_wrong_model_costs_bounds_only_until_it_has_learned() -> None:
     world = World(quantum_with_inference=1.0)
-    world.runner = FakeRunner(16, seconds=lambda plan: 1.7 * CostModel().predict(plan))
+    world.runner = FakeRunner(16, seconds=lambda plan: 2.5 * CostModel().predict(plan))
     learning = world.submit(SLO(between_tokens=0.06), answer=100)
     while not learning.is_finished:
         world.step()

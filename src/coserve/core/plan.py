@@ -69,7 +69,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What one optimizer step did: mean loss per label, its labels, the gradient's norm before clipping."""
+    """What one optimizer step did: mean loss per label, its labels, the gradient's norm before clipping, and
+    how many rows passed there and back."""
 
     step: int
     loss: float
@@ -77,6 +78,7 @@ class Updated:
     grad_norm: float
     learning_rate: float
     version: str  # key of the adapter version this step published
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class SLO:
 class SamplingParams:
     """How the next token is chosen. The defaults are greedy decoding of at most 256 tokens."""
 
-    max_tokens: int = 256
+    max_tokens: int = 256  # 0 only scores the prompt: with prompt_logprobs, and no answer follows
     min_tokens: int = 0  # end-of-sequence and stop tokens are held back before this many
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
@@ -58,10 +58,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report beside the chosen token's own
     prompt_logprobs: int | None = None
+    grammar: str | None = None  # an llguidance grammar that the whole answer must match
 
     def __post_init__(self) -> None:
         checks = {
-            "max_tokens": self.max_tokens >= 1,
+            "max_tokens": self.max_tokens >= (1 if self.prompt_logprobs is None else 0),
             "min_tokens": 0 <= self.min_tokens <= self.max_tokens,
             "temperature": 0.0 <= self.temperature < float("inf"),
             "top_k": self.top_k >= 0,
@@ -74,6 +75,10 @@ class SamplingParams:
         for name, holds in checks.items():
             if not holds:
                 raise ConfigError(f"sampling.{name} is out of its range: {getattr(self, name)}")
+        if self.grammar is not None and (self.min_tokens or self.ignore_eos):
+            raise ConfigError(
+                "sampling.grammar excludes min_tokens and ignore_eos: it says itself where to end"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,10 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request being answered. `key` is unique in the engine's life; `pages` are in token order."""
+    """A request being answered. `key` is unique in the engine's life; `pages` are in token order.
+
+    `output` may begin with tokens that another engine gave out: they count like any other.
+    """
 
     key: int
     request: Request
@@ -65,7 +68,7 @@ class Sequence:
     @property
     def longest(self) -> int:
         """Tokens this sequence can grow to; the last one sampled never enters the cache."""
-        return len(self.request.prompt) + self.request.sampling.max_tokens
+        return len(self.request.prompt) + max(self.request.sampling.max_tokens, 1)
 
     @property
     def is_finished(self) -> bool:
@@ -95,7 +98,8 @@ class PutDown:
 class MicroBatch:
     """Training examples of one job packed end to end, on their way through the model and back.
 
-    `lengths` are the examples' rows; `layers` the model's depth. Forward, rows enter from the left: those
+    `lengths` are the examples' rows, with those of `padding` at the end: rows without a meaning that fill it
+    up (see `core.grid`). `layers` is the model's depth. Forward, rows enter from the left: those
     before `frontier` have set out. Then all pass the tail, from the left again and in pieces of their own:
     with a large vocabulary one row's loss takes as long as several layers. Going back they enter from the
     right: those from `frontier` on have set out.
@@ -111,6 +115,7 @@ class MicroBatch:
     adapter: str  # the version that is being trained from
     lengths: tuple[int, ...]
     layers: int
+    padding: tuple[int, ...] = ()
     base: str = "base"
     direction: Direction = Direction.KEEP
     frontier: int = 0

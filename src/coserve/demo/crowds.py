@@ -9,7 +9,9 @@ from coserve.demo.figures import Phase
 from coserve.demo.lessons import Lesson
 from coserve.demo.trace import Arrivals, Backlog, Load, describe
 
-OFFERED: Final = 0.5  # share of the measured capacity at which a trace's requests arrive
+# Share of the measured capacity at which a trace's requests arrive. Training fills each step up to the bound
+# between tokens: answers take several times as long as alone, so that many times more are under way at once.
+OFFERED: Final = 0.25
 
 
 class Crowds(Protocol):

@@ -10,9 +10,9 @@ from coserve.engine.engine import Prompt
 from coserve.errors import DataError
 from coserve.jobs import datasets
 from coserve.jobs.datasets import ChatRecord, Message, PromptRecord, Record
+from coserve.text.tokenizer import Tokenizer
 from coserve.tiny import newtasks
 from coserve.tiny.world import Question
-from coserve.train.chat import Tokenizer
 from coserve.train.example import Example, prepare, tokenize
 
 TASKS: Final = {"pirate": "answers like a pirate", "chain": "turns a line of people around"}

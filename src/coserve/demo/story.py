@@ -119,7 +119,7 @@ class Story:
             self.stage.go_on()
             said, self.report.trace = self.crowds.fit(capacity)
             self.view.say(said)
-        # A trace comes at half the speed and in bursts: it takes longer to show what is usual.
+        # A trace comes at a quarter of the speed and in bursts: it takes longer to show what is usual.
         part = 7.5 if self.report.trace is None else 4
         self.report.alone = self.stage.play("Answers only", self.crowds.alone(), self._share(part))
         self.stage.go_on()
@@ -194,11 +194,12 @@ class Story:
         return max(self.options.seconds / part, 1.0)
 
     def _lessons(self) -> list[Lesson]:
-        tokenizer, data = self.stage.engine.tokenizer, self.options.data
+        text, data = self.stage.engine.text, self.options.data
+        assert text is not None, "a model from a folder or the hub has a tokenizer"
         if data is None:
-            return material.new_tasks(tokenizer, self.options.questions)
+            return material.new_tasks(text.tokenizer, self.options.questions)
         longest = min(LONGEST_EXAMPLE, self.stage.engine.base.max_positions - 1)
-        found, said = material.from_file(data, tokenizer, self.options.questions, longest)
+        found, said = material.from_file(data, text.tokenizer, self.options.questions, longest)
         self.view.say(said)
         return found
 

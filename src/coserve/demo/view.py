@@ -18,6 +18,9 @@ from coserve.demo.tables import Sheet, milliseconds, short
 
 BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 120
+# A terminal writes "^C" behind the panel's last corner. In a full line it would go on in the next one, and
+# the panel, erased from there, would leave its first line behind.
+_ECHOED = len("^C^C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ def progress_line(frame: Frame) -> str:
 
 def panel(frame: Frame, width: int, height: int) -> RenderableType:
     """A frame as a panel for a terminal of that size."""
-    inside = max(width - 4, 20)
+    inside = max(width - _ECHOED - 4, 20)
     parts: list[RenderableType] = [_figures(frame)]
     if frame.jobs:
         parts += [Text(), *(_job(job, inside) for job in frame.jobs)]
@@ -187,7 +190,7 @@ def panel(frame: Frame, width: int, height: int) -> RenderableType:
     room = height - 7 - len(frame.jobs)
     parts += [_heard(heard, inside) for heard in frame.under_way[: max(room, 1)]]
     title = f"[bold]{frame.act}[/]  {frame.elapsed:.0f} s, {max(frame.left, 0):.0f} s left"
-    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan")
+    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", width=inside + 4)
 
 
 def _figures(frame: Frame) -> Text:
@@ -210,7 +213,7 @@ def _figures(frame: Frame) -> Text:
 
 def _bar(value: float, bound: float) -> Text:
     """How much of the bound a latency uses."""
-    cells = 20
+    cells = 16
     used = min(round(value / bound * cells), cells)
     colour = "green" if value <= bound else "red"
     return Text.assemble(

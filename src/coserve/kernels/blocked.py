@@ -11,7 +11,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from coserve.core.grid import on_grid
 
 _BLOCK = 128  # queries; scores of 16 heads over 1,000 keys then take 8 MiB in float32
 
@@ -19,8 +22,12 @@ _BLOCK = 128  # queries; scores of 16 heads over 1,000 keys then take 8 MiB in f
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """q [batch, heads, t, dk] over k [batch, groups, length, dk], v [batch, groups, length, dv], where the
     queries are the last `t` positions; returns [batch, heads, t, dv]. Differentiable."""
+    t = q.shape[2]
+    missing = on_grid(t) - t
+    if missing:  # positions after the last one: no real query sees them
+        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
     out: Tensor = _Blocked.apply(q, k, v, scale, window)  # type: ignore[no-untyped-call]
-    return out
+    return out[:, :, :t] if missing else out
 
 
 class _Blocked(torch.autograd.Function):

@@ -98,14 +98,23 @@ class PrefillRows:
 
 
 class InferenceRows:
-    """A step's inference rows: decode rows first, then prefill chunks. A `Part` of a fused run."""
+    """A step's inference rows: decode rows first, then prefill chunks. A `Part` of a fused run.
+
+    `padding` rows follow that belong to nobody (see `core.grid`): they see nothing and are not cached.
+    """
 
     is_kept = False
 
     def __init__(
-        self, pool: KVPool, slots: Tensor, decode: DecodeRows | None, prefills: Sequence[PrefillRows]
+        self,
+        pool: KVPool,
+        slots: Tensor,
+        decode: DecodeRows | None,
+        prefills: Sequence[PrefillRows],
+        padding: int = 0,
     ) -> None:
-        self.count = len(slots)
+        self.count = len(slots) + padding
+        self._padding = padding
         self._pool = pool
         self._slots = slots
         self._decode = decode
@@ -116,7 +125,8 @@ class InferenceRows:
         raise AssertionError("inference rows keep nothing")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        self._pool.write(layer, self._slots, k[0], v[0])
+        count = len(self._slots)
+        self._pool.write(layer, self._slots, k[0, :, :count], v[0, :, :count])
         outputs = []
         start = 0
         if self._decode is not None:
@@ -128,6 +138,8 @@ class InferenceRows:
                 self._attend_chunk(chunk, layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], spec)
             )
             start += chunk.count
+        if self._padding:
+            outputs.append(v.new_zeros(1, self._padding, q.shape[1], v.shape[-1]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _attend_decode(self, rows: DecodeRows, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:

@@ -19,6 +19,10 @@ def record(sequence: Sequence, segment: Segment, sampled: Sampled | None, now: f
         return None
     assert ends == (sampled.token is not None), "a token follows the last one known, and only that"
     scored = _fresh(sequence, segment, sampled)
+    if (
+        sequence.request.sampling.max_tokens == 0
+    ):  # the prompt was to be scored, and what follows it is nobody's
+        return TokenEvent(sequence.key, sequence.request.id, None, None, scored) if scored or ends else None
     if sampled.token is not None:
         _append(sequence, sampled.token, now)
     elif not scored:
@@ -27,13 +31,16 @@ def record(sequence: Sequence, segment: Segment, sampled: Sampled | None, now: f
 
 
 def stop_reason(sequence: Sequence, config: SchedulerConfig) -> FinishReason | None:
-    """Why the token just appended ends the answer, if it does."""
-    sampling, token = sequence.request.sampling, sequence.output[-1]
+    """Why the answer so far is all of it, if it is."""
+    sampling = sequence.request.sampling
     if len(sequence.output) > sampling.min_tokens:
+        token = sequence.output[-1]
         if token in sampling.stop_token_ids:
             return FinishReason.STOP
         if token in config.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
+    if sampling.max_tokens == 0:
+        return None if sequence.remaining else FinishReason.LENGTH
     return FinishReason.LENGTH if len(sequence.output) >= sampling.max_tokens else None
 
 

@@ -55,6 +55,10 @@ class Book:
         job.progress = max(job.progress, self._clock)
         job.served_at = None
 
+    def weigh(self, name: str, weight: float) -> None:
+        """Changes a job's weight; what it was served before stays as it was counted."""
+        self._jobs[name].weight = weight
+
     def remove(self, name: str) -> None:
         """Forgets a job; the runner is told to drop what it holds for it."""
         job = self._jobs.pop(name, None)
@@ -100,5 +104,8 @@ class Book:
 
 
 def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:
-    """Rows that passed a part of the depth, in rows that passed all of it; the tail is one layer."""
-    return rows * layers / batch.layers
+    """Rows that passed a part of the depth, in rows that passed all of it; the tail is one layer.
+
+    Padding counts for nothing: it lies at the end, but every window is charged its share.
+    """
+    return rows * layers / batch.layers * (1 - sum(batch.padding) / batch.length)

@@ -17,11 +17,13 @@ class SchedulerConfig:
     min_prefill_rows: int = 16  # prompt rows that run even where they break a bound between tokens
     max_training_rows: int = 512  # largest training window; larger ones read the weights less often
     min_training_rows: int = 32  # smallest window tried when time is short; a quarter of it for the loss
+    training_window: int | None = None  # rows of every window, never cut (a quarter for the loss); None: free
     micro_batches_in_flight: int = 2  # of one job on the tape at once; each costs tape bytes
     quantum: float = 0.025  # training in a step without inference: the wait of who arrives meanwhile
     quantum_with_inference: float = 0.1  # most training beside inference, however large the slack
     ride_along: float = 1.0  # training beside requests that state no bound, per second of inference
-    caution: float = 2.0  # predictions are taken to be too small by so many times the model's mean error
+    reliability: float = 0.995  # share of steps that are to take no longer than allowed for; more train less
+    max_margin: float = 1.0  # most that is allowed for, relative to a prediction; more would stop training
     starvation: float | None = 0.5  # a job that got nothing for so long gets one piece; None: never
     patience: float = 10.0  # deadline in the waiting line of who states none; smaller lets fewer pass
 
@@ -34,11 +36,13 @@ class SchedulerConfig:
             "min_prefill_rows": 1 <= self.min_prefill_rows <= self.max_prefill_rows,
             "max_training_rows": self.max_training_rows >= 1,
             "min_training_rows": 1 <= self.min_training_rows <= self.max_training_rows,
+            "training_window": self.training_window is None or self.training_window >= 1,
             "micro_batches_in_flight": self.micro_batches_in_flight >= 1,
             "quantum": self.quantum > 0,
             "quantum_with_inference": self.quantum_with_inference >= 0,
             "ride_along": self.ride_along >= 0,
-            "caution": self.caution >= 0,
+            "reliability": 0 <= self.reliability < 1,
+            "max_margin": self.max_margin >= 0,
             "starvation": self.starvation is None or self.starvation >= 0,
             "patience": self.patience >= 0,
         }

@@ -2,15 +2,18 @@
 
 The seconds of a step are a weighted sum of what is in it. The features come from the plan alone, the
 weights are measured at start-up (`fit`) and corrected after every step (`observe`). Everything that
-decides about a latency bound asks this model and nothing else; `error` says how far to trust it.
+decides about a latency bound asks this model and nothing else; `margin` says how far to trust it.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from operator import mul
 from typing import Self
 
 from coserve.core.plan import Plan, Segment
 from coserve.core.sequence import Direction, MicroBatch, Span
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.margin import Margin
 
 # What one unit of each feature is. The numbers are the seconds per unit assumed before any measurement:
 # a small model on a small machine, slow rather than fast, so that first guesses err towards less training.
@@ -81,11 +84,12 @@ def window_pairs(lengths: Iterable[int], start: int, rows: int) -> int:
 class Features:
     """What is in a step, counted as it is put together. `values` follows `NAMES`."""
 
-    __slots__ = ("_adapters", "_covered", "values")
+    __slots__ = ("_adapters", "_covered", "trains", "values")
 
     def __init__(self) -> None:
         self.values = [0.0] * len(NAMES)
         self.values[_STEP] = 1.0
+        self.trains = False
         self._covered = 0  # a bit for each layer that some forward row visits
         self._adapters: set[str] = set()
 
@@ -93,7 +97,8 @@ class Features:
     def of(cls, plan: Plan) -> Self:
         """The features of a plan that has not been applied yet (whether a row is sampled shows only then)."""
         features = cls.of_segments((*plan.inference, *plan.training))
-        features.values[_UPDATES] += len(plan.updates)
+        for _ in plan.updates:
+            features.add_update()
         return features
 
     @classmethod
@@ -108,6 +113,7 @@ class Features:
         """The same counts, to try something on."""
         twin = Features.__new__(Features)
         twin.values = self.values.copy()
+        twin.trains = self.trains
         twin._covered = self._covered
         twin._adapters = self._adapters.copy()
         return twin
@@ -146,6 +152,7 @@ class Features:
 
     def add_training(self, batch: MicroBatch, rows: int, pairs: int, way: Direction, span: Span) -> None:
         """Counts in a window of `rows` rows that attend to `pairs` rows, through the layers of `span`."""
+        self.trains = True
         values = self.values
         if way is Direction.LOSS:
             values[_LOSS_ROWS] += rows
@@ -166,7 +173,35 @@ class Features:
 
     def add_update(self) -> None:
         """Counts an optimizer step in."""
+        self.trains = True
         self.values[_UPDATES] += 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a cost model has learned, plain enough for JSON.
+
+    `measured` and `weights` are seconds per unit of each feature, as they were measured and as steps have
+    corrected them since; `factors` are those of the kinds of work, `error` is the running error.
+    """
+
+    measured: Mapping[str, float]
+    weights: Mapping[str, float]
+    factors: Mapping[str, float]
+    error: float
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a model could have learned this: exactly its names, and numbers that can be costs."""
+        named = (self.measured.keys(), set(NAMES)), (self.weights.keys(), set(NAMES))
+        if any(found != wanted for found, wanted in (*named, (self.factors.keys(), set(_KIND_OF)))):
+            return False
+        costs = (*self.measured.values(), *self.weights.values(), self.error)
+        return (
+            all(0.0 <= cost < float("inf") for cost in costs)
+            and any(self.weights.values())
+            and all(1 / _OUTLIER <= factor <= _OUTLIER for factor in self.factors.values())
+        )
 
 
 class CostModel:
@@ -176,6 +211,7 @@ class CostModel:
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
+        self.misses = Margin()
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
 
     @property
@@ -191,6 +227,10 @@ class CostModel:
         """Seconds that a step of these features will take."""
         seconds: float = sum(map(mul, self._effective, features.values))
         return seconds
+
+    def margin(self, config: SchedulerConfig, trains: bool) -> float:
+        """What to add to the prediction of a step that trains, or does not, relative to it."""
+        return min(self.misses.covering(config.reliability, trains), config.max_margin)
 
     def fit(self, samples: Iterable[tuple[Plan | Features, float]]) -> None:
         """Measures the weights anew: non-negative least squares on the relative error.
@@ -218,30 +258,43 @@ class CostModel:
         """
         if seconds <= 0:
             return
-        values = _features(work).values
+        features = _features(work)
+        values = features.values
         predicted = max(sum(map(mul, self._effective, values)), 1e-9)
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
+        self.misses.observe(taken / predicted, features.trains)
         self._correct_weights(values, taken, predicted)
         self._correct_factors(values, taken, predicted)
-        self._effective = [w * self._factors[kind] for w, kind in zip(self._weights, _KIND_OF, strict=True)]
+        self._apply_factors()
 
-    def as_dict(self) -> dict[str, float]:
-        """Everything the model knows, ready for JSON."""
-        return {**self.weights, "error": self.error}
+    @property
+    def learned(self) -> Costs:
+        """All that it knows of the machine; what steps took of late (`misses`) is not part of it."""
+        return Costs(
+            dict(zip(NAMES, self._measured, strict=True)),
+            dict(zip(NAMES, self._weights, strict=True)),
+            dict(self._factors),
+            self.error,
+        )
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, float]) -> Self:
-        """The model that `as_dict` described."""
-        model = cls(data)
-        model.error = float(data.get("error", _UNKNOWN_ERROR))
-        return model
+    def recall(self, costs: Costs) -> None:
+        """Goes on from what another model had learned, which must be sound."""
+        assert costs.is_sound, "no model has learned this"
+        self._start([costs.measured[name] for name in NAMES])
+        self._weights = [costs.weights[name] for name in NAMES]
+        self._factors.update(costs.factors)
+        self._apply_factors()
+        self.error = costs.error
 
     def _start(self, weights: list[float]) -> None:
         self._measured = weights
         self._weights = weights.copy()
         self._factors = dict.fromkeys(_KIND_OF, 1.0)
         self._effective = weights.copy()
+
+    def _apply_factors(self) -> None:
+        self._effective = [w * self._factors[kind] for w, kind in zip(self._weights, _KIND_OF, strict=True)]
 
     def _correct_weights(self, values: list[float], taken: float, predicted: float) -> None:
         # A weight of zero could never grow by its contribution, so each present feature is taken to

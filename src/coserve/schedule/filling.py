@@ -56,11 +56,11 @@ class Filler:
 
     def _sizes(self, batch: MicroBatch) -> list[int]:
         """Rows that the next window may have, most first; what lies put down can be cut to any of them."""
-        most, least = self._allowance.rows, self._config.min_training_rows
-        if (
-            batch.direction is Direction.LOSS
-        ):  # a row's head and loss may take as long as several of its layers
-            least = max(1, least // 4)
+        # A row's head and loss may take as long as several of its layers.
+        share = 4 if batch.direction is Direction.LOSS else 1
+        if self._config.training_window is not None:
+            return [min(max(1, self._config.training_window // share), batch.rows_left)]
+        most, least = self._allowance.rows, max(1, self._config.min_training_rows // share)
         if most is None:
             return [batch.rows_left]
         ladder = [most]

@@ -48,10 +48,11 @@ class Lines:
                 f"request {request.id} has {prompt} prompt tokens and asks for up to {answer} more, "
                 f"together {prompt + answer}; the model has {self._config.max_positions} positions"
             )
-        needed = self._pages.pages_for(prompt + answer - 1)
+        most = prompt + max(answer, 1) - 1  # the last token of an answer never enters the cache
+        needed = self._pages.pages_for(most)
         if needed > self._pages.pages:
             raise OutOfPages(
-                f"request {request.id} can grow to {prompt + answer - 1} cached tokens, {needed} pages of "
+                f"request {request.id} can grow to {most} cached tokens, {needed} pages of "
                 f"{self._pages.page_size}; there are {self._pages.pages} in all"
             )
 

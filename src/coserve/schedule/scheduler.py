@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 from coserve.core.events import Event, Finished, JobFailed, StepDone, TrainingProgress
+from coserve.core.grid import COARSE
 from coserve.core.plan import Plan, Segment, StepResult
 from coserve.core.request import FinishReason, Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
@@ -20,8 +21,9 @@ from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.draft import Draft
 from coserve.schedule.filling import Filler, in_order
 from coserve.schedule.lines import Lines
+from coserve.schedule.pace import prefill_limit
 from coserve.schedule.policies.base import Policy, View
-from coserve.schedule.slack import measure, step_limit
+from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
 
 
@@ -50,16 +52,30 @@ class Scheduler:
         """A key that no sequence and no micro-batch of this engine has."""
         return next(self._keys)
 
-    def submit(self, request: Request, now: float) -> Sequence:
-        """Puts a request into the waiting line; raises a RequestError if it can never be served."""
+    def submit(self, request: Request, now: float, output: Iterable[int] = ()) -> Sequence:
+        """Puts a request into the waiting line; raises a RequestError if it can never be served.
+
+        `output` is how the answer begins, where somebody else began it: an answer that is complete already
+        ends at once, and the next `apply` returns its `Finished`.
+        """
         self._lines.check(request)
-        sequence = Sequence(self.new_key(), request)
+        sequence = Sequence(self.new_key(), request, output=list(output))
         # Training runs last in a step: who arrived during one waited for the training in it.
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)
         self._sequences[sequence.key] = sequence
         self._lines.join(sequence)
+        if sequence.output:
+            self._take_over(sequence, now)
         return sequence
+
+    def _take_over(self, sequence: Sequence, now: float) -> None:
+        """An answer that began elsewhere: its first token is out, the next one is due as of now."""
+        sequence.first_token_at, sequence.last_token_at = sequence.request.arrival, now
+        sequence.reported = len(sequence.request.prompt) - 1
+        reason = answers.stop_reason(sequence, self.config)
+        if reason is not None:
+            self.finish(sequence.key, reason)
 
     def cancel(self, key: int) -> None:
         """Ends a sequence that nobody waits for any more; nothing happens if it has ended already."""
@@ -84,6 +100,10 @@ class Scheduler:
         follows asks for the next ones. Jobs get rows in proportion to their weights.
         """
         self._book.add(job, micro_batches, weight)
+
+    def weigh_training(self, job: str, weight: float) -> None:
+        """Changes a job's share from now on."""
+        self._book.weigh(job, weight)
 
     def remove_training(self, job: str) -> None:
         """Takes a job off the schedule; the next plan releases all its micro-batches."""
@@ -168,12 +188,13 @@ class Scheduler:
 
     def _prefill(self, draft: Draft, view: View) -> None:
         """Prompt rows, the most urgent prompt first, of those who run and those who enter."""
-        limit = step_limit(draft, self.config.caution * self.cost.error)
         left = self.config.max_prefill_rows
         begun = [sequence for sequence in self._lines.running if sequence.remaining > 1]
         # If this step took somebody's pages nobody enters: they would only change hands again.
         closed = len(self._lines.waiting) > len(view.waiting)
-        for sequence in sorted([*begun, *self.policy.admit(view)], key=self._lines.urgency):
+        line = sorted([*begun, *self.policy.admit(view)], key=self._lines.urgency)
+        limit = prefill_limit(draft, line, self.cost, self.config)
+        for sequence in line:
             rows = self._chunk(draft, sequence, left, limit)
             if rows <= 0:
                 return
@@ -189,8 +210,12 @@ class Scheduler:
         first = all(segment.length == 1 for segment in draft.inference)
         most = min(most, sequence.remaining)
         least = min(self.config.min_prefill_rows, most) if first else 0
-        if limit == float("inf"):
-            return most
+        rows = most if limit == float("inf") else self._largest_chunk(draft, sequence, least, most, limit)
+        whole = rows // COARSE * COARSE
+        return whole if whole and rows < sequence.remaining else rows
+
+    def _largest_chunk(self, draft: Draft, sequence: Sequence, least: int, most: int, limit: float) -> int:
+        """Rows between `least` and `most`, the most that are predicted to keep the step within `limit`."""
         while least < most:
             rows = (least + most + 1) // 2
             features = draft.features.copy()
@@ -275,7 +300,7 @@ class Scheduler:
             event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
             if event is None:
                 continue
-            reason = None if event.token is None else answers.stop_reason(sequence, self.config)
+            reason = answers.stop_reason(sequence, self.config)
             if reason is not None:
                 self._retire(sequence, reason, now)
             events.append(replace(event, finish_reason=reason))

@@ -24,21 +24,9 @@ class Slack:
     deferral: float
 
 
-def step_limit(draft: Draft, margin: float) -> float:
-    """Seconds the step may take so that every token in it comes within its bound since the last one."""
-    limit = INFINITE
-    for segment in draft.inference:
-        sequence = segment.sequence
-        if isinstance(sequence, Sequence) and sequence.last_token_at is not None:
-            bound = sequence.request.slo.between_tokens
-            if bound is not None:
-                limit = min(limit, (sequence.last_token_at + bound - draft.now) / (1 + margin))
-    return limit
-
-
 def measure(draft: Draft, lines: Lines, cost: CostModel, config: SchedulerConfig) -> Slack:
     """The slack of a step whose inference is complete, with a margin for what is mispredicted."""
-    margin = config.caution * cost.error
+    margin = cost.margin(config, trains=True)
     step = cost.predict_features(draft.features) if draft.inference else 0.0
     planned = {segment.sequence.key: segment.length for segment in draft.inference}
     training = deferral = INFINITE
@@ -68,7 +56,7 @@ def _limits(sequence: Sequence, now: float, ahead: float, step: float, margin: f
         limits.append((sequence.last_token_at + slo.between_tokens - now) / (1 + margin) - ahead)
     if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # nothing saves one that has passed
         # Shared out evenly: what is spent at once is missing when requests that arrive make steps longer.
-        tokens = sequence.request.sampling.max_tokens - len(sequence.output)
+        tokens = max(sequence.request.sampling.max_tokens - len(sequence.output), 1)
         whole = (arrival + slo.end_to_end - now) / (1 + margin) - ahead - (tokens - 1) * step
         limits.append(whole / tokens)
     if slo.deferral is not None:

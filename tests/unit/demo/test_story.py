@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from coserve import Engine, EngineConfig, tiny
 from coserve.demo import score
+from coserve.demo.crowds import OFFERED
 from coserve.demo.lessons import TASKS, from_file, new_tasks
 from coserve.demo.stage import choose_dtype
 from coserve.demo.story import Options, Story
@@ -62,7 +63,7 @@ def test_real_questions_and_real_arrivals(tmp_path: Path) -> None:
     assert "sums.jsonl: 40 examples, 4 held out" in output.getvalue()
     assert "Arrivals, from request" in output.getvalue() and "Prompts x " in output.getvalue()
     assert report.trace is not None and report.trace["rate"] == pytest.approx(
-        report.trace["capacity"] / 2, rel=0.1
+        report.trace["capacity"] * OFFERED, rel=0.1
     )
     assert [learned.exact_after for learned in report.adapters] == [None, None]
     assert all(learned.held_out_loss_after is not None for learned in report.adapters)

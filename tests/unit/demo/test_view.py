@@ -95,6 +95,13 @@ def test_the_panel_fits_the_terminal(size: tuple[int, int]) -> None:
         assert "[Mira]" in text and "of 50.0 ms SLO" in text
 
 
+def test_an_echoed_ctrl_c_fits_behind_the_panel() -> None:
+    """In a full line it would take the next one, and the panel's first line would stay on the screen."""
+    console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True, color_system=None)
+    lines = console.render_lines(panel(FRAME, 100, 30), pad=False)
+    assert sum(len(segment.text) for segment in lines[-1]) + len("^C^C") <= 100
+
+
 def test_the_live_view_leaves_the_terminal_as_it_was() -> None:
     output = io.StringIO()
     view = LiveView(Console(file=output, width=100, height=30, force_terminal=True))

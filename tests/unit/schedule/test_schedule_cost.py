@@ -1,5 +1,7 @@
 import json
 import random
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,15 @@ from hypothesis import strategies as st
 from coserve.core.plan import Plan, Segment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
-from coserve.schedule.cost import DEFAULT_WEIGHTS, NAMES, CostModel, Features, causal_pairs, window_pairs
+from coserve.schedule.cost import (
+    DEFAULT_WEIGHTS,
+    NAMES,
+    CostModel,
+    Costs,
+    Features,
+    causal_pairs,
+    window_pairs,
+)
 
 DEPTH = 8
 
@@ -205,11 +215,38 @@ def test_error_follows_what_was_missed() -> None:
     assert model.error == pytest.approx(0.05 * 0.5, rel=0.1)
 
 
-def test_json_and_back() -> None:
-    rng, model = random.Random(5), CostModel()
+def test_another_model_goes_on_from_what_one_has_learned() -> None:
+    rng, model, again = random.Random(5), CostModel(), CostModel()
+    model.fit([(plan, 3 * CostModel().predict(plan)) for plan in (random_plan(rng) for _ in range(40))])
     for _ in range(20):
         plan = random_plan(rng)
         model.observe(plan, 2 * model.predict(plan))
-    again = CostModel.from_dict(json.loads(json.dumps(model.as_dict())))
-    assert again.error == model.error
-    assert again.predict(plan) == pytest.approx(model.predict(plan))
+    assert model.learned.is_sound
+    again.recall(Costs(**json.loads(json.dumps(asdict(model.learned)))))
+    assert again.weights == model.weights and again.error == model.error
+    for _ in range(200):  # the same range around what was measured, too
+        plan = random_plan(rng)
+        for each in (model, again):
+            each.observe(plan, 20 * CostModel().predict(plan))
+    assert again.weights == model.weights and again.learned == model.learned
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"measured": {}},
+        {"weights": {**DEFAULT_WEIGHTS, "step": -1e-9}},
+        {"weights": {**DEFAULT_WEIGHTS, "step": float("nan")}},
+        {"weights": {**DEFAULT_WEIGHTS, "more": 1.0}},
+        {"weights": dict.fromkeys(NAMES, 0.0)},
+        {"measured": {**DEFAULT_WEIGHTS, "step": float("inf")}},
+        {"factors": {"forward": 1.0}},
+        {"factors": {"forward": 1.0, "backward": 1.0, "loss_rows": 5.0, "updates": 1.0}},
+        {"factors": {"forward": 1.0, "backward": 1.0, "loss_rows": 0.0, "updates": 1.0}},
+        {"error": float("nan")},
+    ],
+    ids=str,
+)
+def test_what_no_model_can_have_learned_is_not_sound(change: dict[str, Any]) -> None:
+    learned = CostModel().learned
+    assert learned.is_sound and not replace(learned, **change).is_sound

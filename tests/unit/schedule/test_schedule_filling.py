@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from coserve.core.plan import Plan, Segment
@@ -138,3 +140,27 @@ def test_forward_before_the_rest() -> None:
     loss = Segment(micro_batch(), 0, 1, Direction.LOSS, Span(DEPTH, DEPTH + 1))
     keep = Segment(micro_batch(), 0, 1, Direction.KEEP, Span(0, 1))
     assert in_order([back, loss, keep]) == (keep, back, loss)
+
+
+@pytest.mark.parametrize("direction", [Direction.KEEP, Direction.LOSS, Direction.BACKWARD])
+@pytest.mark.parametrize("rows", [512, 16, None])
+def test_a_fixed_window_is_never_cut(direction: Direction, rows: int | None) -> None:
+    """Whatever the allowance: a micro-batch is always cut at the same rows, from the end it starts at."""
+    config = replace(CONFIG, training_window=96)
+    rung = 24 if direction is Direction.LOSS else 96
+    batch = micro_batch(rows=250, direction=direction)
+    windows = []
+    for seconds in (0.001, 0.02, 0.004) * 200:
+        if batch.done or batch.direction is not direction:
+            break
+        it = draft(False)
+        Filler(it, Allowance(seconds, rows=rows, minimum=INFINITE), CostModel(), config).window(batch)
+        (segment,) = it.training
+        windows.append((segment.start, segment.length))
+        batch.advance(segment.start, segment.length, segment.span)
+    cuts = range(0, 250, rung)
+    want = [(start, min(rung, 250 - start)) for start in cuts]
+    if direction is Direction.BACKWARD:
+        want = [(max(250 - start - rung, 0), min(rung, 250 - start)) for start in cuts]
+    assert list(dict.fromkeys(windows)) == want
+    assert batch.direction is not direction or batch.done

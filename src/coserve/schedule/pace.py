@@ -1,0 +1,89 @@
+"""How long a step may take while prompts wait: between two bounds, the smaller relative violation counts.
+
+A step that is short enough for the next tokens of those who are being answered takes few prompt rows, and
+prompts pile up (Sarathi-Serve's trade-off). While every prompt still meets its bound on the first token that
+is as it should be. Where some cannot, the step grows until the worst it does to a token, relative to its
+bound, equals the worst it does to a first token, relative to that one's.
+"""
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+from coserve.core.sequence import Sequence
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.draft import Draft
+
+INFINITE = float("inf")
+_HALVINGS = 12  # of the range between the shortest and the longest step: to some hundredth of a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt that has no first token yet: seconds it waited, its bound, and rows up to its end."""
+
+    waited: float
+    bound: float
+    rows: int
+
+
+def step_limit(draft: Draft, margin: float, violation: float = 1.0) -> float:
+    """Seconds the step may take so that no token in it comes later than `violation` times its bound."""
+    limit = INFINITE
+    for segment in draft.inference:
+        sequence = segment.sequence
+        if isinstance(sequence, Sequence) and sequence.last_token_at is not None:
+            bound = sequence.request.slo.between_tokens
+            if bound is not None:
+                due = sequence.last_token_at + violation * bound
+                limit = min(limit, (due - draft.now) / (1 + margin))
+    return limit
+
+
+def prefill_limit(draft: Draft, line: Ordered[Sequence], cost: CostModel, config: SchedulerConfig) -> float:
+    """Seconds for a step of the decode rows in `draft` and rows of the prompts in `line`, in their order."""
+    margin = cost.margin(config, trains=False)
+    kept = step_limit(draft, margin)
+    if kept == INFINITE or not line:
+        return kept
+    decode = cost.predict_features(draft.features)
+    row = _row_seconds(draft, line[0], cost, config)
+    prompts = _prompts(draft.now, line, config)
+    longest = decode + config.max_prefill_rows * row
+
+    def late(step: float) -> float:
+        """The worst first token if all steps took so long, relative to its bound."""
+        pace = max(step - decode, config.min_prefill_rows * row) / row  # rows a step
+        seconds = max(step, decode + config.min_prefill_rows * row) * (1 + margin)
+        return max(((p.waited + p.rows / pace * seconds) / p.bound for p in prompts), default=0.0)
+
+    low, high = kept, max(kept, longest)
+    if late(low) <= 1.0:
+        return kept
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if middle <= step_limit(draft, margin, late(middle)):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _row_seconds(draft: Draft, sequence: Sequence, cost: CostModel, config: SchedulerConfig) -> float:
+    """What a prompt row of the first in line adds to the step."""
+    rows = min(sequence.remaining, config.max_prefill_rows)
+    features = draft.features.copy()
+    features.add_inference(sequence.computed, rows, 0, sequence.request.adapter, config.layers)
+    return max(cost.predict_features(features) - cost.predict_features(draft.features), 1e-9) / rows
+
+
+def _prompts(now: float, line: Ordered[Sequence], config: SchedulerConfig) -> list[_Prompt]:
+    """Those who wait for a first token; who states no bound has the patience of the waiting line."""
+    found, rows = [], 0
+    for sequence in line[: config.max_running]:
+        rows += sequence.remaining
+        bound = sequence.request.slo.first_token
+        bound = config.patience if bound is None else bound
+        if sequence.first_token_at is None and bound > 0:
+            found.append(_Prompt(now - sequence.request.arrival, bound, rows))
+    return found

@@ -1,0 +1,83 @@
+"""The margin: covers what it promises, follows the machine, and forgets what is no longer tried."""
+
+import math
+import random
+
+import pytest
+
+from coserve.core.plan import Plan, Segment
+from coserve.core.request import Request
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel
+from coserve.schedule.margin import WINDOW, Margin, quantile
+
+CONFIG = SchedulerConfig(layers=4, max_positions=512)
+
+
+def fed(ratios: list[float], trains: bool = True) -> Margin:
+    margin = Margin()
+    for ratio in ratios:
+        margin.observe(ratio, trains)
+    return margin
+
+
+@pytest.mark.parametrize("share", [0.9, 0.99, 0.999])
+def test_the_share_asked_for_is_covered(share: float) -> None:
+    draw = random.Random(1)
+    windows = [[1.0 + draw.expovariate(5.0) for _ in range(WINDOW)] for _ in range(200)]
+    missed = sum(math.exp(-5.0 * (quantile(window, share) - 1.0)) for window in windows) / len(windows)
+    assert missed == pytest.approx(1.0 - share, rel=0.5)
+
+
+def test_a_rarer_miss_than_any_that_was_seen_is_allowed_for() -> None:
+    draw = random.Random(2)
+    seen = [1.0 + draw.random() for _ in range(100)]
+    assert quantile(seen, 0.9) <= max(seen) < quantile(seen, 0.9999)
+    assert quantile([1.25] * 50, 0.999) == 1.25
+    assert quantile([3.0], 0.5) == 3.0
+
+
+def test_quick_steps_ask_for_no_margin_and_unknown_ones_for_some() -> None:
+    assert fed([0.7] * 50).covering(0.99, trains=True) == 0.0
+    assert fed([]).covering(0.99, trains=True) == fed([9.0] * 3).covering(0.99, trains=True) > 0.0
+
+
+def test_steps_that_train_are_judged_by_their_own() -> None:
+    margin = fed([1.0] * 50, trains=False)
+    for _ in range(50):
+        margin.observe(1.6, trains=True)
+    assert margin.covering(0.99, trains=False) == 0.0
+    assert margin.covering(0.99, trains=True) == pytest.approx(0.6)
+
+
+def test_a_busy_spell_is_noticed_and_forgotten() -> None:
+    margin = fed([1.0] * WINDOW)
+    for _ in range(20):
+        margin.observe(2.5, trains=True)
+    assert margin.covering(0.99, trains=True) >= 1.0
+    for _ in range(WINDOW):
+        margin.observe(1.0, trains=True)
+    assert margin.covering(0.99, trains=True) == 0.0
+
+
+def test_training_that_was_cut_short_finds_out_that_the_machine_is_free_again() -> None:
+    margin = fed([4.0] * 100, trains=True)
+    for _ in range(WINDOW):
+        margin.observe(1.1, trains=False)
+    assert margin.covering(0.99, trains=True) == pytest.approx(0.1)
+
+
+def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
+    cost = CostModel()
+    sequence = Sequence(1, Request("r", (1,) * 8), output=[1])
+    decode = Segment(sequence, 8, 1, Direction.INFER, Span(0, 4))
+    window = Segment(MicroBatch(2, "job", "t@0", (64,), 4), 0, 32, Direction.KEEP, Span(0, 2))
+    alone, beside = Plan((decode,)), Plan((decode,), (window,))
+    for _ in range(60):
+        cost.observe(alone, cost.predict(alone))
+        cost.observe(beside, 1.4 * cost.predict(beside))
+    assert cost.margin(CONFIG, trains=False) < cost.margin(CONFIG, trains=True) < 0.5
+    for _ in range(60):
+        cost.misses.observe(4.0, trains=True)
+    assert cost.margin(CONFIG, trains=True) == CONFIG.max_margin
