@@ -20,6 +20,7 @@ class EngineConfig:
     scheduler: dict[str, Any] = field(default_factory=dict)  # other fields of schedule.SchedulerConfig
     calibrate: bool = True  # measure the cost model at start-up (seconds); else start from a guess
     seed: int = 0  # of what is drawn for requests that bring no seed of their own
+    deterministic: bool = False  # the same bits whatever else runs, on one machine and thread count; slower
 
     def __post_init__(self) -> None:
         for name in ("cache_tokens", "page_size", "max_running"):
@@ -29,6 +30,19 @@ class EngineConfig:
             raise ConfigError(
                 f"engine.dtype must be auto, float32, bfloat16, float16 or float64, not {self.dtype!r}"
             )
+        if self.deterministic:
+            settings = self.scheduler_settings
+            if settings["micro_batches_in_flight"] != 1 or settings["training_window"] is None:
+                raise ConfigError(
+                    "engine.deterministic needs a scheduler.training_window, and micro_batches_in_flight of 1"
+                )
+
+    @property
+    def scheduler_settings(self) -> dict[str, Any]:
+        """What the scheduler is told: in the deterministic mode training comes in windows of one size, and
+        gradients add up in one order."""
+        fixed = {"training_window": 128, "micro_batches_in_flight": 1} if self.deterministic else {}
+        return {**fixed, **self.scheduler}
 
     @property
     def pages(self) -> int:

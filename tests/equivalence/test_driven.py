@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.errors import ModelNotFound, UnsupportedModel
+from coserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel
 from coserve.model.load import load_base
 from models import ARCHITECTURES, VOCABULARY, WINDOW, greedy, letter_tokenizer, logits_of, prompts, save, tiny
 
@@ -99,6 +100,24 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
         load_base(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_encoders_are_refused(dtype: torch.dtype) -> None:
+    """Small random weights hardly attend: in bfloat16 the probe alone sees no difference."""
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+    encoder = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **fields)).to(dtype)
+    with pytest.raises(UnsupportedModel, match="bert is an encoder"):
+        load_base(encoder)
+
+
+def test_attention_in_chunks_is_refused() -> None:
+    """Chunks longer than the probe's prompts: no comparison would show them."""
+    assert "chunks" in refused("llama4_text", attention_chunk_size=12, num_local_experts=2)
+
+
+def test_a_model_whose_head_alone_is_its_decoder_is_refused() -> None:
+    assert "stack of decoder layers" in refused("modernbert-decoder")
+
+
 def test_attention_outside_the_interface_is_refused() -> None:
     sentence = refused("falcon", new_decoder_architecture=False)
     assert "falcon" in sentence and "attention interface" in sentence
@@ -125,6 +144,32 @@ def test_unknown_names_and_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="causal language model"):
         AutoConfig.for_model("vit").save_pretrained(tmp_path / "vit")
         load_base(tmp_path / "vit")
+
+
+def test_folders_with_less_than_a_model(tmp_path: Path) -> None:
+    """A tensor that is missing would be drawn at random, and the answers would look like answers."""
+    weights = save(tiny("llama"), tmp_path) / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 .*layers\.1\.self_attn\.q_proj"):
+        load_base(tmp_path)
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelNotFound, match="causal language model"):
+        load_base(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    with pytest.raises(ConfigError, match=device):
+        load_base(tiny("llama"), device=device)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_comes_back_from_its_folder(name: str, tmp_path: Path) -> None:
+    """No tensor of theirs is missed for one that is tied or made on the spot."""
+    tiny(name).save_pretrained(tmp_path)
+    assert load_base(tmp_path).depth == tiny(name).config.num_hidden_layers
 
 
 def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:

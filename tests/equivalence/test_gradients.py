@@ -56,6 +56,7 @@ def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
                     errors[keep.value, size, pieces is not None] = travel(case, keep, cut, cut, pieces)
         one_by_one = windows(1)
         errors["inputs", 1, True] = travel(case, Keep.INPUTS, one_by_one, one_by_one, draws)
+        errors["products", 1, False] = travel(case, Keep.PRODUCTS, one_by_one, one_by_one, None)
         # The way back need not be cut like the way there.
         errors["products", "7 and 64", True] = travel(case, Keep.PRODUCTS, windows(7), windows(64), draws)
         errors["inputs", "64 and 7", False] = travel(case, Keep.INPUTS, windows(64), windows(7), None)

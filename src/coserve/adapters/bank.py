@@ -18,6 +18,10 @@ class AdapterBank:
         self._versions: dict[str, AdapterVersion] = {}
         self._pins: Counter[str] = Counter()
 
+    def __len__(self) -> int:
+        """Versions on the device."""
+        return len(self._versions)
+
     @property
     def names(self) -> list[str]:
         return sorted(self._current)

@@ -6,7 +6,8 @@ would go unused.
 
 import json
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ _UNUSED: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
 }
 
+_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj"})
+
 Shapes = Mapping[str, tuple[int, int]]  # (out, in) of the linears an adapter may stand beside, by path
 
 
@@ -64,13 +67,24 @@ def read_adapter(
 
 
 def write_adapter(adapter: AdapterVersion, folder: str | Path, base_name: str = "") -> None:
-    """Writes what PEFT's `from_pretrained` reads; float32 matrices."""
+    """Writes what PEFT's `from_pretrained` reads; matrices in float32 (float64 ones stay as they are).
+
+    Warns where PEFT is known to read something else.
+    """
+    if (path := _misread(adapter.bypasses)) is not None:
+        warnings.warn(
+            f"PEFT (0.21.2) takes targets such as {path} for fused experts: it loads this adapter without a "
+            "complaint and computes something else. coserve reads it as it is; for PEFT, leave out the "
+            "linears of shared experts and dense layers.",
+            stacklevel=2,
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for path, bypass in adapter.bypasses.items():
         for letter, matrix in zip("AB", bypass.parameters(), strict=True):
-            tensors[f"{_PREFIX}{path}.lora_{letter}.weight"] = matrix.detach().float().cpu().contiguous()
+            exact = torch.promote_types(matrix.dtype, torch.float32)
+            tensors[f"{_PREFIX}{path}.lora_{letter}.weight"] = matrix.detach().to("cpu", exact).contiguous()
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
@@ -85,6 +99,12 @@ def write_adapter(adapter: AdapterVersion, folder: str | Path, base_name: str = 
         "target_modules": sorted(adapter.bypasses),
     }
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _misread(paths: Iterable[str]) -> str | None:
+    """A target that PEFT mistakes: named like the routed experts', where shared ones are targets too."""
+    found = [path for path in paths if path.rpartition(".")[2] in _EXPERTS]
+    return min(found) if any(".shared_expert" in path for path in found) else None
 
 
 def _read_config(folder: Path) -> LoRAConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
@@ -20,25 +20,30 @@ from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, StepDone, TokenEvent
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.engine.calibrate import measure
-from coserve.engine.detokenize import Detokenizer
-from coserve.engine.handles import Completion, FineTuning
+from coserve.engine.deterministic import DeterministicRunner
+from coserve.engine.handles import Completion, FineTuning, Keeping
 from coserve.engine.runner import LocalRunner
 from coserve.engine.table import SequenceTable
 from coserve.errors import ConfigError, JobError, RequestError
 from coserve.jobs import datasets
 from coserve.memory.kv import KVPool
-from coserve.memory.malloc import keep_freed_memory
+from coserve.memory.malloc import keep_freed_memory, resident_bytes
 from coserve.memory.pages import PagePool
+from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
-from coserve.train.example import Example, Prepared, prepare
+from coserve.text import Text
+from coserve.train.example import Example, Prepared, digest, prepare
+from coserve.train.state import TrainingState
 from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
+from coserve.wire.messages import Stats
 
 Messages = Sequence[Mapping[str, str]]
+Data = str | Path | Sequence[Mapping[str, Any]] | Sequence[Example]
 Prompt = str | Sequence[int] | Messages
 
 
@@ -62,19 +67,22 @@ class Engine:
         if config.device == "cpu":
             keep_freed_memory()
         self.base = load_base(model, dtype, config.device)
-        self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
+        self.text = _text_of(model) if tokenizer is None else Text(tokenizer)
         self.bank = AdapterBank()
         self.completions: dict[int, Completion] = {}
         self.jobs: dict[str, FineTuning] = {}
-        self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
         self._random = random.Random(config.seed)
         self._requests = 0
         self._lock = threading.RLock()
         self.runner = self._make_runner()
         self.scheduler = self._make_scheduler()
         if config.calibrate:
-            samples = measure(self.runner, config.page_size, config.pages, self.base.max_positions)
-            self.scheduler.cost.fit(samples)
+            self.calibrate()
+
+    def calibrate(self) -> None:
+        """Measures what steps cost on this machine: seconds, before anything else is under way."""
+        samples = measure(self.runner, self.config.page_size, self.config.pages, self.base.max_positions)
+        self.scheduler.cost.fit(samples)
 
     # The loop
 
@@ -102,51 +110,59 @@ class Engine:
         sampling: SamplingParams = SamplingParams(),
         slo: SLO = SLO(),
         arrival: float | None = None,
+        continued: Sequence[int] = (),
+        text: bool = True,
     ) -> Completion:
         """Queues one answer and returns its handle.
 
         `prompt` is text, token ids, or chat messages; `adapter` a name (its current version is used to the
-        end) or a version's key. `arrival` is on the engine's clock and defaults to now. Raises RequestError,
-        AdapterNotFound or ConfigError, with nothing queued.
+        end) or a version's key. `arrival` is on the engine's clock and defaults to now. `continued` are the
+        answer's first tokens where another engine gave them out: they count as its beginning, and the handle
+        reports only what follows. Without `text` the tokens stay tokens, and stop strings are left to the
+        caller. Raises RequestError, AdapterNotFound or ConfigError, with nothing queued.
         """
         with self._lock:
             version = None if adapter is None else self.bank.find(adapter)
             request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
-            if unknown := [t for t in request.prompt if not 0 <= t < self.base.vocabulary]:
+            if unknown := [t for t in (*request.prompt, *continued) if not 0 <= t < self.base.vocabulary]:
                 raise RequestError(f"token {unknown[0]} is not one of the model's {self.base.vocabulary}")
-            self.runner.table.sampling.check(request.sampling)
-            if sampling.stop and self._detokenizer is None:
+            self.runner.table.sampling.check(request.sampling, continued)
+            if text and sampling.stop and self.text is None:
                 raise ConfigError("stop strings need a tokenizer, and the engine was given none")
-            sequence = self.scheduler.submit(request, self.clock())
+            sequence = self.scheduler.submit(request, self.clock(), continued)
             if version is not None:
                 self.bank.pin(version.key)
-            text = None if self._detokenizer is None else self._detokenizer.stream(sampling.stop)
+            stream = self.text.stream(sampling.stop) if text and self.text else None
             cancel = partial(self._cancel_sequence, sequence.key)
-            completion = Completion(sequence, text, self._drive, cancel)
+            completion = Completion(sequence, stream, self._drive, cancel)
             self.completions[sequence.key] = completion
+            if completion.skip(continued):
+                self.scheduler.finish(sequence.key, FinishReason.STOP)
             return completion
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt; messages go through the chat template."""
+        """Token ids of a prompt; messages go through the chat template, which raises DataError."""
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
             return tuple(prompt)  # type: ignore[arg-type]
-        if self.tokenizer is None:
+        if self.text is None:
             raise ConfigError("text prompts need a tokenizer, and the engine was given none")
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer(prompt)["input_ids"])
-        rendered = self.tokenizer.apply_chat_template(
-            cast(Messages, prompt), add_generation_prompt=True, tokenize=False
-        )
-        return tuple(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return self.text.encode(prompt) if isinstance(prompt, str) else self.text.chat(cast(Messages, prompt))
 
     # Adapters
 
     def load_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
         """Makes a LoRA adapter in PEFT's format answer to `name`."""
+        return self.add_adapter(self.read_adapter(name, folder))
+
+    def read_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
+        """The adapter in `folder`, ready for `add_adapter`. Takes no lock: steps go on meanwhile."""
+        return read_adapter(folder, name, self.base.shapes, self.base.dtype, self.base.device)
+
+    def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
+        """Makes an adapter that was read before answer to its name; returns it with its version number."""
         with self._lock:
-            self._refuse_in_training(name)
-            adapter = read_adapter(folder, name, self.base.shapes, self.base.dtype, self.base.device)
-            adapter = replace(adapter, version=self.bank.next_version(name))
+            self._refuse_in_training(adapter.name)
+            adapter = replace(adapter, version=self.bank.next_version(adapter.name))
             self.bank.publish(adapter)
             return adapter
 
@@ -165,39 +181,103 @@ class Engine:
 
     def finetune(
         self,
-        data: str | Path | Sequence[Mapping[str, Any]] | Sequence[Example],
+        data: Data | Prepared,
         adapter: str,
         lora: LoRAConfig = LoRAConfig(),
         training: TrainingConfig = TrainingConfig(),
-        start_from: str | None = None,
+        start_from: str | AdapterVersion | None = None,
+        job: str | None = None,
+        resume: TrainingState | None = None,
+        keeping: Keeping | None = None,
     ) -> FineTuning:
         """Starts training `adapter` and returns the job's handle.
 
         `data` is a JSONL or text file, records as such a file holds them, or token examples. Every optimizer
-        step publishes a version, which `generate` uses from then on. `start_from` names a loaded adapter to
-        continue from (its own configuration counts then). Raises DataError, AdapterError or JobError.
+        step publishes a version, which `generate` uses from then on. `start_from` is an adapter, or names a
+        loaded one, to continue from (its own configuration counts then). `job` is the job's id, and one that
+        has ended may be used again. `resume` is where the same job stood before: its steps go on from there.
+        `keeping` gets the states worth keeping. Raises DataError, AdapterError or JobError.
         """
+        prepared = data if isinstance(data, Prepared) else self.prepare(data, training)
         with self._lock:
             self._refuse_in_training(adapter)
-            prepared = self._prepare(data, training)
-            if start_from is None:
-                first = fresh_adapter(self.base, adapter, lora, training.seed)
-            else:
-                before = self.bank.find(start_from)
-                first = AdapterVersion(adapter, 0, before.config, before.bypasses)
-            first = replace(first, version=self.bank.next_version(adapter))
-            job = f"job-{len(self.jobs) + 1}"
+            start = start_from if resume is None else resume.adapter
+            first = self._first_version(adapter, lora, training, start)
+            job = job or f"job-{len(self.jobs) + 1}"
+            if job in self.runner.runs:
+                raise JobError(f"there is a job {job!r} already, and it has not ended")
             run = TrainingRun(
-                self.base, self.bank, job, first, prepared.examples, training, self.runner.arena
-            )
+                self.base, self.bank, job, first, prepared.examples, training, self.runner.arena,
+                prepared.digest, resume,
+            )  # fmt: skip
             self.runner.runs[job] = run
             handle = FineTuning(
-                job, adapter, run.steps, self._drive, partial(self._end_job, job, "cancelled"),
-                partial(self.save_adapter, adapter), prepared.truncated, prepared.dropped,
+                job, adapter, run.steps, self._drive, partial(self._end_job, job),
+                partial(self.save_adapter, adapter), partial(self._training_state, job),
+                prepared.truncated, prepared.dropped, keeping,
             )  # fmt: skip
             self.jobs[job] = handle
             self._feed(job)
             return handle
+
+    def prepare(self, data: Data, training: TrainingConfig = TrainingConfig()) -> Prepared:
+        """Reads, checks and tokenizes training data; DataError. Takes no lock: steps go on meanwhile."""
+        if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], Example):
+            examples = tuple(cast(Sequence[Example], data))
+            return Prepared(examples, digest=digest(examples))
+        if self.text is None:
+            raise ConfigError("training on text needs a tokenizer, and the engine was given none")
+        records = datasets.read(cast(datasets.Source, data))
+        return prepare(records, self.text.tokenizer, loss_on=training.loss_on, max_length=training.max_length)
+
+    def weigh(self, job: str, weight: float) -> None:
+        """Changes a running job's share among the jobs that train."""
+        if not weight > 0:
+            raise ConfigError(f"a job's weight must be positive, not {weight}")
+        with self._lock:
+            if job not in self.runner.runs:
+                raise JobError(f"no job {job!r} is running")
+            self.runner.runs[job].weight = weight
+            self.scheduler.weigh_training(job, weight)
+
+    # How it is doing
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, as the model says."""
+        eos = getattr(self.base.model.generation_config, "eos_token_id", None)
+        if eos is None:
+            eos = self.base.model.config.get_text_config().eos_token_id
+        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+    def stats(self) -> Stats:
+        """Counters since the start, and where things stand now."""
+        with self._lock:
+            counted, pages = self.scheduler.stats, self._pages
+            return Stats(
+                steps=counted.steps,
+                fused_steps=counted.fused_steps,
+                decode_tokens=counted.decode_tokens,
+                prefill_tokens=counted.prefill_tokens,
+                trained_tokens=counted.backward_rows,
+                updates=counted.updates,
+                preemptions=counted.preemptions,
+                running=len(self.scheduler.running),
+                waiting=len(self.scheduler.waiting),
+                pages=pages.pages,
+                free_pages=pages.free_count,
+                cost_error=self.scheduler.cost.error,
+                cost_margin=self.scheduler.cost.margin(self.scheduler.config, trains=True),
+                slo_met=counted.slo_met,
+                slo_missed=counted.slo_missed,
+                adapters=len(self.bank),
+                resident_bytes=resident_bytes(),
+            )
 
     # Inside
 
@@ -205,8 +285,11 @@ class Engine:
         config, base = self.config, self.base
         pool = KVPool(base.caches, config.pages, config.page_size, base.dtype, base.device)
         most = -(-min(config.cache_tokens, base.max_positions) // config.page_size)
-        sampling = SamplingTable(config.max_running, base.vocabulary, self._eos_ids(), base.device)
-        return LocalRunner(base, self.bank, pool, SequenceTable(config.max_running, most, pool, sampling))
+        eos = self.eos_ids
+        grammars = None if self.text is None else Grammars(self.text.tokenizer, base.vocabulary, eos)
+        sampling = SamplingTable(config.max_running, base.vocabulary, eos, base.device, grammars)
+        runner = DeterministicRunner if config.deterministic else LocalRunner
+        return runner(base, self.bank, pool, SequenceTable(config.max_running, most, pool, sampling))
 
     def _make_scheduler(self) -> Scheduler:
         config = self.config
@@ -214,20 +297,15 @@ class Engine:
             settings = SchedulerConfig(
                 layers=self.base.depth,
                 max_positions=self.base.max_positions,
-                eos_token_ids=self._eos_ids(),
+                eos_token_ids=self.eos_ids,
                 max_running=config.max_running,
-                **config.scheduler,
+                **config.scheduler_settings,
             )
         except TypeError as error:
             raise ConfigError(f"engine.scheduler: {error}") from error
-        pages = PagePool(config.pages, config.page_size)
-        return Scheduler(settings, pages, CostModel(), make_policy(config.policy, **config.policy_options))
-
-    def _eos_ids(self) -> tuple[int, ...]:
-        eos = getattr(self.base.model.generation_config, "eos_token_id", None)
-        if eos is None:
-            eos = self.base.model.config.get_text_config().eos_token_id
-        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        self._pages = PagePool(config.pages, config.page_size)
+        policy = make_policy(config.policy, **config.policy_options)
+        return Scheduler(settings, self._pages, CostModel(), policy)
 
     def _request(
         self,
@@ -249,14 +327,15 @@ class Engine:
             arrival=self.clock() if arrival is None else arrival,
         )
 
-    def _prepare(self, data: Any, training: TrainingConfig) -> Prepared:
-        if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], Example):
-            return Prepared(tuple(data))
-        if self.tokenizer is None:
-            raise ConfigError("training on text needs a tokenizer, and the engine was given none")
-        return prepare(
-            datasets.read(data), self.tokenizer, loss_on=training.loss_on, max_length=training.max_length
-        )
+    def _first_version(
+        self, name: str, lora: LoRAConfig, training: TrainingConfig, start: str | AdapterVersion | None
+    ) -> AdapterVersion:
+        """What training starts from, under a version number that nobody has."""
+        if start is None:
+            first = fresh_adapter(self.base, name, lora, training.seed)
+        else:
+            first = self.bank.find(start) if isinstance(start, str) else start
+        return AdapterVersion(name, self.bank.next_version(name), first.config, first.bypasses)
 
     def _drive(self) -> bool:
         """One step if there is anything to do."""
@@ -300,7 +379,7 @@ class Engine:
         run = self.runner.runs[job]
         micro_batches = run.next_step(iter(self.scheduler.new_key, None))
         if micro_batches:
-            self.scheduler.add_training(job, micro_batches, run.config.weight)
+            self.scheduler.add_training(job, micro_batches, run.weight)
         else:
             self._end_job(job, "succeeded")
 
@@ -309,6 +388,12 @@ class Engine:
             if self.jobs[job].status == "running":
                 self.jobs[job].status = status
                 self._forget_run(job)
+
+    def _training_state(self, job: str) -> TrainingState:
+        with self._lock:
+            if job not in self.runner.runs:
+                raise JobError(f"job {job!r} has ended")
+            return self.runner.runs[job].state()
 
     def _forget_run(self, job: str) -> None:
         """Frees all a job held; its published version stays."""
@@ -321,8 +406,6 @@ class Engine:
             raise JobError(f"adapter {adapter!r} is being trained by {busy[0]}")
 
 
-def _tokenizer_of(model: str | Path | PreTrainedModel) -> Any:
-    """The tokenizer saved beside a model; a model object brings none."""
-    if isinstance(model, PreTrainedModel):
-        return None
-    return AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
+def _text_of(model: str | Path | PreTrainedModel) -> Text | None:
+    """With the tokenizer saved beside a model; a model object brings none."""
+    return None if isinstance(model, PreTrainedModel) else Text.load(model)

@@ -5,7 +5,7 @@ turn or from several threads.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from coserve.core.events import JobFailed, StepDone, TokenEvent
 from coserve.core.plan import TokenLogprobs, Updated
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Sequence
-from coserve.engine.detokenize import TextStream
-from coserve.errors import CoserveError
+from coserve.errors import ConfigError, CoserveError
+from coserve.text.detokenize import TextStream
+from coserve.train.state import TrainingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,14 @@ class Completion:
         """Ends the answer; everything it held is free after one step."""
         self._cancel()
 
+    def skip(self, tokens: Iterable[int]) -> bool:
+        """Reads over tokens that the caller has; True if a stop string was among them."""
+        if self._stream is None:
+            return False
+        for token in tokens:
+            self._stream.push(token)
+        return self._stream.stopped
+
     def take(self, event: TokenEvent) -> bool:
         """Takes a token in; True if a stop string was found, which ends the answer."""
         self.prompt_logprobs += event.prompt_logprobs
@@ -92,6 +101,21 @@ class Completion:
             self._deltas.append(delta)
 
 
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which states of a job are worth keeping: after every `every` optimizer steps, and after the last.
+
+    `take` gets them between two steps, so it should only pass them on.
+    """
+
+    every: int
+    take: Callable[[TrainingState], None]
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"keeping.every must be at least 1 step, not {self.every}")
+
+
 class FineTuning:
     """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`.
 
@@ -104,17 +128,20 @@ class FineTuning:
         adapter: str,
         steps: int,
         drive: Callable[[], bool],
-        cancel: Callable[[], None],
+        end: Callable[[str], None],
         save: Callable[[str | Path], None],
+        state: Callable[[], TrainingState],
         truncated: int,
         dropped: int,
+        keeping: Keeping | None = None,
     ) -> None:
         self.truncated, self.dropped = truncated, dropped
         self.job, self.adapter, self.steps = job, adapter, steps
-        self.status = "running"  # then succeeded, failed or cancelled
+        self.status = "running"  # then succeeded, failed, cancelled or stopped
         self.error: CoserveError | None = None
         self.history: list[Updated] = []
-        self._drive, self._cancel, self._save = drive, cancel, save
+        self._drive, self._end, self._save = drive, end, save
+        self._state, self._keeping = state, keeping
         self._read = 0
 
     def __iter__(self) -> Iterator[Updated]:
@@ -137,7 +164,13 @@ class FineTuning:
 
     def cancel(self) -> None:
         """Stops the job; its last published version stays."""
-        self._cancel()
+        self._end("cancelled")
+
+    def pause(self) -> TrainingState:
+        """Stops the job, to be resumed from the state returned: `train.checkpoint` keeps it on disk."""
+        state = self._state()
+        self._end("stopped")
+        return state
 
     def save(self, folder: str | Path) -> None:
         """Writes the adapter's newest version in PEFT's format."""
@@ -145,6 +178,9 @@ class FineTuning:
 
     def take(self, event: StepDone) -> None:
         self.history.append(event.updated)
+        step, keeping = event.updated.step, self._keeping
+        if keeping is not None and (step == self.steps or step % keeping.every == 0):
+            keeping.take(self._state())
 
     def fail(self, event: JobFailed) -> None:
         self.status, self.error = "failed", event.error

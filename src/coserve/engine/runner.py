@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bank import AdapterBank
+from coserve.core.grid import on_grid
 from coserve.core.plan import Plan, Sampled, Segment, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.core.sequence import Sequence as Answer
@@ -24,7 +26,7 @@ from coserve.train.trainer import TrainingRun
 
 
 @dataclass(slots=True)
-class _Travel:
+class Travel:
     """A kept window on its way forward in this step."""
 
     segment: Segment
@@ -35,10 +37,10 @@ class _Travel:
 
 
 @dataclass(slots=True)
-class _Inference:
+class Inference:
     """This step's inference rows, segment by segment; `hidden` [1, rows, width] travels with them."""
 
-    part: InferenceRows
+    part: Part
     segments: Sequence[Segment]
     rows: Tensor  # of each segment in the sequence table
     counts: Sequence[int]  # of rows each segment has here
@@ -60,9 +62,7 @@ class LocalRunner:
         started = time.perf_counter()
         for key in plan.released:
             self.table.release(key)
-        inference = self._inference_rows(plan.inference) if plan.inference else None
-        self._forward(inference, [s for s in plan.training if s.direction is Direction.KEEP])
-        sampled = self._sample(inference) if inference is not None else {}
+        sampled = self._pass(plan)
         for segment in plan.training:
             if segment.direction is not Direction.KEEP:
                 self._walk(segment)
@@ -71,10 +71,16 @@ class LocalRunner:
             torch.cuda.synchronize(self.base.device)
         return StepResult(time.perf_counter() - started, sampled, updated, failed)
 
-    def _forward(self, inference: _Inference | None, kept: Sequence[Segment]) -> None:
+    def _pass(self, plan: Plan) -> dict[int, Sampled]:
+        """Everything that goes forward, in one fused pass, and the tokens that come of it."""
+        inference = self._inference_rows(plan.inference) if plan.inference else None
+        self._forward(inference, [s for s in plan.training if s.direction is Direction.KEEP])
+        return self._sample(inference) if inference is not None else {}
+
+    def _forward(self, inference: Inference | None, kept: Sequence[Segment]) -> None:
         """All rows through the layers; a window joins at its span's first layer and leaves after its last."""
         travels = [self._travel(segment) for segment in kept]
-        composed: list[_Travel] | None = None
+        composed: list[Travel] | None = None
         for layer in range(self.base.depth):
             joined = [t for t in travels if t.segment.span.first <= layer < t.segment.span.last]
             if inference is None and not joined:
@@ -94,16 +100,16 @@ class LocalRunner:
                 travel.tape.keep_output(layer, travel.window, out[0, start : start + travel.window.rows])
                 start += travel.window.rows
 
-    def _travel(self, segment: Segment) -> _Travel:
+    def _travel(self, segment: Segment) -> Travel:
         micro_batch = segment.sequence
         assert isinstance(micro_batch, MicroBatch)
         run = self.runs[micro_batch.job]
         tape = run.tape(micro_batch)
         window = tape.window(segment.start, segment.length)
-        return _Travel(segment, tape, window, run.bypasses(micro_batch, window), tape.calls_for(window))
+        return Travel(segment, tape, window, run.bypasses(micro_batch, window), tape.calls_for(window))
 
     def _compose(
-        self, inference: _Inference | None, travels: Sequence[_Travel]
+        self, inference: Inference | None, travels: Sequence[Travel]
     ) -> tuple[FusedRows, LayerCalls]:
         parts: list[Part] = [] if inference is None else [inference.part]
         adapters = [] if inference is None else list(inference.adapters)
@@ -116,10 +122,10 @@ class LocalRunner:
             start += travel.window.rows
         return FusedRows(parts, adapters), self.base.arguments.concat(calls)
 
-    def _inference_rows(self, segments: Sequence[Segment]) -> _Inference:
+    def _inference_rows(self, segments: Sequence[Segment]) -> Inference:
         """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
-        ordered = sorted(segments, key=lambda s: (_is_prefill(s), _answer(s).request.adapter or ""))
-        answers = [_answer(s) for s in ordered]
+        ordered = sorted(segments, key=lambda s: (_is_prefill(s), answer_of(s).request.adapter or ""))
+        answers = [answer_of(s) for s in ordered]
         rows = self.table.admit(answers)
         decoding = sum(not _is_prefill(s) for s in ordered)
         entering, prefills, decode = [], [], None
@@ -134,9 +140,10 @@ class LocalRunner:
             entering.append((chunk.tokens, chunk.positions, chunk.slots))
             counts.append(segment.length)
         tokens, positions, slots = (torch.cat(column) for column in zip(*entering, strict=True))
-        hidden, calls = self.base.prologue(tokens, positions)
-        part = InferenceRows(self.pool, slots, decode, prefills)
-        return _Inference(part, ordered, rows, counts, hidden, calls, self._adapters(answers, counts))
+        missing = on_grid(len(tokens)) - len(tokens)
+        hidden, calls = self.base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)))
+        part = InferenceRows(self.pool, slots, decode, prefills, missing)
+        return Inference(part, ordered, rows, counts, hidden, calls, self._adapters(answers, counts))
 
     def _adapters(self, answers: Sequence[Answer], counts: Sequence[int]) -> list[tuple[slice, Bypasses]]:
         """Ranges of neighbouring rows that share an adapter version."""
@@ -149,29 +156,39 @@ class LocalRunner:
             start = end
         return ranges
 
-    def _sample(self, inference: _Inference) -> dict[int, Sampled]:
+    def _sample(self, inference: Inference) -> dict[int, Sampled]:
         """Tokens for every sequence whose last known token was among the rows, and prompt logprobs."""
         ends = list(accumulate(inference.counts))
-        done = [i for i, s in enumerate(inference.segments) if s.start + s.length == _answer(s).length]
-        results = {_answer(s).key: Sampled(None) for s in inference.segments}
+        done = [i for i, s in enumerate(inference.segments) if s.start + s.length == answer_of(s).length]
+        results = {answer_of(s).key: Sampled(None) for s in inference.segments}
         if done:
             picked = torch.tensor([ends[i] - 1 for i in done], device=self.base.device)
-            logits = self.base.tail(inference.hidden[:, picked])
+            logits = self._logits(inference.hidden[:, picked])
             rows = inference.rows[torch.tensor(done, device=self.base.device)]
-            sampling = self.table.sampling
-            positions = self.table.lengths(rows)
-            tokens = sample(logits, rows, positions, sampling)
+            tokens = self._choose(logits, rows, self.table.lengths(rows))
             self.table.sampled(rows, tokens)
-            logprobs = self._logprobs(logits, tokens, [_answer(inference.segments[i]) for i in done])
+            logprobs = self._logprobs(logits, tokens, [answer_of(inference.segments[i]) for i in done])
             for i, token, of_token in zip(done, tokens.tolist(), logprobs, strict=True):
-                results[_answer(inference.segments[i]).key] = Sampled(token, of_token)
+                results[answer_of(inference.segments[i]).key] = Sampled(token, of_token)
         for i, segment in enumerate(inference.segments):
             if scored := self._prompt_logprobs(
                 segment, inference.hidden[:, ends[i] - segment.length : ends[i]]
             ):
-                key = _answer(segment).key
+                key = answer_of(segment).key
                 results[key] = replace(results[key], prompt_logprobs=scored)
         return results
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] of hidden [1, rows, width]."""
+        return self.base.tail(hidden)
+
+    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """The next tokens [n] of the sequences at `rows` [n], wanted at `positions` [n]."""
+        return sample(logits, rows, positions, self.table.sampling)
+
+    def _score(self, logits: Tensor, tokens: Tensor, most: int) -> list[TokenLogprobs]:
+        """Log-probabilities of `tokens` [n] and of the `most` likeliest ones."""
+        return token_logprobs(logits, tokens, most).rows()
 
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, answers: Sequence[Answer]
@@ -188,7 +205,7 @@ class LocalRunner:
 
     def _prompt_logprobs(self, segment: Segment, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
         """Of the prompt tokens that follow the segment's rows, hidden [1, rows, width], if asked for."""
-        request = _answer(segment).request
+        request = answer_of(segment).request
         wanted = request.sampling.prompt_logprobs
         following = request.prompt[segment.start + 1 : segment.start + segment.length + 1]
         if wanted is None or not following:
@@ -197,7 +214,7 @@ class LocalRunner:
         found: list[TokenLogprobs] = []
         chunks = zip(torch.split(hidden[0, : len(following)], 64), torch.split(tokens, 64), strict=True)
         for rows, chunk in chunks:
-            found += token_logprobs(self.base.tail(rows[None]), chunk, wanted).rows()
+            found += self._score(self._logits(rows[None]), chunk, wanted)
         return tuple(found)
 
     def _walk(self, segment: Segment) -> None:
@@ -224,11 +241,13 @@ class LocalRunner:
         return updated, failed
 
 
-def _answer(segment: Segment) -> Answer:
+def answer_of(segment: Segment) -> Answer:
     assert isinstance(segment.sequence, Answer)
     return segment.sequence
 
 
 def _is_prefill(segment: Segment) -> bool:
     """Whether the segment is more than a running sequence's newest token."""
-    return segment.length > 1 or segment.start < len(_answer(segment).request.prompt)
+    answer = answer_of(segment)  # one that is computed again has answered more than its prompt's rows
+    newest = segment.start == answer.length - 1 >= len(answer.request.prompt)
+    return not newest

@@ -24,7 +24,8 @@ class Base:
     """One frozen foundation model. Built by `coserve.model.load`, which also proves it is driven right.
 
     Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path,
-    `caches` per layer, `hidden_size`, `max_positions`, `fingerprint` (content hash of configuration).
+    `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones once),
+    `fingerprint` (content hash of configuration).
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Base:
         parameter = next(model.parameters())
         self.dtype: torch.dtype = parameter.dtype
         self.device: torch.device = parameter.device
+        self.parameters = model.num_parameters()
         self.hidden_size = 0
         self.vocabulary = 0
         self._arguments: RowArguments | None = None

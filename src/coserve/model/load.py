@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -22,7 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from coserve.errors import CoserveError, ModelNotFound, UnsupportedModel
+from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound, UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.memory.kv import CacheShape
 from coserve.model.base import Base, attention_function
@@ -40,13 +41,16 @@ def load_base(
 ) -> Base:
     """Loads, freezes, fits with seams and probes a causal language model.
 
-    `model` is a local folder, a hub name, or a model object, which is taken over. Raises ModelNotFound or
-    UnsupportedModel. `trust_remote_code` is off and stays off.
+    `model` is a local folder, a hub name, or a model object, which is taken over. Raises ModelError (with
+    ModelNotFound and UnsupportedModel) or, for a device that is not there, ConfigError.
+    `trust_remote_code` is off and stays off.
     """
+    where = _usable(device)
     loaded = model if isinstance(model, PreTrainedModel) else _load(model, dtype)
     _refuse_unsupported(loaded.config, loaded)
-    loaded = loaded.to(device=torch.device(device)).eval().requires_grad_(False)
+    loaded = loaded.to(device=where).eval().requires_grad_(False)
     layers = _decoder_layers(loaded)
+    _refuse_encoder(loaded, layers)
     prompts = _probe_prompts(loaded)
     expected, returns_tuple = _own_logits(loaded, next(iter(layers.values())), prompts)
     base = _fit(loaded, layers, returns_tuple)
@@ -55,18 +59,31 @@ def load_base(
     return base
 
 
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"engine.device {str(device)!r} cannot be used: {reason}") from error
+
+
 def _load(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
         _refuse_unsupported(config)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(model), config=config, dtype=dtype, trust_remote_code=False
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            str(model), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         if isinstance(error, CoserveError):
             raise
         kind = "folder" if Path(model).exists() else "local folder or reachable hub name"
         raise ModelNotFound(f"{str(model)!r} is no {kind} with a causal language model: {error}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers would draw them at random
+        raise ModelError(
+            f"{str(model)!r} lacks {len(missing)} of the model's tensors, such as {missing[0]!r}"
+        )
+    assert isinstance(loaded, PreTrainedModel)
     return loaded
 
 
@@ -80,6 +97,10 @@ def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> No
         kinds = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
         raise UnsupportedModel(
             f"{name} has recurrent layers{kinds}, whose state cannot be re-run for a window of rows"
+        )
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        raise UnsupportedModel(
+            f"{name} attends within chunks of its positions, which the engine's attention does not know"
         )
     if model is not None and text.model_type.startswith("gemma3n"):
         raise UnsupportedModel(
@@ -99,9 +120,22 @@ def _decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The outermost checkpointable layers by path, in the order they run."""
     names = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
     outer = [n for n in names if not any(n.startswith(other + ".") for other in names)]
-    if not outer or len({n.rpartition(".")[0] for n in outer}) != 1:
+    inside = set(model.get_decoder().modules())
+    stacks = {n.rpartition(".")[0] for n in outer}
+    if len(stacks) != 1 or not inside.issuperset(model.get_submodule(n) for n in outer):
         raise UnsupportedModel(f"{model.config.model_type} has no single stack of decoder layers to drive")
     return {n: model.get_submodule(n) for n in outer}
+
+
+def _refuse_encoder(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+    """Said by its modules, not left to the probe: in a model that was hardly trained, looking ahead changes
+    less than low precision does."""
+    for path, layer in layers.items():
+        for name, module in layer.named_modules():
+            if getattr(module, "is_causal", True) is False:
+                raise UnsupportedModel(
+                    f"{model.config.model_type} is an encoder: {path}.{name} looks at the tokens that follow"
+                )
 
 
 def _probe_prompts(model: PreTrainedModel) -> list[Tensor]:

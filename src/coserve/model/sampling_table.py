@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError
+from coserve.model.grammar import Grammars, Matcher
 
 COLDEST = 1e-5  # lower temperatures are greedy: logits divided by them would leave float32's range
 NO_ROW = -1
@@ -56,10 +57,16 @@ class SamplingTable:
     Every buffer has shape [capacity]; `tail` is 1 - top_p, or negative without a top-p. Token counts, [V]
     per slot, are kept for penalised slots only.
     `eos_ids` end an answer of this base and are held back below `min_tokens`, unless they are ignored.
+    `grammars` compiles those that answers must match; None where there is no tokenizer.
     """
 
     def __init__(
-        self, capacity: int, vocab: int, eos_ids: Sequence[int] = (), device: torch.device | str = "cpu"
+        self,
+        capacity: int,
+        vocab: int,
+        eos_ids: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+        grammars: Grammars | None = None,
     ) -> None:
         self.capacity, self.vocab = capacity, vocab
         self.eos_ids = tuple(eos_ids)
@@ -73,6 +80,8 @@ class SamplingTable:
         self._held = _Entries(self.device)
         self._rows: dict[int, int] = {}  # penalised slot -> its row of counts
         self._free_rows: list[int] = []
+        self._grammars = grammars
+        self._matchers: dict[int, Matcher] = {}  # of slots whose answer must match a grammar
         self._generated = torch.zeros(0, vocab, dtype=torch.int32, device=self.device)
         self._prompted = torch.zeros(0, vocab, dtype=torch.bool, device=self.device)
         self.drawing: set[int] = set()  # slots that do not take the likeliest token
@@ -83,8 +92,8 @@ class SamplingTable:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the logits of every slot stand as they are: no bias, penalty or token held back."""
-        return not (self._biases or self._held or self._rows)
+        """Whether the logits of every slot stand as they are: nothing added, penalised or held back."""
+        return not (self._biases or self._held or self._rows or self._matchers)
 
     def set(
         self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int], output: Sequence[int] = ()
@@ -107,6 +116,8 @@ class SamplingTable:
         if params.min_tokens > 0:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
             self._held.put(slot, [(token, -torch.inf) for token in sorted(ends)])
+        if params.grammar is not None and self._grammars is not None:
+            self._matchers[slot] = self._grammars.matcher(params.grammar, output)
         if params.logprobs is not None:
             self.logprobs[slot] = params.logprobs
 
@@ -115,6 +126,7 @@ class SamplingTable:
         for kind in (self.drawing, self.limited, self.nucleus, self.floored):
             kind.discard(slot)
         self.logprobs.pop(slot, None)
+        self._matchers.pop(slot, None)
         self._biases.put(slot, [])
         self._held.put(slot, [])
         if (row := self._rows.pop(slot, None)) is not None:
@@ -123,7 +135,11 @@ class SamplingTable:
         self.count_row[slot] = NO_ROW
 
     def record(self, slots: Tensor, tokens: Tensor) -> None:
-        """Counts `tokens` [B] as answered by `slots` [B]; without penalties there is nothing to do."""
+        """Counts `tokens` [B] as answered by `slots` [B]; without penalties or grammars that is nothing."""
+        if self._matchers:
+            for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+                if slot in self._matchers:
+                    self._matchers[slot].advance(token)
         if not self._rows:
             return
         rows = self.count_row[slots]
@@ -132,7 +148,8 @@ class SamplingTable:
         self._generated.index_put_((rows[counted], tokens[counted]), one, accumulate=True)
 
     def adjusted(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """`logits` [B, V] with bias, penalties and tokens held back; a copy where anything changes."""
+        """`logits` [B, V] with bias, penalties and tokens held back, those that no grammar allows among them;
+        a copy where anything changes."""
         if self.is_plain:
             return logits
         logits = logits.clone()
@@ -145,6 +162,10 @@ class SamplingTable:
             rows, tokens, values = self._held.match(slots)
             early = (positions[rows] < self.first_end[slots[rows]]).nonzero().squeeze(1)
             logits[rows[early], tokens[early]] = values[early]
+        for row, slot in enumerate(slots.tolist() if self._matchers else ()):
+            if slot in self._matchers:
+                allowed = self._matchers[slot].allowed(self.vocab, self.device)
+                logits[row].masked_fill_(~allowed, -torch.inf)
         return logits
 
     def _penalise(self, logits: Tensor, slots: Tensor) -> None:
@@ -186,8 +207,13 @@ class SamplingTable:
         self._generated[row] = torch.bincount(answered, minlength=self.vocab).int()
         return row
 
-    def check(self, params: SamplingParams) -> None:
-        """Raises ConfigError where the request names tokens that the model does not have."""
+    def check(self, params: SamplingParams, output: Sequence[int] = ()) -> None:
+        """Raises ConfigError where the request names tokens that the model does not have, RequestError where
+        its grammar cannot be compiled or the answer so far, `output`, does not match it."""
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise ConfigError("grammars need a tokenizer, and the engine was given none")
+            self._grammars.check(params.grammar, output)
         for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             if unknown := [token for token in tokens if not 0 <= token < self.vocab]:
                 raise ConfigError(f"sampling.{name} names token {unknown[0]}; the model has {self.vocab}")

@@ -2,13 +2,15 @@
 
 import hashlib
 import random
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from coserve.errors import ConfigError, DataError
 from coserve.jobs.datasets import ChatRecord, PromptRecord, Record
-from coserve.train.chat import Tokenizer, encode_chat, first_tokens, last_tokens, token_ids
+from coserve.text.chat import encode_chat
+from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens, token_ids
 
 IGNORED: Final = -100  # the label of rows that predict nothing, torch's and transformers' ignore_index
 LossOn = Literal["assistant", "all"]
@@ -32,11 +34,29 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A tokenised data set. `truncated` examples lost their ends; `dropped` ones had no label left."""
+    """A tokenised data set. `truncated` examples lost their ends; `dropped` ones had no label left.
+
+    `digest` is the SHA-256 of what the examples hold and of their order.
+    """
 
     examples: tuple[Example, ...]
     truncated: int = 0
     dropped: int = 0
+    digest: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of one epoch."""
+        return sum(len(example) for example in self.examples)
+
+
+def digest(examples: Iterable[Example]) -> str:
+    """SHA-256 of what the examples hold and of their order."""
+    found = hashlib.sha256()
+    for example in examples:
+        found.update(len(example).to_bytes(8, "little"))
+        found.update(array("q", (*example.tokens, *example.labels)).tobytes())
+    return found.hexdigest()
 
 
 def tokenize(
@@ -74,7 +94,7 @@ def prepare(
             dropped += 1
     if not examples:
         raise DataError(f"expected at least one example with a token to learn; all {dropped} have none")
-    return Prepared(tuple(examples), truncated, dropped)
+    return Prepared(tuple(examples), truncated, dropped, digest(examples))
 
 
 def steps_per_epoch(examples: int, batch_size: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coserve.core.grid import on_grid
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
@@ -229,7 +230,7 @@ def attend_window(
 
 def _attend_side_by_side(q: Tensor, k: Tensor, v: Tensor, pieces: list[int], spec: AttentionSpec) -> Tensor:
     """Whole examples as a batch, padded on the right: causal attention never looks there."""
-    longest, device = max(pieces), q.device
+    longest, device = on_grid(max(pieces)), q.device
     lengths = torch.tensor(pieces, device=device)
     offsets = lengths.cumsum(0) - lengths
     column = torch.arange(longest, device=device)

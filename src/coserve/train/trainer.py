@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
+from coserve.core.grid import on_grid
 from coserve.core.plan import Updated
 from coserve.core.sequence import MicroBatch
 from coserve.errors import AdapterMismatch, ConfigError, LossNotFinite
@@ -17,10 +18,13 @@ from coserve.kernels.dropout import Mask
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.batch import Bypass
-from coserve.train.example import Example, LossOn, epochs, pack, steps_per_epoch
+from coserve.train.example import IGNORED, Example, LossOn, epochs, pack, steps_per_epoch
 from coserve.train.rates import LearningRate, Schedule
+from coserve.train.state import Identity, TrainingState
 from coserve.train.tape import Keep, Tape, Window
 from coserve.train.walk import Walk
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what torch's AdamW keeps of a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,10 @@ class _Travelling:
 
 @dataclass(slots=True)
 class _Step:
-    """One optimizer step: how many labels it averages over and the micro-batches it is made of."""
+    """One optimizer step: how many labels it averages over, its rows, the micro-batches it is made of."""
 
     labels: int
+    tokens: int
     micro_batches: dict[int, _Travelling] = field(default_factory=dict)
 
 
@@ -80,6 +85,9 @@ class TrainingRun:
 
     Master weights and gradients are in float32 (float64 on a float64 base); what serves and what is in the
     graph is a copy in the base's dtype, published as one immutable version after every step.
+
+    `resume` is where an earlier run stopped; this one goes on from there, as that one would have. `digest` is
+    that of the examples, and may be left empty where nothing will ever be resumed.
     """
 
     def __init__(
@@ -91,11 +99,20 @@ class TrainingRun:
         examples: Sequence[Example],
         config: TrainingConfig,
         arena: Arena | None = None,
+        digest: str = "",
+        resume: TrainingState | None = None,
     ) -> None:
         self.job, self.config, self.examples = job, config, examples
+        self.weight = config.weight
+        self.identity = Identity(digest, config.seed, config.batch_size, config.epochs)
+        if resume is not None:
+            self.identity.expect(resume.identity)
+            start = replace(resume.adapter, name=start.name, version=start.version)
         self._base, self._bank, self._arena = base, bank, arena
         self._exact = torch.promote_types(base.dtype, torch.float32)
-        self.current = start
+        # In the model's order, whatever a file's was: a gradient's norm depends on it in its last bits.
+        ordered = {path: start.bypasses[path] for path in base.layer_linears if path in start.bypasses}
+        self.current = start = replace(start, bypasses=ordered)
         self._masters = {
             path: tuple(_master(p, self._exact, base.device) for p in bypass.parameters())
             for path, bypass in start.bypasses.items()
@@ -116,8 +133,11 @@ class TrainingRun:
             warmup_ratio=config.warmup_ratio,
             total_steps=self.steps,
         )
-        self._batches = self._epochs()
         self.step = 0
+        self.loss: float | None = None  # of the last step
+        if resume is not None:
+            self._restore(resume)
+        self._batches = self._epochs()
         self._under_way: _Step | None = None
         self._publish(start.version)
 
@@ -126,15 +146,19 @@ class TrainingRun:
         if self.step >= self.steps:
             return []
         chosen = [self.examples[i] for i in next(self._batches)]
-        step = _Step(sum(example.label_count for example in chosen))
+        step = _Step(sum(e.label_count for e in chosen), sum(len(e) for e in chosen))
         made = []
         for indices in pack([len(e) for e in chosen], self.config.rows):
             packed = [chosen[i] for i in indices]
             lengths = tuple(len(e) for e in packed)
-            micro_batch = MicroBatch(next(keys), self.job, self.current.key, lengths, self._base.depth)
+            padding = _padding(lengths)
+            missing = sum(padding)
+            micro_batch = MicroBatch(
+                next(keys), self.job, self.current.key, (*lengths, *padding), self._base.depth, padding
+            )
             step.micro_batches[micro_batch.key] = _Travelling(
-                self._tensor([t for e in packed for t in e.tokens]),
-                self._tensor([t for e in packed for t in e.labels]),
+                self._tensor([*(t for e in packed for t in e.tokens), *[0] * missing]),
+                self._tensor([*(t for e in packed for t in e.labels), *[IGNORED] * missing]),
             )
             made.append(micro_batch)
         self._under_way = step
@@ -197,13 +221,30 @@ class TrainingRun:
         if not math.isfinite(float(torch.nn.utils.get_total_norm(self._flat))):
             raise self._not_finite(f"the weights left the numbers at a learning rate of {rate:g}")
         self.step += 1
+        self.loss = loss
         self._under_way = None
         self._publish(self.current.version + 1)
-        return Updated(self.step, loss, step.labels, norm, rate, self.current.key)
+        return Updated(self.step, loss, step.labels, norm, rate, self.current.key, step.tokens)
 
     def _not_finite(self, what: str) -> LossNotFinite:
         stays = f"the adapter stays at version {self.current.key}"
         return LossNotFinite(f"job {self.job}: {what} at step {self.step + 1}; {stays}")
+
+    def state(self) -> TrainingState:
+        """A copy of where the job stands after its last optimizer step, without the one under way."""
+        adapter = replace(
+            self.current,
+            bypasses={
+                path: bypass.with_parameters(tuple(_copy(p) for p in self._masters[path]))
+                for path, bypass in self.current.bypasses.items()
+            },
+        )
+        moments = {
+            f"{name}.{kind}": _copy(value)
+            for name, master in self._named_masters()
+            for kind, value in self._optimizer.state.get(master, {}).items()
+        }
+        return TrainingState(adapter, moments, self.step, self.identity, self.loss)
 
     @property
     def nbytes(self) -> int:
@@ -227,6 +268,20 @@ class TrainingRun:
                 if travelling.tape is not None:
                     travelling.tape.release()
             self._under_way = None
+
+    def _restore(self, state: TrainingState) -> None:
+        """AdamW's moments and the place in the data; the master weights are the state's adapter."""
+        for name, master in self._named_masters():
+            kept = {kind: state.moments.get(f"{name}.{kind}") for kind in _MOMENTS}
+            moments = {kind: t.to(master.device, copy=True) for kind, t in kept.items() if t is not None}
+            if moments:
+                self._optimizer.state[master] = moments
+        self.step, self.loss = state.step, state.loss
+
+    def _named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        for path, pair in self._masters.items():
+            for letter, master in zip("AB", pair, strict=True):
+                yield f"{path}.lora_{letter}", master
 
     def _publish(self, version: int) -> None:
         copies = {
@@ -267,11 +322,19 @@ class TrainingRun:
 
     def _epochs(self) -> Iterator[tuple[int, ...]]:
         config = self.config
-        return iter(epochs(len(self.examples), config.batch_size, config.epochs, config.seed))
+        return epochs(len(self.examples), config.batch_size, config.epochs, config.seed, start=self.step)
 
     def _count_steps(self) -> int:
         steps = steps_per_epoch(len(self.examples), self.config.batch_size) * self.config.epochs
         return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
+
+
+def _padding(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Examples without labels that fill a micro-batch up to a row count in use, none longer than the real
+    ones: positions are bounded."""
+    missing, longest = on_grid(sum(lengths)) - sum(lengths), max(lengths)
+    whole, rest = divmod(missing, longest)
+    return (*[longest] * whole, *[rest] * bool(rest))
 
 
 def fresh_adapter(base: Base, name: str, config: LoRAConfig, seed: int) -> AdapterVersion:
@@ -291,6 +354,10 @@ def fresh_adapter(base: Base, name: str, config: LoRAConfig, seed: int) -> Adapt
         endings = sorted({p.rpartition(".")[2] for p in base.layer_linears})
         raise AdapterMismatch(f"no linear of the decoder layers is called {unmatched}; there are {endings}")
     return AdapterVersion(name, 0, config, bypasses)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _master(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

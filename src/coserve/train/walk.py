@@ -9,8 +9,10 @@ there (FlexLLM 6.1, algorithm 2, lines 12-20).
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from coserve.core.grid import on_grid
 from coserve.core.sequence import Span
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.loss import cross_entropy
@@ -70,11 +72,14 @@ class Walk:
         rows = (labels >= 0).nonzero().squeeze(1)
         size = max(16, _LOGITS_PER_CHUNK // self._base.vocabulary)
         for chunk in torch.split(rows, size) if len(rows) else ():
-            leaf = hidden[chunk][None].requires_grad_()
+            count = len(chunk)
+            missing = on_grid(count) - count
+            leaf = F.pad(hidden[chunk], (0, 0, 0, missing))[None].requires_grad_()
             with torch.enable_grad():
                 logits = self._base.tail(leaf)
-            loss, logits_gradient = cross_entropy(logits.detach(), labels[chunk], self._weight)
-            gradient[chunk] = torch.autograd.grad(logits, leaf, logits_gradient)[0][0]
+            loss, logits_gradient = cross_entropy(logits.detach()[:count], labels[chunk], self._weight)
+            logits_gradient = F.pad(logits_gradient, (0, 0, 0, missing))
+            gradient[chunk] = torch.autograd.grad(logits, leaf, logits_gradient)[0][0, :count]
             self._tape.loss += loss
         self._tape.put_down(window, gradient[None])
 

@@ -87,3 +87,13 @@ def test_names_that_would_look_like_keys_are_refused(bank: AdapterBank, name: st
     with pytest.raises(AdapterError, match="name"):
         bank.publish(version(name, 0))
     assert bank.names == ["a"]
+
+
+def test_the_next_version_is_none_that_is_still_held(bank: AdapterBank) -> None:
+    """A removed name may still have answers under way."""
+    assert bank.next_version("a") == 1 and bank.next_version("b") == 0
+    bank.pin("a@0")
+    bank.remove("a")
+    assert bank.next_version("a") == 1
+    bank.unpin("a@0")
+    assert bank.next_version("a") == 0

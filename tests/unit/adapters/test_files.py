@@ -221,3 +221,19 @@ def test_no_code_hides_in_weights(folder: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
     torch.save(tensors, folder / "adapter_model.bin")
     assert "adapter_model.safetensors" in refusal(folder)
+
+
+def test_targets_that_peft_takes_for_experts_are_warned_of(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    def adapter(*paths: str) -> AdapterVersion:
+        matrices = {f"model.layers.{path}": (torch.zeros(2, 8), torch.zeros(8, 2)) for path in paths}
+        bypasses = {path: LoRABypass(a, b, 1.0) for path, (a, b) in matrices.items()}
+        return AdapterVersion("mine", 0, LoRAConfig(rank=2), bypasses)
+
+    write_adapter(adapter("0.mlp.up_proj", "1.self_attn.q_a_proj"), tmp_path / "harmless")
+    assert not recwarn.list
+    misread = adapter("0.mlp.up_proj", "1.mlp.shared_experts.up_proj", "1.self_attn.q_a_proj")
+    with pytest.warns(UserWarning, match="model.layers.0.mlp.up_proj for fused experts"):
+        write_adapter(misread, tmp_path / "misread")
+    assert (tmp_path / "misread" / "adapter_model.safetensors").exists()

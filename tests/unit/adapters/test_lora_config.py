@@ -1,6 +1,7 @@
 """What a LoRA configuration may say and what it means."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from coserve.errors import AdapterError
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"rank": 0}, "rank of at least 1, not 0"),
+        ({"rank": 0}, "at least 1, not 0"),
         ({"rank": -3}, "not -3"),
+        ({"rank": 1.5}, "whole rank"),
+        ({"rank": "8"}, "whole rank"),
+        ({"targets": "q_proj"}, "several names"),
         ({"dropout": 1.0}, "dropout"),
         ({"dropout": -0.1}, "dropout"),
         ({"dropout": math.nan}, "dropout"),
@@ -21,7 +25,7 @@ from coserve.errors import AdapterError
         ({"alpha": math.nan}, "alpha"),
     ],
 )
-def test_out_of_range(fields: dict[str, float], said: str) -> None:
+def test_out_of_range(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(AdapterError, match=said):
         LoRAConfig(**fields)
 

@@ -1,5 +1,7 @@
 """Loss and low-rank bypass against their plain twins and torch's autograd."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,3 +92,11 @@ def test_adding_in_place_reaches_a_slice_of_a_larger_batch() -> None:
     y = torch.zeros(6, 4)
     lora.add_(torch.ones(2, 3), y[2:4], torch.ones(1, 3), torch.ones(4, 1), 2.0)
     assert torch.equal(y, torch.tensor([0, 0, 6, 6, 0, 0.0])[:, None].expand(6, 4))
+
+
+def test_the_loss_of_large_logits_is_finite() -> None:
+    """exp(300) has no float32; the token that stands out costs nothing, its rival the distance."""
+    logits = torch.tensor([[300.0, 0.0, -300.0], [0.0, 300.0, 299.0]])
+    loss, gradient = cross_entropy(logits, torch.tensor([0, 2]), 1.0)
+    assert float(loss) == pytest.approx(1.0 + math.log1p(math.exp(-1.0)), rel=1e-5)
+    assert torch.allclose(gradient, torch.tensor([[0.0, 0, 0], [0, 0.7310586, -0.7310586]]), atol=1e-5)

@@ -77,3 +77,12 @@ def test_the_padding_page_is_zero_and_nobody_s(pool: KVPool) -> None:
 def test_bytes_are_those_of_all_slots(pool: KVPool) -> None:
     a_slot = sum(c.groups * (c.key + c.value) for c in CACHES) * 4
     assert pool.nbytes == a_slot * (PAGES + 1) * SIZE
+
+
+def test_layers_with_other_groups_read_the_same_pages(pool: KVPool) -> None:
+    """A step hands one page tensor to all its layers."""
+    pages = torch.tensor([5, 2])
+    written = [fill(pool, layer, slots_of([5, 2])) for layer in range(2)]
+    for layer in (0, 1, 0):
+        keys, values = pool.gather(layer, pages)
+        assert torch.equal(keys, written[layer][0]) and torch.equal(values, written[layer][1])

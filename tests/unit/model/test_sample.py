@@ -314,3 +314,13 @@ def test_tokens_the_model_does_not_have_are_refused(params: SamplingParams) -> N
         table_of(params)
     with pytest.raises(AssertionError, match="slot 1 is not one of 1"):
         SamplingTable(1, VOCAB).set(1, SamplingParams(), seed=0, prompt=[])
+
+
+def test_the_border_of_top_p_is_dropped_and_the_likeliest_token_never() -> None:
+    """As in transformers: a tail of exactly 1 - top_p goes, one that rounds to 1 leaves a token."""
+    logits = torch.zeros(1, 4)
+    quarter = table_of(SamplingParams(temperature=1.0, top_p=0.75), vocab=4)
+    assert int((kept(logits, quarter) > -torch.inf).sum()) == 3
+    logits[0, 2] = 1.0
+    least = table_of(SamplingParams(temperature=1.0, top_p=1e-9), vocab=4)
+    assert (kept(logits, least) > -torch.inf).nonzero()[:, 1].tolist() == [2]

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import ConfigError, DataError
 from coserve.jobs.datasets import ChatRecord, Message, PromptRecord, TextRecord
-from coserve.train.chat import plain_chat
+from coserve.text.chat import plain_chat
 from coserve.train.example import IGNORED, Example, epochs, pack, prepare, steps_per_epoch, tokenize
 
 HEADER = "{% for m in messages %}<|{{ m.role }}|>"

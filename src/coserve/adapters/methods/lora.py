@@ -24,8 +24,10 @@ class LoRAConfig:
     rslora: bool = False
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise AdapterError(f"a LoRA adapter needs a rank of at least 1, not {self.rank}")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise AdapterError(f"a LoRA adapter needs a whole rank of at least 1, not {self.rank!r}")
+        if isinstance(self.targets, str):
+            raise AdapterError(f"LoRA targets are several names, not one: ({self.targets!r},)")
         if not 0.0 <= self.dropout < 1.0:
             raise AdapterError(f"LoRA dropout must be in [0, 1), not {self.dropout}")
         if not math.isfinite(self.alpha):

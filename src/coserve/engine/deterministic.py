@@ -1,0 +1,105 @@
+"""The runner of the deterministic mode: a row's bits depend on its sequence alone.
+
+Inference rows pass in groups of exactly `ROWS`, one group after the other; training windows pass alone, and
+the scheduler never chooses their size (`SchedulerConfig.training_window`), so that every product of a job
+always has the same shape. What is drawn or scored is drawn and scored row by row.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.bank import AdapterBank
+from coserve.core.plan import Plan, Sampled, Segment, TokenLogprobs
+from coserve.core.sequence import Direction
+from coserve.core.sequence import Sequence as Answer
+from coserve.engine.runner import Inference, LocalRunner, Travel, answer_of
+from coserve.engine.table import SequenceTable
+from coserve.memory.kv import KVPool, PrefillRows
+from coserve.model import fixed
+from coserve.model.base import Base
+from coserve.model.batch import FusedRows, LayerCalls
+from coserve.model.fixed import ROWS, FixedRows, TiledRows
+from coserve.model.sample import sample, token_logprobs
+
+
+class DeterministicRunner(LocalRunner):
+    """A `LocalRunner` whose tokens, log-probabilities and weights are the same bit for bit, however the
+    scheduler mixed, cut or repeated the work; on one machine, with one number of threads.
+
+    Raises UnsupportedModel for a base that cannot be run so.
+    """
+
+    def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
+        super().__init__(base, bank, pool, table)
+        fixed.prove_fixed(base)
+
+    def _pass(self, plan: Plan) -> dict[int, Sampled]:
+        found: dict[int, Sampled] = {}
+        for group in _groups(plan.inference):
+            inference = self._inference_rows(group)
+            self._forward(inference, [])
+            for key, sampled in self._sample(inference).items():
+                earlier = found[key].prompt_logprobs if key in found else ()
+                found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
+        for segment in plan.training:
+            if segment.direction is Direction.KEEP:
+                self._forward(None, [segment])
+        return found
+
+    def _inference_rows(self, segments: Sequence[Segment]) -> Inference:
+        answers = [answer_of(segment) for segment in segments]
+        rows = self.table.admit(answers)
+        chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
+        tokens = torch.cat([chunk.tokens for chunk in chunks])
+        hidden, calls = fixed.embed(self.base, tokens, torch.cat([chunk.positions for chunk in chunks]))
+        part = TiledRows(
+            self.pool,
+            torch.cat([chunk.slots for chunk in chunks]),
+            [PrefillRows(s.start, s.length, c.pages) for s, c in zip(segments, chunks, strict=True)],
+        )
+        counts = [segment.length for segment in segments]
+        return Inference(part, segments, rows, counts, hidden, calls, self._adapters(answers, counts))
+
+    def _compose(
+        self, inference: Inference | None, travels: Sequence[Travel]
+    ) -> tuple[FusedRows, LayerCalls]:
+        if inference is None:
+            return super()._compose(None, travels)
+        return FixedRows([inference.part], inference.adapters), inference.calls
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return fixed.logits(self.base, hidden)
+
+    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        columns = zip(torch.split(logits, 1), torch.split(rows, 1), torch.split(positions, 1), strict=True)
+        return torch.cat([sample(*row, self.table.sampling) for row in columns])
+
+    def _score(self, logits: Tensor, tokens: Tensor, most: int) -> list[TokenLogprobs]:
+        pairs = zip(torch.split(logits, 1), torch.split(tokens, 1), strict=True)
+        return [token_logprobs(row, token, most).rows()[0] for row, token in pairs]
+
+    def _logprobs(
+        self, logits: Tensor, tokens: Tensor, answers: Sequence[Answer]
+    ) -> list[TokenLogprobs | None]:
+        rows = zip(torch.split(logits, 1), torch.split(tokens, 1), answers, strict=True)
+        return [super(DeterministicRunner, self)._logprobs(r, t, [a])[0] for r, t, a in rows]
+
+
+def _groups(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+    """Segments of at most `ROWS` rows together, cut where a group is full; an adapter's rows lie together."""
+    group: list[Segment] = []
+    left = ROWS
+    for segment in sorted(segments, key=lambda s: answer_of(s).request.adapter or ""):
+        start, end = segment.start, segment.start + segment.length
+        while start < end:
+            rows = min(end - start, left)
+            group.append(replace(segment, start=start, length=rows))
+            start, left = start + rows, left - rows
+            if not left:
+                yield group
+                group, left = [], ROWS
+    if group:
+        yield group

@@ -1,0 +1,363 @@
+"""Fine-tuning jobs as a server gives them: from a file, into a folder, resumed after anything.
+
+Whatever takes long and is not a step (reading data, writing checkpoints) is done aside, and what it led to is
+taken in between two steps. What happens to a job becomes numbered news, kept until a server has written it
+down. A checkpoint is news once it is on disk and, where there is a validation file, its loss is known. The
+end of a job comes after the news of all its checkpoints.
+"""
+
+import dataclasses
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.files import read_adapter
+from coserve.adapters.methods.lora import LoRAConfig
+from coserve.core.events import Event, JobFailed, StepDone
+from coserve.core.plan import Updated
+from coserve.engine.aside import Aside, Outcome
+from coserve.engine.engine import Engine
+from coserve.engine.handles import FineTuning, Keeping
+from coserve.engine.scoring import Scoring, check_lengths
+from coserve.errors import ConfigError, CoserveError
+from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
+from coserve.train.example import Example, Prepared
+from coserve.train.state import TrainingState
+from coserve.train.trainer import TrainingConfig
+from coserve.wire.messages import (
+    Fault,
+    JobCheckpoint,
+    JobEnded,
+    JobNews,
+    JobStarted,
+    JobStep,
+    Numbered,
+    StartJob,
+)
+
+_T = TypeVar("_T")
+
+
+def fault_of(error: CoserveError) -> Fault:
+    return Fault(type(error).__name__, str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What was read for a job."""
+
+    training: TrainingConfig
+    lora: LoRAConfig
+    data: Prepared
+    validation: tuple[Example, ...]
+    start: AdapterVersion | None
+    checkpoint: Checkpoint | None
+    resume: TrainingState | None
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A checkpoint that is not news yet."""
+
+    scoring: Scoring | None
+    written: Checkpoint | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.written is not None and (self.scoring is None or self.scoring.loss is not None)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """`handle` is there once it trains. `ending` is its last news but for the checkpoints before it; `again`
+    what to start it with after that."""
+
+    command: StartJob
+    last: float  # when its last step was, on the engine's clock
+    weight: float
+    ready: _Ready | None = None
+    handle: FineTuning | None = None
+    step: int = 0
+    pending: deque[_Pending] = field(default_factory=deque)
+    stop: str | None = None  # asked for while its data was read
+    ending: JobEnded | None = None
+    again: StartJob | None = None
+
+
+class Jobs:
+    """All jobs of one engine's process."""
+
+    def __init__(self, engine: Engine, aside: Aside) -> None:
+        self._engine, self._aside = engine, aside
+        self._jobs: dict[str, _Job] = {}
+        self._numbered = 0
+        self._unacknowledged: deque[Numbered] = deque()
+        self._fresh: list[Numbered] = []  # not told on this connection
+
+    # What a server asks for
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Jobs that have not ended."""
+        return tuple(self._jobs)
+
+    def start(self, command: StartJob) -> None:
+        """Begins to read what the job needs; nothing happens to one that runs already."""
+        job = self._jobs.get(command.job)
+        if job is not None:
+            if job.ending is not None or job.stop is not None:
+                job.again = command
+            return
+        if self._is_over(command.job):  # the server will hear of it
+            return
+        self._jobs[command.job] = job = _Job(command, self._engine.clock(), command.weight)
+        self._aside.do(partial(_read, self._engine, command), partial(self._begin, job))
+
+    def stop(self, name: str, keep: bool) -> None:
+        """Ends a job's training, with a checkpoint of where it stands or without."""
+        job = self._jobs.get(name)
+        if job is None:
+            return
+        job.again = None
+        _leave_unscored(job)
+        if job.ending is not None:
+            self._settle(job)
+            return
+        if job.handle is None:
+            job.stop = "stopped" if keep else "cancelled"
+            return
+        if keep and job.step:
+            state = job.handle.pause()
+            self._keep(job, state)
+            _leave_unscored(job)  # whoever goes on from here scores it
+            self._end(job, "stopped")
+        else:
+            job.handle.cancel()
+            self._end(job, "stopped" if keep else "cancelled")
+
+    def stop_all(self) -> None:
+        """Stops all jobs with checkpoints, so that they can go on later."""
+        for name in self.names:
+            self.stop(name, keep=True)
+
+    def weigh(self, name: str, weight: float) -> None:
+        """Changes a job's share."""
+        job = self._jobs.get(name)
+        if job is None or not weight > 0:
+            return
+        job.weight = weight
+        if job.handle is not None and job.handle.status == "running":
+            self._engine.weigh(name, weight)
+
+    def acknowledge(self, number: int) -> None:
+        """Forgets news up to this number."""
+        while self._unacknowledged and self._unacknowledged[0].number <= number:
+            self._unacknowledged.popleft()
+
+    # What the loop does
+
+    def repeat_news(self) -> None:
+        """A new server hears all that was not acknowledged."""
+        self._fresh = list(self._unacknowledged)
+
+    def take_news(self) -> tuple[Numbered, ...]:
+        """News since the last time."""
+        fresh, self._fresh = tuple(self._fresh), []
+        return fresh
+
+    def after_step(self, events: list[Event]) -> None:
+        """Takes in what a step did for the jobs."""
+        for event in events:
+            if isinstance(event, StepDone) and (job := self._jobs.get(event.job)):
+                self._stepped(job, event.updated)
+            elif isinstance(event, JobFailed) and (job := self._jobs.get(event.job)):
+                self._end(job, "failed", event.error)
+        for job in list(self._jobs.values()):
+            for pending in job.pending:
+                if pending.scoring is not None:
+                    pending.scoring.advance()
+            self._settle(job)
+
+    # Inside
+
+    def _begin(self, job: _Job, outcome: Outcome[_Ready]) -> None:
+        """The data is read: training starts, or goes on."""
+        if isinstance(outcome, CoserveError):
+            self._end(job, "failed", outcome)
+            return
+        job.ready = ready = outcome
+        job.step = ready.checkpoint.step if ready.checkpoint else 0
+        if job.stop is not None:
+            self._end(job, job.stop)
+            return
+        name = job.command.job
+        try:
+            keeping = Keeping(job.command.every, partial(self._keep, job))
+            training = dataclasses.replace(ready.training, weight=job.weight)
+            job.handle = self._engine.finetune(
+                ready.data, _adapter_of(name), ready.lora, training, ready.start, name, ready.resume, keeping
+            )
+        except CoserveError as error:
+            self._end(job, "failed", error)
+            return
+        job.last = self._engine.clock()
+        self._tell(_started(name, job.step, job.handle.steps, ready))
+        if ready.checkpoint is not None:  # the engine that wrote it may have died before it was known
+            job.pending.append(_Pending(self._scoring(job), ready.checkpoint))
+        if job.handle.status == "succeeded":  # nothing was left to do
+            self._end(job, "succeeded")
+
+    def _stepped(self, job: _Job, updated: Updated) -> None:
+        now = self._engine.clock()
+        job.step = updated.step
+        self._tell(
+            JobStep(
+                job=job.command.job,
+                step=updated.step,
+                loss=updated.loss,
+                labels=updated.labels,
+                tokens=updated.tokens,
+                grad_norm=updated.grad_norm,
+                learning_rate=updated.learning_rate,
+                seconds=now - job.last,
+            )
+        )
+        job.last = now
+        assert job.handle is not None
+        if job.handle.status == "succeeded":
+            self._end(job, "succeeded")
+
+    def _keep(self, job: _Job, state: TrainingState) -> None:
+        """Between two steps: the state is copied already, and is written aside."""
+        pending = _Pending(self._scoring(job))
+        job.pending.append(pending)
+        base_name = str(self._engine.base.model.config.name_or_path)
+        write = partial(write_checkpoint, Path(job.command.folder), state, base_name)
+        self._aside.do(write, partial(self._written, job, pending))
+
+    def _scoring(self, job: _Job) -> Scoring | None:
+        """Of the version that the job has just published."""
+        if job.ready is None or not job.ready.validation:
+            return None
+        version = self._engine.bank.find(_adapter_of(job.command.job))
+        return Scoring(self._engine, version.key, job.ready.validation)
+
+    def _written(self, job: _Job, pending: _Pending, outcome: Outcome[Checkpoint]) -> None:
+        if not isinstance(outcome, CoserveError):
+            pending.written = outcome
+            self._settle(job)
+            return
+        job.pending.remove(pending)
+        if pending.scoring is not None:
+            pending.scoring.cancel()
+        if job.handle is not None and job.handle.status == "running":
+            job.handle.cancel()
+        job.ending = None  # whatever it was: without its checkpoint the job has failed
+        self._end(job, "failed", outcome)
+
+    def _end(self, job: _Job, status: str, error: CoserveError | None = None) -> None:
+        fault = None if error is None else fault_of(error)
+        job.ending = JobEnded(job.command.job, status, job.step, fault)
+        self._settle(job)
+
+    def _settle(self, job: _Job) -> None:
+        """Tells of checkpoints, in order, and then of the job's end."""
+        name = job.command.job
+        while job.pending and job.pending[0].is_complete:
+            pending = job.pending.popleft()
+            assert pending.written is not None
+            self._tell(
+                JobCheckpoint(
+                    job=name,
+                    step=pending.written.step,
+                    path=str(pending.written.path),
+                    digest=pending.written.digest,
+                    loss=pending.written.loss,
+                    validation_loss=pending.scoring.loss if pending.scoring else None,
+                )
+            )
+        if job.ending is None or job.pending or self._jobs.get(name) is not job:
+            return
+        del self._jobs[name]
+        if job.handle is not None:
+            self._engine.unload_adapter(_adapter_of(name))
+        self._tell(job.ending)
+        if job.again is not None:
+            self.start(job.again)
+
+    def _is_over(self, name: str) -> bool:
+        """Whether there is news that the job has ended for good."""
+        ends = [n.news for n in self._unacknowledged if isinstance(n.news, JobEnded) and n.news.job == name]
+        return bool(ends) and ends[-1].status != "stopped"
+
+    def _tell(self, news: JobNews) -> None:
+        self._numbered += 1
+        numbered = Numbered(self._numbered, news)
+        self._unacknowledged.append(numbered)
+        self._fresh.append(numbered)
+
+
+def _leave_unscored(job: _Job) -> None:
+    """Its checkpoints become news as soon as they are written."""
+    for pending in job.pending:
+        if pending.scoring is not None:
+            pending.scoring.cancel()
+            pending.scoring = None
+
+
+def _adapter_of(job: str) -> str:
+    """What a job's adapter is called while it trains; servers name durable versions only."""
+    return f"training:{job}"
+
+
+def _started(job: str, step: int, steps: int, ready: _Ready) -> JobStarted:
+    return JobStarted(
+        job=job,
+        step=step,
+        steps=steps,
+        examples=len(ready.data.examples),
+        tokens=ready.data.tokens,
+        truncated=ready.data.truncated,
+        dropped=ready.data.dropped,
+        epochs=ready.training.epochs,
+        batch_size=ready.training.batch_size,
+        learning_rate=ready.training.learning_rate,
+    )
+
+
+def _read(engine: Engine, command: StartJob) -> _Ready:
+    """All that a job needs, read while steps go on."""
+    training = _convert(command.options, TrainingConfig, "options")
+    lora = _convert(command.method, LoRAConfig, "method")
+    data = engine.prepare(Path(command.data), training)
+    validation: tuple[Example, ...] = ()
+    if command.validation is not None:
+        validation = engine.prepare(Path(command.validation), training).examples
+        check_lengths(engine, validation)
+    exact = torch.promote_types(engine.base.dtype, torch.float32)
+    name, shapes = _adapter_of(command.job), engine.base.shapes
+    checkpoint = newest_checkpoint(Path(command.folder))
+    if checkpoint is not None:
+        resume = read_checkpoint(checkpoint.path, name, shapes, exact)
+        return _Ready(training, lora, data, validation, None, checkpoint, resume)
+    start = None
+    if command.start_from is not None:
+        start = read_adapter(Path(command.start_from), name, shapes, exact, engine.base.device)
+    return _Ready(training, lora, data, validation, start, None, None)
+
+
+def _convert(fields: dict[str, Any], kind: type[_T], what: str) -> _T:
+    """A settings dataclass from a message; ConfigError names the field that does not belong or fit."""
+    known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(fields) - known):
+        raise ConfigError(f"{what} has no field {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{what}: {error}") from error

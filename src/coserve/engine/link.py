@@ -1,0 +1,179 @@
+"""The engine's end of the socket: one server at a time, and nothing it does or fails to do stalls a step.
+
+A frame is the length of its body, four bytes, the most significant first, and the body: msgpack, by
+`wire.codec`. A thread reads each connection and a thread writes it; what they learn goes into the inbox
+that the loop reads between two steps. A new connection takes the place of the old one.
+"""
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from coserve.errors import ConfigError, CoserveError
+from coserve.wire.codec import decode_commands, encode_answer
+from coserve.wire.messages import Answer, Command
+
+_HEADER: Final = struct.Struct(">I")
+_LARGEST: Final = 64 << 20  # bytes of one frame that is read; a prompt of a million tokens has five
+_BACKLOG: Final = 64 << 20  # bytes not yet taken by a server; then it counts as dead
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A server has connected; whoever was connected before is not any more."""
+
+    connection: "Connection"
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Commands, in the order they were sent."""
+
+    connection: "Connection"
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A connection has ended, and for what reason."""
+
+    connection: "Connection"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The process was asked to finish what it does and leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Something that was done aside is over: `then` runs between two steps."""
+
+    then: Callable[[], None]
+
+
+Item = Opened | Received | Closed | Drained | Done
+Inbox = queue.SimpleQueue[Item]
+
+
+class Connection:
+    """One server. `send` returns at once; `close` may be called by anybody, more than once."""
+
+    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+        self._socket, self._inbox = sock, inbox
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._backlog = 0
+        self._lock = threading.Lock()
+        self._sender = threading.Thread(target=self._send_frames, name="link-send", daemon=True)
+        self._reader = threading.Thread(target=self._read_frames, name="link-read", daemon=True)
+
+    def start(self) -> None:
+        self._sender.start()
+        self._reader.start()
+
+    def send(self, answer: Answer) -> None:
+        """Queues a message. A server that has let 64 MiB pile up is cut off."""
+        body = encode_answer(answer)
+        frame = _HEADER.pack(len(body)) + body
+        with self._lock:
+            self._backlog += len(frame)
+            stalled = self._backlog > _BACKLOG
+        if stalled:
+            self.close()
+        else:
+            self._frames.put(frame)
+
+    def finish(self, seconds: float) -> None:
+        """Waits until what was sent is out, at most so long, and closes."""
+        self._frames.put(None)
+        self._sender.join(seconds)
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the other side may have been quicker
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._frames.put(None)
+
+    def _send_frames(self) -> None:
+        while (frame := self._frames.get()) is not None:
+            try:
+                self._socket.sendall(frame)
+            except OSError:
+                return  # the reader sees the end as well, and says so
+            with self._lock:
+                self._backlog -= len(frame)
+
+    def _read_frames(self) -> None:
+        reason = "the server closed it"
+        try:
+            with self._socket.makefile("rb") as stream:
+                while header := stream.read(_HEADER.size):
+                    body = self._body(stream.read, header)
+                    self._inbox.put(Received(self, decode_commands(body)))
+        except (OSError, EOFError, msgspec.DecodeError, CoserveError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        self.close()
+        self._socket.close()
+        self._inbox.put(Closed(self, reason))
+
+    @staticmethod
+    def _body(read: Callable[[int], bytes], header: bytes) -> bytes:
+        if len(header) < _HEADER.size:
+            raise EOFError("the connection ended within a frame")
+        (length,) = _HEADER.unpack(header)
+        if length > _LARGEST:
+            raise msgspec.DecodeError(f"a frame of {length} bytes; the largest may have {_LARGEST}")
+        body = read(length)
+        if len(body) < length:
+            raise EOFError("the connection ended within a frame")
+        return body
+
+
+class Link:
+    """Listens on a Unix socket. Each connection shows in the inbox as Opened, Received…, Closed.
+
+    Raises ConfigError where it cannot listen at `path`.
+    """
+
+    def __init__(self, path: Path, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._current: Connection | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path.unlink(missing_ok=True)  # of an engine that was killed
+            self._listener.bind(str(path))
+            path.chmod(0o600)
+        except OSError as error:
+            raise ConfigError(f"the engine cannot listen at {path}: {error}") from error
+        self._listener.listen(1)
+        self._thread = threading.Thread(target=self._accept, name="link-accept", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes no more connections; the current one stays."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            if self._current is not None:
+                self._current.close()
+            self._current = Connection(sock, self._inbox)
+            self._inbox.put(Opened(self._current))
+            self._current.start()

@@ -1,0 +1,201 @@
+"""The engine's process: `python -m coserve.engine.process`, started and fed by a supervisor.
+
+Its imports take seconds and its model more, so a supervisor keeps one of these that has done the first and
+waits for its `wire.control.EngineStart`. The loop is: commands, a step, a report. Without work it sleeps
+until a message comes.
+
+It ends with status 0 after a drain (SIGTERM, or the server's `Drain`), with status 1 where its model cannot
+be loaded or a bug showed, and at once when its standard input closes, that is, when the supervisor is gone.
+It may be killed at any moment: nothing that was reported is lost.
+"""
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+from safetensors.torch import load_file  # noqa: F401  # what loading would import: it is to be quick
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+from transformers.utils import logging as transformers_logging
+
+from coserve.engine.aside import Aside
+from coserve.engine.engine import Engine
+from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Item, Link, Opened, Received
+from coserve.engine.remembered import CostFile, circumstances
+from coserve.engine.worker import Worker
+from coserve.errors import CoserveError
+from coserve.wire.child import Supervised
+from coserve.wire.control import EngineStart, Status
+from coserve.wire.messages import Hello
+
+_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Seconds after which a thread that reads training data lets a step go on: with Python's own 5 ms, steps of
+# 4 ms took 21 beside it, with this 13.
+_SWITCH: Final = 5e-4
+_FLUSH: Final = 5.0  # seconds that the last report of a drain may take to be read
+_MEASURING: Final = "measuring what steps cost on this machine (some seconds, the first time only)"
+
+
+def main() -> None:
+    """Waits to be told what to load, loads, serves."""
+    sys.excepthook = _crash
+    threading.excepthook = lambda args: _crash(args.exc_type, args.exc_value, args.exc_traceback)
+    transformers_logging.disable_progress_bar()
+    sys.setswitchinterval(_SWITCH)
+    pipes = Supervised()
+    pipes.say(Status("standby"))
+    inbox: Inbox = queue.SimpleQueue()
+    try:
+        start = pipes.start_line(EngineStart)
+        pipes.end_with_supervisor()
+        signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides
+        logging.basicConfig(level=start.log_level.upper(), format=_FORMAT, stream=sys.stderr)
+        started = time.monotonic()
+        pipes.say(Status("loading"))
+        engine = _load(start)
+        costs = _cost_file(start, engine)
+        if start.config.calibrate:
+            know_costs(engine, costs, lambda: pipes.say(Status("measuring", _MEASURING)))
+        link = Link(Path(start.socket), inbox)
+    except CoserveError as error:
+        pipes.say(Status("failed", str(error), kind=type(error).__name__))
+        sys.exit(1)
+    seconds = time.monotonic() - started
+    hello = _hello(start, engine, seconds)
+    worker = Worker(engine, hello, Aside(inbox), costs)
+    link.start()
+    pipes.say(Status("ready", _describe(hello), seconds))
+    Loop(worker, inbox).run()
+    link.close()
+    if costs is not None:
+        costs.write(engine.scheduler.cost.learned)
+    pipes.say(Status("drained"))
+    os._exit(0)  # threads that still read for jobs of the next engine are not waited for
+
+
+class Loop:
+    """Commands, a step, a report, until a drain is over."""
+
+    def __init__(self, worker: Worker, inbox: Inbox) -> None:
+        self._worker, self._inbox = worker, inbox
+        self._server: Connection | None = None
+
+    def run(self) -> None:
+        while not self._worker.is_drained:
+            self._take_in()
+            if self._worker.has_work:
+                self._worker.step()
+            self._report()
+        if self._server is not None:
+            self._server.finish(_FLUSH)
+
+    def _take_in(self) -> None:
+        """All that has come; without work it waits for something."""
+        item = self._next(wait=not self._worker.has_work and not self._worker.is_drained)
+        while item is not None:
+            self._take(item)
+            item = self._next(wait=False)
+
+    def _next(self, wait: bool) -> Item | None:
+        try:
+            return self._inbox.get(wait, self._worker.until_stats() if wait and self._server else None)
+        except queue.Empty:
+            return None
+
+    def _take(self, item: Item) -> None:
+        match item:
+            case Opened():
+                self._server = item.connection
+                self._server.send(self._worker.connected())
+            case Received() if item.connection is self._server:
+                for command in item.commands:
+                    self._worker.take(command)
+            case Closed() if item.connection is self._server:
+                self._server = None
+                self._worker.disconnected()
+            case Drained():
+                self._worker.drain()
+            case Done():
+                item.then()
+            case _:
+                pass  # a server that was replaced
+
+    def _report(self) -> None:
+        if self._server is not None:
+            report = self._worker.report()
+            if report is not None:
+                self._server.send(report)
+
+
+def know_costs(engine: Engine, costs: CostFile | None, measuring: Callable[[], None]) -> None:
+    """Makes the engine know what its steps cost: from the file, or by measuring, which the file then
+    remembers. `measuring` is called before that, for it takes seconds."""
+    found = None if costs is None else costs.read()
+    if found is not None:
+        engine.scheduler.cost.recall(found)
+        return
+    measuring()
+    engine.calibrate()
+    if costs is not None:
+        costs.write(engine.scheduler.cost.learned)
+
+
+def _load(start: EngineStart) -> Engine:
+    """The engine, which knows nothing of what its steps cost yet."""
+    if start.threads is not None:
+        torch.set_num_threads(start.threads)
+    return Engine(start.model, replace(start.config, calibrate=False))
+
+
+def _cost_file(start: EngineStart, engine: Engine) -> CostFile | None:
+    """Where to remember what is measured; None where nothing is."""
+    if start.calibration is None or not start.config.calibrate:
+        return None
+    return CostFile(Path(start.calibration), circumstances(engine.base, engine.config))
+
+
+def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
+    base, config = engine.base, engine.config
+    return Hello(
+        generation=uuid.uuid4().hex,
+        model=start.model,
+        dtype=str(base.dtype).removeprefix("torch."),
+        device=str(base.device),
+        parameters=base.parameters,
+        positions=base.max_positions,
+        vocabulary=base.vocabulary,
+        cache_tokens=config.pages * config.page_size,
+        max_running=config.max_running,
+        eos=engine.eos_ids,
+        deterministic=config.deterministic,
+        load_seconds=seconds,
+    )
+
+
+def _describe(hello: Hello) -> str:
+    """The engine in a few words, for people."""
+    size = f"{hello.parameters / 1e6:.0f}M parameters"
+    return f"{size}, {hello.dtype} on {hello.device}, cache of {hello.cache_tokens} tokens"
+
+
+def _crash(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+    """A bug, in whichever thread: the process ends at once, and the supervisor starts another."""
+    traceback.print_exception(kind, error, where)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

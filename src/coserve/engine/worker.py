@@ -1,0 +1,217 @@
+"""What the engine's process does for a server: commands in, one report a step out."""
+
+import time
+from functools import partial
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.core.events import Event, Finished, TokenEvent
+from coserve.engine.aside import Aside, Outcome
+from coserve.engine.engine import Engine
+from coserve.engine.handles import Completion
+from coserve.engine.jobs import Jobs, fault_of
+from coserve.engine.remembered import CostFile
+from coserve.errors import ConflictError, CoserveError, EngineLost
+from coserve.wire.messages import (
+    Acknowledge,
+    Cancel,
+    Command,
+    Drain,
+    Hello,
+    LoadAdapter,
+    Reply,
+    Report,
+    StartJob,
+    StopJob,
+    Submit,
+    Token,
+    UnloadAdapter,
+    WeighJob,
+)
+
+_STATS_EVERY = 1.0  # seconds
+_REMEMBER_EVERY = 60.0  # seconds
+
+
+class Worker:
+    """Answers one server at a time on one engine. All of it runs on the loop's thread.
+
+    Requests and replies belong to the server that is connected; jobs and their news to whichever comes.
+    `costs` is where to remember what steps cost, as it is corrected while they run.
+    """
+
+    def __init__(self, engine: Engine, hello: Hello, aside: Aside, costs: CostFile | None = None) -> None:
+        self.draining = False
+        self._engine, self._hello, self._aside = engine, hello, aside
+        self._jobs = Jobs(engine, aside)
+        self._connection = 0  # counts servers, so that a late reply never reaches the next one
+        self._answers: dict[str, Completion] = {}
+        self._ids: dict[int, str] = {}  # of the answers, by their sequences' keys
+        self._tokens: list[Token] = []
+        self._replies: list[Reply] = []
+        self._told = (-1, 0.0)  # steps counted in the last statistics, and when those were sent
+        self._costs = costs
+        self._remembered = time.monotonic()  # when the costs were last put into their file
+
+    # The server
+
+    def connected(self) -> Hello:
+        """A server is there; all that it is told at once."""
+        self.disconnected()
+        self._jobs.repeat_news()
+        return Hello(
+            **{**{f: getattr(self._hello, f) for f in Hello.__struct_fields__}, "jobs": self._jobs.names}
+        )
+
+    def disconnected(self) -> None:
+        """Nobody waits for the answers any more."""
+        for name in list(self._answers):
+            self._cancel(name)
+        self._connection += 1
+        self._tokens.clear()
+        self._replies.clear()
+        self._told = (-1, 0.0)
+
+    def take(self, command: Command) -> None:
+        """Does what a server asks for, or begins to. Deliberate errors go back as faults."""
+        match command:
+            case Submit():
+                self._submit(command)
+            case Cancel():
+                self._cancel(command.id)
+            case LoadAdapter():
+                self._load(command)
+            case UnloadAdapter():
+                self._unload(command)
+            case StartJob():
+                if not self.draining:  # else it goes on in the engine that comes next
+                    self._jobs.start(command)
+            case StopJob():
+                self._jobs.stop(command.job, command.keep)
+            case WeighJob():
+                self._jobs.weigh(command.job, command.weight)
+            case Acknowledge():
+                self._jobs.acknowledge(command.number)
+            case Drain():
+                self.drain()
+
+    def drain(self) -> None:
+        """No new work; jobs stop with a checkpoint, answers under way go on to their ends."""
+        self.draining = True
+        self._jobs.stop_all()
+
+    # The loop
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._engine.has_work
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether a drain is over: every job has stopped and every answer has ended."""
+        return self.draining and not self._jobs.names and not self._answers
+
+    def step(self) -> None:
+        """One step of the engine, and what it means for the server."""
+        events = self._engine.step()
+        for event in events:
+            self._tell(event)
+        self._jobs.after_step(events)
+        if self._costs is not None and time.monotonic() >= self._remembered + _REMEMBER_EVERY:
+            self._remember(self._costs)
+
+    def until_stats(self) -> float | None:
+        """Seconds until statistics are due; None while nothing has happened since the last ones."""
+        steps, sent = self._told
+        if self._engine.scheduler.stats.steps == steps:
+            return None
+        return max(sent + _STATS_EVERY - time.monotonic(), 0.0)
+
+    def report(self) -> Report | None:
+        """All that is new for the server; None where nothing is."""
+        tokens, replies, news = tuple(self._tokens), tuple(self._replies), self._jobs.take_news()
+        due = self.until_stats() == 0.0
+        if not (tokens or replies or news or due or self.is_drained):
+            return None
+        self._tokens.clear()
+        self._replies.clear()
+        stats = self._engine.stats() if due else None
+        if stats is not None:
+            self._told = (stats.steps, time.monotonic())
+        return Report(tokens, replies, news, stats, self.is_drained)
+
+    # Inside
+
+    def _remember(self, costs: CostFile) -> None:
+        """Writes down what steps cost by now; nobody waits for the file."""
+        self._remembered = time.monotonic()
+        self._aside.do(partial(costs.write, self._engine.scheduler.cost.learned), lambda _: None)
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            if self.draining:
+                raise EngineLost("the engine is shutting down and takes no new requests")
+            if command.id in self._answers:
+                raise ConflictError(f"there is a request {command.id!r} already")
+            completion = self._engine.generate(
+                command.prompt,
+                command.adapter,
+                command.sampling,
+                command.slo,
+                arrival=self._engine.clock() - command.age,
+                continued=command.continued,
+                text=False,
+            )
+        except CoserveError as error:
+            self._tokens.append(Token(command.id, fault=fault_of(error)))
+            return
+        self._answers[command.id] = completion
+        self._ids[completion.sequence.key] = command.id
+
+    def _cancel(self, name: str) -> None:
+        completion = self._answers.pop(name, None)
+        if completion is not None:
+            del self._ids[completion.sequence.key]
+            completion.cancel()
+
+    def _tell(self, event: Event) -> None:
+        if not isinstance(event, TokenEvent | Finished):
+            return
+        name = self._ids.get(event.key)
+        if name is None:  # cancelled meanwhile, or a validation example
+            return
+        if isinstance(event, TokenEvent):
+            self._tokens.append(
+                Token(name, event.token, event.logprobs, event.prompt_logprobs, event.finish_reason)
+            )
+        else:
+            self._tokens.append(Token(name, finish=event.finish_reason))
+        if event.finish_reason is not None:
+            del self._answers[name], self._ids[event.key]
+
+    def _load(self, command: LoadAdapter) -> None:
+        if command.key in self._engine.bank.names:
+            self._replies.append(Reply(command.ref))
+            return
+        read = partial(self._engine.read_adapter, command.key, command.path)
+        self._aside.do(read, partial(self._loaded, command, self._connection))
+
+    def _loaded(self, command: LoadAdapter, connection: int, outcome: Outcome[AdapterVersion]) -> None:
+        try:
+            if isinstance(outcome, CoserveError):
+                raise outcome
+            if command.key not in self._engine.bank.names:  # it may have been asked for twice
+                self._engine.add_adapter(outcome)
+            reply = Reply(command.ref)
+        except CoserveError as error:
+            reply = Reply(command.ref, fault_of(error))
+        if connection == self._connection:
+            self._replies.append(reply)
+
+    def _unload(self, command: UnloadAdapter) -> None:
+        try:
+            self._engine.unload_adapter(command.key)
+        except CoserveError as error:
+            self._replies.append(Reply(command.ref, fault_of(error)))
+        else:
+            self._replies.append(Reply(command.ref))

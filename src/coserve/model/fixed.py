@@ -1,0 +1,175 @@
+"""Rows whose bits do not depend on what else is in the batch: every pass has the same number of them.
+
+Products, norms and activations may give a row other last bits when the *number* of rows changes: the kernel,
+its blocking, or the few elements at the end of an array that are not computed as vectors. At one fixed number
+of rows, its place among them does not matter; `prove_fixed` tries that on the machine at hand. So in the
+deterministic mode everything inference does with the model, from the embeddings to the head, happens in
+passes of exactly `ROWS` rows, the last of them filled up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coserve.errors import UnsupportedModel
+from coserve.kernels.aligned import QUERIES, attend_tile, reach, tile_bias
+from coserve.kernels.attention import AttentionSpec
+from coserve.memory.kv import KVPool, PrefillRows
+from coserve.model.base import Base
+from coserve.model.batch import FusedRows, LayerCalls
+from coserve.model.linear import Placement
+
+ROWS = 16  # a frozen linear in bfloat16 takes as long for 16 rows as for a few: its weights' bytes dominate
+_SHIFTS = (1, 5, 11)  # places by which the proof moves rows around
+
+
+class FixedRows(FusedRows):
+    """A pass of `ROWS` rows in which each adapter multiplies all rows and keeps its own."""
+
+    def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
+        if x.numel() != ROWS * x.shape[-1]:
+            raise UnsupportedModel(
+                f"{path} is given some rows of a batch only: what a row gets there depends on the others, "
+                "and the deterministic mode cannot hold"
+            )
+        y = placement.forward(x)
+        x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
+        for rows, bypasses in self._adapters:
+            bypass = bypasses.get(path)
+            if bypass is not None:
+                added = y2.clone()
+                bypass.add_(x2, added)
+                y2[rows] = added[rows]
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Queries of one sequence in the positions from `start` on; `pages` hold its reach, padded."""
+
+    start: int
+    pages: Tensor
+
+
+class TiledRows:
+    """A pass's inference rows, tile by tile, and rows that fill the pass up. A `Part` of a `FixedRows` run.
+
+    `slots` [rows] are the cache slots of the chunks' rows, in their order.
+    """
+
+    count = ROWS
+    is_kept = False
+
+    def __init__(self, pool: KVPool, slots: Tensor, chunks: Sequence[PrefillRows]) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._tiles: list[_Tile] = []
+        self._biases: dict[tuple[int, int | None], Tensor] = {}
+        tiles: list[int] = []
+        places: list[int] = []
+        for chunk in chunks:
+            first = len(self._tiles) - chunk.start // QUERIES
+            positions = range(chunk.start, chunk.start + chunk.count)
+            for start in range(positions[0] // QUERIES * QUERIES, positions[-1] + 1, QUERIES):
+                self._tiles.append(_Tile(start, self._pages(chunk.pages, reach(start))))
+            tiles += [first + position // QUERIES for position in positions]
+            places += [position % QUERIES for position in positions]
+        self._tile_of = torch.tensor(tiles, device=slots.device)  # of each row
+        self._place_of = torch.tensor(places, device=slots.device)  # and its place there
+
+    def keep(self, path: str, product: Tensor) -> None:
+        raise AssertionError("inference rows keep nothing")
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """As `Part.attend`; rows that fill the pass up get zeros, and nothing of them is cached."""
+        rows, heads = len(self._slots), q.shape[1]
+        self._pool.write(layer, self._slots, k[0, :, :rows], v[0, :, :rows])
+        queries = q.new_zeros(len(self._tiles), heads, QUERIES, q.shape[-1])
+        queries[self._tile_of, :, self._place_of] = q[0, :, :rows].transpose(0, 1)
+        outputs = torch.stack(
+            [self._attend(layer, tile, queries[i], spec) for i, tile in enumerate(self._tiles)]
+        )
+        out = q.new_zeros(1, ROWS, heads, v.shape[-1])
+        out[0, :rows] = outputs[self._tile_of, :, self._place_of]
+        return out
+
+    def _attend(self, layer: int, tile: _Tile, q: Tensor, spec: AttentionSpec) -> Tensor:
+        keys, values = self._pool.gather(layer, tile.pages)
+        bias = self._bias(tile.start, spec.window, q.device)
+        return attend_tile(q, keys[:, : bias.shape[1]], values[:, : bias.shape[1]], bias, spec)
+
+    def _bias(self, start: int, window: int | None, device: torch.device) -> Tensor:
+        """Of a tile; the same for all layers alike."""
+        if (start, window) not in self._biases:
+            self._biases[start, window] = tile_bias(start, window, device)
+        return self._biases[start, window]
+
+    def _pages(self, pages: Tensor, keys: int) -> Tensor:
+        """As many of the sequence's pages as hold `keys` keys, padded with the page of zeros."""
+        count = -(-keys // self._pool.page_size)
+        return F.pad(pages[:count], (0, max(count - len(pages), 0)), value=self._pool.padding_page)
+
+
+@torch.no_grad()
+def embed(base: Base, tokens: Tensor, positions: Tensor) -> tuple[Tensor, LayerCalls]:
+    """`Base.prologue` of at most `ROWS` rows, filled up to `ROWS`."""
+    missing = ROWS - len(tokens)
+    return base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)))
+
+
+@torch.no_grad()
+def logits(base: Base, hidden: Tensor) -> Tensor:
+    """`Base.tail` of hidden [1, rows, width] in passes of `ROWS` rows: [rows, vocabulary]."""
+    rows = hidden.shape[1]
+    passes = torch.split(F.pad(hidden, (0, 0, 0, -rows % ROWS)), ROWS, dim=1)
+    return torch.cat([base.tail(some.contiguous()) for some in passes])[:rows]
+
+
+class _Selfish:
+    """Rows that each see themselves only, so that nothing but their place and their neighbours can matter."""
+
+    count = ROWS
+    is_kept = False
+
+    def keep(self, path: str, product: Tensor) -> None:
+        raise AssertionError("a proof keeps nothing")
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
+
+
+def prove_fixed(base: Base) -> None:
+    """Raises UnsupportedModel where a row's bits depend on its place among `ROWS` rows, or on the others."""
+    name = base.model.config.model_type
+    for slot in base.slots:
+        layer = base.model.get_submodule(slot.path)
+        if experts := [path for path, p in layer.named_parameters() if p.ndim > 2]:
+            raise UnsupportedModel(
+                f"{name} cannot be run in the deterministic mode: how many rows its experts multiply "
+                f"depends on the batch ({slot.path}.{experts[0]})"
+            )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, base.vocabulary, (ROWS,), generator=generator).to(base.device)
+    positions = torch.arange(ROWS, device=base.device)
+    rows = _run(base, tokens, positions)
+    for shift in _SHIFTS:
+        moved = _run(base, tokens.roll(shift), positions.roll(shift)).roll(-shift, 0)
+        alone = _run(base, tokens[shift : shift + 1], positions[shift : shift + 1])
+        if not (torch.equal(rows, moved) and torch.equal(rows[shift], alone[0])):
+            raise UnsupportedModel(
+                f"{name} cannot be run in the deterministic mode here: the bits of a row depend on its place "
+                f"in the batch (with {torch.get_num_threads()} threads; another number may do)"
+            )
+
+
+@torch.no_grad()
+def _run(base: Base, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Last hidden state and logits, [ROWS, width + vocabulary], of rows that see only themselves."""
+    hidden, calls = embed(base, tokens, positions)
+    with base.cell.set(FixedRows([_Selfish()], [])):
+        for layer in range(base.depth):
+            hidden = base.layer(layer, hidden, calls)
+    return torch.cat([hidden[0].float(), logits(base, hidden).float()], dim=-1)

@@ -1,0 +1,190 @@
+"""Checkpoints: a job's state on disk, whole and for good, or not there at all.
+
+A checkpoint is a folder `step-000050` with
+
+    adapter_config.json         the adapter in PEFT's format: the folder can be loaded like any adapter
+    adapter_model.safetensors   its master weights, as exact as the job has them
+    training.safetensors        AdamW's state
+    training.json               the step, the loss, and what decides the order of the examples
+    manifest.json               size and SHA-256 of each of these
+
+It is written under another name. Every file reaches the disk before the manifest does, then the folder gets
+its name, then that name reaches the disk. Whatever kills the process or the machine in between leaves a
+folder that does not count. A folder whose files are not what its manifest says does not count either, and
+the one before it is used. Nothing here ever deletes a checkpoint.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from coserve.adapters.files import Shapes, read_adapter, write_adapter
+from coserve.errors import JobError
+from coserve.train.state import Identity, TrainingState
+
+_STATE, _MOMENTS, _MANIFEST = "training.json", "training.safetensors", "manifest.json"
+_FILES: Final = frozenset({_STATE, _MOMENTS, "adapter_config.json", "adapter_model.safetensors"})
+_PREFIX: Final = "step-"
+_FORMAT: Final = 1
+_log: Final = logging.getLogger(__name__)
+_CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A good checkpoint. `digest` is the SHA-256 of its manifest, and so of everything in it."""
+
+    path: Path
+    step: int
+    digest: str
+    loss: float | None
+
+
+def write_checkpoint(folder: Path, state: TrainingState, base_name: str = "") -> Checkpoint:
+    """Writes `folder/step-…` and returns when it would survive a power cut. Raises JobError.
+
+    A good checkpoint of the same step stays as it is; a damaged one is moved aside.
+    """
+    path = folder / f"{_PREFIX}{state.step:06d}"
+    try:
+        existing = _checked(path)
+        if existing is not None:
+            return existing
+        _make_folder(folder)
+        partial = folder / f".{path.name}.partial"
+        if partial.exists():  # what a killed process left
+            shutil.rmtree(partial)
+        partial.mkdir()
+        _write_files(partial, state, base_name)
+        if path.exists():
+            path.rename(_free_name(folder, f"{path.name}.damaged"))
+        partial.rename(path)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        raise JobError(f"the checkpoint {path} cannot be written: {error}") from error
+    written = _checked(path)
+    if written is None:
+        raise JobError(f"the checkpoint {path} does not read back as it was written")
+    return written
+
+
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The good checkpoint of the highest step in `folder`; None where there is none, or no such folder."""
+    for step in sorted(_steps(folder), reverse=True):
+        path = folder / f"{_PREFIX}{step:06d}"
+        found = _checked(path)
+        if found is not None:
+            return found
+        _log.warning("the checkpoint %s is damaged; the one before it is used", path)
+    return None
+
+
+def read_checkpoint(path: Path, name: str, shapes: Shapes, dtype: torch.dtype) -> TrainingState:
+    """The state in a checkpoint, its adapter called `name`; `dtype` is that of master weights.
+
+    Raises JobError where the checkpoint is damaged, AdapterMismatch where it is of another base.
+    """
+    if _checked(path) is None:
+        raise JobError(f"{path} is no checkpoint, or a damaged one")
+    fields = _fields(path)
+    adapter = read_adapter(path, name, shapes, dtype, _CPU)
+    return TrainingState(
+        adapter=adapter,
+        moments=load_file(path / _MOMENTS),
+        step=fields["step"],
+        identity=Identity(**fields["identity"]),
+        loss=fields["loss"],
+    )
+
+
+def _write_files(folder: Path, state: TrainingState, base_name: str) -> None:
+    write_adapter(state.adapter, folder, base_name)
+    save_file(dict(state.moments), folder / _MOMENTS)
+    fields = {
+        "format": _FORMAT,
+        "step": state.step,
+        "loss": state.loss,
+        "identity": asdict(state.identity),
+    }
+    (folder / _STATE).write_text(json.dumps(fields, indent=2) + "\n")
+    files = {}
+    for file in sorted(folder.iterdir()):
+        _sync(file)
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    manifest = folder / _MANIFEST
+    manifest.write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
+    _sync(manifest)
+    _sync(folder)
+
+
+def _checked(path: Path) -> Checkpoint | None:
+    """The checkpoint at `path` if every file is what the manifest says."""
+    try:
+        text = (path / _MANIFEST).read_bytes()
+        manifest = json.loads(text)
+        files = manifest["files"]
+        if manifest["format"] != _FORMAT or set(files) != _FILES:
+            return None
+        for name, expected in files.items():
+            file = path / name
+            if file.stat().st_size != expected["bytes"] or _sha256(file) != expected["sha256"]:
+                return None
+        fields = _fields(path)
+        return Checkpoint(path, fields["step"], hashlib.sha256(text).hexdigest(), fields["loss"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # a file is missing, or the manifest is no manifest
+
+
+def _fields(path: Path) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = json.loads((path / _STATE).read_text())
+    if fields["format"] != _FORMAT:
+        raise ValueError(f"format {fields['format']}")
+    return fields
+
+
+def _steps(folder: Path) -> Iterator[int]:
+    if not folder.is_dir():
+        return
+    for entry in folder.iterdir():
+        number = entry.name.removeprefix(_PREFIX)
+        if entry.name.startswith(_PREFIX) and number.isdecimal():
+            yield int(number)
+
+
+def _free_name(folder: Path, name: str) -> Path:
+    number = 1
+    while (folder / f"{name}-{number}").exists():
+        number += 1
+    return folder / f"{name}-{number}"
+
+
+def _make_folder(folder: Path) -> None:
+    """With its parents, each of which is on disk before it is used."""
+    if not folder.exists():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,74 @@
+"""Merging against PEFT's `merge_and_unload`, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from coserve.adapters.merge import merge_adapter
+from coserve.errors import AdapterError, AdapterMismatch, ModelNotFound
+from models import edit_config, logits_of, save, tiny, with_lora
+
+PROMPT = [5, 9, 2, 40, 33]
+
+
+def folders(model: PreTrainedModel, root: Path, **lora: object) -> tuple[Path, Path, PreTrainedModel]:
+    """(model, adapter, what PEFT merges them into)."""
+    base = save(model, root / "base")
+    adapted = with_lora(model, 3, **lora)
+    adapted.save_pretrained(str(root / "adapter"))
+    return base, root / "adapter", adapted.merge_and_unload()
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("llama", {}),
+        ("gpt2", {}),  # its linears are transposed
+        ("qwen3", {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]}),
+        ("llama", {"rank_pattern": {"q_proj": 2}, "target_modules": ["q_proj", "up_proj"]}),
+    ],
+)
+def test_equals_peft(name: str, lora: dict[str, object], tmp_path: Path) -> None:
+    base, adapter, merged = folders(tiny(name), tmp_path, **lora)
+    out = merge_adapter(base, adapter, tmp_path / "out")
+    mine, theirs = loaded(out).state_dict(), merged.state_dict()
+    before = loaded(base).state_dict()
+    assert mine.keys() == theirs.keys()
+    for key, weight in theirs.items():
+        assert torch.allclose(mine[key], weight, rtol=0, atol=1e-6), key
+    assert any(not torch.equal(mine[key], before[key]) for key in mine)
+    assert torch.allclose(logits_of(loaded(out), PROMPT), logits_of(merged, PROMPT), atol=1e-4)
+    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+def test_low_precision_is_rounded_once(tmp_path: Path) -> None:
+    """The nearest bfloat16 to the exact sum, whatever the size of the steps."""
+    base, adapter, _ = folders(tiny("llama", torch.bfloat16), tmp_path)
+    exact = with_lora(tiny("llama", torch.bfloat16).double(), 3).merge_and_unload().state_dict()
+    mine = loaded(merge_adapter(base, adapter, tmp_path / "out")).state_dict()
+    for key, weight in mine.items():
+        assert weight.dtype == torch.bfloat16
+        if "proj" in key:  # PEFT's file holds the adapter in float32 (or bfloat16, as trained)
+            error = (weight.double() - exact[key]).abs()
+            assert bool((error <= exact[key].abs() * 2**-8 + 1e-2 * 2**-8).all()), key
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    base, adapter, _ = folders(tiny("llama"), tmp_path, target_modules=["q_proj"])
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        merge_adapter(tmp_path / "adapter", adapter, tmp_path / "a")
+    other = save(tiny("llama", hidden_size=32), tmp_path / "other")
+    with pytest.raises(AdapterMismatch, match="q_proj"):
+        merge_adapter(other, adapter, tmp_path / "b")
+    with pytest.raises(AdapterError, match="not empty"):
+        merge_adapter(base, adapter, base)
+    edit_config(adapter, use_dora=True)
+    with pytest.raises(AdapterError, match="use_dora"):
+        merge_adapter(base, adapter, tmp_path / "c")
+    assert not any((tmp_path / name).exists() for name in "abc")

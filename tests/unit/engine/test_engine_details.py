@@ -1,0 +1,65 @@
+"""What requests ask for beside one another, and what stays when they are gone."""
+
+import random
+
+import pytest
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.train.example import Example
+from models import prompts, tiny
+
+
+def make_engine(seed: int = 0) -> Engine:
+    return Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=512, seed=seed))
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return make_engine()
+
+
+def test_each_request_gets_as_many_alternatives_as_it_asked_for(engine: Engine) -> None:
+    asked = (3, None, 0, 5)
+    answers = [
+        engine.generate(prompt, sampling=SamplingParams(max_tokens=4, ignore_eos=True, logprobs=wanted))
+        for prompt, wanted in zip(prompts(random.Random("top"), [6] * 4), asked, strict=True)
+    ]
+    engine.run()
+    for answer, wanted in zip(answers, asked, strict=True):
+        assert [len(row.top) for row in answer.logprobs] == ([] if wanted is None else [wanted] * 4)
+
+
+def draws(engine: Engine) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.5)
+    return [engine.generate([1, 2, 3], sampling=sampling).result().tokens for _ in range(3)]
+
+
+def test_requests_without_a_seed_draw_otherwise_and_the_engine_s_seed_repeats_them(engine: Engine) -> None:
+    one = draws(engine)
+    assert len({tuple(tokens) for tokens in one}) == 3
+    assert draws(make_engine()) == one
+    assert draws(make_engine(seed=1)) != one
+
+
+def test_what_was_asked_of_the_sampler_goes_with_the_request(engine: Engine) -> None:
+    """A greedy batch after it is one argmax again."""
+    params = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, presence_penalty=1.0, ignore_eos=True)
+    engine.generate([1, 2, 3], sampling=params).result()
+    engine.run()
+    sampling = engine.runner.table.sampling
+    assert sampling.is_plain and not sampling.drawing and not sampling.nucleus
+
+
+def test_training_a_name_again_takes_numbers_that_nobody_has(engine: Engine) -> None:
+    """An answer that still runs on the first job's version must not come to mean the second's."""
+    data = [Example((5, 6, 7), (6, 7, -100))] * 2
+    training = TrainingConfig(batch_size=1)
+    first = engine.finetune(data, "mine", LoRAConfig(rank=2), training).result()
+    assert first.history[-1].version == "mine@2"
+    held = engine.bank.find("mine")
+    running = engine.generate([1, 2], "mine", SamplingParams(max_tokens=100, ignore_eos=True))
+    second = engine.finetune(data, "mine", LoRAConfig(rank=2), training)
+    assert engine.bank.find("mine").key == "mine@3" and engine.bank.find("mine@2") is held
+    assert [update.version for update in second.result().history] == ["mine@4", "mine@5"]
+    running.cancel()
+    engine.run()

@@ -1,0 +1,341 @@
+"""What the process does between its socket and its engine: without a process, a socket or a clock."""
+
+import json
+import queue
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from coserve import Engine, EngineConfig, SamplingParams
+from coserve.core.request import FinishReason
+from coserve.engine import worker as worker_module
+from coserve.engine.aside import Aside
+from coserve.engine.link import Done, Inbox
+from coserve.engine.remembered import CostFile
+from coserve.engine.scoring import Scoring
+from coserve.engine.worker import Worker
+from coserve.train import checkpoint
+from coserve.train.example import Example
+from coserve.wire.codec import decode_answer, encode_answer
+from coserve.wire.messages import (
+    Acknowledge,
+    Cancel,
+    Command,
+    Drain,
+    Hello,
+    JobCheckpoint,
+    JobEnded,
+    JobNews,
+    JobStarted,
+    JobStep,
+    LoadAdapter,
+    Reply,
+    Report,
+    StartJob,
+    StopJob,
+    Submit,
+    Token,
+    WeighJob,
+)
+from models import letter_tokenizer, logits_of, tiny, with_lora
+
+HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 512, 64, (0,), False, 0.0)
+
+
+class Desk:
+    """A worker, and all that it has said."""
+
+    def __init__(self, costs: CostFile | None = None) -> None:
+        self.engine = Engine(
+            tiny("llama"),
+            EngineConfig(calibrate=False, cache_tokens=512, page_size=8),
+            tokenizer=letter_tokenizer(),
+        )
+        self.inbox: Inbox = queue.SimpleQueue()
+        self.worker = Worker(self.engine, HELLO, Aside(self.inbox, threads=1), costs)
+        self.reports: list[Report] = []
+        self.asked = 0  # ends of jobs
+        self.worker.connected()
+
+    def send(self, *commands: Command) -> None:
+        for command in commands:
+            self.worker.take(command)
+        self.report()
+
+    def step(self) -> None:
+        """As the loop does it."""
+        wait = not self.worker.has_work
+        try:
+            item = self.inbox.get(wait, 10 if wait else None)
+            assert isinstance(item, Done)
+            item.then()
+        except queue.Empty:
+            assert not wait, "nothing to do, and nothing comes"
+        if self.worker.has_work:
+            self.worker.step()
+        self.report()
+
+    def report(self) -> None:
+        report = self.worker.report()
+        if report is not None:
+            assert decode_answer(encode_answer(report)) == report
+            self.reports.append(report)
+
+    def until(self, done: Callable[[], object]) -> None:
+        for _ in range(5000):
+            if done():
+                return
+            self.step()
+        raise AssertionError("it does not get there")
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [token for report in self.reports for token in report.tokens]
+
+    @property
+    def replies(self) -> list[Reply]:
+        return [reply for report in self.reports for reply in report.replies]
+
+    def news(self, kind: type[JobNews] | None = None) -> list[JobNews]:
+        found = [numbered.news for report in self.reports for numbered in report.jobs]
+        return [news for news in found if kind is None or isinstance(news, kind)]
+
+    def ended(self) -> JobEnded:
+        """The end of a job that has not been asked for yet."""
+        self.asked += 1
+        self.until(lambda: len(self.news(JobEnded)) >= self.asked)
+        ended = self.news(JobEnded)[self.asked - 1]
+        assert isinstance(ended, JobEnded)
+        return ended
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    lines = [{"prompt": f"{i}?", "completion": f" {i * i}"} for i in range(12)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def job(data: Path, folder: Path, name: str = "j", **fields: object) -> StartJob:
+    options = {"batch_size": 2, "learning_rate": 1e-2, "keep": "products"}
+    return StartJob(name, "a", str(data), str(folder), options, {"rank": 2, "targets": ["q_proj"]}, **fields)
+
+
+def ask(name: str, tokens: int = 3, **fields: object) -> Submit:
+    return Submit(name, (5, 6), SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True), **fields)
+
+
+def test_what_steps_cost_is_written_down_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = CostFile(tmp_path / "calibration.json", {})
+    desk = Desk(costs)
+    desk.send(ask("soon"))
+    desk.until(lambda: len(desk.tokens) == 3)
+    assert not costs.path.exists()
+    monkeypatch.setattr(worker_module, "_REMEMBER_EVERY", 0.0)
+    desk.send(ask("later"))
+    desk.until(lambda: len(desk.tokens) == 6)
+    for _ in range(3):  # one a step
+        desk.inbox.get(timeout=10).then()
+    monkeypatch.undo()
+    found = costs.read()
+    assert found is not None and found.weights != found.measured
+    desk.send(ask("not again"))
+    desk.until(lambda: len(desk.tokens) == 9)
+    assert costs.read() == found
+
+
+def test_one_report_a_step_and_none_without_news(desk: Desk) -> None:
+    desk.send(ask("a"), ask("b"))
+    desk.until(lambda: len(desk.tokens) == 6)
+    assert [[t.id for t in report.tokens] for report in desk.reports] == [[], *[["a", "b"]] * 3]
+    assert [t.finish for t in desk.tokens][-2:] == [FinishReason.LENGTH] * 2
+    assert desk.reports[0].stats is not None and all(r.stats is None for r in desk.reports[1:])
+    assert desk.worker.report() is None
+
+
+def test_a_late_cancel_and_a_name_used_twice(desk: Desk) -> None:
+    desk.send(ask("a", 50), ask("a"), Cancel("nobody"))
+    desk.step()
+    (fault,) = [token.fault for token in desk.tokens if token.fault]
+    assert fault.kind == "ConflictError"
+    desk.send(Cancel("a"))
+    desk.until(lambda: not desk.worker.has_work)
+    assert not any(token.finish for token in desk.tokens) and desk.engine.stats().free_pages == 64
+    desk.send(ask("a"))  # the name is free again
+    desk.until(lambda: desk.tokens[-1].finish)
+
+
+def test_the_age_of_a_request_counts(desk: Desk) -> None:
+    desk.send(ask("a", age=5.0))
+    (answer,) = desk.engine.completions.values()
+    assert 4.9 < desk.engine.clock() - answer.sequence.request.arrival < 15
+
+
+def test_a_reply_never_reaches_the_next_server(desk: Desk, tmp_path: Path) -> None:
+    with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path))
+    desk.send(LoadAdapter(1, "x", str(tmp_path)), ask("a", 20))
+    desk.worker.connected()
+    desk.until(lambda: "x" in desk.engine.bank.names)
+    desk.send(LoadAdapter(2, "x", str(tmp_path)))
+    desk.until(lambda: desk.replies)
+    assert desk.replies == [Reply(2)]
+    assert not desk.tokens
+
+
+def test_news_is_repeated_until_it_is_acknowledged(desk: Desk, data: Path, tmp_path: Path) -> None:
+    desk.send(job(data, tmp_path / "j", every=3))
+    assert desk.ended().status == "succeeded"
+    first = desk.news()
+    kinds = [type(news).__name__ for news in first]
+    assert kinds[0] == "JobStarted" and kinds[-1] == "JobEnded" and kinds.count("JobStep") == 6
+    assert desk.worker.connected().jobs == ()
+    desk.reports.clear()
+    desk.report()
+    assert desk.news() == first
+    desk.send(Acknowledge(4))
+    desk.worker.connected()
+    desk.reports.clear()
+    desk.report()
+    assert desk.news() == first[4:]
+    # Its end waits to be heard of: the server only does not know yet.
+    desk.send(job(data, tmp_path / "j"))
+    assert desk.worker.connected().jobs == ()
+    desk.send(Acknowledge(len(first)))
+    desk.send(job(data, tmp_path / "j"))
+    desk.worker.connected()
+    desk.reports.clear()
+    desk.asked = 0
+    assert desk.ended().step == 6  # nothing was left to do but to say so
+    assert [type(news) for news in desk.news()] == [JobStarted, JobCheckpoint, JobEnded]
+
+
+def test_paused_before_its_data_is_read_and_started_again(desk: Desk, data: Path, tmp_path: Path) -> None:
+    desk.send(job(data, tmp_path / "j"), StopJob("j", keep=True), job(data, tmp_path / "j", weight=2.0))
+    assert desk.ended().status == "stopped"
+    assert desk.ended().status == "succeeded"
+    desk.send(job(data, tmp_path / "k", "k"), StopJob("k", keep=False))
+    assert desk.ended().status == "cancelled" and not (tmp_path / "k").exists()
+    assert desk.engine.bank.names == []
+
+
+def test_cancelled_in_the_midst(desk: Desk, data: Path, tmp_path: Path) -> None:
+    desk.send(job(data, tmp_path / "j", every=2, validation=str(data)))
+    desk.until(lambda: len(desk.news(JobStep)) == 3)
+    desk.send(StopJob("j", keep=False))
+    assert desk.ended().status == "cancelled"
+    assert [c.step for c in desk.news(JobCheckpoint)] == [2]
+    desk.until(lambda: not desk.worker.has_work)
+    assert desk.engine.stats().free_pages == 64 and desk.engine.bank.nbytes == 0
+
+
+def test_a_drain_does_not_wait_for_validation(desk: Desk, data: Path, tmp_path: Path) -> None:
+    """Not even where the training itself is over; then the last checkpoint is told of without its loss."""
+    desk.send(job(data, tmp_path / "j", every=100, validation=str(data)))
+    desk.until(lambda: len(desk.news(JobStep)) == 6)
+    desk.send(Drain())
+    desk.until(lambda: desk.worker.is_drained)
+    (told,) = desk.news(JobCheckpoint)
+    assert (told.step, told.validation_loss) == (6, None) and desk.ended().status == "succeeded"
+
+
+def test_a_checkpoint_that_cannot_be_written_fails_the_job(
+    desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_sync", full)
+    desk.send(job(data, tmp_path / "j", every=2, validation=str(data)))
+    ended = desk.ended()
+    assert (ended.status, ended.fault.kind) == ("failed", "JobError") and "No space" in ended.fault.text
+    assert not desk.news(JobCheckpoint)
+    desk.until(lambda: not desk.worker.has_work)
+    assert desk.engine.bank.nbytes == 0 and desk.engine.stats().running == 0
+
+
+def test_what_a_job_may_not_be(desk: Desk, data: Path, tmp_path: Path) -> None:
+    cases = {
+        "options: ": StartJob("j", "a", str(data), str(tmp_path), {"batch_size": "many"}),
+        "batch_size": StartJob("j", "a", str(data), str(tmp_path), {"batch_size": 0}),
+        "schedule": StartJob("j", "a", str(data), str(tmp_path), {"schedule": "sideways"}),
+        "no_such": StartJob("j", "a", str(data), str(tmp_path), {}, {"targets": ["no_such"]}),
+        "keeping.every": StartJob("j", "a", str(data), str(tmp_path), every=0),
+        "nothing": StartJob("j", "a", str(data), str(tmp_path), start_from=str(tmp_path / "nothing")),
+    }
+    for said, command in cases.items():
+        desk.send(command)
+        ended = desk.ended()
+        assert ended.status == "failed" and said in ended.fault.text, said
+        desk.send(Acknowledge(10**9))
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"text": "x" * 300}))
+    desk.send(job(data, tmp_path / "j", validation=str(long)))
+    assert "validation example 1" in desk.ended().fault.text
+
+
+def test_going_on_from_an_adapter(desk: Desk, data: Path, tmp_path: Path) -> None:
+    with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path / "peft"))
+    desk.send(job(data, tmp_path / "j", start_from=str(tmp_path / "peft")))
+    assert desk.ended().status == "succeeded"
+    before = desk.engine.read_adapter("before", tmp_path / "peft")
+    after = desk.engine.read_adapter("after", tmp_path / "j" / "step-000006")
+    assert before.bypasses.keys() == after.bypasses.keys()
+    moved = [
+        float((b.a - a.a).abs().max())
+        for b, a in zip(before.bypasses.values(), after.bypasses.values(), strict=True)
+    ]
+    assert 0 < max(moved) < 0.1
+
+
+def test_weights_share_the_machine(desk: Desk, data: Path, tmp_path: Path) -> None:
+    desk.send(WeighJob("nobody", 2.0), job(data, tmp_path / "j"), WeighJob("j", 3.0))
+    desk.until(lambda: desk.news(JobStarted))
+    assert desk.engine.runner.runs["j"].weight == 3.0
+    desk.send(WeighJob("j", 0.5))
+    assert desk.engine.runner.runs["j"].weight == 0.5
+    assert desk.ended().status == "succeeded"
+
+
+def test_a_drain_waits_for_answers_and_checkpoints(desk: Desk, data: Path, tmp_path: Path) -> None:
+    desk.send(job(data, tmp_path / "j"), job(data, tmp_path / "unread", "late"))
+    desk.until(lambda: len([step for step in desk.news(JobStep) if step.job == "j"]) == 2)
+    desk.send(ask("a", 40))
+    desk.until(lambda: desk.tokens)
+    desk.send(Drain(), ask("b"), job(data, tmp_path / "new", "new"))
+    desk.until(lambda: desk.worker.is_drained)
+    assert desk.reports[-1].drained and not any(report.drained for report in desk.reports[:-1])
+    assert [t.id for t in desk.tokens if t.finish] == ["a"]
+    (refused,) = [t for t in desk.tokens if t.fault]
+    assert (refused.id, refused.fault.kind) == ("b", "EngineLost")
+    ends = {end.job: end for end in desk.news(JobEnded)}
+    assert set(ends) == {"j", "late"} and {end.status for end in ends.values()} == {"stopped"}
+    assert checkpoint.newest_checkpoint(tmp_path / "j").step == ends["j"].step >= 2
+
+
+def test_the_validation_loss_is_that_of_its_version(desk: Desk, tmp_path: Path) -> None:
+    """Against transformers: the mean over the labels of all examples, on an adapter replaced meanwhile."""
+    examples = [Example((5, 6, 7, 8), (-100, 7, 8, -100)), Example((9, 3), (3, -100))] * 3
+    losses = []
+    for example in examples:
+        logprobs = logits_of(with_lora(tiny("llama"), 1), example.tokens).log_softmax(-1)
+        losses += [-float(logprobs[i, label]) for i, label in enumerate(example.labels) if label >= 0]
+    for seed in (1, 2):
+        with_lora(tiny("llama"), seed).save_pretrained(str(tmp_path / str(seed)))
+    engine = desk.engine
+    scoring = Scoring(engine, engine.load_adapter("x", tmp_path / "1").key, examples)
+    engine.load_adapter("x", tmp_path / "2")
+    most = 0
+    while not scoring.advance():
+        most = max(most, engine.stats().waiting)
+        engine.step()
+    assert scoring.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert most == 2 and len(engine.bank) == 1

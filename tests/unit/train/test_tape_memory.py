@@ -1,0 +1,69 @@
+"""What a tape holds, in which precision, and that all of it goes back."""
+
+import pytest
+import torch
+
+from coserve.memory.arena import Arena
+from coserve.model.base import Base
+from coserve.model.load import load_base
+from coserve.train.tape import Keep, Tape
+from models import tiny
+
+LENGTHS = (5, 9)
+ROWS = sum(LENGTHS)
+PATH = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return load_base(tiny("llama", torch.bfloat16))
+
+
+def tape_of(base: Base, arena: Arena) -> Tape:
+    tokens = torch.arange(ROWS)
+    return Tape(base, LENGTHS, tokens, tokens, Keep.PRODUCTS, arena)
+
+
+def stained(*counts: int) -> Arena:
+    """An arena whose float32 pieces hold what another tape left in them."""
+    arena = Arena()
+    pieces = [
+        arena.take((count,), torch.float32, torch.device("cpu")).fill_(float("nan")) for count in counts
+    ]
+    arena.give_back(pieces)
+    return arena
+
+
+def test_what_windows_owe_to_earlier_rows_is_summed_in_float32_from_zero(base: Base) -> None:
+    """300 additions of 1 in bfloat16 would stand still at 256."""
+    size = 2 * ROWS * 16
+    tape = tape_of(base, stained(size, size))
+    window = tape.window(8, 3)  # rows 3 to 5 of the second example
+    assert window.past == 3 and tape.cache_grads(1, window, torch.float32) is None
+    owed = torch.ones(1, 2, 3, 16, dtype=torch.bfloat16)
+    for _ in range(300):
+        tape.add_cache_grads(1, window, owed, -owed)
+    found = tape.cache_grads(1, tape.window(0, ROWS), torch.float32)
+    assert found is not None
+    wanted = torch.zeros(1, 2, ROWS, 16)
+    wanted[:, :, 5:8] = 300.0
+    assert torch.equal(found[0], wanted) and torch.equal(found[1], -wanted)
+
+
+def test_all_that_a_tape_holds_is_counted_and_goes_back(base: Base) -> None:
+    arena = Arena()
+    tape = tape_of(base, arena)
+    window = tape.window(0, ROWS)
+    cache = torch.ones(2, ROWS, 16, dtype=torch.bfloat16)
+    sizes = [tape.nbytes]
+    tape.keep_product(PATH, window, torch.ones(ROWS, 96, dtype=torch.bfloat16))
+    sizes.append(tape.nbytes)
+    tape.keep_cache(0, window, cache, cache)
+    sizes.append(tape.nbytes)
+    owed = cache[None, :, :3]
+    tape.add_cache_grads(0, tape.window(8, 3), owed, owed)
+    sizes.append(tape.nbytes)
+    outputs, product, cached = base.depth * ROWS * base.hidden_size * 2, ROWS * 96 * 2, 2 * cache.nbytes
+    assert sizes == [outputs, outputs + product, outputs + product + cached, outputs + product + 3 * cached]
+    tape.release()
+    assert tape.nbytes == 0 and arena.nbytes == sizes[-1]

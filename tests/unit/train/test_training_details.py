@@ -1,0 +1,83 @@
+"""Small promises of a job: token 0 is a label, seeds count, an ended job holds nothing."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bank import AdapterBank
+from coserve.core.plan import Plan, Segment
+from coserve.train.example import Example
+from coserve.train.trainer import TrainingRun, fresh_adapter
+from models import logits_of, tiny
+
+TOKENS = (5, 0, 7, 0, 0, 9)
+EXAMPLE = Example(TOKENS, (*TOKENS[1:], -100))
+
+
+def make_engine() -> Engine:
+    return Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=64))
+
+
+def test_token_zero_is_learned_like_any_other() -> None:
+    engine = make_engine()
+    config = TrainingConfig(batch_size=1)
+    update = engine.finetune([EXAMPLE], "mine", LoRAConfig(rank=2), config).result().history[0]
+    wanted = F.cross_entropy(logits_of(tiny("llama"), TOKENS)[:-1], torch.tensor(TOKENS[1:]))
+    assert update.labels == 5
+    assert update.loss == pytest.approx(float(wanted), rel=1e-5)
+
+
+def cancel(engine: Engine) -> None:
+    engine.jobs["job-1"].cancel()
+
+
+def finish(engine: Engine) -> None:
+    engine.jobs["job-1"].result()
+
+
+@pytest.mark.parametrize("end", [cancel, finish])
+def test_an_ended_job_gives_its_tapes_back(end: Callable[[Engine], None]) -> None:
+    """Whether its rows were on their way or through: what they took waits for the next job."""
+    engine = make_engine()
+    engine.finetune([EXAMPLE] * 4, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, max_steps=2))
+    run = engine.runner.runs["job-1"]
+    held = run.nbytes
+    engine.step()
+    assert run.nbytes > held and engine.runner.arena.nbytes == 0
+    end(engine)
+    assert engine.runner.arena.nbytes > 0 and not engine.runner.runs
+
+
+def test_a_run_counts_masters_gradients_and_moments() -> None:
+    """Float32: the matrices and, after a step, AdamW's two moments of each and a count per matrix."""
+    engine = make_engine()
+    start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2), 0)
+    run = TrainingRun(engine.base, AdapterBank(), "job", start, [EXAMPLE], TrainingConfig(batch_size=1))
+    engine.runner.runs["job"] = run
+    assert run.nbytes == start.nbytes
+    (batch,) = run.next_step(itertools.count(1))
+    while not batch.done:
+        span = batch.next_span(engine.base.depth)
+        engine.runner.run(Plan(training=(Segment(batch, 0, len(TOKENS), batch.direction, span),)))
+        batch.advance(0, len(TOKENS), span)
+    assert run.nbytes == 2 * start.nbytes
+    run.update()
+    assert run.nbytes == 3 * start.nbytes + 4 * 2 * len(start.bypasses)
+
+
+def first_weights(seed: int) -> AdapterVersion:
+    engine = make_engine()
+    engine.finetune([EXAMPLE], "mine", LoRAConfig(rank=2), TrainingConfig(seed=seed))
+    return engine.bank.find("mine")
+
+
+def test_a_job_s_seed_draws_its_first_weights() -> None:
+    one, again, other = (first_weights(seed) for seed in (1, 1, 2))
+    for path, bypass in one.bypasses.items():
+        assert torch.equal(bypass.a, again.bypasses[path].a)
+        assert not torch.equal(bypass.a, other.bypasses[path].a)
