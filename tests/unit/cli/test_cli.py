@@ -28,15 +28,20 @@ def one_line(text: str) -> str:
 def test_help_names_the_commands() -> None:
     result = coserve("--help")
     assert result.returncode == 0
-    assert "demo" in result.stdout and "bench" in result.stdout
+    names = ("serve", "demo", "chat", "finetune", "jobs", "adapters", "keys", "bench", "doctor")
+    assert all(name in result.stdout for name in names)
 
 
-def test_help_needs_neither_torch_nor_transformers() -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["serve", "--help"], ["jobs", "--help"]]
+)
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    heavy = {"torch", "transformers", "numpy", "fastapi", "sqlalchemy", "httpx", "openai"}
     code = (
-        "import sys\nfrom coserve.cli import app\n"
-        "try:\n    app(['demo', '--help'])\n"
-        "except SystemExit as end:\n    assert not end.code\n"
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+        f"import sys\nfrom coserve.cli import app\n"
+        f"try:\n    app({arguments})\n"
+        f"except SystemExit as end:\n    assert not end.code\n"
+        f"assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -71,10 +76,12 @@ def test_a_malformed_trace_is_one_line_with_its_place(tmp_path: Path) -> None:
     assert "line 2" in one_line(result.stderr)
 
 
-def test_a_file_that_cannot_be_written_is_found_out_first(tmp_path: Path) -> None:
-    result = coserve("demo", "--json", str(tmp_path / "no" / "such.json"))
+@pytest.mark.parametrize("flag", ["demo --json", "bench engine --json", "bench engine --plans"])
+def test_a_file_that_cannot_be_written_is_found_out_first(flag: str, tmp_path: Path) -> None:
+    result = coserve(*flag.split(), str(tmp_path / "no" / "such.json"))
     assert result.returncode == 1
-    assert "such.json" in one_line(result.stderr)
+    assert one_line(result.stderr).startswith(f"coserve: {flag.split()[-1]} ")
+    assert "such.json" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -85,6 +92,9 @@ def test_a_file_that_cannot_be_written_is_found_out_first(tmp_path: Path) -> Non
         ("demo", "--data", "no-such-file.jsonl"),
         ("demo", "--trace", "no-such-file.csv"),
         ("bench", "nothing"),
+        ("serve", "--port", "http"),
+        ("finetune", "no-such-file.jsonl"),
+        ("jobs", "list", "--limit", "0"),
         ("--nothing",),
     ],
 )

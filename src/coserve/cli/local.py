@@ -1,48 +1,19 @@
-"""The command line. Importing it loads neither torch nor transformers: help answers at once."""
+"""`coserve demo` and `coserve bench`: commands that need no server."""
 
 import json
-import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from coserve.errors import ConfigError, CoserveError
+from coserve.cli.exits import INTERRUPTED
+from coserve.errors import ConfigError
 
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
-
-app = typer.Typer(
-    help="Answers requests and fine-tunes adapters at the same time, on one frozen model.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 bench = typer.Typer(
     help="Measures this machine, beside other ways to do the same work.", no_args_is_help=True
 )
-app.add_typer(bench, name="bench")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        try:
-            typer.echo(f"coserve {version('coserve')}")
-        except PackageNotFoundError:
-            typer.echo("coserve (not installed as a package, so without a version)")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Options before any command."""
-
-
-@app.command()
 def demo(
     data: Annotated[
         Path | None,
@@ -72,7 +43,7 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
     """Streams conversations while two adapters are trained, and measures both."""
-    _check_writable(json_file)
+    _check_writable("--json", json_file)
     from coserve.demo.story import Options, Story
     from coserve.demo.view import make_view
 
@@ -93,27 +64,42 @@ def engine(
         list[str] | None, typer.Option(metavar="GROUP", help="A group of figures; may be repeated.")
     ] = None,
     shape: Annotated[str, typer.Option(help="Name of the model shape.")] = "255m",
+    plans: Annotated[
+        Path | None, typer.Option(help="File for the training in the co-serving run's plans.")
+    ] = None,
 ) -> None:
     """Serving, training, and both at once, beside their floors and other programs."""
-    _check_writable(json_file)
+    _check_writable("--json", json_file)
+    _check_writable("--plans", plans)
     from coserve.bench.engine import run_engine
+    from coserve.bench.report import print_report
 
-    run_engine(shape, quick, only or None, json_file)
-
-
-def main() -> None:
-    """Runs the command line. A deliberate error is one line and exit code 1; a bug keeps its traceback."""
-    try:
-        app()
-    except CoserveError as error:
-        print(f"coserve: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(1) from None
+    print_report(run_engine(shape, quick, only or None, json_file, plans))
 
 
-def _check_writable(path: Path | None) -> None:
+@bench.command()
+def server(
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: a check that everything runs.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="GROUP", help="A group of figures; may be repeated.")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Name of the model shape.")] = "255m",
+) -> None:
+    """What HTTP costs beside the engine alone, and what is left of streams and jobs after kill -9."""
+    _check_writable("--json", json_file)
+    from coserve.bench.report import print_report
+    from coserve.bench.server import run_server
+
+    print_report(run_server(shape, quick, only or None, json_file))
+
+
+def _check_writable(flag: str, path: Path | None) -> None:
     """Better to find out before minutes of work than after."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"--json {path}: expected a file in a folder that exists")
+        raise ConfigError(f"{flag} {path}: expected a file in a folder that exists")
 
 
 def _write_json(path: Path | None, figures: dict[str, Any]) -> None:

@@ -1,0 +1,137 @@
+"""`coserve adapters`: what can be chatted with beside the base, and ways in and out for PEFT's files."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coserve.cli.complete import complete_adapters
+from coserve.cli.options import AdapterName, ApiKey, AsJson, Url, connect
+from coserve.errors import AdapterError, ConfigError
+
+app = typer.Typer(help="Adapters: list, import, export, merge, delete.", no_args_is_help=True)
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # all that an adapter is
+
+
+@app.command("list")
+def list_adapters(
+    context: typer.Context, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
+) -> None:
+    """The adapters that you may use. Checkpoints of jobs are listed by `coserve jobs checkpoints`."""
+    from coserve.cli.output import moment, print_json, print_table
+
+    with connect(context, url, api_key) as client:
+        found = [model for model in client.get("/v1/models")["data"] if model.get("parent")]
+    if as_json:
+        return print_json(found)
+    rows = [(one["id"], one["parent"], one["owned_by"], moment(one["created"])) for one in found]
+    print_table(("adapter", "parent", "owner", "created"), rows, "no adapters yet")
+
+
+@app.command("import")
+def import_adapter(
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A PEFT adapter's folder.")],
+    name: Annotated[str | None, typer.Option(help="What to call it; the folder's name by default.")] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Copies a PEFT adapter to the server, where it stays. Only its JSON and its safetensors are sent."""
+    from coserve.cli.output import print_json
+
+    for part in (CONFIG, WEIGHTS):
+        if not (path / part).is_file():
+            raise AdapterError(f"{path} has no {part}: a PEFT adapter saved with safetensors is needed")
+    with connect(context, url, api_key) as client:
+        fields = {"name": name or path.resolve().name}
+        found = client.upload("/v1/adapters", fields, {"config": path / CONFIG, "weights": path / WEIGHTS})
+    if as_json:
+        return print_json(found)
+    print(f"imported {found['id']}\n  coserve chat --model {found['id']}")
+
+
+@app.command()
+def export(
+    context: typer.Context,
+    name: AdapterName,
+    to: Annotated[Path, typer.Argument(help="Folder to write; it must not exist, or be empty.")],
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Downloads an adapter or a checkpoint in PEFT's format."""
+    from coserve.cli.client import in_path
+    from coserve.cli.output import print_json
+
+    _check_empty(to)
+    with connect(context, url, api_key) as client:
+        client.get(f"/v1/models/{in_path(name)}")  # a wrong name leaves no folder behind
+        to.mkdir(parents=True, exist_ok=True)
+        size = 0
+        for part, file in (("config", CONFIG), ("weights", WEIGHTS)):
+            size += client.download(f"/v1/adapters/{in_path(name)}/{part}", to / file)
+    if as_json:
+        return print_json({"id": name, "path": str(to), "bytes": size})
+    print(f"{name}: {size / 1e6:.1f} MB in {to}")
+
+
+@app.command()
+def delete(
+    context: typer.Context,
+    name: AdapterName,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Deletes an adapter from the server for good, once the answers that use it have ended."""
+    from coserve.cli.client import in_path
+    from coserve.cli.output import print_json
+
+    if not yes:
+        typer.confirm(f"Delete {name} for good?", abort=True, err=True)
+    with connect(context, url, api_key) as client:
+        found = client.delete(f"/v1/models/{in_path(name)}")
+    if as_json:
+        return print_json(found)
+    print(f"deleted {name}")
+
+
+@app.command()
+def merge(
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            help="A PEFT adapter's folder, or the name of one on the server.",
+            autocompletion=complete_adapters,
+        ),
+    ],
+    to: Annotated[Path, typer.Argument(help="Folder for the model; it must not exist, or be empty.")],
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name of the base; the embedded one by default.")
+    ] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Adds an adapter to its base's weights and writes a model of its own. Needs no server for a folder."""
+    import tempfile
+
+    from coserve import tiny
+
+    _check_empty(to)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(adapter)
+        if not folder.is_dir():
+            folder = Path(scratch, "adapter")
+            export(context, adapter, folder, False, url, api_key)
+        from coserve.adapters.merge import merge_adapter
+
+        merge_adapter(model or str(tiny.path()), folder, to)
+    print(f"merged into {to}\n  coserve serve {to}")
+
+
+def _check_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already: choose a folder that is not, or an empty one")

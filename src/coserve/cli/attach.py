@@ -1,0 +1,71 @@
+"""Staying with a job until it is over, or until Ctrl-C, which asks what to do."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import typer
+
+from coserve.cli.exits import INTERRUPTED
+
+if TYPE_CHECKING:
+    from coserve.cli.client import Client
+    from coserve.cli.follow import Watched
+
+QUESTION = "[d]etach (it goes on), [p]ause, [c]ancel, or Enter to keep watching? "
+
+
+def attach(client: "Client", job: str, ask: Callable[[str], str] | None = None) -> None:
+    """Shows a job until it is over. Exits with 0 if it succeeded or was paused, 1 if it did not, and 130 if
+    the user left it.
+
+    `ask` puts a question to the user; at a terminal it is `input`, elsewhere Ctrl-C detaches at once.
+    """
+    from rich.console import Console
+
+    from coserve.cli.follow import Follower
+    from coserve.cli.progress import make_progress
+
+    ask = ask or (input if sys.stdin.isatty() else None)
+    progress = make_progress(Console(highlight=False))
+    follower = Follower(client, job)
+    while True:
+        try:
+            _close(follower.follow(progress.show))
+            return
+        except KeyboardInterrupt:
+            progress.pause()
+            if _interrupted(client, job, ask):
+                print(f"detached: `coserve jobs attach {job}` comes back to it")
+                raise typer.Exit(INTERRUPTED) from None
+
+
+def _interrupted(client: "Client", job: str, ask: Callable[[str], str] | None) -> bool:
+    """What the user wants now; returns whether to leave."""
+    from coserve.cli.client import in_path
+
+    if ask is None:
+        return True
+    try:
+        answer = ask(QUESTION).strip().lower()[:1]
+    except (KeyboardInterrupt, EOFError):
+        print()
+        return True
+    verb = {"p": "pause", "c": "cancel"}.get(answer)
+    if verb is not None:
+        client.post(f"/v1/fine_tuning/jobs/{in_path(job)}/{verb}")
+    return answer == "d"
+
+
+def _close(watched: "Watched") -> None:
+    """The last words on a job."""
+    match watched.status:
+        case "succeeded":
+            name = watched.job.get("fine_tuned_model")
+            print(f"the adapter is {name}\n  coserve chat --model {name}")
+        case "paused":
+            print(f"paused: `coserve jobs resume {watched.id}` goes on from its checkpoint")
+        case status:
+            error = watched.job.get("error") or {}
+            print(f"{status}: {error.get('message')}" if error.get("message") else status)
+            raise typer.Exit(1)

@@ -1,0 +1,233 @@
+"""Where settings come from: flags over environment over `coserve.toml`. Unknown keys are errors.
+
+    [server]                # fields of ServerSettings
+    model = "Qwen/Qwen3-0.6B"
+    [server.adapters]
+    mine = "adapters/mine"  # paths in the file are relative to the file
+    [server.engine]
+    device = "cuda"
+    [client]
+    url = "http://127.0.0.1:8000"
+    api_key = "sk-coserve-..."
+
+In the environment the same fields are `COSERVE_PORT`, `COSERVE_ENGINE_DEVICE`, `COSERVE_SLO_FLEX_DEFERRAL`,
+`COSERVE_URL` and so on.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+from coserve.config import EngineConfig
+from coserve.core.request import SLO
+from coserve.errors import ConfigError
+from coserve.serve.settings import TIERS, ServerSettings
+from coserve.wire.control import decode_path
+
+PREFIX = "COSERVE_"
+FILE_NAME = "coserve.toml"
+DEFAULT_URL = "http://127.0.0.1:8000"
+EMBEDDED = "coserve-tiny"
+OTHER_VARIABLES = ("COSERVE_CONFIG",)
+CLOSE = 0.8  # likeness from which an unknown variable is taken for a slip of the pen
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """The server that the other commands talk to."""
+
+    url: str = DEFAULT_URL
+    api_key: str | None = None
+
+
+TABLES: Mapping[str, type] = {"server": ServerSettings, "client": ClientSettings}
+
+
+def load_server_settings(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    environment: Mapping[str, str] = os.environ,
+) -> ServerSettings:
+    """All of a server's settings; without a model those of the embedded one.
+
+    `flags` has the shape of the file's table, without what was not given. Raises ConfigError.
+    """
+    merged = _layers("server", flags, config, environment)
+    if "model" not in merged:
+        from coserve import tiny
+
+        merged |= {"model": str(tiny.path()), "name": merged.get("name", EMBEDDED)}
+    elif Path(merged["model"]).expanduser().exists():
+        merged["model"] = str(Path(merged["model"]).expanduser().resolve())
+    if "state" not in merged:
+        merged["state"] = str(_default_state(merged.get("name") or merged["model"]))
+    for key in ("state", "adapter_root"):
+        if key in merged:
+            merged[key] = str(Path(merged[key]).expanduser().absolute())
+    merged["adapters"] = {
+        name: str(Path(path).expanduser().absolute()) for name, path in merged.get("adapters", {}).items()
+    }
+    return _convert(merged, ServerSettings)
+
+
+def load_client_settings(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    environment: Mapping[str, str] = os.environ,
+) -> ClientSettings:
+    """Which server to talk to, and with which key. Raises ConfigError."""
+    return _convert(_layers("client", flags, config, environment), ClientSettings)
+
+
+def find_config(given: Path | None, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The file that applies: the one given, `./coserve.toml`, or the user's own; never two of them."""
+    import platformdirs
+
+    if given is None and (named := environment.get("COSERVE_CONFIG")):
+        given = Path(named)
+    if given is not None:
+        if not given.is_file():
+            raise ConfigError(f"there is no configuration file {given}")
+        return given
+    candidates = (Path(FILE_NAME), platformdirs.user_config_path("coserve") / FILE_NAME)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The file's tables, with its paths made absolute. Raises ConfigError, with the place of the fault."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    for table, content in tables.items():
+        if table not in TABLES:
+            raise _unknown(table, TABLES, str(path))
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: [{table}] must be a table")
+        _check_keys(content, TABLES[table], f"{path}: ", f"{table}.")
+    _anchor(tables.get("server", {}), path.absolute().parent)
+    return tables
+
+
+def read_environment(table: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of one table from the environment.
+
+    A variable that is no setting but looks like one that was meant is an error. Others are left alone: where
+    containers run, a service called coserve brings variables of that name.
+    """
+    known = {PREFIX + "_".join(path).upper(): path for kind in TABLES.values() for path in _paths(kind)}
+    mine = set(_paths(TABLES[table]))
+    found: dict[str, Any] = {}
+    for variable, value in environment.items():
+        if variable in known:
+            if (path := known[variable]) in mine:
+                _put(found, path, value)
+        elif close := _meant(variable, known):
+            raise ConfigError(f"the environment has an unknown {variable}: did you mean {close}?")
+    return found
+
+
+def _meant(variable: str, known: Mapping[str, Any]) -> str | None:
+    if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
+        return None
+    return next(iter(difflib.get_close_matches(variable, known, 1, CLOSE)), None)
+
+
+def _layers(
+    table: str, flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    path = find_config(config, environment)
+    from_file = read_config(path).get(table, {}) if path is not None else {}
+    return _merge(_merge(from_file, read_environment(table, environment)), flags)
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        lower = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(lower, Mapping):
+            merged[key] = _merge(lower, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _convert(values: Mapping[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(
+            values, kind, strict=False, dec_hook=decode_path
+        )  # the environment is all text
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        key = place.rstrip("`") or kind.__name__
+        raise ConfigError(f"{key}: {reason[:1].lower()}{reason[1:].replace('`', '')}") from error
+
+
+def _check_keys(values: Mapping[str, Any], kind: type, where: str, prefix: str) -> None:
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        if key not in hints:
+            raise _unknown(key, hints, where.rstrip(": "), prefix)
+        if not isinstance(value, dict):
+            continue
+        if is_dataclass(hints[key]):
+            _check_keys(value, hints[key], where, f"{prefix}{key}.")
+        elif key == "slo":
+            for tier, bounds in value.items():
+                if tier in TIERS and isinstance(bounds, dict):  # other tiers are refused with the values
+                    _check_keys(bounds, SLO, where, f"{prefix}{key}.{tier}.")
+
+
+def _unknown(key: str, known: Mapping[str, Any] | Sequence[str], where: str, prefix: str = "") -> ConfigError:
+    close = difflib.get_close_matches(key, list(known), 1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    return ConfigError(f"{where} has an unknown key {prefix}{key}: {hint}")
+
+
+def _paths(kind: type) -> Iterator[tuple[str, ...]]:
+    """The settings of a class that one variable can hold, as paths of keys."""
+    hints = get_type_hints(kind)
+    for one in fields(kind):
+        hint = hints[one.name]
+        if hint is EngineConfig:
+            yield from ((one.name, *path) for path in _paths(EngineConfig))
+        elif one.name == "slo":
+            yield from ((one.name, tier, bound.name) for tier in TIERS for bound in fields(SLO))
+        elif one.name not in ("adapters", "policy_options", "scheduler"):
+            yield (one.name,)
+
+
+def _put(into: dict[str, Any], path: tuple[str, ...], value: str) -> None:
+    for key in path[:-1]:
+        into = into.setdefault(key, {})
+    into[path[-1]] = value
+
+
+def _anchor(server: dict[str, Any], folder: Path) -> None:
+    """Makes a table's paths relative to its file's folder, not to where the command was run."""
+    for key in ("state", "adapter_root"):
+        if isinstance(server.get(key), str):
+            server[key] = str(folder / Path(server[key]).expanduser())
+    if isinstance(model := server.get("model"), str) and (folder / Path(model).expanduser()).exists():
+        server["model"] = str(folder / Path(model).expanduser())
+    if isinstance(adapters := server.get("adapters"), dict):
+        server["adapters"] = {
+            name: str(folder / Path(path).expanduser()) if isinstance(path, str) else path
+            for name, path in adapters.items()
+        }
+
+
+def _default_state(name: str) -> Path:
+    """Jobs and adapters belong to one base model, and so does a state folder."""
+    import platformdirs
+
+    return platformdirs.user_data_path("coserve") / name.strip("/").replace("/", "--")

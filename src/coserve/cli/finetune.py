@@ -1,0 +1,92 @@
+"""`coserve finetune FILE`: uploads, creates a job, and stays with it."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coserve.cli.options import ApiKey, AsJson, ModelName, Url, connect, given
+from coserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coserve.cli.client import Client
+
+
+def finetune(
+    context: typer.Context,
+    file: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, readable=True, help="JSONL of examples, or plain text."),
+    ],
+    model: ModelName = None,
+    suffix: Annotated[str | None, typer.Option(help="Part of the adapter's name.")] = None,
+    validation_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, readable=True, help="Examples that are measured only."),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Times the data is gone through.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Examples of one optimizer step.")] = None,
+    learning_rate_multiplier: Annotated[float | None, typer.Option(help="Of the usual rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same batches.")] = None,
+    peft: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A field of the adapter, such as rank=16; may be repeated."),
+    ] = None,
+    optimizer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A field of the optimizer, such as learning_rate=1e-4."),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not stay to watch.")] = False,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Fine-tunes an adapter on a file and shows how it goes. Ctrl-C asks: detach, pause or cancel.
+
+    With --json the job is printed as it was created, and nothing is watched.
+    """
+    from coserve.cli.attach import attach
+    from coserve.cli.chat import names_of
+    from coserve.cli.output import print_json
+
+    ours = given(peft=_pairs("--peft", peft), optimizer=_pairs("--optimizer", optimizer))
+    hyperparameters = given(
+        n_epochs=epochs, batch_size=batch_size, learning_rate_multiplier=learning_rate_multiplier
+    )
+    with connect(context, url, api_key) as client:
+        body = given(
+            model=model or names_of(client)[0],
+            training_file=_upload(client, file),
+            validation_file=None if validation_file is None else _upload(client, validation_file),
+            suffix=suffix,
+            seed=seed,
+            hyperparameters=hyperparameters or None,
+            **ours,
+        )
+        job = client.post("/v1/fine_tuning/jobs", body)
+        if as_json:
+            print_json(job)
+        elif detach:
+            print(f"{job['id']}\n  coserve jobs attach {job['id']}")
+        else:
+            attach(client, str(job["id"]))
+
+
+def _upload(client: "Client", file: Path) -> str:
+    uploaded = client.upload("/v1/files", {"purpose": "fine-tune"}, {"file": file})
+    return str(uploaded["id"])
+
+
+def _pairs(flag: str, given: list[str] | None) -> dict[str, Any] | None:
+    """KEY=VALUE pairs; a value is JSON where it can be, else text."""
+    found: dict[str, Any] = {}
+    for pair in given or []:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"{flag} {pair}: expected KEY=VALUE")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found or None

@@ -1,0 +1,58 @@
+"""Options that several commands share, and what they lead to."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coserve.cli.complete import complete_adapters, complete_jobs, complete_models
+
+if TYPE_CHECKING:
+    from coserve.cli.client import Client
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="Address of the server, http://127.0.0.1:8000 by default.", metavar="URL"),
+]
+ApiKey = Annotated[
+    str | None, typer.Option("--api-key", help="API key, where the server wants one.", metavar="KEY")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="Configuration file, instead of coserve.toml here or the user's own.", metavar="FILE"
+    ),
+]
+State = Annotated[
+    Path | None, typer.Option("--state", help="Folder of all that outlives the server.", metavar="FOLDER")
+]
+JobId = Annotated[str, typer.Argument(help="Id of a job.", metavar="JOB", autocompletion=complete_jobs)]
+AdapterName = Annotated[
+    str, typer.Argument(help="Name of an adapter.", metavar="NAME", autocompletion=complete_adapters)
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="The base model or an adapter.", metavar="NAME", autocompletion=complete_models
+    ),
+]
+
+
+def connect(context: typer.Context, url: str | None, api_key: str | None) -> "Client":
+    """The client of the server that flags, environment and file name, in this order."""
+    from coserve.cli.client import Client
+    from coserve.cli.config import load_client_settings
+
+    return Client(load_client_settings(given(url=url, api_key=api_key), config_of(context)))
+
+
+def config_of(context: typer.Context) -> Path | None:
+    """The configuration file that was named before the command."""
+    found = context.find_root().obj
+    return found if isinstance(found, Path) else None
+
+
+def given(**flags: Any) -> dict[str, Any]:
+    """Those flags that were given."""
+    return {key: value for key, value in flags.items() if value is not None}

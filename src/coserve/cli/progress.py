@@ -1,0 +1,114 @@
+"""How a job is shown: a panel with its loss curve at a terminal, lines elsewhere."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from coserve.cli.follow import Watched
+from coserve.cli.output import duration
+from coserve.cli.plot import curve
+
+HEIGHT = 8  # lines of the curve
+LINE_EVERY = 5.0  # seconds between lines where there is no terminal
+STYLES = {"succeeded": "green", "failed": "red", "cancelled": "red", "paused": "yellow"}
+
+
+class Progress(Protocol):
+    """Where a job is shown."""
+
+    def show(self, watched: Watched) -> None:
+        """How things stand now."""
+        ...
+
+    def pause(self) -> None:
+        """Leaves the terminal to others until the next `show`."""
+        ...
+
+
+def make_progress(console: Console) -> Progress:
+    return LiveProgress(console) if console.is_terminal else LineProgress(console)
+
+
+class LineProgress:
+    """A line for each message, and one every few seconds for how far it is."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.time) -> None:
+        self._console, self._clock = console, clock
+        self._shown = float("-inf")
+        self._last = ""
+
+    def show(self, watched: Watched) -> None:
+        for message in watched.messages:
+            self._say(message)
+        now = self._clock()
+        line = summary(watched, now)
+        if line != self._last and (now - self._shown >= LINE_EVERY or watched.is_over):
+            self._shown, self._last = now, line
+            self._say(line)
+
+    def pause(self) -> None: ...
+
+    def _say(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+
+class LiveProgress:
+    """Messages scroll; below them a panel stays."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.time) -> None:
+        self._console, self._clock = console, clock
+        self._live: Live | None = None
+
+    def show(self, watched: Watched) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        for message in watched.messages:
+            self._console.print(Text(message, "dim"))
+        self._live.update(panel(watched, self._clock(), self._console.width), refresh=True)
+        if watched.is_over:
+            self.pause()
+
+    def pause(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def summary(watched: Watched, now: float) -> str:
+    """A job in one line."""
+    parts = [watched.status]
+    if watched.losses:
+        total = f"/{watched.steps}" if watched.steps else ""
+        parts.append(f"step {watched.step}{total}")
+        parts.append(f"loss {watched.losses[watched.step]:.4f}")
+    if watched.validation:
+        parts.append(f"validation loss {watched.validation[max(watched.validation)]:.4f}")
+    if watched.tokens_per_second is not None and not watched.is_over:
+        parts.append(f"{watched.tokens_per_second:.0f} tokens/s")
+    if (left := watched.seconds_left(now)) is not None:
+        parts.append(f"{duration(left)} left")
+    return " | ".join(parts)
+
+
+def panel(watched: Watched, now: float, width: int) -> Panel:
+    """A job as a panel for a terminal of that width."""
+    inside = max(min(width, 100) - 4, 20)
+    parts = [Text(summary(watched, now), no_wrap=True, overflow="ellipsis")]
+    if watched.steps:
+        done = inside * watched.step // watched.steps
+        parts.append(Text.assemble(("━" * done, "yellow"), ("━" * (inside - done), "dim")))
+    values = watched.curve
+    if len(values) > 1:
+        label = 9
+        lines = curve(values, inside - label, HEIGHT)
+        edges = {0: f"{max(values):.3f}", len(lines) - 1: f"{min(values):.3f}"}
+        for i, line in enumerate(lines):
+            parts.append(Text.assemble((f"{edges.get(i, ''):>{label - 1}} ", "dim"), (line, "yellow")))
+    style = STYLES.get(watched.status, "cyan")
+    return Panel(Group(*parts), title=watched.id, title_align="left", border_style=style)

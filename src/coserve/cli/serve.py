@@ -1,0 +1,117 @@
+"""`coserve serve`: settings from everywhere, then the supervisor."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coserve.cli.options import Config, State, config_of, given
+from coserve.errors import ConfigError
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Folder or hub name of the base model; the embedded one if none is given."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="A PEFT adapter to serve from the start; may be repeated."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
+    port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes a free one.")] = None,
+    state: State = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the base model.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or cuda, cuda:1, ...")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(help="Keys and values held at once, in tokens over all sequences.")
+    ] = None,
+    max_running: Annotated[int | None, typer.Option(help="Answers that run at once; more wait.")] = None,
+    max_jobs: Annotated[int | None, typer.Option(help="Jobs that train at once; more wait.")] = None,
+    adapter_root: Annotated[
+        Path | None, typer.Option(help="Folder that /v1/load_lora_adapter may read.", metavar="FOLDER")
+    ] = None,
+    drain_seconds: Annotated[
+        float | None, typer.Option(help="What running answers get to finish when the server is stopped.")
+    ] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option("--deterministic", help="Bitwise the same results, whatever else runs; slower."),
+    ] = None,
+    require_keys: Annotated[
+        bool | None, typer.Option("--require-keys", help="Ask for API keys on loopback too.")
+    ] = None,
+    insecure_no_keys: Annotated[
+        bool | None,
+        typer.Option(
+            "--insecure-no-keys", help="Serve everybody who reaches the address, while there is no key."
+        ),
+    ] = None,
+    no_standby: Annotated[
+        bool, typer.Option("--no-standby", help="Keep no second engine waiting: saves some 300 MB.")
+    ] = False,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    config: Config = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the settings as JSON and end.")
+    ] = False,
+) -> None:
+    """Serves a model, its adapters and fine-tuning jobs over OpenAI's API.
+
+    Ctrl-C lets running answers finish and jobs write checkpoints; a second one stops at once.
+    """
+    from coserve.cli.config import load_server_settings
+    from coserve.cli.output import print_json
+
+    flags: dict[str, Any] = given(
+        model=model,
+        host=host,
+        port=port,
+        state=None if state is None else str(state),
+        name=name,
+        max_jobs=max_jobs,
+        adapter_root=None if adapter_root is None else str(adapter_root),
+        drain_seconds=drain_seconds,
+        require_keys=require_keys,
+        allow_insecure=insecure_no_keys,
+        standby=False if no_standby else None,
+        log_level=log_level,
+        adapters=_adapters(adapter) if adapter else None,
+        engine=given(
+            device=device,
+            dtype=dtype,
+            cache_tokens=cache_tokens,
+            max_running=max_running,
+            deterministic=deterministic,
+        )
+        or None,
+    )
+    settings = load_server_settings(flags, config or config_of(context))
+    if show_config:
+        import json
+
+        from coserve.wire.control import encode_line
+
+        print_json(json.loads(encode_line(settings)))
+        return
+    from rich.console import Console
+
+    from coserve.serve import supervisor
+
+    raise typer.Exit(supervisor.serve(settings, Console(highlight=False)))
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in given:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"--adapter {pair}: expected NAME=PATH")
+        if name in found:
+            raise ConfigError(f"--adapter {pair}: there are two adapters of that name")
+        if not Path(path).expanduser().is_dir():
+            raise ConfigError(f"--adapter {pair}: there is no folder {path}")
+        found[name] = path
+    return found

@@ -1,0 +1,263 @@
+"""Commands that talk to a server: what they ask for, what they print, how they end."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from stub_server import Stub
+
+from coserve.cli.complete import complete_adapters, complete_jobs, complete_models
+from coserve.errors import AdapterError, ConfigError, ServerError, Unreachable
+
+Run = Callable[..., Result]
+MODELS = {
+    "data": [
+        {"id": "base", "created": 1, "owned_by": "coserve", "parent": None},
+        {"id": "ft:base:me:poet:1", "created": 2, "owned_by": "me", "parent": "base"},
+    ]
+}
+JOBS = "/v1/fine_tuning/jobs"
+
+
+def job(status: str = "running", **more: Any) -> dict[str, Any]:
+    return {"id": "ftjob-1", "status": status, "model": "base", "created_at": 1, "object": "job", **more}
+
+
+def stream(*pieces: str) -> str:
+    events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
+def metrics(step: int, loss: float) -> dict[str, Any]:
+    data = {"step": step, "total_steps": 3, "train_loss": loss, "tokens": 100, "seconds": 0.5}
+    return {"id": f"e{step}", "type": "metrics", "message": f"Step {step}", "created_at": 1, "data": data}
+
+
+def test_a_server_that_is_not_there_is_one_clear_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSERVE_URL", "http://127.0.0.1:9")
+    error = run("jobs", "list", fails=True).exception
+    assert isinstance(error, Unreachable)
+    assert str(error).startswith("no server answers on http://127.0.0.1:9: start one with `coserve serve`")
+
+
+def test_what_the_server_says_is_the_error(run: Run, stub: Stub) -> None:
+    stub.answers[f"GET {JOBS}/x"] = (404, {"error": {"message": "No such job."}})
+    error = run("jobs", "show", "x", fails=True).exception
+    assert isinstance(error, ServerError) and str(error) == "No such job."
+
+
+def test_something_else_than_coserve_is_noticed(run: Run, stub: Stub) -> None:
+    stub.answers["GET /v1/models"] = "<html>hello</html>"
+    assert isinstance(run("adapters", "list", fails=True).exception, Unreachable)
+
+
+def test_the_key_is_sent_and_a_url_may_end_in_v1(run: Run, stub: Stub) -> None:
+    stub.answers["GET /v1/models"] = MODELS
+    run("adapters", "list", "--url", stub.url + "/v1", "--api-key", "sk-x")
+    assert stub.asked[-1][1]["Authorization"] == "Bearer sk-x"
+
+
+def test_adapters_are_listed_for_people_and_for_programs(run: Run, stub: Stub) -> None:
+    stub.answers["GET /v1/models"] = MODELS
+    assert "ft:base:me:poet:1" in run("adapters", "list").stdout
+    assert json.loads(run("adapters", "list", "--json").stdout) == MODELS["data"][1:]
+
+
+def test_import_sends_the_two_files_and_no_other(run: Run, stub: Stub, tmp_path: Path) -> None:
+    folder = tmp_path / "poet"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    with pytest.raises(AdapterError, match=r"no adapter_model\.safetensors"):
+        run("adapters", "import", str(folder))
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    (folder / "adapter_model.bin").write_bytes(b"a pickle")
+    stub.answers["POST /v1/adapters"] = {"id": "poet"}
+    assert json.loads(run("adapters", "import", str(folder), "--json").stdout) == {"id": "poet"}
+    sent = stub.asked[-1][2]
+    assert b'name="name"\r\n\r\npoet' in sent and b'{"r": 4}' in sent and b"weights" in sent
+    assert b"pickle" not in sent
+
+
+def test_export_writes_both_files(run: Run, stub: Stub, tmp_path: Path) -> None:
+    name = "ft:base:me:poet:1"
+    stub.answers = {
+        f"GET /v1/models/{name}": {"id": name},
+        f"GET /v1/adapters/{name}/config": '{"r": 4}',
+        f"GET /v1/adapters/{name}/weights": b"\x00weights",
+    }
+    to = tmp_path / "out"
+    assert json.loads(run("adapters", "export", name, str(to), "--json").stdout)["bytes"] == 16
+    assert {file.name: file.read_bytes() for file in to.iterdir()} == {
+        "adapter_config.json": b'{"r": 4}',
+        "adapter_model.safetensors": b"\x00weights",
+    }
+    with pytest.raises(ConfigError, match="is there already"):
+        run("adapters", "export", name, str(to))
+
+
+def test_exporting_what_does_not_exist_leaves_nothing(run: Run, stub: Stub, tmp_path: Path) -> None:
+    assert isinstance(run("adapters", "export", "x", str(tmp_path / "o"), fails=True).exception, ServerError)
+    assert not (tmp_path / "o").exists()
+
+
+def test_deleting_asks_first(run: Run, stub: Stub) -> None:
+    stub.answers["DELETE /v1/models/poet"] = {"id": "poet", "deleted": True}
+    assert run("adapters", "delete", "poet", text="n\n").exit_code == 1
+    assert not stub.asked
+    assert run("adapters", "delete", "poet", text="y\n").exit_code == 0
+    assert json.loads(run("adapters", "delete", "poet", "--yes", "--json").stdout)["deleted"]
+
+
+def test_jobs_in_a_table_and_as_json(run: Run, stub: Stub) -> None:
+    stub.answers[f"GET {JOBS}"] = {"data": [job(fine_tuned_model="ft:x")]}
+    assert "ftjob-1" in run("jobs", "list").stdout
+    assert json.loads(run("jobs", "list", "--json").stdout)[0]["fine_tuned_model"] == "ft:x"
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "cancel"])
+def test_jobs_are_told(run: Run, stub: Stub, verb: str) -> None:
+    stub.answers[f"POST {JOBS}/ftjob-1/{verb}"] = job("told")
+    assert run("jobs", verb, "ftjob-1").stdout == "ftjob-1: told\n"
+    assert json.loads(run("jobs", verb, "ftjob-1", "--json").stdout)["status"] == "told"
+
+
+def test_events_and_checkpoints(run: Run, stub: Stub) -> None:
+    stub.answers[f"GET {JOBS}/j/events"] = {"data": [metrics(2, 1.0), metrics(1, 2.0)]}
+    lines = run("jobs", "events", "j").stdout.splitlines()
+    assert [line.rpartition("  ")[2] for line in lines] == ["Step 1", "Step 2"]
+    one = {
+        "step_number": 50,
+        "fine_tuned_model_checkpoint": "ft:x:ckpt-step-50",
+        "metrics": {"train_loss": 1.25},
+        "created_at": 1,
+    }
+    stub.answers[f"GET {JOBS}/j/checkpoints"] = {"data": [one]}
+    shown = run("jobs", "checkpoints", "j").stdout
+    assert "ft:x:ckpt-step-50" in shown and "1.2500" in shown
+
+
+def test_finetune_uploads_creates_and_follows(run: Run, stub: Stub, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "x"}\n')
+    message = {"id": "e0", "type": "message", "message": "Fine-tuning job started", "created_at": 1}
+    stub.answers = {
+        "GET /v1/models": MODELS,
+        "POST /v1/files": {"id": "file-1"},
+        f"POST {JOBS}": job("queued"),
+        f"GET {JOBS}/ftjob-1": job("succeeded", fine_tuned_model="ft:base:me:poet:1"),
+        f"GET {JOBS}/ftjob-1/events": {"data": [metrics(2, 1.5), metrics(1, 2.0), message]},
+    }
+    options = ["--suffix", "poet", "--epochs", "2", "--peft", "rank=4", "--optimizer", "schedule=constant"]
+    result = run("finetune", str(data), *options)
+    assert result.exit_code == 0
+    assert "Fine-tuning job started" in result.stdout and "step 2/3 | loss 1.5000" in result.stdout
+    assert "coserve chat --model ft:base:me:poet:1" in result.stdout
+    assert stub.body(f"POST {JOBS}") == {
+        "model": "base",
+        "training_file": "file-1",
+        "suffix": "poet",
+        "hyperparameters": {"n_epochs": 2},
+        "peft": {"rank": 4},
+        "optimizer": {"schedule": "constant"},
+    }
+
+
+def test_a_job_that_fails_is_exit_status_1(run: Run, stub: Stub) -> None:
+    stub.answers = {
+        f"GET {JOBS}/j": job("failed", error={"message": "the loss became NaN"}),
+        f"GET {JOBS}/j/events": {"data": []},
+    }
+    result = run("jobs", "attach", "j")
+    assert result.exit_code == 1 and "failed: the loss became NaN" in result.stdout
+
+
+def test_detach_prints_how_to_come_back(run: Run, stub: Stub, tmp_path: Path) -> None:
+    (tmp_path / "d.txt").write_text("words")
+    stub.answers = {"POST /v1/files": {"id": "f"}, f"POST {JOBS}": job("queued")}
+    result = run("finetune", str(tmp_path / "d.txt"), "--model", "base", "--detach")
+    assert "coserve jobs attach ftjob-1" in result.stdout
+    assert stub.requests() == ["POST /v1/files", f"POST {JOBS}"]
+
+
+def test_chat_answers_one_message(run: Run, stub: Stub) -> None:
+    stub.answers = {"GET /v1/models": MODELS, "POST /v1/chat/completions": stream("Hel", "lo")}
+    assert run("chat", "hi", "--system", "be short", "--temperature", "0").stdout == "Hello\n"
+    body = stub.body("POST /v1/chat/completions")
+    assert body["model"] == "base" and body["stream"] and body["temperature"] == 0
+    assert [said["role"] for said in body["messages"]] == ["system", "user"]
+
+
+def test_piped_chat_takes_turns_and_commands(run: Run, stub: Stub) -> None:
+    stub.answers = {
+        "GET /v1/models": MODELS,
+        "GET /v1/models/ft:base:me:poet:1": MODELS["data"][1],
+        "POST /v1/chat/completions": [stream("one"), stream("two"), stream("three")],
+    }
+    lines = "first\n/adapter ft:base:me:poet:1\nsecond\n/clear\n/system rhyme\nthird\n/exit\nnever\n"
+    assert run("chat", text=lines).stdout == "one\ntwo\nthree\n"
+    bodies = [json.loads(body) for name, _, body in stub.asked if name.startswith("POST")]
+    assert [body["model"] for body in bodies] == ["base", "ft:base:me:poet:1", "ft:base:me:poet:1"]
+    assert [said["content"] for said in bodies[1]["messages"]] == ["first", "one", "second"]
+    assert [said["content"] for said in bodies[2]["messages"]] == ["rhyme", "third"]
+
+
+def test_an_error_within_a_stream_is_an_error(run: Run, stub: Stub) -> None:
+    stub.answers = {
+        "GET /v1/models": MODELS,
+        "POST /v1/chat/completions": 'data: {"error": {"message": "engine lost"}}\n\n',
+    }
+    error = run("chat", "hi", fails=True).exception
+    assert isinstance(error, ServerError) and str(error) == "engine lost"
+
+
+def test_names_are_completed_and_no_server_is_no_error(
+    run: Run, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub.answers = {"GET /v1/models": MODELS, f"GET {JOBS}": {"data": [job()]}}
+    assert complete_adapters("ft:") == ["ft:base:me:poet:1"] and complete_adapters("x") == []
+    assert complete_models("") == ["base", "ft:base:me:poet:1"]
+    assert complete_jobs("ftj") == ["ftjob-1"]
+    monkeypatch.setenv("COSERVE_URL", "http://127.0.0.1:9")
+    assert complete_jobs("") == []
+
+
+def test_keys_are_made_listed_and_revoked(run: Run, tmp_path: Path) -> None:
+    state = ("--state", str(tmp_path / "state"))
+    made = json.loads(run("keys", "create", "acme", "--weight", "2", "--json", *state).stdout)
+    secret = run("keys", "create", "other", *state).stdout.strip()
+    assert secret.startswith("sk-coserve-") and secret != made["secret"]
+    assert run("keys", "revoke", made["id"], *state).exit_code == 0
+    listed = json.loads(run("keys", "list", "--json", *state).stdout)
+    assert [(key["tenant"], key["revoked"] is None) for key in listed] == [("acme", False), ("other", True)]
+    assert secret not in json.dumps(listed)
+    with pytest.raises(ConfigError, match="no key in force"):
+        run("keys", "revoke", made["id"], *state)
+
+
+def test_doctor_says_what_is_here(run: Run, tmp_path: Path) -> None:
+    checks = json.loads(run("doctor", "--json", "--state", str(tmp_path / "s"), "--port", "0").stdout)
+    found = {check["what"]: check for check in checks}
+    assert {"python", "processor", "memory", "torch", "transformers", "state folder", "port 0"} <= set(found)
+    assert found["torch"]["level"] == found["state folder"]["level"] == "good"
+    assert not (tmp_path / "s").exists()
+
+
+def test_doctor_fails_where_coserve_cannot_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = run("doctor", "--state", str(tmp_path / "file" / "state"))
+    assert result.exit_code == 1 and "cannot be written" in result.stdout
+
+
+def test_serve_shows_its_settings(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "poet").mkdir()
+    (tmp_path / "coserve.toml").write_text("[server]\nport = 1\nmax_n = 3\n")
+    options = ["--port", "2", "--adapter", f"poet={tmp_path / 'poet'}", "--device", "cuda", "--no-standby"]
+    shown = json.loads(run("serve", "who/what", *options, "--show-config").stdout)
+    assert (shown["port"], shown["max_n"], shown["model"]) == (2, 3, "who/what")
+    assert shown["adapters"] == {"poet": str(tmp_path / "poet")}
+    assert shown["engine"]["device"] == "cuda" and shown["standby"] is False
+    with pytest.raises(ConfigError, match="expected NAME=PATH"):
+        run("serve", "--adapter", "poet")

@@ -1,0 +1,156 @@
+"""Flags over environment over file, and keys that nobody knows."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from coserve import tiny
+from coserve.cli.config import (
+    ClientSettings,
+    find_config,
+    load_client_settings,
+    load_server_settings,
+    read_environment,
+)
+from coserve.core.request import SLO
+from coserve.errors import ConfigError
+from coserve.serve.settings import DEFAULT_SLO, ServerSettings
+from coserve.wire.control import decode_line, encode_line
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No configuration of whoever runs the tests applies."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "coserve.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_without_anything_the_embedded_model_is_served_on_loopback(tmp_path: Path) -> None:
+    settings = load_server_settings({}, None, {})
+    assert settings.model == str(tiny.path()) and settings.base_name == "coserve-tiny"
+    assert settings.is_loopback and settings.port == 8000
+    assert settings.state == tmp_path / "data" / "coserve" / "coserve-tiny"
+
+
+def test_flags_over_environment_over_file(tmp_path: Path) -> None:
+    config = write(tmp_path, "[server]\nport = 1\nmax_n = 2\nmax_jobs = 3\n[server.engine]\npage_size = 8\n")
+    environment = {"COSERVE_PORT": "11", "COSERVE_MAX_N": "12", "COSERVE_ENGINE_CACHE_TOKENS": "640"}
+    settings = load_server_settings({"port": 21}, config, environment)
+    assert (settings.port, settings.max_n, settings.max_jobs) == (21, 12, 3)
+    assert (settings.engine.page_size, settings.engine.cache_tokens) == (8, 640)
+
+
+def test_types_of_the_environment_are_the_settings_own() -> None:
+    environment = {
+        "COSERVE_ENGINE_DETERMINISTIC": "true",
+        "COSERVE_DRAIN_SECONDS": "1.5",
+        "COSERVE_SLO_FLEX_DEFERRAL": "7",
+        "COSERVE_ADAPTER_ROOT": "/somewhere",
+    }
+    settings = load_server_settings({}, None, environment)
+    assert settings.engine.deterministic is True and settings.drain_seconds == 1.5
+    assert settings.slo == {**DEFAULT_SLO, "flex": SLO(deferral=7.0)}
+    assert settings.adapter_root == Path("/somewhere")
+
+
+def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "etc" / "base").mkdir(parents=True)
+    config = write(
+        tmp_path / "etc", '[server]\nmodel = "base"\nstate = "kept"\n[server.adapters]\nmine = "a"\n'
+    )
+    settings = load_server_settings({}, config, {})
+    assert settings.model == str(tmp_path / "etc" / "base")
+    assert settings.state == tmp_path / "etc" / "kept"
+    assert settings.adapters == {"mine": str(tmp_path / "etc" / "a")}
+
+
+def test_a_hub_name_is_left_as_it_is(tmp_path: Path) -> None:
+    settings = load_server_settings({"model": "who/what"}, None, {})
+    assert settings.model == settings.base_name == "who/what"
+    assert settings.state == tmp_path / "data" / "coserve" / "who--what"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[server]\nprot = 1\n", "unknown key server.prot: did you mean port?"),
+        ("[sever]\n", "unknown key sever: did you mean server?"),
+        ("[client]\nkey = 'x'\n", "unknown key client.key: "),
+        ("[server.engine]\npagesize = 1\n", "unknown key server.engine.pagesize: did you mean page_size?"),
+        ("[server.slo.flex]\ndeferal = 1\n", "unknown key server.slo.flex.deferal: did you mean deferral?"),
+        ("[server.slo.fast]\ndeferral = 1\n", "slo.fast is no service tier"),
+        ("[server]\nport = 'http'\n", "port: expected int, got str"),
+        ("[server.engine]\npage_size = 0\n", "engine.page_size must be at least 1"),
+        ("server = 1\n", "[server] must be a table"),
+        ("[server", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_server_settings({}, write(tmp_path, text), {})
+    assert says in str(error.value)
+
+
+def test_a_misspelt_variable_is_an_error_and_a_foreign_one_is_not() -> None:
+    foreign = {"COSERVE_SERVICE_HOST": "10.0.0.1", "COSERVE_CONFIG": "", "PATH": "x"}
+    assert read_environment("server", foreign) == {}
+    with pytest.raises(ConfigError, match="COSERVE_MAX_QUEU: did you mean COSERVE_MAX_QUEUE"):
+        read_environment("server", {"COSERVE_MAX_QUEU": "1"})
+
+
+def test_the_client_reads_its_own_table(tmp_path: Path) -> None:
+    config = write(tmp_path, "[server]\nport = 1\n[client]\nurl = 'http://a'\napi_key = 'k'\n")
+    assert load_client_settings({}, config, {}) == ClientSettings("http://a", "k")
+    environment = {"COSERVE_URL": "http://b", "COSERVE_PORT": "9"}
+    assert load_client_settings({"api_key": "f"}, config, environment) == ClientSettings("http://b", "f")
+
+
+def test_the_file_given_comes_before_the_one_here_and_the_users_own(tmp_path: Path) -> None:
+    assert find_config(None, {}) is None
+    users = write(tmp_path / "config" / "coserve", "")
+    assert find_config(None, {}) == users
+    write(tmp_path, "")
+    assert find_config(None, {}) == Path("coserve.toml")
+    given = write(tmp_path / "given", "")
+    assert find_config(None, {"COSERVE_CONFIG": str(given)}) == given
+    with pytest.raises(ConfigError, match="no configuration file"):
+        find_config(tmp_path / "nothing", {})
+
+
+def test_settings_travel_as_one_line(tmp_path: Path) -> None:
+    flags = {"adapters": {"a": "b"}, "adapter_root": str(tmp_path), "slo": {"flex": {"deferral": 1}}}
+    settings = load_server_settings(flags, None, {})
+    line = encode_line(settings)
+    assert "\n" not in line and decode_line(line, ServerSettings) == settings
+    with pytest.raises(ConfigError, match="unreadable ServerSettings"):
+        decode_line(line[:-1], ServerSettings)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        *(("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True)),
+        *(("0.0.0.0", False), ("::", False), ("192.168.1.5", False), ("example.org", False)),
+    ],
+)
+def test_which_addresses_only_this_machine_reaches(host: str, loopback: bool) -> None:
+    assert load_server_settings({"host": host}, None, {}).is_loopback is loopback
+
+
+def test_a_deep_state_folder_has_its_socket_elsewhere(tmp_path: Path) -> None:
+    near = load_server_settings({"state": "/s"}, None, {})
+    assert near.socket == Path("/s/engine.sock")
+    deep = load_server_settings({"state": str(tmp_path / ("x" * 120))}, None, {})
+    assert len(os.fsencode(deep.socket)) < 100
+    other = load_server_settings({"state": str(tmp_path / ("y" * 120))}, None, {})
+    assert deep.socket != other.socket
