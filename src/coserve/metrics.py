@@ -1,0 +1,90 @@
+"""What a server counts and times, for Prometheus: vLLM's names and units, under `coserve_`.
+
+`finetune_` tells of jobs, `slo_` of promises kept.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FIRST = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_MODEL = ("model_name",)
+
+
+class Metrics:
+    """One server's figures, in a registry of their own. Attributes are named as the figures are."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._make_inference()
+        self._make_training()
+        self._make_engine()
+
+    def render(self) -> bytes:
+        """All figures as Prometheus reads them (`CONTENT_TYPE`)."""
+        return generate_latest(self.registry)
+
+    def _make_inference(self) -> None:
+        self.num_requests_running = self._gauge("num_requests_running", "Sequences inside the engine.")
+        self.num_requests_waiting = self._gauge("num_requests_waiting", "Sequences waiting to get there.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.", _MODEL)
+        self.generation_tokens = self._counter("generation_tokens", "Answer tokens written.", _MODEL)
+        self.request_success = self._counter(
+            "request_success", "Answers that ended, by how.", (*_MODEL, "finished_reason")
+        )
+        self.time_to_first_token = self._times("time_to_first_token_seconds", "To the first token.", _FIRST)
+        self.inter_token_latency = self._times("inter_token_latency_seconds", "Token to token.", _BETWEEN)
+        self.time_per_output_token = self._times(
+            "request_time_per_output_token_seconds", "Mean of an answer, without its first token.", _BETWEEN
+        )
+        self.e2e_request_latency = self._times("e2e_request_latency_seconds", "To the answer's end.", _WHOLE)
+        self.request_queue_time = self._times(
+            "request_queue_time_seconds", "Waiting for a place in the engine.", _WHOLE
+        )
+        self.request_prompt_tokens = self._times("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.request_generation_tokens = self._times(
+            "request_generation_tokens", "Tokens of an answer.", _TOKENS
+        )
+
+    def _make_training(self) -> None:
+        self.finetune_jobs = self._gauge("finetune_jobs", "Jobs that are not over, by status.", ("status",))
+        self.finetune_tokens = self._counter("finetune_tokens", "Tokens that passed forward and back.")
+        self.finetune_steps = self._counter("finetune_steps", "Optimizer steps.")
+        self.finetune_loss = self._gauge("finetune_loss", "Of a job's newest step.", ("job",))
+        self.finetune_step_seconds = Histogram(
+            "coserve_finetune_step_seconds", "One optimizer step.", buckets=_WHOLE, registry=self.registry
+        )
+
+    def _make_engine(self) -> None:
+        self.slo_attainment = self._gauge("slo_attainment", "Answers within all bounds, of those that ended.")
+        self.slo_met = self._gauge("slo_met", "Answers within all bounds, since the engine's start.")
+        self.slo_missed = self._gauge("slo_missed", "Answers beyond a bound, since the engine's start.")
+        self.cost_model_error = self._gauge(
+            "cost_model_error_ratio", "Mean relative error of predicted step times."
+        )
+        self.cost_model_margin = self._gauge(
+            "cost_model_margin_ratio", "Added to predicted times of steps that train, relative to them."
+        )
+        self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Part of the cache in use; 1 is all.")
+        self.engine_up = self._gauge("engine_up", "1 while the engine is connected.")
+        self.engine_connections = self._gauge(
+            "engine_connections",
+            "Connections to an engine; each after the first follows a death.",
+        )
+        self.engine_load_seconds = self._gauge(
+            "engine_load_seconds", "What the engine took to load its model and to measure it."
+        )
+        self.engine_steps = self._gauge("engine_steps", "Steps since the engine's start.")
+        self.engine_fused_steps = self._gauge("engine_fused_steps", "Those that answered and trained.")
+        self.num_preemptions = self._gauge("num_preemptions", "Sequences computed again for want of pages.")
+
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(f"coserve_{name}", text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"coserve_{name}", text, labels, registry=self.registry)
+
+    def _times(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"coserve_{name}", text, _MODEL, buckets=buckets, registry=self.registry)

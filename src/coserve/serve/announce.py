@@ -1,0 +1,52 @@
+"""What the supervisor tells people: one line after the other, on the console and in a log."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from coserve.serve.settings import ServerSettings
+
+NAME = "coserve.supervisor"
+
+
+class Announcer:
+    """Writes each line to the console and to `<logs>/supervisor.log`."""
+
+    def __init__(self, console: Console, logs: Path) -> None:
+        self._console = console
+        self._logger = logging.getLogger(NAME)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        self._handler = logging.FileHandler(logs / "supervisor.log", encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._logger.addHandler(self._handler)
+
+    def close(self) -> None:
+        self._logger.removeHandler(self._handler)
+        self._handler.close()
+
+    def say(self, line: str, style: str = "") -> None:
+        # Text, not markup: a path may hold square brackets. Soft: a pipe has no width to fold at.
+        self._console.print(Text(line, style), soft_wrap=True)
+        self._logger.info(line)
+
+    def quote(self, lines: Sequence[str]) -> None:
+        """Lines of a log, set off."""
+        for line in lines:
+            self.say(f"  | {line}", "dim")
+
+    def begin(self, settings: ServerSettings, url: str) -> None:
+        """What is about to be served, and where."""
+        self.say(f"coserve: {settings.base_name} on {url}", "bold")
+        rows = [("openai base url", f"{url}/v1")]
+        if settings.base_name != settings.model:
+            rows.append(("model", settings.model))
+        rows += [(f"adapter {name}", path) for name, path in settings.adapters.items()]
+        rows.append(("state", str(settings.state)))
+        if settings.allow_insecure and not settings.is_loopback:
+            rows.append(("keys", "none needed, and others reach this address: everybody can use it"))
+        for label, value in rows:
+            self.say(f"  {label:<16}{value}")

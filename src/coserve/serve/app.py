@@ -1,0 +1,58 @@
+"""The server as one ASGI application: routes, what happens around each of them, and their documentation."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from coserve.serve import adapters, chat, completions, errors, files, health, jobs, models, transfers
+from coserve.serve.middleware import Draining, Limits, RequestIds
+from coserve.serve.price import MOST_BODY_BYTES
+from coserve.serve.state import State
+
+_FORM_BYTES = 2 * 2**20  # around the large file in an upload
+_UPLOADS = ("/v1/files", "/v1/adapters")
+_STREAMED = ("/v1/chat/completions", "/v1/completions")
+
+
+def create_app(state: State) -> FastAPI:
+    """The application over a state whose parts are running."""
+    app = FastAPI(title="coserve", version=_version(), summary="OpenAI's API for answers and fine-tuning.")
+    app.state.coserve = state
+    errors.install(app)
+    for room in (chat, completions, models, adapters, transfers, files, jobs, health):
+        app.include_router(room.router)
+
+    def body_limit(path: str) -> int:
+        return state.settings.max_file_bytes + _FORM_BYTES if path in _UPLOADS else MOST_BODY_BYTES
+
+    # The last one added is the first to see a request.
+    app.add_middleware(Draining, is_draining=lambda: state.draining)
+    app.add_middleware(Limits, body_limit=body_limit)
+    app.add_middleware(RequestIds)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    return app
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's OpenAPI document, without the 422 that never comes, and with streams where there are some."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for path in _STREAMED:
+            content = document["paths"][path]["post"]["responses"]["200"]["content"]
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _version() -> str:
+    try:
+        return version("coserve")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,104 @@
+"""Which model a name means, for whom, and who is using it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from coserve.serve.errors import ApiError, not_found
+from coserve.serve.store.records import Adapter, Tenant
+from coserve.serve.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Something that answers: the base, where `adapter` is None, or one version of an adapter."""
+
+    name: str
+    created: int
+    adapter: Adapter | None = None
+
+    @property
+    def key(self) -> str | None:
+        """What the engine calls the adapter version."""
+        return None if self.adapter is None else self.adapter.id
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.adapter is None else self.adapter.path
+
+
+class Catalog:
+    """Finds models by name, and keeps an adapter that goes away until its last answer has ended."""
+
+    def __init__(self, base: str, created: int, store: Store) -> None:
+        self.base = Model(base, created)
+        self._store = store
+        self._users: Counter[str] = Counter()
+        self._leaving: dict[str, asyncio.Event] = {}  # set when nobody uses the adapter any more
+
+    async def find(self, tenant: Tenant, name: str) -> Model:
+        """Raises ApiError 404 for a name that this tenant has nothing by."""
+        if name == self.base.name:
+            return self.base
+        adapter = await self._store.adapters.find(tenant.id, name)
+        if adapter is None or adapter.id in self._leaving:
+            raise unknown_model(name)
+        return Model(name, adapter.created, adapter)
+
+    async def list(self, tenant: Tenant) -> list[Model]:
+        """The base, and the tenant's adapters."""
+        adapters = await self._store.adapters.list(tenant.id)
+        present = [adapter for adapter in adapters if adapter.id not in self._leaving]
+        return [self.base, *(Model(adapter.name, adapter.created, adapter) for adapter in present)]
+
+    @contextmanager
+    def use(self, model: Model) -> Iterator[None]:
+        """Keeps the model where it is for the time of the block. Raises ApiError 404 if it is leaving."""
+        key = model.key
+        if key is None:
+            yield
+            return
+        if key in self._leaving:
+            raise unknown_model(model.name)
+        self._users[key] += 1
+        try:
+            yield
+        finally:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                if key in self._leaving:
+                    self._leaving[key].set()
+
+    async def retire(self, key: str, timeout: float) -> bool:
+        """No new users from now on; returns once the last has gone, or False after `timeout` seconds.
+
+        If some are left by then the adapter stays as it was.
+        """
+        if key in self._leaving:
+            raise ApiError(409, "The adapter is being unloaded already.", code="adapter_leaving")
+        idle = self._leaving[key] = asyncio.Event()
+        if not self._users[key]:
+            idle.set()
+        try:
+            await asyncio.wait_for(idle.wait(), timeout)
+        except TimeoutError:
+            del self._leaving[key]
+            return False
+        except asyncio.CancelledError:
+            del self._leaving[key]
+            raise
+        return True
+
+    def forget(self, key: str) -> None:
+        """The adapter of that key is gone for good."""
+        self._leaving.pop(key, None)
+
+
+def unknown_model(name: str) -> ApiError:
+    """The answer for a name that means nothing to whoever asks."""
+    message = f"The model '{name}' does not exist or you do not have access to it."
+    return not_found(message, param="model", code="model_not_found")

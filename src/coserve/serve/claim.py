@@ -1,0 +1,108 @@
+"""One server per state folder: a lock that the system lets go of when its holder dies, however it dies."""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from coserve.errors import ConfigError, StateInUse
+
+_ATTEMPTS, _PAUSE = 10, 0.02  # to take the lock; seconds between two of them
+
+
+class Running(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who holds a state folder; `url` is empty until its server listens.
+
+    `api`, `engine` and `standby` are the process ids of its children that are ready now, for those who watch
+    or try them; 0 where there is none.
+    """
+
+    pid: int
+    url: str = ""
+    api: int = 0
+    engine: int = 0
+    standby: int = 0
+
+
+class Claim:
+    """A held state folder."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def note(self, running: Running) -> None:
+        """Writes down who holds it, for the next one's message and for `find_running`."""
+        data = msgspec.json.encode(running) + b"\n"
+        os.pwrite(self._descriptor, data, 0)  # a reader in between finds two lines, and reads the first
+        os.ftruncate(self._descriptor, len(data))
+
+
+@contextmanager
+def claim_state(state: Path) -> Iterator[Claim]:
+    """Makes the folder (for its owner only) and holds it.
+
+    Raises StateInUse, with the holder's process id, where another server does, and ConfigError where the
+    folder cannot be made or written to.
+    """
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Never removed: a lock on a file that somebody unlinks protects nothing.
+        descriptor = os.open(_lock_file(state), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state folder {state} cannot be used: {error.strerror}") from error
+    try:
+        if not _lock_patiently(descriptor):
+            holder = _read(_lock_file(state))
+            whose = f"process {holder.pid}" if holder else "another process"
+            raise StateInUse(f"{whose} serves from {state} already: stop it, or choose another --state")
+        claim = Claim(descriptor)
+        claim.note(Running(os.getpid()))
+        yield claim
+        os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def find_running(state: Path) -> Running | None:
+    """The server that holds a state folder now, if there is one."""
+    path = _lock_file(state)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return None if _lock(descriptor) else _read(path)
+    finally:
+        os.close(descriptor)
+
+
+def _lock_file(state: Path) -> Path:
+    return state / "server.lock"
+
+
+def _lock_patiently(descriptor: int) -> bool:
+    """Whoever asks in `find_running` whether somebody holds it holds it for a moment."""
+    for _ in range(_ATTEMPTS):
+        if _lock(descriptor):
+            return True
+        time.sleep(_PAUSE)
+    return False
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read(path: Path) -> Running | None:
+    try:
+        return msgspec.json.decode(path.read_bytes().partition(b"\n")[0], type=Running)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,107 @@
+"""Puts a server's parts together, and takes them apart again."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from coserve.errors import ConfigError
+from coserve.serve.foreman import Foreman
+from coserve.serve.imports import digest
+from coserve.serve.link import EngineLink
+from coserve.serve.settings import ServerSettings
+from coserve.serve.state import State
+from coserve.serve.store.records import Adapter
+from coserve.serve.store.store import Store
+from coserve.text import Text
+from coserve.wire.messages import Hello, Numbered
+
+
+@asynccontextmanager
+async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[State]:
+    """A running server's state: its store is open, and its link looks for the engine at `socket`.
+
+    A bug in the link or the foreman ends the block with an exception: whoever is outside starts anew.
+    """
+    text = await asyncio.to_thread(Text.load, settings.model)
+    with Store(settings.state) as store:
+        await _check_keys(settings, store)
+        link = EngineLink(socket)
+        state = State(settings, store, link, text, Foreman(settings, store, link))
+        await _name_adapters(state)
+        for tenant in await store.tenants.list():
+            state.queue.know(tenant)
+        _wire(state)
+        async with _running(link):
+            yield state
+
+
+async def _check_keys(settings: ServerSettings, store: Store) -> None:
+    """Raises ConfigError where everybody could use the server and nobody has asked for that."""
+    if settings.is_loopback or settings.allow_insecure or await store.tenants.any_keys():
+        return
+    raise ConfigError(
+        f"others reach {settings.host}, and there is no API key: make one with `coserve keys create`, or "
+        "serve everybody with --insecure-no-keys"
+    )
+
+
+def _wire(state: State) -> None:
+    """What happens with each new engine, and with each piece of job news, beside what the foreman does."""
+    link, write_down = state.link, state.link.on_news
+
+    async def resize(hello: Hello) -> None:
+        state.queue.resize(hello.max_running)
+
+    async def take(numbered: Numbered) -> None:
+        if write_down is not None:
+            await write_down(numbered)
+        await state.watch.take(numbered.news)
+
+    link.on_connect.insert(0, resize)
+    link.on_news = take
+
+
+@asynccontextmanager
+async def _running(link: EngineLink) -> AsyncIterator[None]:
+    """The link's task for the time of the block; if it ends by itself, so does the block."""
+    body = asyncio.current_task()
+    assert body is not None
+    task = asyncio.create_task(link.run(), name="engine-link")
+    failed = False
+
+    def on_end(ended: asyncio.Task[None]) -> None:
+        nonlocal failed
+        if not ended.cancelled():
+            failed = True
+            body.cancel()
+
+    task.add_done_callback(on_end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if failed:
+            body.uncancel()
+            task.result()
+        raise
+    finally:
+        task.remove_done_callback(on_end)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _name_adapters(state: State) -> None:
+    """The adapters that the settings name, for everybody, and no others of an earlier start.
+
+    Their key is what is in them: a folder that has changed since is another version.
+    """
+    shared = []
+    for name, path in state.settings.adapters.items():
+        folder = Path(path).resolve()
+        content = await asyncio.to_thread(digest, folder)
+        key = "adapter-" + hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:24]
+        shared.append(Adapter(key, name, folder, state.catalog.base.name, state.catalog.base.created))
+    await state.store.adapters.share(shared)

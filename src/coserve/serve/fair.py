@@ -1,0 +1,185 @@
+"""Who is let into the engine next, when more want in than it runs at once.
+
+Virtual token counters ("Fairness in Serving Large Language Models", OSDI 2024): each tenant's counter
+grows with the work done for it, divided by its weight, and the tenant whose counter is lowest goes first.
+Trained tokens count as well as answered ones. A tenant that was away is lifted to the lowest counter of
+those who were not, so that nobody saves up a right to flood; and no counter is ahead by more than
+`HORIZON`, so that a long night of training on an idle machine is not held against its owner for long.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from time import monotonic
+
+from coserve.serve.errors import ApiError
+from coserve.serve.store.records import Tenant
+
+TIERS = ("priority", "default", "flex")  # in the order in which a tenant's own requests go
+HORIZON = 50_000.0  # tokens
+_CHARGED_AT_ONCE = 32.0  # tokens
+_LONGEST_WAIT, _MEMORY = (
+    60,
+    0.1,
+)  # seconds told to come back after; weight of the newest pause between two ends
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One sequence's place: waiting, then in the engine, then gone."""
+
+    line: "_Line"
+    queue: "FairQueue"
+    entered: asyncio.Future[None]
+    prompt_cost: float  # charged when it is let in, so that nobody takes all free places at once
+    is_in: bool = False
+    is_gone: bool = False
+    owed: float = 0.0
+
+    async def admitted(self) -> None:
+        """Returns when the sequence may go into the engine."""
+        await self.entered
+
+    def served(self, cost: float) -> None:
+        """Charges work that was done for this sequence."""
+        self.owed += cost
+        if self.owed >= _CHARGED_AT_ONCE or self.is_gone:
+            self.queue.charge(self.line.tenant, self.owed)
+            self.owed = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """One tenant's tickets. `counter` is the work done for it over its weight."""
+
+    tenant: Tenant
+    counter: float = 0.0
+    waiting: list[tuple[int, int, Ticket]] = field(default_factory=list)  # heap: tier, order of arrival
+    inside: int = 0
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.waiting) or self.inside > 0
+
+
+class FairQueue:
+    """Bounded lines, one for each tenant, before the engine. For one event loop.
+
+    `resize` says how many sequences the engine runs. Where more than one tenant is known, some of its places
+    are kept for tenants who have none, so that a newcomer never waits for a flood to ebb.
+    """
+
+    def __init__(self, most: int, most_tenant: int, clock: Callable[[], float] = monotonic) -> None:
+        self._most, self._most_tenant, self._clock = most, most_tenant, clock
+        self._lines: dict[str, _Line] = {}
+        self._order = count()
+        self._running = self._spare = self._reserve = 0
+        self._left = 0.0
+        self._pause, self._ended = 0.0, clock()
+        self.waiting = 0
+        self.inside = 0
+
+    def resize(self, running: int) -> None:
+        """The engine runs this many sequences at once; a few more wait in it, to fill gaps at once."""
+        self._running, self._spare = running, max(1, running // 16)
+        self._reserve = self._spare + (max(1, running // 8) if running >= 4 else 0)
+        self._admit()
+
+    def know(self, tenant: Tenant) -> None:
+        """A tenant that may come; its weight from now on."""
+        self._line(tenant)
+
+    @contextmanager
+    def enter(
+        self, tenant: Tenant, prompt_costs: Sequence[float], tier: str = "default"
+    ) -> Iterator[list[Ticket]]:
+        """Places for all sequences of a request, or ApiError 429; leaving the block gives them back."""
+        line, sequences = self._line(tenant), len(prompt_costs)
+        if len(line.waiting) + sequences > self._most_tenant or self.waiting + sequences > self._most:
+            raise self._full()
+        if not line.is_active:
+            line.counter = self._bounded(max(line.counter, self._floor()))
+        loop = asyncio.get_running_loop()
+        tickets = [Ticket(line, self, loop.create_future(), cost) for cost in prompt_costs]
+        for ticket in tickets:
+            heappush(line.waiting, (TIERS.index(tier), next(self._order), ticket))
+        self.waiting += sequences
+        self._admit()
+        try:
+            yield tickets
+        finally:
+            for ticket in tickets:
+                self.leave(ticket)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Gives a place back, in whatever state; a second time is no error."""
+        if ticket.is_gone:
+            return
+        ticket.is_gone = True
+        ticket.served(0.0)
+        if ticket.is_in:
+            ticket.line.inside -= 1
+            self.inside -= 1
+            self._note_end()
+        else:
+            ticket.line.waiting = [entry for entry in ticket.line.waiting if entry[2] is not ticket]
+            ticket.line.waiting.sort()
+            self.waiting -= 1
+            ticket.entered.cancel()
+        if not ticket.line.is_active:
+            self._left = ticket.line.counter
+        self._admit()
+
+    def charge(self, tenant: Tenant, cost: float) -> None:
+        """Counts work that was done for a tenant, answered or trained."""
+        line = self._line(tenant)
+        line.counter = self._bounded(line.counter + cost / line.tenant.weight)
+
+    def _line(self, tenant: Tenant) -> _Line:
+        line = self._lines.setdefault(tenant.id, _Line(tenant))
+        line.tenant = tenant
+        return line
+
+    def _floor(self) -> float:
+        """The lowest counter of those who want something; where nobody does, of the last who did."""
+        return min((line.counter for line in self._lines.values() if line.is_active), default=self._left)
+
+    def _bounded(self, counter: float) -> float:
+        return min(counter, self._floor() + HORIZON)
+
+    def _admit(self) -> None:
+        while (line := self._next()) is not None:
+            _, _, ticket = heappop(line.waiting)
+            ticket.is_in = True
+            line.inside += 1
+            self.waiting -= 1
+            self.inside += 1
+            self.charge(line.tenant, ticket.prompt_cost)
+            if (
+                not ticket.entered.done()
+            ):  # whoever waited may just have been cancelled, and is about to leave
+                ticket.entered.set_result(None)
+
+    def _next(self) -> _Line | None:
+        free = self._running + self._spare - self.inside
+        reserve = self._reserve if len(self._lines) > 1 else 0
+        entitled = [
+            line
+            for line in self._lines.values()
+            if line.waiting and (free > reserve or (free > 0 and line.inside == 0))
+        ]
+        return min(entitled, key=lambda line: line.counter, default=None)
+
+    def _note_end(self) -> None:
+        now = self._clock()
+        self._pause += _MEMORY * (now - self._ended - self._pause)
+        self._ended = now
+
+    def _full(self) -> ApiError:
+        wait = min(max(math.ceil(self.waiting * self._pause), 1), _LONGEST_WAIT)
+        message = "Too many requests are waiting; please try again later."
+        return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(wait)})

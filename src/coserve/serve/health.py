@@ -1,0 +1,77 @@
+"""`/health`, `/health/ready` and `/metrics`: for those who watch. No key is needed."""
+
+from typing import Literal
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel
+
+from coserve.errors import EngineLost
+from coserve.metrics import CONTENT_TYPE
+from coserve.serve.errors import ApiError, error_responses
+from coserve.serve.state import Shared, State
+
+router = APIRouter(tags=["Health"])
+
+
+class Health(BaseModel):
+    """How the server is. `engine` is `away` from its death to its successor's start."""
+
+    status: Literal["ok", "draining"]
+    engine: Literal["ready", "away"]
+    model: str
+
+
+@router.get("/health", summary="Whether the server answers at all")
+async def health(state: Shared) -> Health:
+    """Always 200: an engine that is away comes back, and requests wait for it."""
+    return _health(state)
+
+
+@router.get("/health/ready", responses=error_responses(), summary="Whether to send requests here")
+async def ready(state: Shared) -> Health:
+    """503 while there is no engine, or no more new work."""
+    if state.draining:
+        raise ApiError(503, "The server is shutting down.", code="draining")
+    if not state.link.ready:
+        raise EngineLost("the engine is not there; it may still be starting")
+    return _health(state)
+
+
+@router.get("/metrics", summary="Figures for Prometheus", response_class=Response,
+            responses={200: {"content": {"text/plain": {}}}})  # fmt: skip
+async def metrics(state: Shared) -> Response:
+    """vLLM's names and units under `coserve_`; `finetune_` and `slo_` for what vLLM does not do."""
+    _gauge(state)
+    await state.watch.count_jobs()
+    return Response(state.metrics.render(), media_type=CONTENT_TYPE)
+
+
+def _health(state: State) -> Health:
+    return Health(
+        status="draining" if state.draining else "ok",
+        engine="ready" if state.link.ready else "away",
+        model=state.catalog.base.name,
+    )
+
+
+def _gauge(state: State) -> None:
+    """What is true now, rather than counted as it happens."""
+    metrics, stats = state.metrics, state.link.stats
+    metrics.num_requests_running.set(state.queue.inside)
+    metrics.num_requests_waiting.set(state.queue.waiting)
+    metrics.engine_up.set(state.link.ready)
+    metrics.engine_connections.set(state.link.connections)
+    if state.link.hello is not None:
+        metrics.engine_load_seconds.set(state.link.hello.load_seconds)
+    if stats is None:
+        return
+    ended = stats.slo_met + stats.slo_missed
+    metrics.slo_attainment.set(stats.slo_met / ended if ended else 1.0)
+    metrics.slo_met.set(stats.slo_met)
+    metrics.slo_missed.set(stats.slo_missed)
+    metrics.cost_model_error.set(stats.cost_error)
+    metrics.cost_model_margin.set(stats.cost_margin)
+    metrics.kv_cache_usage.set(1.0 - stats.free_pages / stats.pages if stats.pages else 0.0)
+    metrics.engine_steps.set(stats.steps)
+    metrics.engine_fused_steps.set(stats.fused_steps)
+    metrics.num_preemptions.set(stats.preemptions)

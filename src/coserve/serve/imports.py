@@ -1,0 +1,100 @@
+"""Foreign adapters into the state folder: two files, of two kinds, and nothing else is ever opened."""
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from coserve.errors import AdapterError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MOST_CONFIG_BYTES = 2**20
+_PIECE = 2**20
+
+
+def folder_below(root: Path, path: str) -> Path:
+    """The real folder that `path` means, seen from `root`.
+
+    Raises AdapterError in the same words whether the folder does not exist or lies elsewhere: what is outside
+    of the root is nobody's business.
+    """
+    outside = AdapterError(f"no adapter at {path!r} below the server's adapter root")
+    if "\x00" in path:
+        raise outside
+    try:
+        real, top = (root / path).resolve(strict=True), root.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise outside from error
+    if not real.is_relative_to(top) or not real.is_dir():
+        raise outside
+    return real
+
+
+def copy_adapter(source: Path, target: Path, most_bytes: int) -> None:
+    """Copies an adapter's folder, for good or not at all. Raises AdapterError.
+
+    `target` must not exist; `most_bytes` is the limit for the weights.
+    """
+    partial = target.with_name(f".{target.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _copy_file(source / CONFIG, partial / CONFIG, _MOST_CONFIG_BYTES)
+        _check_json(partial / CONFIG)
+        _copy_file(source / WEIGHTS, partial / WEIGHTS, most_bytes)
+        _sync(partial)
+        partial.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 of an adapter's two files. Raises AdapterError where one is missing."""
+    found = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS):
+        try:
+            with (folder / name).open("rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise AdapterError(f"{folder / name}: {error.strerror}") from error
+    return found.hexdigest()
+
+
+def _copy_file(source: Path, target: Path, most: int) -> None:
+    """Follows no link: between the check of the folder and now somebody might have laid one."""
+    try:
+        opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise AdapterError(f"{source.name} cannot be read: {error.strerror}") from error
+    with os.fdopen(opened, "rb") as read, target.open("xb") as write:
+        if not stat.S_ISREG(os.fstat(read.fileno()).st_mode):
+            raise AdapterError(f"{source.name} is not a file")
+        left = most
+        while piece := read.read(_PIECE):
+            left -= len(piece)
+            if left < 0:
+                raise AdapterError(f"{source.name} is larger than {most} bytes")
+            write.write(piece)
+        write.flush()
+        os.fsync(write.fileno())
+
+
+def _check_json(path: Path) -> None:
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{CONFIG} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{CONFIG} does not hold an object")
+
+
+def _sync(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,34 @@
+"""API keys: 256 random bits that are shown once. Only their SHA-256 is kept.
+
+A key is looked up by its prefix, which is no secret, and then compared in a time that does not depend on
+where it differs. Keys are random, so a plain hash is enough: there is nothing to guess.
+"""
+
+import hashlib
+import hmac
+import secrets
+from typing import Final
+
+MARK: Final = "sk-coserve-"
+_BYTES: Final = 32
+_SHOWN: Final = 6  # characters after the mark: 36 bits that tell keys apart in a list
+
+
+def draw() -> str:
+    """A new secret."""
+    return MARK + secrets.token_urlsafe(_BYTES)
+
+
+def prefix_of(secret: str) -> str:
+    """What of a key may be shown."""
+    return secret[: len(MARK) + _SHOWN]
+
+
+def digest_of(secret: str) -> bytes:
+    """What of a key is kept."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def matches(secret: str, digest: bytes) -> bool:
+    """Whether `digest` was made from this secret."""
+    return hmac.compare_digest(digest_of(secret), digest)

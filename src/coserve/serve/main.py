@@ -1,0 +1,91 @@
+"""The API's process, as the supervisor starts it: `python -m coserve.serve.main`.
+
+Its first line in is an `ApiStart`; its lines out are `Status`. SIGTERM drains: no new work, running answers
+get `drain_seconds`, jobs write checkpoints and their news is written down. Exit status 0 after that.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from coserve.errors import CoserveError
+from coserve.serve.app import create_app
+from coserve.serve.compose import build_state
+from coserve.serve.listener import Listener, fastest_loop
+from coserve.serve.settings import ApiStart
+from coserve.serve.state import State
+from coserve.wire.child import Supervised
+from coserve.wire.control import Status
+from coserve.wire.messages import Drain
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_SECONDS = (
+    45.0  # for the engine to write checkpoints once all answers have ended; then it ends anyway
+)
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+Say = Callable[[Status], None]
+
+
+async def serve(start: ApiStart, say: Say) -> None:
+    """Serves until SIGTERM or SIGINT, and returns when everything is in order."""
+    began = time.monotonic()
+    settings = start.settings
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with build_state(settings, settings.socket) as state:
+        listener = Listener(create_app(state), socket.socket(fileno=start.listen_fd))
+        serving = asyncio.create_task(listener.run())
+        await listener.started()
+        say(Status("ready", listener.url, time.monotonic() - began))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not serving.done():
+            say(Status("draining"))
+            await drain(state)
+            listener.stop()
+        await serving
+
+
+async def drain(state: State) -> None:
+    """No new work; waits for answers, then for the engine's jobs to be on disk and in the database."""
+    state.draining = True
+    state.foreman.drain()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(state.settings.drain_seconds):
+            while state.queue.inside or state.queue.waiting:
+                await asyncio.sleep(0.02)
+    try:
+        async with asyncio.timeout(CHECKPOINT_SECONDS):
+            await state.link.wait_ready()
+            state.link.send(Drain())
+            await state.link.drained.wait()
+            await state.link.settled()
+    except TimeoutError:
+        log.warning("the engine did not say in time that its jobs are on disk")
+
+
+def main() -> None:
+    """Runs the process; deliberate errors become a `failed` status and exit status 1."""
+    pipes = Supervised()
+    try:
+        start = pipes.start_line(ApiStart)
+        logging.basicConfig(level=start.settings.log_level.upper(), format=_FORMAT, stream=sys.stderr)
+        pipes.end_with_supervisor()
+        with asyncio.Runner(loop_factory=fastest_loop()) as runner:
+            runner.run(serve(start, pipes.say))
+    except CoserveError as error:
+        pipes.say(Status("failed", str(error), kind=type(error).__name__))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What a request costs, and what is more than one request may ask for: all limits on answers are here.
+
+The unit is one prompt token through the model. A generated token counts twice, for it takes a step of its
+own; what comes beside tokens (log-probabilities, a grammar's masks, biases) counts in proportion to the work
+it makes. The price is an upper bound, known before the request may queue; fair shares are charged with what
+was really done.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coserve.serve.errors import ApiError
+
+PROMPT_TOKEN = 1.0
+ANSWER_TOKEN = 2.0
+ALTERNATIVE = 0.01  # each likely token reported beside one that was chosen or scored
+MASKED_TOKEN = 0.5  # a step of an answer that a grammar holds to its rules
+GRAMMAR_BYTE = 0.02  # compiling
+BIAS = 0.1
+
+MOST_COST = 4_000_000.0
+MOST_PROMPTS = 128
+MOST_MESSAGES = 2048
+MOST_STOPS = 16
+LONGEST_STOP = 256  # characters
+MOST_BIASES = 1024
+MOST_ALTERNATIVES = 20
+MOST_GRAMMAR_BYTES = 64 * 1024
+MOST_HEADER_BYTES = 32 * 1024
+MOST_BODY_BYTES = 8 * 2**20  # of everything but uploads
+MOST_CHARACTERS = (
+    128  # of a token; a prompt with more for each of the model's positions is not even tokenized
+)
+LONGEST_NAME = 256  # characters, of a model
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this server and its engine can do at most."""
+
+    positions: int  # tokens of one sequence
+    cache_tokens: int  # tokens of all running sequences
+    choices: int  # of one prompt
+    sequences: int  # of one request: its prompts times its choices
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What of a request decides its price; `max_tokens` is None where it leaves that to the model."""
+
+    prompts: Sequence[int]  # tokens in each
+    choices: int = 1
+    max_tokens: int | None = None
+    max_tokens_name: str = "max_tokens"
+    alternatives: int = 0
+    scores_prompt: bool = False
+    stops: Sequence[str] = ()
+    biases: int = 0
+    grammar_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """`total` for the whole request; `max_tokens` that each of its answers may have, by prompt."""
+
+    total: float
+    max_tokens: tuple[int, ...]
+
+
+def price(ask: Ask, limits: Limits) -> Price:
+    """Raises ApiError 400, naming the parameter, for what is out of bounds."""
+    _check_counts(ask, limits)
+    most = tuple(_most_tokens(length, ask, limits) for length in ask.prompts)
+    each = (_sequence_cost(length, tokens, ask) for length, tokens in zip(ask.prompts, most, strict=True))
+    total = ask.choices * (sum(each) + BIAS * ask.biases) + GRAMMAR_BYTE * ask.grammar_bytes
+    if total > MOST_COST:
+        message = (
+            f"The request would cost {total:.0f} tokens' work and one may cost {MOST_COST:.0f}; split it."
+        )
+        raise ApiError(400, message, code="request_too_large")
+    return Price(total, most)
+
+
+def _sequence_cost(length: int, tokens: int, ask: Ask) -> float:
+    reported = 1.0 + ALTERNATIVE * ask.alternatives
+    prompt = length * PROMPT_TOKEN * (reported if ask.scores_prompt else 1.0)
+    answer = tokens * (ANSWER_TOKEN * reported + (MASKED_TOKEN if ask.grammar_bytes else 0.0))
+    return prompt + answer
+
+
+def _check_counts(ask: Ask, limits: Limits) -> None:
+    sequences = len(ask.prompts) * ask.choices
+    _at_most("prompt", "prompts", len(ask.prompts), MOST_PROMPTS)
+    _at_most("n", "choices", ask.choices, limits.choices)
+    _at_most("n", "choices of all prompts", sequences, limits.sequences)
+    _at_most("logprobs", "alternatives", ask.alternatives, MOST_ALTERNATIVES)
+    _at_most("stop", "stop strings", len(ask.stops), MOST_STOPS)
+    _at_most("stop", "characters in a stop string", max(map(len, ask.stops), default=0), LONGEST_STOP)
+    _at_most("logit_bias", "biases", ask.biases, MOST_BIASES)
+    _at_most("response_format", "bytes of schema", ask.grammar_bytes, MOST_GRAMMAR_BYTES)
+
+
+def _at_most(param: str, what: str, given: int, most: int) -> None:
+    if given > most:
+        message = f"Invalid value for '{param}': {given} {what}; at most {most} are allowed."
+        raise ApiError(400, message, param=param, code="invalid_value")
+
+
+def _most_tokens(length: int, ask: Ask, limits: Limits) -> int:
+    """How long an answer to a prompt of `length` tokens may be: as asked for, or what room there is."""
+    most = min(limits.positions, limits.cache_tokens)
+    room = most - length
+    wanted = max(ask.max_tokens if ask.max_tokens is not None else 1, 0 if ask.scores_prompt else 1)
+    if wanted > room:
+        asked = f" and {ask.max_tokens} of {ask.max_tokens_name}" if ask.max_tokens is not None else ""
+        message = f"This model takes {most} tokens at most; the prompt has {length}{asked}. Shorten either."
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+    return wanted if ask.max_tokens is not None else room

@@ -1,0 +1,84 @@
+"""From what was asked for to what the engine is told: "auto" filled in, every field in its place."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coserve.serve.errors import ApiError
+from coserve.serve.schema.jobs import Hyperparameters, JobRequest, Optimizer, Peft
+
+LEARNING_RATE: Final = 2e-4  # what a multiplier of 1 means
+_EPOCHS: Final = 3
+_FEWEST, _MOST = 100, 25_000  # examples that should pass in all, repeated ones counted each time
+_MOST_EPOCHS: Final = 25
+_STEPS: Final = 100  # optimizer steps there should at least be
+_LARGEST_BATCH: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """`hyperparameters` as OpenAI shows them; `options` go into TrainingConfig, `lora` into LoRAConfig."""
+
+    hyperparameters: dict[str, Any]
+    options: dict[str, Any]
+    lora: dict[str, Any]
+
+
+def recipe_of(asked: JobRequest, examples: int, seed: int, continues: bool) -> Recipe:
+    """The recipe for a file with this many examples; `continues` says that an adapter is trained further.
+
+    What "auto" chooses:
+
+    - `n_epochs`: 3, but up to 25 where that makes fewer than 100 examples pass, and less (at least 1) where
+      it makes more than 25,000. This is OpenAI's published rule.
+    - `batch_size`: the largest power of two, up to 32, that leaves at least 100 optimizer steps.
+    - `learning_rate_multiplier`: 1, which is a rate of 2e-4.
+
+    Raises ApiError 400 where two fields contradict each other.
+    """
+    wanted, optimizer = _hyperparameters(asked), asked.optimizer or Optimizer()
+    if continues and asked.peft is not None:
+        message = "An adapter that is trained further keeps its shape: 'peft' is for new ones."
+        raise ApiError(400, message, param="peft", code="invalid_value")
+    epochs = auto_epochs(examples) if wanted.n_epochs == "auto" else wanted.n_epochs
+    batch = auto_batch_size(examples, epochs) if wanted.batch_size == "auto" else wanted.batch_size
+    rate, multiplier = _rate(wanted, optimizer)
+    options = optimizer.model_dump(exclude={"learning_rate"})
+    options |= {"epochs": epochs, "batch_size": batch, "learning_rate": rate, "seed": seed}
+    shown = {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": multiplier}
+    return Recipe(shown, options, {} if continues else (asked.peft or Peft()).options)
+
+
+def auto_epochs(examples: int) -> int:
+    """How often to go through a file of this many examples."""
+    if examples * _EPOCHS < _FEWEST:
+        return min(_MOST_EPOCHS, -(-_FEWEST // examples))
+    if examples * _EPOCHS > _MOST:
+        return max(1, _MOST // examples)
+    return _EPOCHS
+
+
+def auto_batch_size(examples: int, epochs: int) -> int:
+    """How many examples make one optimizer step."""
+    most = min(_LARGEST_BATCH, examples * epochs // _STEPS)
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def _hyperparameters(asked: JobRequest) -> Hyperparameters:
+    supervised = asked.method.supervised if asked.method else None
+    inner = supervised.hyperparameters if supervised else None
+    if inner is not None and asked.hyperparameters is not None:
+        message = "Give hyperparameters either at the top or in 'method', not in both."
+        raise ApiError(400, message, param="hyperparameters", code="invalid_value")
+    return inner or asked.hyperparameters or Hyperparameters()
+
+
+def _rate(wanted: Hyperparameters, optimizer: Optimizer) -> tuple[float, float]:
+    """The learning rate, and which multiplier that is."""
+    multiplier = wanted.learning_rate_multiplier
+    if optimizer.learning_rate is None:
+        multiplier = 1.0 if multiplier == "auto" else multiplier
+        return LEARNING_RATE * multiplier, multiplier
+    if multiplier != "auto":
+        message = "Give either 'learning_rate_multiplier' or optimizer.learning_rate, not both."
+        raise ApiError(400, message, param="optimizer.learning_rate", code="invalid_value")
+    return optimizer.learning_rate, optimizer.learning_rate / LEARNING_RATE

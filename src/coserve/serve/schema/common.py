@@ -1,0 +1,96 @@
+"""What chats and plain completions share."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from coserve.serve.price import LONGEST_NAME, LONGEST_STOP, MOST_ALTERNATIVES, MOST_BIASES, MOST_STOPS
+
+MOST_TOKEN_ID = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]
+StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+FinishName = Literal["stop", "length"]
+Tier = Literal["default", "flex", "priority"]
+
+
+class Asked(BaseModel):
+    """Base of what clients send: unknown fields are an error, and a number is not a string."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Asked):
+    """What a stream tells beside its text."""
+
+    include_usage: bool | None = Field(None, description="One more chunk at the end tells the usage.")
+    include_obfuscation: bool | None = Field(None, description="Accepted; chunks are never padded.")
+
+
+class Generation(Asked):
+    """Fields of both kinds of request. The last eight are vLLM's; OpenAI does not have them."""
+
+    model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias] | None = Field(
+        None, max_length=MOST_BIASES, description="What is added to the logits of tokens, by token id."
+    )
+    n: int | None = Field(None, ge=1, description="How many answers to each prompt.")
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="The same seed, the same answer.")
+    stop: StopString | list[StopString] | None = Field(
+        None, description=f"Up to {MOST_STOPS} texts that end the answer and are not part of it."
+    )
+    stream: bool | None = Field(None, description="Whether to send the answer piece by piece.")
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; 1 unless given.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    user: str | None = Field(None, max_length=4096, description="Accepted, not used.")
+    service_tier: Literal["auto", "default", "flex", "priority", "fast"] | None = Field(
+        None,
+        description="How soon: `priority` before `default` before `flex`, whose answers may be put off.",
+    )
+    top_k: int | None = Field(None, ge=-1, description="Keeps the likeliest k tokens; 0 and -1 keep all.")
+    min_p: float | None = Field(None, ge=0, lt=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int | None = Field(None, ge=0, description="No end before this many tokens.")
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST_STOPS)
+    return_token_ids: bool | None = Field(None, description="Tells the token ids of prompt and answer.")
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> "Generation":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def tier(self) -> Tier:
+        """The service tier that this asks for, by our three names."""
+        match self.service_tier:
+            case "priority" | "fast":
+                return "priority"
+            case "flex":
+                return "flex"
+        return "default"
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class Usage(BaseModel):
+    """Tokens that were read and written, over all answers of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+JsonObject = dict[str, Any]

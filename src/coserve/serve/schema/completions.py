@@ -1,0 +1,82 @@
+"""`/v1/completions`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from coserve.serve.price import MOST_PROMPTS
+from coserve.serve.schema.common import Alternatives, FinishName, Generation, Tier, TokenId, Usage
+from coserve.serve.schema.unsupported import without_unsupported_completion
+
+DEFAULT_MAX_TOKENS = 16
+_HELLO: Any = {"model": "coserve-tiny", "prompt": "Once upon a time", "max_tokens": 16}
+TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(Generation):
+    """Text, or token ids, to be continued; or several of either."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_HELLO]})
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | TokenPrompt
+        | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    echo: bool | None = Field(None, description="The prompt comes back before the answer.")
+    logprobs: Alternatives | None = Field(None, description="Of how many of the likeliest tokens.")
+    max_tokens: int | None = Field(
+        None, ge=0, description=f"{DEFAULT_MAX_TOKENS} unless given; 0 only with echo, to score a prompt."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        return without_unsupported_completion(body)
+
+    @model_validator(mode="after")
+    def _nothing_needs_echo(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens may be 0 only with echo")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or more prompts, all of one kind."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class CompletionLogprobs(BaseModel):
+    """Lists with one entry for each token; the first token of a text has no probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishName | None = Field(description="Null in all chunks of a stream but the last.")
+    token_ids: list[int] | None = Field(None, description="With return_token_ids.")
+    prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
+
+
+class Completion(BaseModel):
+    """Answers, or in a stream pieces of them."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    service_tier: Tier
+    system_fingerprint: str

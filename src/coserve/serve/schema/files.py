@@ -1,0 +1,57 @@
+"""`/v1/files`."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+Purpose = Literal["fine-tune", "fine-tune-results"]
+
+
+class FileObject(BaseModel):
+    """A file of the caller's."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"] = Field(
+        default="processed", description="Files are checked while they come in."
+    )
+    status_details: str | None = None
+    expires_at: int | None = None
+
+
+class FileList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+# What FastAPI would say of a form, if it parsed this one.
+UPLOAD: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": ["fine-tune"]},
+                    },
+                }
+            }
+        },
+    }
+}

@@ -1,0 +1,243 @@
+"""`/v1/fine_tuning/jobs`."""
+
+from difflib import get_close_matches
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+
+from coserve.serve.errors import ApiError
+from coserve.serve.price import LONGEST_NAME
+from coserve.serve.schema.common import Asked
+
+MOST_SEED: Final = 2**31 - 1
+LONGEST_ID: Final = 64
+_TRAIN: Any = {
+    "model": "coserve-tiny",
+    "training_file": "file-abc123",
+    "suffix": "my-first",
+    "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 3}}},
+    "peft": {"r": 16},
+}
+
+FileId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
+Target = Annotated[str, Field(min_length=1, max_length=256)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Auto = Literal["auto"]
+
+
+class Named(Asked):
+    """Base of what has many fields: an unknown one is named together with the nearest that exists."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suggest(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            known = cls._names()
+            for name in value:
+                if name not in known:
+                    raise _unknown(str(name), known)
+        return value
+
+    @classmethod
+    def _names(cls) -> list[str]:
+        """All names that fields may be given by."""
+        names = []
+        for name, field in cls.model_fields.items():
+            alias = field.validation_alias
+            names += [str(a) for a in alias.choices] if isinstance(alias, AliasChoices) else [name]
+        return names
+
+
+class Hyperparameters(Named):
+    """OpenAI's three; "auto" follows the number of examples."""
+
+    n_epochs: Auto | Annotated[int, Field(ge=1, le=100)] = "auto"
+    batch_size: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1000)] = "auto"
+
+
+class Supervised(Named):
+    hyperparameters: Hyperparameters | None = None
+
+
+class Method(Asked):
+    """How to train; only `supervised` is there."""
+
+    type: Literal["supervised"]
+    supervised: Supervised | None = None
+
+
+class Peft(Named):
+    """The adapter, in PEFT's words or in ours."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    peft_type: Literal["LORA"] = "LORA"
+    r: int = Field(default=8, ge=1, le=512, validation_alias=AliasChoices("r", "rank"), description="Rank.")
+    lora_alpha: float = Field(
+        default=16.0, gt=0, le=1e6, validation_alias=AliasChoices("lora_alpha", "alpha")
+    )
+    lora_dropout: Share = Field(default=0.0, validation_alias=AliasChoices("lora_dropout", "dropout"))
+    target_modules: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1, max_length=256)] = (
+        Field(
+            default="all-linear",
+            validation_alias=AliasChoices("target_modules", "targets"),
+            description="Names or path endings of linears.",
+        )
+    )
+    use_rslora: bool = Field(default=False, validation_alias=AliasChoices("use_rslora", "rslora"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As the engine's LoRAConfig has it."""
+        targets = [] if self.target_modules == "all-linear" else list(self.target_modules)
+        return {
+            "rank": self.r,
+            "alpha": self.lora_alpha,
+            "dropout": self.lora_dropout,
+            "targets": targets,
+            "rslora": self.use_rslora,
+        }
+
+
+class Optimizer(Named):
+    """AdamW, its learning rate over time, and what examples are made of."""
+
+    learning_rate: float | None = Field(default=None, gt=0, le=1, description="Instead of a multiplier.")
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
+    warmup_ratio: float = Field(default=0.03, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
+    epsilon: float = Field(default=1e-8, gt=0, le=1)
+    max_grad_norm: float | None = Field(default=1.0, gt=0, le=1e9, description="null does not clip.")
+    max_steps: int | None = Field(default=None, ge=1, le=10_000_000, description="Ends before n_epochs do.")
+    max_length: int | None = Field(
+        default=None, ge=2, le=10_000_000, description="Tokens an example is cut to."
+    )
+    loss_on: Literal["assistant", "all"] = "assistant"
+
+
+class JobRequest(Named):
+    """A fine-tuning job. `peft` and `optimizer` are this server's own."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_TRAIN]})
+
+    model: str = Field(
+        min_length=1, max_length=LONGEST_NAME, description="The base, or an adapter to go on from."
+    )
+    training_file: FileId
+    validation_file: FileId | None = None
+    suffix: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Part of the name."
+    )
+    seed: int | None = Field(default=None, ge=0, le=MOST_SEED)
+    hyperparameters: Hyperparameters | None = Field(
+        default=None, description="OpenAI's older place for them."
+    )
+    method: Method | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    integrations: Annotated[list[Any], Field(max_length=0, description="None is there.")] | None = None
+    peft: Peft | None = None
+    optimizer: Optimizer | None = None
+
+
+class JobError(BaseModel):
+    code: str
+    message: str
+    param: str | None
+
+
+class HyperparametersUsed(BaseModel):
+    n_epochs: int
+    batch_size: int
+    learning_rate_multiplier: float
+
+
+class SupervisedUsed(BaseModel):
+    hyperparameters: HyperparametersUsed
+
+
+class MethodUsed(BaseModel):
+    type: Literal["supervised"] = "supervised"
+    supervised: SupervisedUsed
+
+
+class JobObject(BaseModel):
+    """A fine-tuning job, with every "auto" replaced by what was chosen."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    model: str
+    status: Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None
+    fine_tuned_model: str | None
+    organization_id: str
+    training_file: str
+    validation_file: str | None
+    result_files: list[str]
+    hyperparameters: HyperparametersUsed
+    method: MethodUsed
+    seed: int
+    trained_tokens: int | None
+    error: JobError | None
+    metadata: dict[str, str] | None
+    integrations: list[Any] = []
+    user_provided_suffix: str | None
+    peft: dict[str, Any] | None = Field(description="As asked for.")
+    optimizer: dict[str, Any] | None = Field(description="As asked for.")
+
+
+class JobList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[JobObject]
+    has_more: bool
+
+
+class EventObject(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    type: Literal["message", "metrics"]
+    data: dict[str, Any] | None
+
+
+class EventList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[EventObject]
+    has_more: bool
+
+
+class CheckpointObject(BaseModel):
+    """An adapter as it was after some step; its name can stand where requests have a `model`."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    metrics: dict[str, Any]
+    step_number: int
+
+
+class CheckpointList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[CheckpointObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def _unknown(name: str, known: list[str]) -> ApiError:
+    near = get_close_matches(name, known, 1)
+    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
+    return ApiError(400, f"Unknown parameter: '{name}'; {hint}", param=name, code="unknown_parameter")

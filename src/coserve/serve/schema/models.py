@@ -1,0 +1,53 @@
+"""`/v1/models`, and vLLM's endpoints for adapters."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, StringConstraints
+
+from coserve.serve.price import LONGEST_NAME
+from coserve.serve.schema.common import Asked
+
+
+class ModelCard(BaseModel):
+    """Something that can stand where requests have a `model`."""
+
+    id: str = Field(examples=["coserve-tiny"])
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str = Field(description="The base model.")
+    parent: str | None = Field(description="The model that an adapter was trained from; null for the base.")
+    max_model_len: int | None = Field(None, description="Most tokens of prompt and answer together.")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ModelDeleted(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: bool = True
+
+
+# Printable, and no space at either end.
+AdapterName = Annotated[
+    str,
+    StringConstraints(
+        min_length=1,
+        max_length=LONGEST_NAME,
+        pattern=r"^[^\x00-\x20\x7f]([^\x00-\x1f\x7f]*[^\x00-\x20\x7f])?$",
+    ),
+]
+
+
+class LoadAdapterRequest(Asked):
+    """An adapter in PEFT's format, in a folder below the server's adapter root."""
+
+    lora_name: AdapterName
+    lora_path: str = Field(min_length=1, max_length=4096, description="Absolute, or relative to the root.")
+
+
+class UnloadAdapterRequest(Asked):
+    lora_name: str = Field(min_length=1, max_length=LONGEST_NAME)

@@ -1,0 +1,69 @@
+"""Parameters that OpenAI's API has and this server has not: refused by name, never silently ignored."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from coserve.serve.errors import ApiError
+
+# The values that ask for nothing, and may therefore stand there; null is one for all.
+_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+}
+_COMPLETIONS: Final[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
+_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
+    "tool_calls": ([],),
+    "function_call": (),
+    "tool_call_id": (),
+    "audio": (),
+    "refusal": (),
+}
+
+
+def without_unsupported_chat(body: Any) -> Any:
+    """The body without parameters that ask for nothing; ApiError 400 for one that asks for something."""
+    return _without(body, _CHAT)
+
+
+def without_unsupported_completion(body: Any) -> Any:
+    """As for chats. `best_of` may also be what `n` is: then there is nothing to choose from."""
+    if isinstance(body, dict) and body.get("best_of") is not None and body["best_of"] == body.get("n", 1):
+        body = {name: value for name, value in body.items() if name != "best_of"}
+    return _without(body, _COMPLETIONS)
+
+
+def without_unsupported_message(message: Any) -> Any:
+    """As for chats, for one message."""
+    if isinstance(message, dict) and message.get("role") in ("tool", "function"):
+        raise _refusal("tools", "messages")
+    return _without(message, _MESSAGE, "messages")
+
+
+def refuse_part(kind: str) -> None:
+    """Raises for content that is not text."""
+    raise ApiError(
+        400, f"Content of type '{kind}' is not supported by this server; only text is.",
+        param="messages", code="unsupported_parameter",
+    )  # fmt: skip
+
+
+def _without(body: Any, table: Mapping[str, tuple[Any, ...]], param: str | None = None) -> Any:
+    if not isinstance(body, dict):
+        return body
+    for name, idle in table.items():
+        if name in body and body[name] is not None and body[name] not in idle:
+            raise _refusal(name, param or name)
+    return {name: value for name, value in body.items() if name not in table}
+
+
+def _refusal(name: str, param: str) -> ApiError:
+    message = f"Unsupported parameter: '{name}' is not supported by this server."
+    return ApiError(400, message, param=param, code="unsupported_parameter")

@@ -1,0 +1,147 @@
+"""Settings of a server. Frozen, and plain enough to travel to its processes as one line of JSON."""
+
+import hashlib
+import ipaddress
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from coserve.config import EngineConfig
+from coserve.core.request import SLO
+from coserve.errors import ConfigError
+
+LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
+LOG_LEVELS = ("debug", "info", "warning", "error")
+TIERS = ("priority", "default", "flex")
+DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
+    {
+        "priority": SLO(first_token=0.5, between_tokens=0.1),
+        "default": SLO(first_token=2.0, between_tokens=0.25),
+        "flex": SLO(deferral=60.0),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """One server: what it serves, where, to whom, and how much at once.
+
+    `adapters` are PEFT folders by the name they are served under from the start. `slo` holds all three
+    service tiers; what a given mapping leaves out keeps its default. Raises ConfigError, which names the key.
+    """
+
+    model: str  # folder or hub name
+    state: Path  # folder of everything that must outlive the server
+    name: str = ""  # what clients call the base; empty: the model's hub name, or its folder's
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 takes a free one
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    adapter_root: Path | None = None  # /v1/load_lora_adapter reads below it only; None: not at all
+    require_keys: bool = False  # on loopback too; elsewhere keys are needed in any case
+    allow_insecure: bool = False  # serve without any key on an address that others reach
+    max_queue: int = 1024  # requests waiting, of all tenants; more are answered 429
+    max_queue_tenant: int = 256  # requests waiting, of one tenant
+    max_jobs: int = 4  # jobs that train at once; more wait
+    max_file_bytes: int = 512 * 2**20  # largest upload
+    max_n: int = 16  # most choices of one request
+    drain_seconds: float = 30.0  # what running answers get to finish when the server is told to stop
+    checkpoint_steps: int = 50  # optimizer steps between two checkpoints of a job
+    slo: Mapping[str, SLO] = field(default_factory=dict)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    standby: bool = True  # an imported engine waits: a restart is seconds faster, for some 300 MB
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model must be a folder or a hub name, not empty")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
+        for name in (
+            "max_queue",
+            "max_queue_tenant",
+            "max_jobs",
+            "max_file_bytes",
+            "max_n",
+            "checkpoint_steps",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.drain_seconds < float("inf"):
+            raise ConfigError(f"drain_seconds must be a number of seconds >= 0, not {self.drain_seconds}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level must be {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        for adapter in self.adapters:
+            if not adapter or adapter != adapter.strip():
+                raise ConfigError(
+                    f"adapters has the name {adapter!r}: it may not be empty or edged by spaces"
+                )
+        if unknown := set(self.slo) - set(TIERS):
+            raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
+        object.__setattr__(self, "slo", {**DEFAULT_SLO, **self.slo})
+
+    @property
+    def base_name(self) -> str:
+        """What clients call the base model."""
+        return self.name or (Path(self.model).resolve().name if Path(self.model).exists() else self.model)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:  # a host name: it may mean anything
+            return False
+
+    @property
+    def database(self) -> Path:
+        return self.state / "coserve.db"
+
+    @property
+    def files(self) -> Path:
+        return self.state / "files"
+
+    @property
+    def jobs(self) -> Path:
+        return self.state / "jobs"
+
+    @property
+    def adapter_folders(self) -> Path:
+        return self.state / "adapters"
+
+    @property
+    def logs(self) -> Path:
+        return self.state / "log"
+
+    @property
+    def calibration(self) -> Path:
+        """Where engines remember what steps cost on this machine."""
+        return self.state / "calibration.json"
+
+    @property
+    def socket(self) -> Path:
+        """Where the engine listens: in the state folder, or in a short one of this user's own if that path
+        is longer than a socket's may be."""
+        path = self.state.absolute() / "engine.sock"
+        if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
+            return path
+        short = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+        runtime = os.environ.get("XDG_RUNTIME_DIR")
+        folder = Path(runtime) if runtime else Path(tempfile.gettempdir(), f"coserve-{os.getuid()}")
+        return folder / f"coserve-{short}.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiStart:
+    """What the API's process is started with: the settings, and an inherited socket that listens already.
+
+    The supervisor owns the socket, so connections wait while the API starts again, and the port stays.
+    """
+
+    settings: ServerSettings
+    listen_fd: int

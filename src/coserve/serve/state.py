@@ -1,0 +1,49 @@
+"""What the routes share: one object, made when the server starts."""
+
+from dataclasses import dataclass, field
+from time import time
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Depends, Request
+
+from coserve.metrics import Metrics
+from coserve.serve.catalog import Catalog
+from coserve.serve.fair import FairQueue
+from coserve.serve.watch import TrainingWatch
+
+if TYPE_CHECKING:
+    from coserve.serve.foreman import Foreman
+    from coserve.serve.link import EngineLink
+    from coserve.serve.settings import ServerSettings
+    from coserve.serve.store.store import Store
+    from coserve.text import Text
+
+
+@dataclass
+class State:
+    """The parts of a running server. Lies in `app.state.coserve`."""
+
+    settings: "ServerSettings"
+    store: "Store"
+    link: "EngineLink"
+    text: "Text"
+    foreman: "Foreman"
+    metrics: Metrics = field(default_factory=Metrics)
+    queue: FairQueue = field(init=False)
+    catalog: Catalog = field(init=False)
+    watch: TrainingWatch = field(init=False)
+    draining: bool = field(default=False, init=False)  # new work is refused
+
+    def __post_init__(self) -> None:
+        self.queue = FairQueue(self.settings.max_queue, self.settings.max_queue_tenant)
+        self.catalog = Catalog(self.settings.base_name, int(time()), self.store)
+        self.watch = TrainingWatch(self.metrics, self.queue, self.store)
+
+
+def state_of(request: Request) -> State:
+    """FastAPI's dependency for `State`."""
+    found: State = request.app.state.coserve
+    return found
+
+
+Shared = Annotated[State, Depends(state_of)]

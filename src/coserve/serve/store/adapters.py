@@ -1,0 +1,138 @@
+"""Adapters that can be sampled by name: finished ones, imported ones, and checkpoints."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, delete, insert, or_, select
+
+from coserve.errors import ConflictError
+from coserve.serve.store.database import Database
+from coserve.serve.store.records import FINAL, Adapter
+from coserve.serve.store.tables import adapters, checkpoints, jobs
+
+_FIELDS: Final = tuple(field.name for field in fields(Adapter))
+
+
+class AdapterStore:
+    """Names that a tenant may put where OpenAI's API has a model."""
+
+    def __init__(self, database: Database, clock: Callable[[], float], folder: Path) -> None:
+        self._database, self._clock, self._folder = database, clock, folder
+
+    async def list(self, tenant: str) -> tuple[Adapter, ...]:
+        """The tenant's adapters and those that everybody may use, the oldest first; no checkpoints."""
+        found = select(adapters).where(_visible(tenant)).order_by(adapters.c.number)
+
+        def read(connection: Connection) -> tuple[Adapter, ...]:
+            return tuple(self._record(row) for row in connection.execute(found).mappings())
+
+        return await self._database.read(read)
+
+    async def find(self, tenant: str, name: str) -> Adapter | None:
+        """The adapter or checkpoint that this tenant calls `name`; its own come before everybody's."""
+
+        def read(connection: Connection) -> Adapter | None:
+            named = select(adapters).where(_visible(tenant), adapters.c.name == name)
+            return self._first(
+                connection,
+                named.order_by(adapters.c.tenant.is_(None)),
+                _checkpoints().where(jobs.c.tenant == tenant, checkpoints.c.name == name),
+            )
+
+        return await self._database.read(read)
+
+    async def get(self, id: str) -> Adapter | None:
+        """The adapter or checkpoint with this id, whoever owns it."""
+
+        def read(connection: Connection) -> Adapter | None:
+            return self._first(
+                connection,
+                select(adapters).where(adapters.c.id == id),
+                _checkpoints().where(checkpoints.c.id == id),
+            )
+
+        return await self._database.read(read)
+
+    async def add(self, adapter: Adapter) -> bool:
+        """Names an adapter whose folder is on disk; False if this tenant has one of that name."""
+        return await self._database.write(
+            lambda connection: insert_adapter(connection, adapter, self._folder)
+        )
+
+    async def share(self, shared: Sequence[Adapter]) -> None:
+        """Makes these, and no others, the adapters that everybody may use."""
+        ids = [adapter.id for adapter in shared]
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(adapters).where(adapters.c.tenant.is_(None), adapters.c.id.not_in(ids)))
+            for adapter in shared:
+                insert_adapter(connection, adapter, self._folder)
+
+        await self._database.write(write)
+
+    async def remove(self, tenant: str, name: str) -> Adapter | None:
+        """Forgets the tenant's own adapter `name` and says what it was; None if there is none.
+
+        Its folder is the caller's to delete, if it lies in the state folder. Raises ConflictError while a
+        job that began with it is not over.
+        """
+        own = (adapters.c.tenant == tenant) & (adapters.c.name == name)
+
+        def write(connection: Connection) -> Adapter | None:
+            found = self._first(connection, select(adapters).where(own))
+            if found is None:
+                return None
+            begun = jobs.c.start_from == found.id
+            user = connection.execute(select(jobs.c.id).where(begun, jobs.c.status.not_in(FINAL))).scalar()
+            if user is not None:
+                raise ConflictError(f"{name} is where the job {user} begins: wait for its end, or cancel it")
+            connection.execute(delete(adapters).where(own))
+            return found
+
+        return await self._database.write(write)
+
+    def _first(self, connection: Connection, *queries: Select[Any]) -> Adapter | None:
+        """The first row of the first query that has one."""
+        for query in queries:
+            if (row := connection.execute(query).mappings().first()) is not None:
+                return self._record(row)
+        return None
+
+    def _record(self, row: RowMapping) -> Adapter:
+        return Adapter(**{**{name: row[name] for name in _FIELDS}, "path": self._folder / row["path"]})
+
+
+def insert_adapter(connection: Connection, adapter: Adapter, folder: Path) -> bool:
+    """Adds the row, with the path relative to the state folder; False if its owner has that name already."""
+    same = (adapters.c.tenant.is_not_distinct_from(adapter.tenant)) & (adapters.c.name == adapter.name)
+    if connection.execute(select(adapters.c.id).where(same)).first() is not None:
+        return False
+    values = {name: getattr(adapter, name) for name in _FIELDS}
+    connection.execute(insert(adapters).values({**values, "path": relative(adapter.path, folder)}))
+    return True
+
+
+def relative(path: Path, folder: Path) -> str:
+    """`path` as rows hold it: the state folder may be moved, so what lies in it is found from there."""
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path.absolute())
+
+
+def _visible(tenant: str) -> ColumnElement[bool]:
+    return or_(adapters.c.tenant == tenant, adapters.c.tenant.is_(None))
+
+
+def _checkpoints() -> Select[Any]:
+    """Checkpoints as adapters."""
+    return select(
+        checkpoints.c.id,
+        checkpoints.c.name,
+        checkpoints.c.path,
+        jobs.c.base,
+        checkpoints.c.created,
+        jobs.c.tenant,
+        jobs.c.model.label("parent"),
+        checkpoints.c.job,
+        checkpoints.c.step,
+    ).join(jobs, checkpoints.c.job == jobs.c.id)

@@ -1,0 +1,112 @@
+"""One SQLite file: a thread that writes, some that read, and transactions that are on disk when they end.
+
+The file is in WAL mode, so readers never wait for the writer; with `synchronous=FULL` a transaction has been
+fsynced when `write` returns, whatever is killed next.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import Connection, Engine, FromClause, Select, create_engine, event, select
+from sqlalchemy.exc import DatabaseError
+
+from coserve.errors import StateError
+from coserve.serve.store.migrate import migrate
+from coserve.serve.store.records import Page
+
+R = TypeVar("R")
+READERS: Final = 4
+BUSY_SECONDS: Final = 10  # what a process waits for another that writes
+
+
+class Database:
+    """Runs functions of a connection, each in one transaction, in threads of its own.
+
+    Raises StateError if the file is no database, cannot be written, or comes from a newer coserve.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._writes = _engine(path, "BEGIN IMMEDIATE")
+        self._reads = _engine(path, "BEGIN")
+        self._writer = ThreadPoolExecutor(1, "store-write")
+        self._readers = ThreadPoolExecutor(READERS, "store-read")
+        try:
+            with self._writes.begin() as connection:
+                migrate(connection, str(path))
+        except DatabaseError as error:
+            self.close()
+            raise StateError(f"the database {path} cannot be used: {error.orig}") from error
+        except StateError:
+            self.close()
+            raise
+
+    async def read(self, work: Callable[[Connection], R]) -> R:
+        """What `work` finds, all of it as it was at one moment."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, _run, self._reads, work)
+
+    async def write(self, work: Callable[[Connection], R]) -> R:
+        """Returns when what `work` did is on disk; if it raises, nothing of it happened.
+
+        A caller that is cancelled meanwhile does not undo it.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._writer, _run, self._writes, work)
+
+    def close(self) -> None:
+        """Ends what is under way and lets go of the file."""
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self._reads.dispose()
+        self._writes.dispose()
+
+
+def page_of(
+    connection: Connection,
+    query: Select[Any],
+    table: FromClause,
+    record: Callable[[Any], R],
+    after: str | None,
+    limit: int,
+    ascending: bool = False,
+) -> Page[R] | None:
+    """At most `limit` rows of `query`, the newest first unless `ascending`, from behind the row `after`.
+
+    None if `query` does not hold that row.
+    """
+    number = table.c.number
+    if after is not None:
+        at = connection.execute(query.with_only_columns(number).where(table.c.id == after)).scalar()
+        if at is None:
+            return None
+        query = query.where(number > at if ascending else number < at)
+    query = query.order_by(number if ascending else number.desc()).limit(limit + 1)
+    rows = connection.execute(query).mappings().all()
+    return Page(tuple(record(row) for row in rows[:limit]), len(rows) > limit)
+
+
+def columns_of(table: FromClause, names: tuple[str, ...]) -> Select[Any]:
+    """Selects the columns that a record has."""
+    return select(*(table.c[name] for name in names))
+
+
+def _run(engine: Engine, work: Callable[[Connection], R]) -> R:
+    with engine.begin() as connection:
+        return work(connection)
+
+
+def _engine(path: Path, begin: str) -> Engine:
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": BUSY_SECONDS})
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _: object) -> None:
+        connection.isolation_level = None  # the driver's own idea of transactions leaves out DDL
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def start(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine

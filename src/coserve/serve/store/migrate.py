@@ -1,0 +1,39 @@
+"""Brings a database to the shape that this version of coserve knows."""
+
+from pathlib import Path
+from typing import Final
+
+from alembic.config import Config
+from alembic.runtime.environment import EnvironmentContext
+from alembic.runtime.migration import MigrationContext, MigrationStep, RevisionStep
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection
+
+from coserve.errors import StateError
+from coserve.serve.store.tables import metadata
+
+_FOLDER: Final = Path(__file__).parent / "migrations"
+
+
+def migrate(connection: Connection, name: str) -> None:
+    """Runs what is missing, all of it or none; `name` is what messages call the database.
+
+    Raises StateError for one that a newer coserve has written.
+    """
+    scripts = ScriptDirectory(str(_FOLDER), version_locations=[str(_FOLDER)])
+    known = {script.revision for script in scripts.walk_revisions()}
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current is not None and current not in known:
+        raise StateError(
+            f"{name} was written by a newer coserve (its shape is {current}, this version knows "
+            f"{scripts.get_current_head()}): update coserve, or choose another state folder"
+        )
+
+    def missing(revision: object, context: MigrationContext) -> list[RevisionStep]:
+        newer = scripts.iterate_revisions("head", current or "base")
+        steps = [MigrationStep.upgrade_from_script(scripts.revision_map, script) for script in newer]
+        return steps[::-1]
+
+    with EnvironmentContext(Config(), scripts, fn=missing) as environment:
+        environment.configure(connection=connection, target_metadata=metadata)
+        environment.run_migrations()

@@ -1,0 +1,76 @@
+"""The server's memory: one SQLite file and the folders beside it, which survive any kill.
+
+    coserve.db      rows: a row is there once the method that adds it has returned
+    files/          uploads and results
+    jobs/           each job's checkpoints
+    adapters/       finished and imported adapters
+
+Whatever is on disk for a row is there before the row is, and goes after it. One process writes; others (the
+command line) may look, and write a key.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from coserve.errors import StateError
+from coserve.serve.store.adapters import AdapterStore
+from coserve.serve.store.database import Database
+from coserve.serve.store.files import FileStore
+from coserve.serve.store.jobs import JobStore
+from coserve.serve.store.news import NewsStore
+from coserve.serve.store.records import File, Tenant
+from coserve.serve.store.tenants import TenantStore
+
+
+class Store:
+    """Everything that is kept, by kind. Opening it creates or upgrades the database.
+
+    Methods are asynchronous and take the tenant's id where something is owned; what belongs to another
+    tenant is answered exactly as what does not exist.
+
+    Raises StateError if the folder cannot be used, or if a newer coserve wrote the database.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self.folder = folder.resolve()
+        try:
+            for part in ("files", "jobs", "adapters"):
+                (self.folder / part).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
+        self._database = Database(self.folder / "coserve.db")
+        self.tenants = TenantStore(self._database, clock)
+        self.files = FileStore(self._database, clock)
+        self.jobs = JobStore(self._database, clock, self.folder)
+        self.news = NewsStore(self._database, clock, self.folder)
+        self.adapters = AdapterStore(self._database, clock, self.folder)
+
+    async def tenant_of(self, secret: str) -> Tenant | None:
+        """Whose API key this is; None for one that is wrong or revoked."""
+        return await self.tenants.of_key(secret)
+
+    def file_path(self, file: File) -> Path:
+        """Where a file's bytes are."""
+        return self.folder / "files" / f"{file.id}{file.suffix}"
+
+    def job_folder(self, job: str) -> Path:
+        """Where the engine puts a job's checkpoints."""
+        return self.folder / "jobs" / job
+
+    def adapter_folder(self, adapter: str) -> Path:
+        """Where a finished or imported adapter lies."""
+        return self.folder / "adapters" / adapter
+
+    def close(self) -> None:
+        """Waits for what is being written and lets go of the file."""
+        self._database.close()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,72 @@
+"""Answers on their way to a client who may leave at any moment, streaming or not."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection; what was done for it has been cancelled."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Raises ClientGone, with the work cancelled, once the client has left.
+
+    The whole body must have been read: all that comes after it is the disconnect.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, one for each item of `events`, as soon as it is there.
+
+    `source`, what the events are made of, is closed at the end: when the client leaves, all work for it
+    ends before anything else happens.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._source = events, source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._source):
+            with suppress(ClientGone):
+                await unless_gone(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def event(data: bytes | str) -> bytes:
+    """One server-sent event."""
+    return b"data: " + (data.encode() if isinstance(data, str) else data) + b"\n\n"
+
+
+DONE = event("[DONE]")
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

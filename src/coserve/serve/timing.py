@@ -1,0 +1,46 @@
+"""How long one answer takes, told to the metrics as it happens."""
+
+from time import monotonic
+
+from coserve.core.request import FinishReason
+from coserve.metrics import Metrics
+
+
+class Timing:
+    """Follows one answer from its arrival. All times are `time.monotonic`."""
+
+    def __init__(self, metrics: Metrics, model: str, arrived: float) -> None:
+        self._metrics, self._model, self._arrived = metrics, model, arrived
+        self._first = self._last = 0.0
+        self._tokens = 0
+        self._between = metrics.inter_token_latency.labels(model)
+
+    def admitted(self, now: float) -> None:
+        """The answer has left the queue."""
+        self._metrics.request_queue_time.labels(self._model).observe(now - self._arrived)
+
+    def token(self, now: float) -> None:
+        """One more token came."""
+        self._tokens += 1
+        if self._tokens == 1:
+            self._first = now
+            self._metrics.time_to_first_token.labels(self._model).observe(now - self._arrived)
+        else:
+            self._between.observe(now - self._last)
+        self._last = now
+
+    def finished(self, reason: FinishReason) -> None:
+        """The answer is complete."""
+        self._metrics.request_success.labels(self._model, reason.value).inc()
+        self._metrics.e2e_request_latency.labels(self._model).observe(monotonic() - self._arrived)
+        if self._tokens > 1:
+            mean = (self._last - self._first) / (self._tokens - 1)
+            self._metrics.time_per_output_token.labels(self._model).observe(mean)
+
+    def close(self, prompt_tokens: int) -> None:
+        """No more comes, complete or not."""
+        if self._tokens:
+            self._metrics.prompt_tokens.labels(self._model).inc(prompt_tokens)
+            self._metrics.generation_tokens.labels(self._model).inc(self._tokens)
+            self._metrics.request_prompt_tokens.labels(self._model).observe(prompt_tokens)
+            self._metrics.request_generation_tokens.labels(self._model).observe(self._tokens)

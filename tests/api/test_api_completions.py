@@ -1,0 +1,141 @@
+"""Plain completions, as the official client sees them."""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from serving import Play, World
+
+
+def test_a_whole_answer_and_a_stream_of_it(play: Play) -> None:
+    async def story(world: World) -> None:
+        create = world.client().completions.create
+        same: Any = {"model": "tiny", "prompt": "Once upon", "seed": 4, "n": 2}
+        whole = await create(**same)
+        assert [choice.finish_reason for choice in whole.choices] == ["length"] * 2
+        sent = world.submits()[0]
+        assert sent.prompt == world.state.text.encode("Once upon") and sent.sampling.max_tokens == 16
+        assert whole.usage is not None and whole.usage.completion_tokens == 32
+        assert whole.usage.prompt_tokens == len(sent.prompt)
+        texts, usage = ["", ""], None
+        async for chunk in await create(**same, stream=True, stream_options={"include_usage": True}):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+            usage = chunk.usage or usage
+        assert texts == [choice.text for choice in whole.choices] and usage == whole.usage
+
+    play(story)
+
+
+def test_batches_of_texts_and_of_token_ids(play: Play) -> None:
+    async def story(world: World) -> None:
+        create = world.client().completions.create
+        texts = await create(model="tiny", prompt=["one", "two", "three"], n=2, max_tokens=2)
+        assert [choice.index for choice in texts.choices] == list(range(6))
+        encode = world.state.text.encode
+        prompts = [sent.prompt for sent in world.submits()]
+        assert prompts == [encode(text) for text in ("one", "one", "two", "two", "three", "three")]
+        await create(model="tiny", prompt=[7, 8, 9], max_tokens=1)
+        await create(model="tiny", prompt=[[7, 8], [9]], max_tokens=1)
+        assert [sent.prompt for sent in world.submits()[6:]] == [(7, 8, 9), (7, 8), (9,)]
+
+    play(story)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_brings_the_prompt_and_its_scores(play: Play, stream: bool) -> None:
+    async def story(world: World) -> None:
+        answered = world.say("And so on")
+        prompt = "Once upon a time"
+        body: Any = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 2, "stream": stream}
+        answer = await world.http.post("/v1/completions", json=body)
+        parts = (
+            [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]] if stream else [answer.json()]
+        )
+        text = "".join(part["choices"][0]["text"] for part in parts)
+        lists = [part["choices"][0]["logprobs"] for part in parts]
+        tokens, scores, tops, offsets = (
+            [entry for one in lists for entry in one[name]]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        )
+        asked = world.state.text.encode(prompt)
+        assert text == prompt + world.told(answered)
+        assert len(tokens) == len(scores) == len(tops) == len(offsets) == len(asked) + len(answered)
+        assert scores == [None, *[-0.5] * (len(scores) - 1)] and tops[0] is None
+        assert all(
+            len(top) == 2 and top[token] == -0.5 for token, top in zip(tokens[1:], tops[1:], strict=True)
+        )
+        assert offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
+        assert world.submits()[0].sampling.prompt_logprobs == 2
+
+    play(story)
+
+
+def test_a_prompt_can_be_scored_alone(play: Play) -> None:
+    async def story(world: World) -> None:
+        create = world.client().completions.create
+        answer = await create(model="tiny", prompt="Once upon", echo=True, logprobs=0, max_tokens=0)
+        (choice,) = answer.choices
+        assert choice.text == "Once upon" and choice.finish_reason == "length" and choice.logprobs is not None
+        assert len(choice.logprobs.tokens or []) == len(world.state.text.encode("Once upon"))
+        assert choice.logprobs.top_logprobs is None
+        assert answer.usage is not None and answer.usage.completion_tokens == 0
+        assert (await create(model="tiny", prompt="Once", echo=True, max_tokens=0)).choices[0].text == "Once"
+
+    play(story)
+
+
+INVALID: list[tuple[str | None, dict[str, Any]]] = [
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [[]]}),
+    ("prompt", {"prompt": [1, "x"]}),
+    ("prompt", {"prompt": [5000]}),
+    ("prompt", {"prompt": [-1]}),
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": ["x"] * 129}),
+    ("prompt", {"prompt": [5] * 2040}),
+    ("prompt", {"prompt": "x" * 300_000}),
+    ("n", {"prompt": ["x"] * 100, "n": 16}),
+    ("suffix", {"suffix": "end"}),
+    ("best_of", {"best_of": 3}),
+    ("logprobs", {"logprobs": 21}),
+    (None, {"max_tokens": 0}),
+]
+
+
+@pytest.mark.parametrize(("param", "fields"), INVALID)
+def test_what_is_wrong_is_named(play: Play, param: str | None, fields: dict[str, Any]) -> None:
+    async def story(world: World) -> None:
+        answer = await world.http.post("/v1/completions", json={"model": "tiny", "prompt": "x", **fields})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+        assert not world.submits()
+
+    play(story)
+
+
+def test_best_of_what_n_is_asks_for_nothing(play: Play) -> None:
+    async def story(world: World) -> None:
+        answer = await world.client().completions.create(
+            model="tiny", prompt="x", n=2, best_of=2, max_tokens=1
+        )
+        assert len(answer.choices) == 2
+
+    play(story)
+
+
+def test_too_much_at_once_is_told_to_come_back(play: Play) -> None:
+    async def story(world: World) -> None:
+        body: Any = {"model": "tiny", "prompt": ["x"] * 8, "n": 3}
+        flood = asyncio.create_task(world.http.post("/v1/completions", json=body))
+        await world.until(lambda: world.state.queue.waiting > 0)
+        answer = await world.http.post("/v1/completions", json=body)
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            await world.client().completions.create(**body)
+        assert len((await flood).json()["choices"]) == 24
+        assert world.state.queue.waiting == world.state.queue.inside == 0
+
+    play(story, max_queue=30, max_queue_tenant=30, engine={"max_running": 4, "step_seconds": 0.002})

@@ -1,0 +1,376 @@
+"""`/v1/fine_tuning/jobs` through the official client, against a scripted engine."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from coserve.wire.messages import Fault
+from serving import Play, World
+from training import Trainer, create, jsonl, started, stopped, upload
+
+
+def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
+    async def story(world: World) -> None:
+        client, trainer = world.client(), Trainer(world)
+        jobs = client.fine_tuning.jobs
+        job: Any = await create(world, suffix="mine", seed=7, metadata={"who": "me"})
+        assert job.id.startswith("ftjob-") and job.object == "fine_tuning.job" and job.status == "running"
+        assert (job.seed, job.metadata, job.model) == (7, {"who": "me"}, "tiny")
+        assert (job.fine_tuned_model, job.finished_at, job.trained_tokens) == (None, None, None)
+        assert job.result_files == [] and job.error is None and job.estimated_finish is None
+
+        await world.until(lambda: bool(started(world)))
+        (command,) = started(world)
+        assert command.job == job.id and command.options["seed"] == 7 and command.weight == 1.0
+        assert command.data.endswith(f"{job.training_file}.jsonl")
+
+        await trainer.start(job.id, steps=3, dropped=1)
+        await trainer.step(job.id, 1, loss=2.0)
+        running = await jobs.retrieve(job.id)
+        assert running.trained_tokens == 60 and running.estimated_finish is not None
+        assert 3 <= running.estimated_finish - running.created_at <= 6  # two more steps of 2 seconds
+
+        await trainer.checkpoint(job.id, 1)
+        (checkpoint,) = (await jobs.checkpoints.list(job.id)).data
+        assert checkpoint.id.startswith("ftckpt-") and checkpoint.step_number == 1
+        assert checkpoint.fine_tuning_job_id == job.id
+        assert checkpoint.metrics.train_loss == 0.5 and checkpoint.metrics.valid_loss == 0.6
+        name = checkpoint.fine_tuned_model_checkpoint
+        assert name.startswith("ft:tiny:local:mine:") and name.endswith(":ckpt-step-1")
+        world.say("yes")
+        answer = await client.completions.create(model=name, prompt="x")
+        assert answer.choices[0].text == "yes" and world.submits()[-1].adapter == checkpoint.id
+
+        for step in (2, 3):
+            await trainer.step(job.id, step, loss=1.0 / step)
+        await trainer.checkpoint(job.id, 3)
+        await trainer.end(job.id, "succeeded", 3)
+        done = await jobs.retrieve(job.id)
+        assert done.status == "succeeded" and done.trained_tokens == 180 and done.finished_at
+        assert done.fine_tuned_model == name.removesuffix(":ckpt-step-1") and done.estimated_finish is None
+
+        models: Any = {model.id: model for model in (await client.models.list()).data}
+        assert set(models) == {"tiny", done.fine_tuned_model}
+        assert models[done.fine_tuned_model].parent == "tiny"
+        await client.completions.create(model=done.fine_tuned_model, prompt="x")
+        folder = world.state.store.adapter_folder(world.submits()[-1].adapter or "")
+        assert world.engine.adapters[folder.name] == str(folder)
+        assert {f.name for f in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+        (results,) = done.result_files
+        file = await client.files.retrieve(results)
+        assert file.purpose == "fine-tune-results" and file.filename.endswith(".csv")
+        text = (await client.files.content(results)).text
+        assert text.splitlines()[0].startswith("step,train_loss,valid_loss")
+        assert [line.split(",")[:2] for line in text.splitlines()[1:]] == [
+            ["1", "2.0"],
+            ["2", "0.5"],
+            ["3", "0.3333333333333333"],
+        ]
+        assert file.bytes == len(text)
+
+    play(story)
+
+
+def test_events_tell_the_story(play: Play) -> None:
+    async def story(world: World) -> None:
+        trainer, jobs = Trainer(world), world.client().fine_tuning.jobs
+        job = await create(world)
+        await world.until(lambda: bool(started(world)))
+        await trainer.start(job.id, steps=2, dropped=4)
+        await trainer.step(job.id, 1, loss=float("nan"))
+        await trainer.step(job.id, 2, loss=0.25)
+        await trainer.checkpoint(job.id, 2)
+        await trainer.end(job.id, "succeeded", 2)
+        events = [event async for event in jobs.list_events(job.id, limit=3)][::-1]
+        assert [event.message.split(":")[0] for event in events] == [
+            "Created fine-tuning job",
+            "Fine-tuning job started",
+            "4 examples have nothing left to learn and were dropped",
+            "Step 1/2",
+            "Step 2/2",
+            "Checkpoint created at step 2",
+            "New fine-tuned model created",
+            "The job has successfully completed",
+        ]
+        assert [event.level for event in events].count("warn") == 1
+        assert all(event.id.startswith("ftevent-") for event in events)
+        figures: Any = events[4].data
+        assert events[4].type == "metrics" and figures["train_loss"] == 0.25
+        assert (figures["step"], figures["total_steps"], figures["tokens"]) == (2, 2, 60)
+        assert isinstance(events[3].data, dict) and events[3].data["train_loss"] is None
+        for bad in ({"after": "ftevent-none"}, {"limit": 0}):
+            with pytest.raises(openai.BadRequestError):
+                await jobs.list_events(job.id, **bad)
+
+    play(story)
+
+
+def test_hyperparameters_peft_and_optimizer(play: Play) -> None:
+    async def story(world: World) -> None:
+        file = await upload(world, examples=1000)
+        job: Any = await create(world, training_file=file)
+        used = {"n_epochs": 3, "batch_size": 16, "learning_rate_multiplier": 1.0}
+        assert job.hyperparameters.model_dump() == used
+        assert job.method.supervised.hyperparameters.model_dump() == used
+        top = {"n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 0.5}
+        job = await create(world, training_file=file, hyperparameters=top)
+        assert job.hyperparameters.n_epochs == 2 and job.hyperparameters.learning_rate_multiplier == 0.5
+        inner = {"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 5}}}
+        more = {
+            "peft": {"rank": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True},
+            "optimizer": {"learning_rate": 1e-3, "betas": [0.9, 0.95], "max_steps": 4, "max_grad_norm": None},
+        }
+        job = await create(world, training_file=file, method=inner, extra_body=more)
+        assert job.peft == {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True}
+        assert job.hyperparameters.learning_rate_multiplier == pytest.approx(5.0)
+        await world.until(lambda: len(started(world)) == 3)
+        options, lora = started(world)[2].options, started(world)[2].method
+        assert options["batch_size"] == 5 and options["learning_rate"] == 1e-3 and options["max_steps"] == 4
+        assert options["betas"] == [0.9, 0.95] and options["max_grad_norm"] is None
+        assert lora == {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj"], "rslora": True}
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"extra_body": {"peft": {"rnk": 4}}}, "'rnk'; did you mean 'rank'?"),
+        ({"extra_body": {"optimizer": {"leaning_rate": 1}}}, "did you mean 'learning_rate'?"),
+        ({"extra_body": {"sufix": "x"}}, "did you mean 'suffix'?"),
+        ({"hyperparameters": {"epochs": 4}}, "did you mean 'n_epochs'?"),
+        ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
+        ({"hyperparameters": {"batch_size": "many"}}, "hyperparameters.batch_size"),
+        ({"extra_body": {"peft": {"r": 10**6}}}, "peft.r"),
+        ({"extra_body": {"optimizer": {"learning_rate": -1}}}, "optimizer.learning_rate"),
+        ({"extra_body": {"optimizer": {"betas": [0.9, 1.0]}}}, "optimizer.betas"),
+        ({"method": {"type": "dpo"}}, "method.type"),
+        ({"suffix": "a b"}, "suffix"),
+        ({"suffix": "a" * 65}, "suffix"),
+        ({"seed": -1}, "seed"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations"),
+        (
+            {
+                "hyperparameters": {"learning_rate_multiplier": 1.0},
+                "extra_body": {"optimizer": {"learning_rate": 1e-3}},
+            },
+            "not both",
+        ),
+        (
+            {
+                "hyperparameters": {"n_epochs": 1},
+                "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}},
+            },
+            "not in both",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(play: Play, fields: dict[str, Any], said: str) -> None:
+    async def story(world: World) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(world, **fields)
+        assert said in str(caught.value.message)
+        assert not (await world.client().fine_tuning.jobs.list()).data
+
+    play(story)
+
+
+def test_files_and_models_of_a_job_must_exist(play: Play) -> None:
+    async def story(world: World) -> None:
+        trainer, file = Trainer(world), await upload(world)
+        with pytest.raises(openai.NotFoundError) as caught:
+            await create(world, training_file="file-none")
+        assert caught.value.param == "training_file"
+        with pytest.raises(openai.NotFoundError) as caught:
+            await create(world, training_file=file, validation_file="file-none")
+        assert caught.value.param == "validation_file"
+        with pytest.raises(openai.NotFoundError) as caught:
+            await create(world, training_file=file, model="tinny")
+        assert caught.value.code == "model_not_found"
+        job = await create(world, training_file=file)
+        await world.until(lambda: bool(started(world)))
+        await trainer.succeed(job.id)
+        done = await world.client().fine_tuning.jobs.retrieve(job.id)
+        with pytest.raises(openai.BadRequestError, match="fine-tune-results"):
+            await create(world, training_file=done.result_files[0])
+
+    play(story)
+
+
+def test_training_goes_on_from_an_adapter(play: Play) -> None:
+    async def story(world: World) -> None:
+        trainer, client = Trainer(world), world.client()
+        first = await create(world)
+        await world.until(lambda: bool(started(world)))
+        await trainer.succeed(first.id)
+        name = (await client.fine_tuning.jobs.retrieve(first.id)).fine_tuned_model
+        assert name is not None
+        with pytest.raises(openai.BadRequestError, match="keeps its shape"):
+            await create(world, model=name, extra_body={"peft": {"r": 4}})
+        second = await create(world, model=name)
+        await world.until(lambda: len(started(world)) == 2)
+        command, adapter = started(world)[1], await world.state.store.adapters.find("local", name)
+        assert adapter is not None and command.start_from == str(adapter.path) and command.method == {}
+        with pytest.raises(openai.ConflictError):
+            await client.models.delete(name)
+        await trainer.succeed(second.id)
+        grown = (await client.fine_tuning.jobs.retrieve(second.id)).fine_tuned_model
+        card: Any = await client.models.retrieve(grown or "")
+        assert card.parent == name
+        await client.models.delete(name)
+
+    play(story)
+
+
+def test_pause_resume_and_cancel(play: Play) -> None:
+    async def story(world: World) -> None:
+        jobs, trainer = world.client().fine_tuning.jobs, Trainer(world)
+        job = await create(world)
+        await world.until(lambda: bool(started(world)))
+        with pytest.raises(openai.ConflictError) as caught:
+            await jobs.resume(job.id)
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        assert "is running and cannot be resumed" in str(caught.value.message)
+        paused: Any = await jobs.pause(job.id)
+        assert paused.status == "paused"
+        await world.until(lambda: bool(stopped(world)))
+        assert stopped(world)[0].keep
+        with pytest.raises(openai.ConflictError):
+            await jobs.pause(job.id)
+        assert (await jobs.resume(job.id)).status == "queued"  # the engine is still stopping it
+        await trainer.checkpoint(job.id, 2)
+        await trainer.end(job.id, "stopped", 2)
+        await world.until(lambda: len(started(world)) == 2)
+        assert (await jobs.retrieve(job.id)).status == "running"
+        cancelled = await jobs.cancel(job.id)
+        assert cancelled.status == "cancelled" and cancelled.finished_at
+        await world.until(lambda: len(stopped(world)) == 2)
+        assert not stopped(world)[1].keep
+        await trainer.end(job.id, "cancelled", 2)
+        for ask in (jobs.cancel, jobs.pause, jobs.resume):
+            with pytest.raises(openai.ConflictError):
+                await ask(job.id)
+        (kept,) = (await jobs.checkpoints.list(job.id)).data
+        await world.client().completions.create(model=kept.fine_tuned_model_checkpoint, prompt="x")
+        words = [event.message async for event in jobs.list_events(job.id)]
+        assert [w for w in words if w.startswith("Fine-tuning job ")] == [
+            f"Fine-tuning job {word}" for word in ("cancelled", "resumed", "paused")
+        ]
+
+    play(story)
+
+
+def test_a_failure_is_told_and_checkpoints_stay(play: Play) -> None:
+    async def story(world: World) -> None:
+        jobs, trainer = world.client().fine_tuning.jobs, Trainer(world)
+        job = await create(world)
+        await world.until(lambda: bool(started(world)))
+        await trainer.checkpoint(job.id, 1)
+        await trainer.end(job.id, "failed", 2, Fault("LossNotFinite", "the loss became nan"))
+        failed = await jobs.retrieve(job.id)
+        assert failed.status == "failed" and failed.error is not None and failed.finished_at
+        assert (failed.error.code, failed.error.message) == ("loss_not_finite", "the loss became nan")
+        assert failed.fine_tuned_model is None and len((await world.client().models.list()).data) == 1
+        newest = (await jobs.list_events(job.id, limit=1)).data[0]
+        assert newest.level == "error" and "the loss became nan" in newest.message
+        (kept,) = (await jobs.checkpoints.list(job.id)).data
+        await world.client().completions.create(model=kept.fine_tuned_model_checkpoint, prompt="x")
+
+    play(story)
+
+
+def test_lists_are_in_order_and_in_pages(play: Play) -> None:
+    async def story(world: World) -> None:
+        jobs, file = world.client().fine_tuning.jobs, await upload(world)
+        kinds: list[Any] = [
+            {"metadata": {"n": "0", "x": "y"}},
+            {"metadata": {"n": "1"}},
+            {},
+            {"metadata": {}},
+        ]
+        ids = [(await create(world, training_file=file, **kind)).id for kind in kinds]
+        assert [job.id async for job in jobs.list(limit=1)] == ids[::-1]
+        first = await jobs.list(limit=3)
+        assert [job.id for job in first.data] == ids[:0:-1] and first.has_more
+        assert [job.id for job in (await jobs.list(after=ids[1])).data] == ids[:1]
+        assert [job.id async for job in jobs.list(metadata={"n": "1"})] == [ids[1]]
+        assert [job.id async for job in jobs.list(metadata={"n": "0", "x": "y"})] == [ids[0]]
+        assert not [job async for job in jobs.list(metadata={"n": "2"})]
+        none = [job.id async for job in jobs.list(extra_query={"metadata": "null"})]
+        assert none == [ids[3], ids[2]]
+        with pytest.raises(openai.BadRequestError):
+            await jobs.list(after="ftjob-none")
+
+    play(story)
+
+
+def test_another_tenants_job_is_one_that_does_not_exist(play: Play) -> None:
+    async def story(world: World) -> None:
+        _, ann = await world.state.store.tenants.create_key("ann")
+        _, bob = await world.state.store.tenants.create_key("bob")
+        job = await create(world, ann)
+        await world.until(lambda: bool(started(world)))
+        await Trainer(world).succeed(job.id)
+        client = world.client(ann)
+        name = (await client.fine_tuning.jobs.retrieve(job.id)).fine_tuned_model or ""
+        assert name.startswith("ft:tiny:ann::")
+        (kept,) = (await client.fine_tuning.jobs.checkpoints.list(job.id)).data
+
+        async def refusals(id: str, *names: str) -> list[str]:
+            other, said = world.client(bob), []
+            jobs = other.fine_tuning.jobs
+            own = await upload(world, bob)
+            asked: list[Any] = [
+                jobs.retrieve(id), jobs.cancel(id), jobs.pause(id), jobs.resume(id), jobs.list_events(id),
+                jobs.checkpoints.list(id), jobs.list(after=id),
+            ]  # fmt: skip
+            for name in names:
+                asked += [
+                    other.completions.create(model=name, prompt="x"),
+                    other.models.retrieve(name),
+                    other.models.delete(name),
+                    jobs.create(model=name, training_file=own),
+                ]
+            for ask in asked:
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await ask
+                text = caught.value.response.text
+                for secret in (id, *names):
+                    text = text.replace(secret, "ID")
+                said.append(f"{caught.value.status_code} {text}")
+            return said
+
+        nothing = await refusals("ftjob-" + "x" * 24, "ft:tiny:ann::xxxxxxxx", "ft:tiny:ann::x:ckpt-step-1")
+        assert await refusals(job.id, name, kept.fine_tuned_model_checkpoint) == nothing
+        assert not (await world.client(bob).fine_tuning.jobs.list()).data
+        assert len((await world.client(bob).models.list()).data) == 1
+
+    play(story)
+
+
+def test_a_tenant_has_only_so_many_open_jobs(play: Play) -> None:
+    async def story(world: World) -> None:
+        file = await upload(world)
+        for _ in range(2):
+            await create(world, training_file=file)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await create(world, training_file=file)
+        assert caught.value.response.headers["retry-after"]
+
+    play(story, max_queue_tenant=2)
+
+
+def test_a_corpus_trains_too(play: Play) -> None:
+    async def story(world: World) -> None:
+        files = world.client().files
+        file = await files.create(file=("book.txt", b"one\n\ntwo"), purpose="fine-tune")
+        valid = await files.create(file=("v.jsonl", jsonl({"text": "three"})), purpose="fine-tune")
+        await create(world, training_file=file.id, validation_file=valid.id)
+        await world.until(lambda: bool(started(world)))
+        (command,) = started(world)
+        assert command.data.endswith(".txt") and (command.validation or "").endswith(".jsonl")
+
+    play(story)

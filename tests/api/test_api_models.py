@@ -1,0 +1,313 @@
+"""Models, adapters by path, keys and tenants, health: all that is not an answer or a job."""
+
+import asyncio
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from coserve.wire.messages import Fault, LoadAdapter, UnloadAdapter
+from serving import Play, World
+
+
+def make_adapter(folder: Path) -> Path:
+    """Files that look like an adapter to everybody but an engine."""
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    header = b"{}      "
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (folder / "code.py").write_text("raise SystemExit")
+    return folder
+
+
+async def load(world: World, name: str, path: str, key: str = "k") -> httpx2.Response:
+    body = {"lora_name": name, "lora_path": path}
+    return await world.http.post(
+        "/v1/load_lora_adapter", json=body, headers={"authorization": f"Bearer {key}"}
+    )
+
+
+async def unload(world: World, name: str) -> httpx2.Response:
+    return await world.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+async def ask(world: World, model: str, **more: Any) -> Any:
+    return await world.client().completions.create(model=model, prompt="x", **{"max_tokens": 1, **more})
+
+
+def commands(world: World, kind: type) -> list[Any]:
+    return [command for command in world.engine.said if isinstance(command, kind)]
+
+
+def test_the_base_is_a_model(play: Play) -> None:
+    async def story(world: World) -> None:
+        (model,) = (await world.client().models.list()).data
+        assert model.id == "tiny" and model.owned_by == "coserve"
+        card: Any = (await world.client().models.retrieve("tiny")).model_dump()
+        assert card["root"] == "tiny" and card["parent"] is None and card["max_model_len"] == 2048
+        with pytest.raises(openai.NotFoundError):
+            await world.client().models.retrieve("org/other")
+        with pytest.raises(openai.PermissionDeniedError):
+            await world.client().models.delete("tiny")
+
+    play(story)
+
+
+def test_adapters_come_and_go(play: Play, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "root" / "one")
+
+    async def story(world: World) -> None:
+        answer = await load(world, "mine", "one")
+        assert answer.status_code == 200
+        assert answer.text == "Success: LoRA adapter 'mine' added successfully."
+        assert [model.id for model in (await world.client().models.list()).data] == ["tiny", "mine"]
+        card: Any = (await world.client().models.retrieve("mine")).model_dump()
+        assert (card["root"], card["parent"]) == ("tiny", "tiny")
+        await ask(world, "mine")
+        (loaded,) = commands(world, LoadAdapter)
+        assert world.submits()[0].adapter == loaded.key
+        copied = Path(loaded.path)
+        assert sorted(file.name for file in copied.iterdir()) == [
+            "adapter_config.json", "adapter_model.safetensors",
+        ]  # fmt: skip
+        assert copied.is_relative_to(world.state.store.folder)
+        again = await load(world, "mine", "one")
+        assert again.status_code == 400 and again.json()["error"]["code"] == "adapter_already_loaded"
+        assert (await load(world, "tiny", "one")).status_code == 400
+        assert (await unload(world, "mine")).text == "Success: LoRA adapter 'mine' removed successfully."
+        assert commands(world, UnloadAdapter) and not copied.exists()
+        assert (await unload(world, "mine")).status_code == 404
+        with pytest.raises(openai.NotFoundError):
+            await ask(world, "mine")
+        assert (await load(world, "mine", str(tmp_path / "root" / "one"))).status_code == 200
+        deleted = await world.client().models.delete("mine")
+        assert deleted.deleted and deleted.id == "mine"
+        assert not list((world.state.store.folder / "adapters").iterdir())
+
+    play(story, adapter_root=tmp_path / "root")
+
+
+def test_adapters_travel_over_http(play: Play, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "one")
+    config, weights = (
+        (folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")
+    )
+
+    async def story(world: World) -> None:
+        async def upload(name: str, config: bytes, weights: bytes) -> httpx2.Response:
+            files = {"config": ("x", config), "weights": ("y", weights)}
+            return await world.http.post("/v1/adapters", data={"name": name}, files=files)
+
+        answer = await upload("team/mine", config, weights)
+        assert answer.status_code == 200 and answer.json()["parent"] == "tiny"
+        await ask(world, "team/mine")
+        for part, content in (("config", config), ("weights", weights)):
+            assert (await world.http.get(f"/v1/adapters/team%2Fmine/{part}")).content == content
+        assert (await world.http.get("/v1/adapters/team%2Fmine/code")).status_code == 404
+        for name in ("tiny", "other"):
+            assert (await world.http.get(f"/v1/adapters/{name}/config")).status_code == 404
+        assert (await upload("team/mine", config, weights)).json()["error"]["param"] == "name"
+        assert (await upload(" x", config, weights)).status_code == 400
+        assert (await upload("x", b"[]", weights)).status_code == 400
+        assert (await upload("x", config, b"a" * 101)).status_code == 413
+        assert len((await world.client().models.list()).data) == 2
+
+    play(story, max_file_bytes=100)
+
+
+def test_only_what_lies_below_the_root_is_read(play: Play, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "elsewhere")
+    root = make_adapter(tmp_path / "root" / "good").parent
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    linked = root / "linked"
+    linked.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (linked / name).symlink_to(tmp_path / "elsewhere" / name)
+    (root / "half").mkdir()
+    (root / "half" / "adapter_config.json").write_text("{")
+
+    async def story(world: World) -> None:
+        told = set()
+        for path in (
+            "../elsewhere",
+            str(tmp_path / "elsewhere"),
+            "link",
+            "nothing",
+            "a\x00b",
+            "good/code.py",
+        ):
+            answer = await load(world, "x", path)
+            assert answer.status_code == 400
+            told.add(answer.json()["error"]["message"].replace(repr(path), "…"))
+        assert len(told) == 1  # what exists outside cannot be told from what does not
+        for path in ("linked", "half"):
+            assert (await load(world, "x", path)).status_code == 400
+        assert not commands(world, LoadAdapter)
+        assert not list((world.state.store.folder / "adapters").iterdir())
+
+    play(story, adapter_root=root)
+
+
+def test_without_a_root_nothing_is_loaded_by_path(play: Play) -> None:
+    async def story(world: World) -> None:
+        assert (await load(world, "x", "y")).status_code == 403
+
+    play(story)
+
+
+def test_an_adapter_that_the_engine_refuses_leaves_nothing_behind(play: Play, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "root" / "one")
+
+    async def story(world: World) -> None:
+        class Everything(dict[str, Fault]):
+            def get(self, key: str, default: Any = None) -> Fault:
+                return Fault("AdapterMismatch", "layer 3 has another shape")
+
+        world.engine.refusals = Everything()
+        answer = await load(world, "x", "one")
+        assert answer.status_code == 400 and "layer 3" in answer.json()["error"]["message"]
+        assert len((await world.client().models.list()).data) == 1
+        assert not list((world.state.store.folder / "adapters").iterdir())
+
+    play(story, adapter_root=tmp_path / "root")
+
+
+def test_an_adapter_in_use_is_drained_before_it_goes(play: Play, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "root" / "one")
+
+    async def story(world: World) -> None:
+        await load(world, "mine", "one")
+        using = asyncio.create_task(ask(world, "mine", max_tokens=30))
+        await world.until(lambda: bool(world.engine.running))
+        going = asyncio.create_task(unload(world, "mine"))
+        await asyncio.sleep(0.02)
+        with pytest.raises(openai.NotFoundError):
+            await ask(world, "mine")
+        assert not going.done() and not commands(world, UnloadAdapter)
+        assert (await using).usage.completion_tokens == 30
+        assert (await going).status_code == 200 and commands(world, UnloadAdapter)
+
+    play(story, adapter_root=tmp_path / "root", engine={"step_seconds": 0.005})
+
+
+def test_an_adapter_that_stays_in_use_stays(play: Play, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "root" / "one")
+
+    async def story(world: World) -> None:
+        await load(world, "mine", "one")
+        using = asyncio.create_task(ask(world, "mine", max_tokens=60))
+        await world.until(lambda: bool(world.engine.running))
+        answer = await unload(world, "mine")
+        assert answer.status_code == 409 and answer.headers["x-should-retry"] == "false"
+        assert answer.json()["error"]["code"] == "adapter_in_use"
+        await using
+        await ask(world, "mine")
+
+    play(story, adapter_root=tmp_path / "root", drain_seconds=0.05, engine={"step_seconds": 0.005})
+
+
+def test_adapters_of_the_start_are_everybodys(play: Play, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "one")
+
+    async def story(world: World) -> None:
+        assert [model.id for model in (await world.client().models.list()).data] == ["tiny", "given"]
+        await ask(world, "given")
+        assert commands(world, LoadAdapter)[0].path == str(tmp_path / "one")
+        assert (await unload(world, "given")).status_code == 403
+
+    play(story, adapters={"given": str(tmp_path / "one")})
+
+
+def test_tenants_see_their_own_only(play: Play, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "root" / "one")
+
+    async def story(world: World) -> None:
+        keys = {name: (await world.state.store.tenants.create_key(name))[1] for name in ("ann", "bob")}
+        for bad in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {keys['ann']}"}):
+            answer = await world.http.get("/v1/models", headers=bad)
+            assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+        assert (await load(world, "mine", "one", keys["ann"])).status_code == 200
+        ann, bob = world.client(keys["ann"]), world.client(keys["bob"])
+        assert [model.id for model in (await ann.models.list()).data] == ["tiny", "mine"]
+        assert [model.id for model in (await bob.models.list()).data] == ["tiny"]
+        told = []
+        for name in ("mine", "none"):
+            with pytest.raises(openai.NotFoundError) as refused:
+                await bob.models.retrieve(name)
+            told.append((refused.value.status_code, refused.value.message.replace(name, "…")))
+            with pytest.raises(openai.NotFoundError):
+                await bob.models.delete(name)
+            with pytest.raises(openai.NotFoundError):
+                await bob.completions.create(model=name, prompt="x")
+        assert told[0] == told[1]
+        await ann.models.delete("mine")
+
+    play(story, adapter_root=tmp_path / "root")
+
+
+def test_keys_may_be_required_on_loopback_and_pages_of_other_sites_are_not_local(play: Play) -> None:
+    async def required(world: World) -> None:
+        assert (await world.http.get("/v1/models")).status_code == 401
+
+    async def page(world: World) -> None:
+        foreign = {"origin": "http://example.org"}
+        assert (await world.http.get("/v1/models", headers=foreign)).status_code == 401
+        own = {"origin": "http://localhost"}
+        assert (await world.http.get("/v1/models", headers=own)).status_code == 200
+
+    play(required, require_keys=True)
+    play(page)
+
+
+def test_health_follows_the_engine(play: Play) -> None:
+    async def story(world: World) -> None:
+        assert (await world.http.get("/health/ready")).json() == {
+            "status": "ok", "engine": "ready", "model": "tiny",
+        }  # fmt: skip
+        await world.engine.die()
+        await world.until(lambda: not world.state.link.ready)
+        away = await world.http.get("/health/ready")
+        assert away.status_code == 503 and away.headers["retry-after"]
+        assert (await world.http.get("/health")).json()["engine"] == "away"
+        await world.engine.start()
+        await world.until(lambda: world.state.link.ready)
+        world.state.draining = True
+        assert (await world.http.get("/health/ready")).json()["error"]["code"] == "draining"
+        assert (await world.http.get("/health")).json()["status"] == "draining"
+        assert (await world.http.post("/v1/completions", json={})).status_code == 503
+
+    play(story)
+
+
+def test_metrics_have_vllms_names(play: Play) -> None:
+    async def story(world: World) -> None:
+        await ask(world, "tiny", max_tokens=5)
+        answer = await world.http.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain")
+        figures = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
+        model = '{model_name="tiny"}'
+        assert float(figures[f"coserve_generation_tokens_total{model}"]) == 5
+        assert float(figures[f"coserve_prompt_tokens_total{model}"]) == len(world.submits()[0].prompt)
+        done = 'coserve_request_success_total{finished_reason="length",model_name="tiny"}'
+        assert float(figures[done]) == 1
+        for name, count in (
+            ("time_to_first_token_seconds", 1),
+            ("inter_token_latency_seconds", 4),
+            ("request_time_per_output_token_seconds", 1),
+            ("e2e_request_latency_seconds", 1),
+            ("request_queue_time_seconds", 1),
+        ):
+            assert float(figures[f"coserve_{name}_count{model}"]) == count, name
+        for name in (
+            "num_requests_running",
+            "num_requests_waiting",
+            "slo_attainment",
+            "finetune_steps_total",
+        ):
+            assert f"# TYPE coserve_{name}" in answer.text
+
+    play(story)

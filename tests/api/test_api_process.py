@@ -1,0 +1,103 @@
+"""The API's process as its supervisor runs it: orders, status lines, SIGTERM, kill -9."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from coserve import tiny
+from coserve.serve.fake import FakeEngine
+from coserve.serve.settings import ApiStart, ServerSettings
+from coserve.wire.control import encode_line
+from coserve.wire.messages import Drain
+
+BODY: Any = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 1}
+
+
+class Server:
+    """One API process, the socket it was given, and its lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process, listener: socket.socket) -> None:
+        self.process, self.url = process, f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def status(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        return dict(json.loads(line)) if line else {}
+
+
+@asynccontextmanager
+async def served(settings: ServerSettings, listener: socket.socket) -> AsyncIterator[Server]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coserve.serve.main",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(listener.fileno(),),
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(encode_line(ApiStart(settings, listener.fileno())).encode() + b"\n")
+    try:
+        yield Server(process, listener)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def test_a_process_serves_survives_kill_9_and_drains(tmp_path: Path) -> None:
+    settings = ServerSettings(model=str(tiny.path()), state=tmp_path, name="tiny", drain_seconds=10.0)
+
+    async def story() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        fake = FakeEngine(settings.socket, step_seconds=0.01)
+        async with asyncio.timeout(60), fake:
+            async with served(settings, listener) as first:
+                assert (await first.status())["state"] == "ready"
+                async with httpx2.AsyncClient(base_url=first.url, timeout=20) as http:
+                    whole = (await http.post("/v1/completions", json=BODY)).json()["choices"][0]["text"]
+                    lost = asyncio.create_task(http.post("/v1/completions", json={**BODY, "max_tokens": 900}))
+                    while not fake.running:
+                        await asyncio.sleep(0.005)
+                    os.kill(first.process.pid, signal.SIGKILL)
+                    await asyncio.gather(lost, return_exceptions=True)
+                while fake.running:  # its requests were cancelled with its connection
+                    await asyncio.sleep(0.005)
+            async with served(settings, listener) as second:
+                async with httpx2.AsyncClient(base_url=second.url, timeout=20) as http:
+                    # The supervisor's socket takes connections while nobody serves them yet.
+                    assert (await http.post("/v1/completions", json=BODY)).json()["choices"][0][
+                        "text"
+                    ] == whole
+                    assert (await second.status())["state"] == "ready"
+                    running = asyncio.create_task(http.post("/v1/completions", json=BODY))
+                    while not fake.running:
+                        await asyncio.sleep(0.005)
+                    second.process.terminate()
+                    assert (await second.status())["state"] == "draining"
+                    refused = await http.post("/v1/completions", json=BODY)
+                    assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+                    assert (await running).json()["choices"][0]["text"] == whole
+                assert await second.process.wait() == 0
+            assert fake.said[-1] == Drain()
+
+    asyncio.run(story())
+
+
+def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path: Path) -> None:
+    settings = ServerSettings(model=str(tmp_path / "nothing"), state=tmp_path / "state")
+    settings.state.mkdir()
+
+    async def story() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with asyncio.timeout(30), served(settings, listener) as server:
+            status = await server.status()
+            assert status["state"] == "failed" and status["kind"] == "ConfigError" and status["text"]
+            assert await server.process.wait() == 1
+
+    asyncio.run(story())

@@ -1,0 +1,90 @@
+"""A whole server in one process: the real application, store and tokenizer, and a scripted engine."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+
+from coserve import tiny
+from coserve.serve.app import create_app
+from coserve.serve.compose import build_state
+from coserve.serve.fake import FakeEngine
+from coserve.serve.listener import Listener
+from coserve.serve.settings import ServerSettings
+from coserve.serve.state import State
+from coserve.wire.messages import Submit
+
+SECONDS = 30.0  # for one story
+
+
+@dataclass
+class World:
+    """What a story plays in."""
+
+    engine: FakeEngine
+    state: State
+    app: Any
+    http: httpx2.AsyncClient  # straight into the application
+
+    def client(self, key: str = "unused") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            api_key=key, base_url="http://localhost/v1", http_client=self.http, max_retries=0
+        )
+
+    def submits(self) -> list[Submit]:
+        """All requests that the engine was asked."""
+        return [command for command in self.engine.said if isinstance(command, Submit)]
+
+    def say(self, text: str, ends: bool = True) -> list[int]:
+        """Makes the engine answer with this text, and then end, or repeat its last token; its tokens."""
+        tokens = [token for token in self.state.text.encode(text) if token != 1]
+        spoken = [*tokens, self.engine.eos[0]] if ends else tokens
+        self.engine.script = lambda request, place: spoken[min(place, len(spoken) - 1)]
+        return tokens
+
+    def told(self, tokens: list[int]) -> str:
+        """What these tokens are as text."""
+        return self.state.text.decode(tokens)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+Story = Callable[[World], Coroutine[Any, Any, None]]
+Play = Callable[..., None]
+
+
+@asynccontextmanager
+async def world(folder: Path, engine: dict[str, Any], fields: dict[str, Any]) -> AsyncIterator[World]:
+    settings = ServerSettings(model=str(tiny.path()), state=folder / "state", name="tiny", **fields)
+    settings.state.mkdir(exist_ok=True)
+    fake = FakeEngine(folder / "engine.sock")
+    for name, value in engine.items():
+        assert hasattr(fake, name)
+        setattr(fake, name, value)
+    async with fake, build_state(settings, fake.socket) as state:
+        await state.link.wait_ready(5)
+        app = create_app(state)
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            yield World(fake, state, app, http)
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """The application behind a real socket; its address."""
+    server = Listener(app, socket.create_server(("127.0.0.1", 0)))
+    task = asyncio.create_task(server.run())
+    try:
+        await server.started()
+        yield server.url
+    finally:
+        server.stop()
+        await task

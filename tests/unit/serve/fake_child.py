@@ -1,0 +1,73 @@
+"""A child of the supervisor that does next to nothing: `fake_child.py api|engine FOLDER [--gently]`.
+
+What it does is read, at each start, from FOLDER/<role>.mode; what happened is appended to FOLDER/events.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from coserve.wire.child import Supervised
+from coserve.wire.control import Status
+
+
+class Anything(msgspec.Struct):
+    """A start line, of which only the socket matters here."""
+
+    listen_fd: int = -1
+
+
+def main() -> None:
+    role, folder = sys.argv[1], Path(sys.argv[2])
+
+    def note(what: str) -> None:
+        with (folder / "events").open("a") as events:
+            events.write(f"{role} {what} {os.getpid()}\n")
+
+    pipes = Supervised()
+    print("a library that prints")  # must not reach the status lines
+    mode = (folder / f"{role}.mode").read_text() if (folder / f"{role}.mode").exists() else ""
+    if mode == "dies":
+        print("out of luck", file=sys.stderr)
+        sys.exit(7)
+    if role == "engine":
+        note("stands by")
+        pipes.say(Status("standby"))
+    start = pipes.start_line(Anything)
+    note("starts")
+    if mode == "refuses":
+        pipes.say(Status("failed", text="no such model anywhere", kind="ModelNotFound"))
+        sys.exit(1)
+    pipes.end_with_supervisor(lambda: note("orphaned"))
+
+    def end(number: int, frame: object) -> None:
+        note("ends")
+        if mode == "drains":
+            events = (folder / "events").read_text().splitlines()
+            engine = next(line for line in events if line.startswith("engine ready"))
+            os.kill(int(engine.rpartition(" ")[2]), signal.SIGTERM)
+            time.sleep(0.5)
+        if mode != "stubborn":
+            os._exit(0)
+
+    if mode == "measures":
+        pipes.say(Status("measuring", text="taking its time"))
+    signal.signal(signal.SIGTERM, end)
+    note("ready")
+    pipes.say(Status("ready", text="fake"))
+    if start.listen_fd >= 0:
+        listener = socket.socket(fileno=start.listen_fd)
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(str(os.getpid()).encode())
+    while True:
+        time.sleep(60)
+
+
+main()

@@ -1,0 +1,144 @@
+import asyncio
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from coserve import errors
+from coserve.serve.errors import ApiError, fault_error, install
+from coserve.serve.middleware import Draining, Limits, RequestIds
+from coserve.serve.price import MOST_HEADER_BYTES
+
+
+class Body(BaseModel):
+    size: int
+
+
+def make_app(raised: Exception | None = None, draining: bool = False) -> FastAPI:
+    app = FastAPI()
+    install(app)
+
+    @app.get("/raise")
+    async def _raise() -> None:
+        assert raised is not None
+        raise raised
+
+    @app.post("/body")
+    async def _body(body: Body) -> int:
+        return body.size
+
+    app.add_middleware(Draining, is_draining=lambda: draining)
+    app.add_middleware(Limits, body_limit=lambda path: 100)
+    app.add_middleware(RequestIds)
+    return app
+
+
+def ask(app: FastAPI, method: str, path: str, **more: Any) -> httpx2.Response:
+    async def run() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.request(method, path, **more)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "kind", "code"),
+    [
+        (ApiError(400, "no", param="n", code="c"), 400, "invalid_request_error", "c"),
+        (ApiError(401, "no"), 401, "authentication_error", None),
+        (ApiError(403, "no"), 403, "permission_error", None),
+        (ApiError(409, "no"), 409, "conflict_error", None),
+        (ApiError(429, "no", code="rate_limit_exceeded"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (errors.EngineLost("no"), 503, "server_error", "engine_lost"),
+        (errors.AdapterNotFound("no"), 404, "invalid_request_error", "model_not_found"),
+        (errors.AdapterMismatch("no"), 400, "invalid_request_error", "invalid_adapter"),
+        (errors.PromptTooLong("no"), 400, "invalid_request_error", "context_length_exceeded"),
+        (errors.EmptyPrompt("no"), 400, "invalid_request_error", None),
+        (errors.ConflictError("no"), 409, "conflict_error", None),
+        (errors.LossNotFinite("no"), 409, "conflict_error", None),
+        (errors.UnsupportedModel("no"), 500, "server_error", None),
+    ],
+)
+def test_errors_have_one_shape(raised: Exception, status: int, kind: str, code: str | None) -> None:
+    answer = ask(make_app(raised), "GET", "/raise")
+    error = answer.json()["error"]
+    assert answer.status_code == status and set(error) == {"message", "type", "param", "code"}
+    assert (error["message"], error["type"], error["code"]) == ("no", kind, code)
+    assert answer.headers["x-request-id"].startswith("req_")
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
+    assert answer.headers.get("x-should-retry") == ("false" if status == 409 else None)
+
+
+def test_a_bug_says_nothing_of_itself_but_keeps_the_shape() -> None:
+    answer = ask(
+        make_app(ZeroDivisionError("secret path")), "GET", "/raise", headers={"x-request-id": "mine"}
+    )
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error" and answer.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "code", "words"),
+    [
+        (b'{"size": "x"}', "size", "invalid_value", "Invalid value for 'size'"),
+        (b"{}", "size", "missing_required_parameter", "Missing required parameter: 'size'"),
+        (b"{", None, None, "not valid JSON"),
+        (b"\xff", None, None, ""),
+        (b"", None, "missing_required_parameter", "'body'"),
+    ],
+)
+def test_what_fastapi_refuses_is_said_as_openai_says_it(
+    content: bytes, param: str | None, code: str | None, words: str
+) -> None:
+    answer = ask(make_app(), "POST", "/body", content=content, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and words in error["message"]
+    assert code is None or error["code"] == code
+
+
+def test_unknown_places_and_methods() -> None:
+    nowhere = ask(make_app(), "GET", "/nowhere")
+    assert nowhere.status_code == 404 and nowhere.json()["error"]["code"] == "unknown_url"
+    wrong = ask(make_app(), "PUT", "/body")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and "error" in wrong.json()
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "a\tb"])
+def test_ids_of_clients_are_kept_only_if_they_are_sane(given: str) -> None:
+    kept = ask(make_app(), "GET", "/nowhere", headers={"x-request-id": "abc-1"})
+    assert kept.headers["x-request-id"] == "abc-1"
+    made = ask(make_app(), "GET", "/nowhere", headers={"x-request-id": given})
+    assert made.headers["x-request-id"].startswith("req_")
+
+
+def test_headers_and_bodies_are_bounded() -> None:
+    large = {"x-large": "a" * MOST_HEADER_BYTES}
+    assert ask(make_app(), "GET", "/nowhere", headers=large).status_code == 431
+    body = b'{"size": 1' + b" " * 100 + b"}"
+    plain = {"content-type": "application/json"}
+    assert ask(make_app(), "POST", "/body", content=body, headers=plain).status_code == 413
+
+    async def pieces() -> Any:
+        yield body[:50]
+        yield body[50:]
+
+    unannounced = ask(make_app(), "POST", "/body", content=pieces(), headers=plain)
+    assert unannounced.status_code == 413 and unannounced.json()["error"]["message"]
+    assert ask(make_app(), "POST", "/body", content=b'{"size": 7}', headers=plain).json() == 7
+
+
+def test_draining_refuses_new_work_and_lets_look() -> None:
+    app = make_app(errors.ConflictError("no"), draining=True)
+    refused = ask(app, "POST", "/body", json={"size": 1})
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+    assert refused.json()["error"]["code"] == "draining" and refused.headers["x-request-id"]
+    assert ask(app, "GET", "/raise").status_code == 409
+
+
+def test_faults_become_what_they_were() -> None:
+    assert type(fault_error("AdapterMismatch", "x")) is errors.AdapterMismatch
+    for kind in ("SystemExit", "NoSuchThing", "__doc__", ""):
+        assert type(fault_error(kind, "x")) is errors.CoserveError
