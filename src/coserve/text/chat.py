@@ -1,0 +1,136 @@
+"""Chats to tokens, and which of them the assistant wrote.
+
+A template with `{% generation %}` marks says so itself. For others, growing prefixes of the chat are
+rendered: what the chat with the assistant's turn has beyond the chat that asks for it (the prefix with
+`add_generation_prompt`) is the assistant's. That needs each rendered prefix to begin the next one; a
+template that rewrites earlier turns is refused.
+
+A tokenizer without a template gets `plain_chat`. What a request asks with (`encode_request`) is what
+training would have before the answer (`encode_chat`).
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from coserve.errors import DataError
+from coserve.jobs.datasets import Message
+from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens, token_ids
+
+Turns = Sequence[Mapping[str, str]]
+Render = Callable[[Turns, bool], str]
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def plain_chat(turns: Turns, add_generation_prompt: bool) -> str:
+    """The format for tokenizers without a template: a line "role: content" for each turn, and "assistant:"
+    to ask for an answer."""
+    text = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns)
+    return text + "assistant:" if add_generation_prompt else text
+
+
+def encode_request(turns: Turns, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of a chat that asks for the assistant's next turn; DataError if the template refuses it."""
+    for number, turn in enumerate(turns, 1):
+        if not {"role", "content"} <= turn.keys():
+            raise DataError(f"expected message {number} to have a role and a content, not {sorted(turn)}")
+    if tokenizer.chat_template is None:
+        return [*first_tokens(tokenizer), *token_ids(tokenizer, plain_chat(turns, True))]
+    with _refusals():
+        return token_ids(tokenizer, _rendered(tokenizer, turns, True))
+
+
+def encode_chat(messages: tuple[Message, ...], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """(tokens, whether the assistant wrote each) of a chat."""
+    turns = [{"role": message.role, "content": message.content} for message in messages]
+    if tokenizer.chat_template is None:
+        return _encode_plain(turns, tokenizer)
+    with _refusals():
+        if tokenizer.is_fast and _MARKS.search(tokenizer.get_chat_template()):
+            tokens, mask = _encode_marked(turns, tokenizer)
+            # transformers marks nothing where a stretch begins with a space that the tokenizer's offsets
+            # leave out.
+            if any(mask):
+                return tokens, mask
+        return _encode_prefixes(turns, tokenizer, lambda part, ask: _rendered(tokenizer, part, ask))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Makes what a template raises a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        # A template is a program from the model's folder and raises what it likes, mostly a sentence on
+        # the roles it takes; all of it is about this chat.
+        raise DataError(f"the chat template refuses this chat: {error}") from error
+
+
+def _rendered(tokenizer: Tokenizer, turns: Turns, add_generation_prompt: bool) -> str:
+    text = tokenizer.apply_chat_template(
+        list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    return str(text)
+
+
+def _encode_marked(turns: Turns, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    encoded = tokenizer.apply_chat_template(
+        list(turns),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    mask = [bool(mark) for mark in encoded["assistant_masks"]]
+    # A character can take several tokens, and transformers marks only the first of the last character's;
+    # the others begin inside the text of the one before.
+    places = encoded["offset_mapping"]
+    for i in range(1, len(mask)):
+        mask[i] = mask[i] or (mask[i - 1] and places[i][0] < places[i - 1][1])
+    return list(encoded["input_ids"]), mask
+
+
+def _encode_plain(turns: Turns, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    tokens, mask = _encode_prefixes(turns, tokenizer, plain_chat)
+    first = first_tokens(tokenizer)
+    # Only the end of the chat is an end of text; earlier turns end with their line.
+    last = last_tokens(tokenizer) if turns[-1]["role"] == "assistant" else []
+    return [*first, *tokens, *last], [*[False] * len(first), *mask, *[True] * len(last)]
+
+
+def _encode_prefixes(turns: Turns, tokenizer: Tokenizer, render: Render) -> tuple[list[int], list[bool]]:
+    text = render(turns, False)
+    tokens = token_ids(tokenizer, text)
+    mask = [False] * len(tokens)
+    for start, end in _spans(turns, text, render, tokenizer.eos_token):
+        # A token that straddles the start counts as the assistant's: it holds the answer's first letters.
+        first, last = (_common(tokens, token_ids(tokenizer, text[:border])) for border in (start, end))
+        mask[first:last] = [True] * (last - first)
+    return tokens, mask
+
+
+def _spans(turns: Turns, text: str, render: Render, eos: str | None) -> Iterator[tuple[int, int]]:
+    """Where in `text` the assistant's turns begin and end, end-of-turn marks included."""
+    for i, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        asked, answered = render(turns[:i], True), render(turns[: i + 1], False)
+        if not (text.startswith(answered) and answered.startswith(asked)):
+            raise DataError(
+                f"the chat template renders message {i + 1} differently once more of the chat follows, so "
+                "the assistant's tokens cannot be told apart; mark them with {% generation %} in the template"
+            )
+        end = len(answered)
+        if eos and answered.rstrip().endswith(eos):
+            end = len(answered.rstrip())  # an answer is over with its end mark: no one samples the line break
+        yield len(asked), end
+
+
+def _common(one: list[int], two: list[int]) -> int:
+    """Number of leading tokens in which both agree."""
+    for i, (a, b) in enumerate(zip(one, two, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(two))

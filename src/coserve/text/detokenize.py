@@ -1,0 +1,96 @@
+"""Tokens to text while they come: never half a character, never the beginning of a stop string."""
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from coserve.errors import ConfigError
+from coserve.text.tokenizer import Tokenizer
+
+
+class StopMatcher:
+    """Finds stop strings in text that comes in pieces.
+
+    The first stop string to be *complete* ends the text (of several that are complete with the same
+    character, the longest), and the text is cut before it. The outcome therefore does not depend on where
+    the pieces are cut.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        if "" in stops:
+            raise ConfigError("sampling.stop must not contain an empty string")
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""  # the longest end of the text so far that a stop string could begin with
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text that is now certain not to belong to a stop string."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        if (cut := self._first_match(text)) is not None:
+            self.stopped, self._held = True, ""
+            return text[:cut]
+        undecided = self._undecided(text)
+        self._held = text[len(text) - undecided :]
+        return text[: len(text) - undecided]
+
+    def finish(self) -> str:
+        """What was held back, now that no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> int | None:
+        """Where the stop string begins that is complete first."""
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of `text` that is the beginning of a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class TextStream:
+    """The text of one answer, token by token.
+
+    All that `push` and `finish` return, joined, is what the tokenizer decodes all tokens to (special
+    tokens skipped, spaces left alone), cut before the first stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._matcher = StopMatcher(stops)
+        self._tokens: list[int] = []
+        self._decoded = 0  # characters the decoder has given out
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._matcher.stopped
+
+    def push(self, token: int) -> str:
+        """The text that is safe to emit after one more token; often empty."""
+        if self.stopped:
+            return ""
+        self._tokens.append(token)
+        text = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+        self._decoded += len(text)
+        return self._matcher.push(text)
+
+    def finish(self) -> str:
+        """The rest: characters that never became whole (as U+FFFD) and text held back for a stop string."""
+        if self.stopped:
+            return ""
+        # Only the decoder's own tail is missing; it has no way to ask for it.
+        whole = self._tokenizer.decode(
+            self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        text, self._tokens = self._matcher.push(whole[self._decoded :]), []
+        self._decoded = 0
+        return text if self.stopped else text + self._matcher.finish()

@@ -1,0 +1,54 @@
+"""One tokenizer, and all that is done with it outside training: the engine and the server share this."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from coserve.errors import ConfigError
+from coserve.text.chat import encode_request
+from coserve.text.detokenize import TextStream
+from coserve.text.pieces import Pieces
+from coserve.text.tokenizer import Tokenizer, load_tokenizer
+
+
+class Text:
+    """Prompts and chats to token ids, and token ids to text. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ConfigError(f"{type(tokenizer).__name__} cannot stream text: it is not a fast tokenizer")
+        self.tokenizer = tokenizer
+        self._pieces = Pieces(tokenizer)
+
+    @classmethod
+    def load(cls, model: str | Path) -> "Text":
+        """With the tokenizer saved beside a model, in a folder or on the hub; raises ConfigError."""
+        return cls(load_tokenizer(model))
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """Token ids of a prompt, with the beginning-of-text token where the tokenizer puts one."""
+        return tuple(self.tokenizer(prompt, verbose=False)["input_ids"])
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Token ids of a chat that asks for the assistant's next turn, as training has them.
+
+        Messages have a "role" and a "content". Raises DataError for a chat that the template refuses.
+        """
+        return tuple(encode_request(messages, self.tokenizer))
+
+    def stream(self, stops: Sequence[str] = ()) -> TextStream:
+        """The text of one answer, token by token; it ends before the first of `stops`."""
+        return TextStream(self.tokenizer, stops)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, without special ones; spaces are left alone."""
+        return self.tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def piece_bytes(self, token: int) -> bytes:
+        """What a token stands for, special tokens included; it may be part of a character only."""
+        return self._pieces.bytes_of(token)
+
+    def piece(self, token: int) -> str:
+        """The same as text, with backslashes (`\\xf0\\x9f`) for what is no whole character."""
+        return self._pieces.bytes_of(token).decode(errors="backslashreplace")
