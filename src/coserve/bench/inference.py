@@ -1,9 +1,12 @@
 """Rows `inference.*`: output tokens a second of a closed batch of prompts."""
 
+from collections.abc import Sequence
+
 from coserve.bench.ours import Bench, greedy, make_engine
 from coserve.bench.peers import ContinuousBatching, StaticGenerate, best_batch_settings
 from coserve.bench.timing import Timing, alternate, speedup, timed
 from coserve.bench.workloads import Tokens, fixed_prompts
+from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 
 _PROBE_ANSWER = 4  # tokens: enough to tell settings of the peer apart
@@ -13,7 +16,7 @@ def run(bench: Bench) -> None:
     """Ours against transformers' static batch, then against its continuous batching."""
     engine = make_engine(bench)
     prompts, answer = _prompts(bench), bench.settings.answer
-    ours = timed(lambda: _answer_all(engine, prompts, answer))
+    ours = timed(lambda: answer_all(engine, prompts, answer))
 
     peer = StaticGenerate(bench.shape, prompts, answer)
     times = alternate({"ours": ours, "generate": peer}, bench.settings.rounds, bench.machine.threads)
@@ -39,14 +42,15 @@ def capacity(bench: Bench) -> float:
     if "inference.ours" not in bench.results.figures:
         engine = make_engine(bench)
         prompts, answer = _prompts(bench), bench.settings.answer
-        ours = timed(lambda: _answer_all(engine, prompts, answer))
+        ours = timed(lambda: answer_all(engine, prompts, answer))
         times = alternate({"ours": ours}, bench.settings.rounds, bench.machine.threads)
         _figure(bench, "inference.ours", times["ours"])
     return bench.results.figures["inference.ours"].value
 
 
-def _answer_all(engine: Engine, prompts: list[Tokens], answer: int) -> None:
-    answers = [engine.generate(prompt, sampling=greedy(answer)) for prompt in prompts]
+def answer_all(engine: Engine, prompts: Sequence[Tokens], answer: int, slo: SLO = SLO()) -> None:
+    """Answers of exactly `answer` tokens to prompts that come at once."""
+    answers = [engine.generate(prompt, sampling=greedy(answer), slo=slo) for prompt in prompts]
     engine.run()
     assert all(len(a.tokens) == answer for a in answers), "every answer has full length"
 

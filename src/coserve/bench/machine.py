@@ -1,15 +1,14 @@
 """What this machine can do at best: the floors that every figure is printed beside."""
 
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from coserve.engine.remembered import processor_name
 from coserve.model.linear import place_locally
 
 _TRIES = 5
@@ -43,7 +42,7 @@ class Machine:
 def measure_machine(quick: bool = False) -> Machine:
     """Measures for about two seconds (`quick`: a tenth of it, on sizes that caches may hold)."""
     return Machine(
-        cpu=_cpu_name(),
+        cpu=processor_name(),
         threads=torch.get_num_threads(),
         torch_version=torch.__version__,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -74,12 +73,3 @@ def _best_seconds(work: Callable[[], object]) -> float:
         work()
         taken.append(time.perf_counter() - started)
     return min(taken)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

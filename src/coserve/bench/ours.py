@@ -21,6 +21,7 @@ from coserve.train.example import IGNORED, Example
 from coserve.train.tape import Keep
 from coserve.train.trainer import TrainingConfig
 
+CACHE_TOKENS = 16384
 _ENDLESS = 1_000_000  # optimizer steps: more than any run takes
 _EXAMPLES = 16  # batches of different data before they repeat
 
@@ -38,11 +39,11 @@ class Bench:
 def make_engine(bench: Bench, **config: Any) -> Engine:
     """An engine on a copy of the shape's weights, with default settings but for those given here.
 
-    Its cache is half of the default one, which is half a gigabyte on the large shape and room for 56
-    requests of the first row.
+    Its cache is half of the default one: half a gigabyte on the large shape, and room for 56 requests of
+    the first row.
     """
     gc.collect()  # the last engine's gigabytes
-    return Engine(bench.shape.build(), replace(EngineConfig(cache_tokens=16384), **config))
+    return Engine(bench.shape.build(), replace(EngineConfig(cache_tokens=CACHE_TOKENS), **config))
 
 
 def greedy(answer: int) -> SamplingParams:

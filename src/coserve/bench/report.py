@@ -1,6 +1,6 @@
 """What a run is shown as: tables for the terminal, and a picture for the documentation.
 
-Both are made from the dictionary that `run_engine` returns, or from the JSON it wrote.
+Both are made from the dictionary that a run returns, or from the JSON it wrote.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from coserve.bench.results import BARS
 
 _INK = {"alone": "#7a7a7a", "together": "#0b6e99", "training": "#d1495b"}
 
@@ -31,17 +29,17 @@ def print_report(results: Mapping[str, Any], console: Console | None = None) -> 
 
 
 def _keys_table(results: Mapping[str, Any]) -> Table:
-    table = Table(title="against peers, and against the bars for two cores")
+    table = Table(title="against the bars for two cores")
     table.add_column("key", overflow="fold")
     for heading in ("value", "spread", "bar", ""):
         table.add_column(heading, justify="right")
-    for key, bar in BARS.items():
+    verdicts = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: ""}
+    for key, bar in results["bars"].items():
         if key not in results:
-            table.add_row(key, "not run", "", str(bar), "")
+            table.add_row(key, "not run", "", bar, "")
             continue
-        verdict = "[green]pass[/green]" if bar.is_met(results[key]) else "[red]miss[/red]"
         spread = _range(results["spreads"].get(key))
-        table.add_row(key, f"{results[key]:.3f}", spread, str(bar), verdict)
+        table.add_row(key, f"{results[key]:.3f}", spread, bar, verdicts[results["met"].get(key)])
     return table
 
 

@@ -25,13 +25,43 @@ class Settings:
     blocking_requests: int = 60
     blocking_gap: float = 0.2  # mean pause between an answer and the next request
 
+    streams: int = 32  # through HTTP, against as many in the engine
+    streams_prompt: int = 64
+    streams_answer: int = 64
+    streams_rounds: int = 5
+
+    arrivals: float = 2.0  # requests a second whose first byte is waited for, beside two jobs
+    arrivals_seconds: float = 60.0
+    arrivals_prompt: int = 64
+    arrivals_answer: int = 16
+    server_batch: int = 4  # of the server's jobs
+    server_length: int = 128
+
+    restarts: int = 3
+
+    kills: int = 6  # half of them of the engine, the others of the API and of everything
+    kill_streams: int = 16
+    kill_prompt: int = 32
+    kill_answer: int = 48
+    kill_steps: int = 24  # optimizer steps of each job, with a checkpoint after every fourth
+
     seconds: float = 60.0  # of the co-serving run
     jobs: int = 2
     seed: int = 0
 
 
 FULL = Settings()
-QUICK = Settings(rounds=2, slow_rounds=1, train_rounds=1, blocking_requests=10, seconds=15.0)
+QUICK = Settings(
+    rounds=2,
+    slow_rounds=1,
+    train_rounds=1,
+    blocking_requests=10,
+    streams_rounds=2,
+    arrivals_seconds=15.0,
+    restarts=1,
+    kills=3,
+    seconds=15.0,
+)
 TINY = Settings(
     prompts=4,
     prompt=32,
@@ -47,6 +77,19 @@ TINY = Settings(
     blocking_answer=4,
     blocking_requests=3,
     blocking_gap=0.01,
+    streams_prompt=16,
+    streams_answer=32,
+    streams_rounds=1,
+    arrivals=20.0,
+    arrivals_seconds=2.0,
+    arrivals_prompt=16,
+    arrivals_answer=8,
+    server_length=32,
+    restarts=1,
+    kills=3,
+    kill_prompt=16,
+    kill_answer=200,
+    kill_steps=40,
     seconds=1.0,
 )
 
