@@ -29,7 +29,6 @@ WORK = Work(
     answer=160,
     vocabulary=VOCABULARY,
     data=DATA,
-    steps=STEPS,
     batch=BATCH,
 )
 

@@ -98,10 +98,6 @@ def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> No
         raise UnsupportedModel(
             f"{name} has recurrent layers{kinds}, whose state cannot be re-run for a window of rows"
         )
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        raise UnsupportedModel(
-            f"{name} attends within chunks of its positions, which the engine's attention does not know"
-        )
     if model is not None and text.model_type.startswith("gemma3n"):
         raise UnsupportedModel(
             f"{name} hands keys and values from layer to layer, which the engine does not carry"
@@ -167,13 +163,19 @@ def _fit(model: PreTrainedModel, layers: dict[str, nn.Module], returns_tuple: bo
     slots = [Slot(path, layer, returns_tuple) for path, layer in layers.items()]
     base = Base(model, slots, cell, positions, _fingerprint(model))
     caches: dict[int, CacheShape] = {}
+    masked: set[int | None] = set()  # windows (None is unlimited) of the masks that the model asks for
+
+    def no_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
+        masked.add(local_size)
+
     name = f"coserve-{id(cell):x}"
     AttentionInterface.register(name, attention_function(cell, caches))
-    AttentionMaskInterface.register(name, lambda *_, **__: None)
+    AttentionMaskInterface.register(name, no_mask)
     model.set_attn_implementation(name)
     _replace_linears(base)
     base.learn_arguments()
     _learn_caches(base, caches)
+    _refuse_other_masks(base, masked)
     return base
 
 
@@ -234,6 +236,18 @@ def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
             "attend through transformers' attention interface"
         )
     base.caches = [caches[layer] for layer in range(base.depth)]
+
+
+def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
+    """Attention here goes by what each layer passes on, never by a mask, and the probe's prompts are shorter
+    than most windows: a window (or chunk) that lives in the masks alone would go unnoticed."""
+    attended = {cache.window for cache in base.caches}
+    if not attended <= masked or not masked - {None} <= attended:
+        shown = [sorted(str(window) for window in windows) for windows in (masked, attended)]
+        raise UnsupportedModel(
+            f"{base.model.config.model_type} masks its attention by windows that its layers do not pass on: "
+            f"its masks have {', '.join(shown[0]) or 'none'}, its layers {', '.join(shown[1])}"
+        )
 
 
 def _prove(base: Base, prompts: list[Tensor], expected: list[Tensor]) -> None:

@@ -19,7 +19,7 @@ class SchedulerConfig:
     min_training_rows: int = 32  # smallest window tried when time is short; a quarter of it for the loss
     training_window: int | None = None  # rows of every window, never cut (a quarter for the loss); None: free
     micro_batches_in_flight: int = 2  # of one job on the tape at once; each costs tape bytes
-    quantum: float = 0.025  # training in a step without inference: the wait of who arrives meanwhile
+    quantum: float = 0.03  # training in a step without inference: the wait of who arrives meanwhile
     quantum_with_inference: float = 0.1  # most training beside inference, however large the slack
     ride_along: float = 1.0  # training beside requests that state no bound, per second of inference
     reliability: float = 0.995  # share of steps that are to take no longer than allowed for; more train less

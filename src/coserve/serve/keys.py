@@ -26,7 +26,7 @@ def prefix_of(secret: str) -> str:
 
 def digest_of(secret: str) -> bytes:
     """What of a key is kept."""
-    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(secret.encode()).digest()
 
 
 def matches(secret: str, digest: bytes) -> bool:

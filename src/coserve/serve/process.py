@@ -16,7 +16,11 @@ LARGEST_LOG = 16 * 2**20  # bytes; a longer one is put aside when a process star
 
 
 class Process:
-    """One child. It is in a session of its own, so that Ctrl-C in a terminal reaches the supervisor only."""
+    """One child. It is in a process group of its own: Ctrl-C in a terminal reaches the supervisor only.
+
+    Not in a session of its own: Linux may share out time by sessions (autogroups), and then the low priority
+    of an engine that is being imported would mean nothing beside the one that answers.
+    """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, begin: int) -> None:
         self.name = name
@@ -41,7 +45,7 @@ class Process:
                     stdout=PIPE,
                     stderr=stderr,
                     pass_fds=pass_fds,
-                    start_new_session=True,
+                    process_group=0,
                     limit=LONGEST_LINE,
                 )
             except OSError as error:
@@ -81,7 +85,7 @@ class Process:
                 self._process.terminate()
 
     def kill(self) -> None:
-        """Ends it and whatever it has started: its session is one process group."""
+        """Ends it and whatever it has started: they are one process group."""
         if not self.has_ended:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve.core.grid import on_grid
+from coserve.core.grid import COARSE, on_grid
 from coserve.core.sequence import Span
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.loss import cross_entropy
@@ -70,7 +70,7 @@ class Walk:
         hidden = self._tape.output(window)[0]
         gradient = torch.zeros_like(hidden)
         rows = (labels >= 0).nonzero().squeeze(1)
-        size = max(16, _LOGITS_PER_CHUNK // self._base.vocabulary)
+        size = max(16, _LOGITS_PER_CHUNK // self._base.vocabulary // COARSE * COARSE)
         for chunk in torch.split(rows, size) if len(rows) else ():
             count = len(chunk)
             missing = on_grid(count) - count

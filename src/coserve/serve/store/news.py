@@ -106,6 +106,7 @@ class NewsStore:
                 "metrics": _losses(told),
             }
             row = {"id": new_id("ftckpt"), "job": job.id, "step": told.step, "name": name, "created": now}
+            _add_validation(connection, told)
             at = (checkpoints.c.job == job.id) & (checkpoints.c.step == told.step)
             if connection.execute(update(checkpoints).where(at).values(contents)).rowcount:
                 return  # an engine that goes on from it tells of it again
@@ -180,6 +181,17 @@ def _move(connection: Connection, mark: Mark) -> bool:
         moved.on_conflict_do_update(index_elements=["generation"], set_={"number": mark.number})
     )
     return True
+
+
+def _add_validation(connection: Connection, told: JobCheckpoint) -> None:
+    """The validation loss is known some time after its step: the step's figures get it now."""
+    if told.validation_loss is None:
+        return
+    at = (events.c.job == told.job) & (events.c.step == told.step)
+    figures = connection.execute(select(events.c.data).where(at)).scalar()
+    if figures is not None:
+        known = {**figures, "valid_loss": _finite(told.validation_loss)}
+        connection.execute(update(events).where(at).values(data=known))
 
 
 def _lost(told: JobStarted) -> str | None:

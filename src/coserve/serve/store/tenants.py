@@ -26,6 +26,8 @@ class TenantStore:
 
     async def of_key(self, secret: str) -> Tenant | None:
         """The tenant whose key this is; None for one that is wrong or revoked."""
+        if not secret.isascii():
+            return None
         return await self._database.read(lambda connection: _of_key(connection, secret))
 
     async def any_keys(self) -> bool:

@@ -1,0 +1,271 @@
+"""The database: what is acknowledged stays, through kills, upgrades and repeated news."""
+
+import asyncio
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine
+
+from coserve.errors import ConfigError, ConflictError, StateError
+from coserve.serve.store.news import Mark
+from coserve.serve.store.records import Adapter, File, Job
+from coserve.serve.store.store import Store
+from coserve.serve.store.tables import metadata
+from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from coserve.serve.store.records import File
+from coserve.serve.store.store import Store
+
+async def main():
+    store = Store(Path(sys.argv[1]))
+    for i in range(10**6):
+        id = f"file-{sys.argv[2]}-{i}"
+        await store.files.add(File(id, "local", "a", "fine-tune", 1, 1, ".jsonl"))
+        print(id, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def run(folder: Path, story: Callable[[Store], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        with Store(folder, clock=lambda: 1000.0) as store:
+            await story(store)
+
+    asyncio.run(whole())
+
+
+def a_file(id: str, tenant: str = "local") -> File:
+    return File(id, tenant, "a.jsonl", "fine-tune", 1, 1, ".jsonl", 5)
+
+
+async def a_job(store: Store, id: str = "ftjob-1", **more: Any) -> Job:
+    fields: dict[str, Any] = {
+        "id": id, "tenant": "local", "status": "running", "model": "tiny", "name": f"ft:{id}", "base": "tiny",
+        "created": 1, "training_file": "file-1", "seed": 0, "every": 5,
+        "hyperparameters": {}, "options": {}, "lora": {}, **more,
+    }  # fmt: skip
+    if await store.files.get("local", "file-1") is None:
+        await store.files.add(a_file("file-1"))
+    job = Job(**fields)
+    await store.jobs.add(job, "created")
+    return job
+
+
+def a_step(step: int, tokens: int = 10, loss: float = 1.0) -> JobStep:
+    return JobStep("ftjob-1", step, loss, 5, tokens, 1.0, 1e-4, 2.0)
+
+
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+    known = []
+    for start in range(3):
+        command = [sys.executable, "-c", WRITER, str(tmp_path), str(start)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            for _ in range(20 + 7 * start):
+                known.append(child.stdout.readline().strip())
+            os.kill(child.pid, signal.SIGKILL)
+            # What it had said before it died, a last line that was cut short aside.
+            known += [line for line in child.stdout.read().split("\n")[:-1] if line]
+    assert len(known) >= 81
+
+    async def story(store: Store) -> None:
+        page = await store.files.page("local", None, 10**6, ascending=True)
+        assert page is not None
+        there = [file.id for file in page.records]
+        assert set(known) <= set(there) and len(there) <= len(known) + 3
+
+    run(tmp_path, story)
+
+
+def test_every_transaction_is_on_disk_when_it_ends(tmp_path: Path) -> None:
+    async def story(store: Store) -> None:
+        def settings(connection: Any) -> list[Any]:
+            names = ("journal_mode", "synchronous", "foreign_keys")
+            return [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names]
+
+        assert await store._database.write(settings) == ["wal", 2, 1]  # FULL is 2
+
+    run(tmp_path, story)
+
+
+def test_the_migrations_make_what_the_tables_say(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    engine = create_engine(f"sqlite:///{tmp_path / 'coserve.db'}")
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    engine.dispose()
+
+
+def test_a_database_of_a_newer_coserve_is_refused(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    with sqlite3.connect(tmp_path / "coserve.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    with pytest.raises(StateError, match=r"newer coserve .*9999"):
+        Store(tmp_path)
+
+
+def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "coserve.db").write_bytes(b"certainly not" * 100)
+    with pytest.raises(StateError, match="cannot be used"):
+        Store(tmp_path)
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(StateError, match="cannot be used"):
+        Store(tmp_path / "taken")
+
+
+def test_a_migration_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from coserve.serve.store.migrations import v0001_first
+
+    real = v0001_first.upgrade.__globals__["op"].bulk_insert
+    from alembic import op
+
+    def broken(*_: object) -> None:
+        raise sqlite3.OperationalError("disk full")
+
+    monkeypatch.setattr(op, "bulk_insert", broken)
+    with pytest.raises(sqlite3.OperationalError):
+        Store(tmp_path)
+    with sqlite3.connect(tmp_path / "coserve.db") as connection:
+        assert connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+    connection.close()
+    monkeypatch.setattr(op, "bulk_insert", real)
+    Store(tmp_path).close()
+
+
+def test_keys_are_kept_as_hashes(tmp_path: Path) -> None:
+    async def story(store: Store) -> None:
+        assert not await store.tenants.any_keys()
+        key, secret = await store.tenants.create_key("ann", weight=2.0)
+        other, second = await store.tenants.create_key("ann")
+        assert secret.startswith("sk-coserve-") and len(secret) == len("sk-coserve-") + 43  # 256 bits
+        assert key.prefix == secret[: len(key.prefix)] and len(key.prefix) < 20
+        tenant = await store.tenant_of(secret)
+        assert tenant is not None and (tenant.name, tenant.weight) == ("ann", 2.0)
+        assert await store.tenant_of(second) == tenant
+        for wrong in ("", secret[:-1], secret + "x", key.prefix, key.prefix + "x" * 37, "\ud800"):
+            assert await store.tenant_of(wrong) is None
+        assert await store.tenants.revoke_key(key.prefix) and not await store.tenants.revoke_key(key.id)
+        assert await store.tenant_of(secret) is None and await store.tenant_of(second) == tenant
+        assert [k.revoked for k in await store.tenants.keys()] == [1000, None]
+        assert await store.tenants.any_keys() and await store.tenants.revoke_key(other.id)
+        assert not await store.tenants.any_keys()
+        for file in tmp_path.glob("coserve.db*"):
+            assert secret.encode() not in file.read_bytes()
+        for name, weight in (("a/b", None), ("", None), ("a", 0.0), ("a", float("nan"))):
+            with pytest.raises(ConfigError):
+                await store.tenants.create_key(name, weight)
+
+    run(tmp_path, story)
+
+
+def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
+    async def story(store: Store) -> None:
+        await store.files.add(a_file("file-1"))
+        with pytest.raises(ConflictError, match="file-2"):
+            await a_job(store, training_file="file-2")
+        assert await store.jobs.get("local", "ftjob-1") is None
+        await a_job(store)
+        with pytest.raises(ConflictError, match="ftjob-1"):
+            await store.files.remove("local", "file-1")
+        assert await store.files.get("local", "file-1") is not None
+        assert await store.files.remove("other", "file-1") is None
+
+    run(tmp_path, story)
+
+
+def test_news_counts_once_however_often_it_comes(tmp_path: Path) -> None:
+    async def story(store: Store) -> None:
+        await a_job(store)
+        news = store.news
+        await news.started(Mark("a", 1), JobStarted("ftjob-1", 0, 9, 5, 50, 0, 0, 1, 1, 1e-4))
+        for _ in range(2):
+            await news.stepped(Mark("a", 2), a_step(1))
+            await news.checkpointed(Mark("a", 3), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
+        assert await news.seen(Mark("a", 3)) and not await news.seen(Mark("a", 4))
+        await news.stepped(Mark("a", 4), a_step(2))
+        # The next engine goes on from step 1: it tells of that checkpoint again, and repeats step 2.
+        await news.forget_engines_before("b")
+        assert not await news.seen(Mark("b", 1)) and not await news.seen(Mark("a", 4))
+        await news.started(Mark("b", 1), JobStarted("ftjob-1", 1, 9, 5, 50, 0, 0, 1, 1, 1e-4))
+        await news.checkpointed(Mark("b", 2), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
+        await news.stepped(Mark("b", 3), a_step(2, tokens=12, loss=0.5))
+        job = await store.jobs.get("local", "ftjob-1")
+        assert job is not None and (job.trained_tokens, job.step, job.steps) == (22, 2, 9)
+        assert [row["train_loss"] for row in await store.jobs.metrics("ftjob-1")] == [1.0, 0.5]
+        assert len(await store.jobs.all_checkpoints("ftjob-1")) == 1
+        page = await store.jobs.events("ftjob-1", None, 100)
+        assert page is not None
+        assert [event.message.split(":")[0] for event in page.records[::-1]] == [
+            "created", "Fine-tuning job started", "Step 1/9", "Checkpoint created at step 1", "Step 2/9",
+            "Fine-tuning job resumed from step 1",
+        ]  # fmt: skip
+
+    run(tmp_path, story)
+
+
+def test_news_of_a_job_that_is_over_changes_nothing(tmp_path: Path) -> None:
+    async def story(store: Store) -> None:
+        job = await a_job(store)
+        await store.jobs.move(job.id, ("running",), "cancelled")
+        await store.news.stepped(Mark("a", 1), a_step(1))
+        await store.news.failed(Mark("a", 2), job.id, {"message": "x"})
+        await store.news.stepped(Mark("a", 3), JobStep("ftjob-none", 1, 1.0, 1, 1, 1.0, 1.0, 1.0))
+        after = await store.jobs.get("local", job.id)
+        assert after is not None and (after.status, after.step, after.error) == ("cancelled", 0, None)
+        assert await store.news.seen(Mark("a", 3))
+
+    run(tmp_path, story)
+
+
+def test_adapters_are_found_by_their_owners_and_the_folder_may_move(tmp_path: Path) -> None:
+    old, new, outside = tmp_path / "old", tmp_path / "new", tmp_path / "outside"
+
+    async def story(store: Store) -> None:
+        _, secret = await store.tenants.create_key("ann")
+        ann = await store.tenant_of(secret)
+        assert ann is not None
+        own = Adapter("adapter-1", "mine", store.adapter_folder("adapter-1"), "tiny", 1, ann.id)
+        assert await store.adapters.add(own)
+        assert not await store.adapters.add(Adapter("adapter-2", "mine", outside, "tiny", 1, ann.id))
+        await store.adapters.share([Adapter("adapter-3", "ours", outside, "tiny", 1)])
+        await store.adapters.share([Adapter("adapter-3", "ours", outside, "tiny", 1)])
+        assert await store.adapters.find(ann.id, "mine") == own
+        assert await store.adapters.find("local", "mine") is None
+        assert [a.name for a in await store.adapters.list("local")] == ["ours"]
+        assert await store.adapters.remove("local", "mine") is None
+        assert await store.adapters.remove("local", "ours") is None
+
+    async def moved(store: Store) -> None:
+        for id, path in (("adapter-1", new / "adapters" / "adapter-1"), ("adapter-3", outside)):
+            found = await store.adapters.get(id)
+            assert found is not None and found.path == path
+
+    run(old, story)
+    old.rename(new)
+    run(new, moved)
+
+
+def test_an_adapter_stays_while_a_job_begins_with_it(tmp_path: Path) -> None:
+    async def story(store: Store) -> None:
+        await store.adapters.add(Adapter("adapter-1", "mine", tmp_path, "tiny", 1, "local"))
+        job = await a_job(store, start_from="adapter-1")
+        with pytest.raises(ConflictError, match="ftjob-1"):
+            await store.adapters.remove("local", "mine")
+        await store.jobs.move(job.id, ("running",), "cancelled")
+        assert await store.adapters.remove("local", "mine") is not None
+
+    run(tmp_path, story)
