@@ -43,7 +43,8 @@ class Settings:
     kill_streams: int = 16
     kill_prompt: int = 32
     kill_answer: int = 48
-    kill_steps: int = 24  # optimizer steps of each job, with a checkpoint after every fourth
+    kill_steps: int = 16  # optimizer steps of each job, with a checkpoint after every fourth
+    kill_length: int = 64  # of a job's examples
 
     seconds: float = 60.0  # of the co-serving run
     jobs: int = 2
@@ -90,6 +91,7 @@ TINY = Settings(
     kill_prompt=16,
     kill_answer=200,
     kill_steps=40,
+    kill_length=32,
     seconds=1.0,
 )
 
