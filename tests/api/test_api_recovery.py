@@ -104,6 +104,29 @@ def test_a_restarted_server_takes_in_what_happened_meanwhile(tmp_path: Path) -> 
     asyncio.run(whole())
 
 
+def test_an_old_stop_that_is_told_again_frees_no_place(tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with world(tmp_path, {}, {"max_jobs": 1}) as first:
+            trainer, jobs, settings = Trainer(first), first.client().fine_tuning.jobs, first.state.settings
+            job, waits = await create(first), await create(first)
+            await first.until(lambda: bool(started(first)))
+            await jobs.pause(job.id)
+            await jobs.resume(job.id)
+            await trainer.end(job.id, "stopped", 0)
+            assert [await status_of(first, id) for id in (job.id, waits.id)] == ["running", "queued"]
+        engine = FakeEngine(tmp_path / "engine.sock")
+        async with engine, asyncio.timeout(SECONDS):
+            engine.jobs, engine.news = (job.id,), [Numbered(1, JobEnded(job.id, "stopped", 0))]
+            async with build_state(settings, engine.socket) as state:
+                while engine.news:
+                    await asyncio.sleep(0.001)
+                assert not any(isinstance(command, StartJob) for command in engine.said)
+                still = await state.store.jobs.get("local", job.id)
+                assert still is not None and still.status == "running"
+
+    asyncio.run(whole())
+
+
 def test_a_finish_that_was_half_written_is_finished(play: Play) -> None:
     async def story(world: World) -> None:
         trainer, store = Trainer(world), world.state.store

@@ -112,10 +112,13 @@ def test_encoders_are_refused(dtype: torch.dtype) -> None:
 def test_windows_that_only_the_masks_know_are_refused() -> None:
     """Longer than the probe's prompts, as windows and chunks mostly are: no comparison would show them."""
     changes: dict[str, object] = {"sliding_window": 12, "use_sliding_window": True, "max_window_layers": 1}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    assert "12, None" in refused("qwen2_moe", **changes, **experts, shared_expert_intermediate_size=32)
+    experts = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    assert "12, None" in refused("qwen2_moe", **changes, **experts)
     assert "its masks have 12, its layers None" in refused("phimoe", sliding_window=12, num_local_experts=4)
     assert "12" in refused("llama4_text", attention_chunk_size=12, num_local_experts=2)
+    # Nobody feels a window of 0, which is none, or one longer than the model's positions.
+    load_base(tiny("qwen2_moe", **experts))
+    load_base(tiny("llama4_text", attention_chunk_size=512, num_local_experts=2))
 
 
 def test_a_model_whose_head_alone_is_its_decoder_is_refused() -> None:

@@ -241,13 +241,19 @@ def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
 def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
     """Attention here goes by what each layer passes on, never by a mask, and the probe's prompts are shorter
     than most windows: a window (or chunk) that lives in the masks alone would go unnoticed."""
-    attended = {cache.window for cache in base.caches}
-    if not attended <= masked or not masked - {None} <= attended:
-        shown = [sorted(str(window) for window in windows) for windows in (masked, attended)]
+    attended = {_felt(cache.window, base.max_positions) for cache in base.caches}
+    asked = {_felt(window, base.max_positions) for window in masked}
+    if not attended <= asked or not asked - {None} <= attended:
+        shown = [", ".join(sorted(map(str, windows))) or "none" for windows in (asked, attended)]
         raise UnsupportedModel(
             f"{base.model.config.model_type} masks its attention by windows that its layers do not pass on: "
-            f"its masks have {', '.join(shown[0]) or 'none'}, its layers {', '.join(shown[1])}"
+            f"its masks have {shown[0]}, its layers {shown[1]}"
         )
+
+
+def _felt(window: int | None, positions: int) -> int | None:
+    """The window, or None where no sequence is long enough to feel it; 0 is how some models say none."""
+    return window if window and window < positions else None
 
 
 def _prove(base: Base, prompts: list[Tensor], expected: list[Tensor]) -> None:

@@ -191,8 +191,8 @@ def test_news_counts_once_however_often_it_comes(tmp_path: Path) -> None:
     async def story(store: Store) -> None:
         await a_job(store)
         news = store.news
-        await news.started(Mark("a", 1), JobStarted("ftjob-1", 0, 9, 5, 50, 0, 0, 1, 1, 1e-4))
         for _ in range(2):
+            await news.started(Mark("a", 1), JobStarted("ftjob-1", 0, 9, 5, 50, 0, 0, 1, 1, 1e-4))
             await news.stepped(Mark("a", 2), a_step(1))
             await news.checkpointed(Mark("a", 3), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
         assert await news.seen(Mark("a", 3)) and not await news.seen(Mark("a", 4))
