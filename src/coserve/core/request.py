@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import isfinite
 from types import MappingProxyType
 
 from coserve.errors import ConfigError
@@ -61,6 +62,7 @@ class SamplingParams:
     grammar: str | None = None  # an llguidance grammar that the whole answer must match
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         checks = {
             "max_tokens": self.max_tokens >= (1 if self.prompt_logprobs is None else 0),
             "min_tokens": 0 <= self.min_tokens <= self.max_tokens,
@@ -69,6 +71,9 @@ class SamplingParams:
             "top_p": 0.0 < self.top_p <= 1.0,
             "min_p": 0.0 <= self.min_p < 1.0,
             "repetition_penalty": 0.0 < self.repetition_penalty < float("inf"),
+            "presence_penalty": isfinite(self.presence_penalty),
+            "frequency_penalty": isfinite(self.frequency_penalty),
+            "logit_bias": all(bias < float("inf") for bias in self.logit_bias.values()),  # NaN is not
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
             "prompt_logprobs": self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
         }
@@ -79,6 +84,20 @@ class SamplingParams:
             raise ConfigError(
                 "sampling.grammar excludes min_tokens and ignore_eos: it says itself where to end"
             )
+
+    def _check_kinds(self) -> None:
+        """What would break a step later, for all who are in it: counts that are no integers, and such."""
+        for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if type(value) is not int and (
+                value is not None or name in ("max_tokens", "min_tokens", "top_k")
+            ):
+                raise ConfigError(f"sampling.{name} must be an integer, not {value!r}")
+        if isinstance(self.stop, str) or not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise ConfigError(f"sampling.stop must be some non-empty strings, not {self.stop!r}")
+        for name in ("stop_token_ids", "logit_bias"):
+            if not all(type(token) is int for token in getattr(self, name)):
+                raise ConfigError(f"sampling.{name} must name tokens by integers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.handles import Completion, FineTuning, Keeping
 from coserve.engine.runner import LocalRunner
 from coserve.engine.table import SequenceTable
-from coserve.errors import ConfigError, JobError, RequestError
+from coserve.errors import AdapterError, ConfigError, JobError, RequestError
 from coserve.jobs import datasets
 from coserve.memory.kv import KVPool
 from coserve.memory.malloc import keep_freed_memory, resident_bytes
@@ -37,7 +37,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.text import Text
-from coserve.train.example import Example, Prepared, digest, prepare
+from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
 from coserve.train.state import TrainingState
 from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
 from coserve.wire.messages import Stats
@@ -129,10 +129,10 @@ class Engine:
             self.runner.table.sampling.check(request.sampling, continued)
             if text and sampling.stop and self.text is None:
                 raise ConfigError("stop strings need a tokenizer, and the engine was given none")
+            stream = self.text.stream(sampling.stop) if text and self.text else None
             sequence = self.scheduler.submit(request, self.clock(), continued)
             if version is not None:
                 self.bank.pin(version.key)
-            stream = self.text.stream(sampling.stop) if text and self.text else None
             cancel = partial(self._cancel_sequence, sequence.key)
             completion = Completion(sequence, stream, self._drive, cancel)
             self.completions[sequence.key] = completion
@@ -142,8 +142,12 @@ class Engine:
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt; messages go through the chat template, which raises DataError."""
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"a prompt is text, token ids or messages, not {type(prompt).__name__}")
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
             return tuple(prompt)  # type: ignore[arg-type]
+        if not isinstance(prompt, str) and not all(isinstance(turn, Mapping) for turn in prompt):
+            raise RequestError("a prompt is text, token ids or messages; each message is a mapping")
         if self.text is None:
             raise ConfigError("text prompts need a tokenizer, and the engine was given none")
         return self.text.encode(prompt) if isinstance(prompt, str) else self.text.chat(cast(Messages, prompt))
@@ -175,7 +179,10 @@ class Engine:
     def save_adapter(self, name: str, folder: str | Path) -> None:
         """Writes the adapter's current version in PEFT's format."""
         with self._lock:
-            write_adapter(self.bank.find(name), folder, str(self.base.model.config.name_or_path))
+            try:
+                write_adapter(self.bank.find(name), folder, str(self.base.model.config.name_or_path))
+            except OSError as error:
+                raise AdapterError(f"the adapter cannot be written to {folder}: {error.strerror}") from error
 
     # Fine-tuning
 
@@ -223,12 +230,15 @@ class Engine:
     def prepare(self, data: Data, training: TrainingConfig = TrainingConfig()) -> Prepared:
         """Reads, checks and tokenizes training data; DataError. Takes no lock: steps go on meanwhile."""
         if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], Example):
-            examples = tuple(cast(Sequence[Example], data))
-            return Prepared(examples, digest=digest(examples))
-        if self.text is None:
+            prepared = prepare_examples(cast(Sequence[Example], data), training.max_length)
+        elif self.text is None:
             raise ConfigError("training on text needs a tokenizer, and the engine was given none")
-        records = datasets.read(cast(datasets.Source, data))
-        return prepare(records, self.text.tokenizer, loss_on=training.loss_on, max_length=training.max_length)
+        else:
+            records = datasets.read(cast(datasets.Source, data))
+            tokenizer = self.text.tokenizer
+            prepared = prepare(records, tokenizer, loss_on=training.loss_on, max_length=training.max_length)
+        check_fit(prepared, self.base.max_positions, self.base.vocabulary)
+        return prepared
 
     def weigh(self, job: str, weight: float) -> None:
         """Changes a running job's share among the jobs that train."""

@@ -117,7 +117,8 @@ class Keeping:
 
 
 class FineTuning:
-    """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`.
+    """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`; both raise what made
+    it fail.
 
     `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left.
     """
@@ -152,6 +153,8 @@ class FineTuning:
             if self.status != "running" or not self._drive():
                 yield from self.history[self._read :]  # another thread may have driven to the end meanwhile
                 self._read = len(self.history)
+                if self.error is not None:
+                    raise self.error
                 return
 
     def result(self) -> "FineTuning":

@@ -25,7 +25,7 @@ from coserve.engine.aside import Aside, Outcome
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning, Keeping
 from coserve.engine.scoring import Scoring, check_lengths
-from coserve.errors import ConfigError, CoserveError
+from coserve.errors import ConfigError, CoserveError, DataError
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example, Prepared
 from coserve.train.state import TrainingState
@@ -338,7 +338,10 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
     data = engine.prepare(Path(command.data), training)
     validation: tuple[Example, ...] = ()
     if command.validation is not None:
-        validation = engine.prepare(Path(command.validation), training).examples
+        try:
+            validation = engine.prepare(Path(command.validation), training).examples
+        except DataError as error:
+            raise DataError(f"validation {error}") from error
         check_lengths(engine, validation)
     exact = torch.promote_types(engine.base.dtype, torch.float32)
     name, shapes = _adapter_of(command.job), engine.base.shapes

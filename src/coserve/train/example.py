@@ -23,6 +23,12 @@ class Example:
     tokens: tuple[int, ...]
     labels: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.labels):
+            raise DataError(
+                f"an example has tokens and a label for each, not {len(self.tokens)} and {len(self.labels)}"
+            )
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -77,24 +83,66 @@ def prepare(
     max_length: int | None = None,
 ) -> Prepared:
     """All records tokenised; DataError names the example (from 1), or says that none has a label."""
-    if max_length is not None and max_length < 2:
-        raise ConfigError(f"max_length must be at least 2 (a token and one to predict), not {max_length}")
-    examples: list[Example] = []
+    _check_max_length(max_length)
+
+    def made() -> Iterator[tuple[Example, bool]]:
+        for number, record in enumerate(records, 1):
+            try:
+                tokens, wanted = _encode(record, tokenizer, loss_on)
+                example = _shifted(tokens, wanted, max_length)
+            except DataError as error:
+                raise DataError(f"example {number}: {error}") from error
+            yield example, max_length is not None and len(tokens) > max_length
+
+    return _prepared(made())
+
+
+def prepare_examples(examples: Iterable[Example], max_length: int | None = None) -> Prepared:
+    """Token examples, cut and dropped as `prepare` does it with records."""
+    _check_max_length(max_length)
+
+    def made() -> Iterator[tuple[Example, bool]]:
+        for example in examples:
+            if max_length is None or len(example) <= max_length:
+                yield example, False
+            else:
+                labels = (*example.labels[: max_length - 1], IGNORED)
+                yield Example(example.tokens[:max_length], labels), True
+
+    return _prepared(made())
+
+
+def _prepared(made: Iterable[tuple[Example, bool]]) -> Prepared:
+    """Of examples and whether each was cut; those without a label are dropped. DataError if none is left."""
+    kept: list[Example] = []
     truncated = dropped = 0
-    for number, record in enumerate(records, 1):
-        try:
-            tokens, wanted = _encode(record, tokenizer, loss_on)
-        except DataError as error:
-            raise DataError(f"example {number}: {error}") from error
-        truncated += max_length is not None and len(tokens) > max_length
-        example = _shifted(tokens, wanted, max_length)
+    for example, is_cut in made:
+        truncated += is_cut
         if example.label_count:
-            examples.append(example)
+            kept.append(example)
         else:
             dropped += 1
-    if not examples:
+    if not kept:
         raise DataError(f"expected at least one example with a token to learn; all {dropped} have none")
-    return Prepared(tuple(examples), truncated, dropped, digest(examples))
+    return Prepared(tuple(kept), truncated, dropped, digest(kept))
+
+
+def _check_max_length(max_length: int | None) -> None:
+    if max_length is not None and max_length < 2:
+        raise ConfigError(f"max_length must be at least 2 (a token and one to predict), not {max_length}")
+
+
+def check_fit(prepared: Prepared, positions: int, vocabulary: int) -> None:
+    """Raises DataError where an example is longer than the model's positions or names no token of its."""
+    for number, example in enumerate(prepared.examples, 1):
+        if len(example) > positions:
+            raise DataError(
+                f"example {number} has {len(example)} tokens, and the model {positions} positions: "
+                "split it, or set training.max_length"
+            )
+        highest = max(max(example.tokens), max(example.labels))
+        if highest >= vocabulary or min(example.tokens) < 0 or min(example.labels) < IGNORED:
+            raise DataError(f"example {number} has a token that is not one of the model's {vocabulary}")
 
 
 def steps_per_epoch(examples: int, batch_size: int) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -56,8 +57,23 @@ class TrainingConfig:
         for name in ("batch_size", "epochs", "rows", "learning_rate", "weight"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"training.{name} must be positive, not {getattr(self, name)}")
-        if self.max_steps is not None and self.max_steps < 1:
+        for name in ("batch_size", "epochs", "rows", "seed"):
+            if type(getattr(self, name)) is not int:
+                raise ConfigError(f"training.{name} must be an integer, not {getattr(self, name)!r}")
+        if self.max_steps is not None and (type(self.max_steps) is not int or self.max_steps < 1):
             raise ConfigError(f"training.max_steps must be at least 1, not {self.max_steps}")
+        checks = {
+            "learning_rate": math.isfinite(self.learning_rate),
+            "weight_decay": 0.0 <= self.weight_decay < math.inf,
+            "betas": len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas),
+            "epsilon": 0.0 < self.epsilon < math.inf,
+            "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
+            "loss_on": self.loss_on in get_args(LossOn),
+            "keep": isinstance(self.keep, Keep),
+        }
+        for name, holds in checks.items():
+            if not holds:
+                raise ConfigError(f"training.{name} is out of its range: {getattr(self, name)}")
 
 
 @dataclass(slots=True)
