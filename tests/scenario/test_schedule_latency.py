@@ -68,9 +68,8 @@ def test_who_arrives_waits_at_most_one_quantum() -> None:
         sequence = world.submit(SLO(first_token=0.0), arrival=before + 1e-6)
         plan = world.step()
         assert [segment.sequence for segment in plan.inference] == [sequence]
-        assert sequence.first_token_at is not None
-        inference = world.it.cost.predict(Plan((plan.inference[0],)))
-        assert sequence.first_token_at - before <= world.config.quantum + inference + 1e-9
+        assert sequence.first_token_at is not None and not plan.training
+        assert sequence.first_token_at - before <= world.config.quantum + plan.predicted + 1e-9
 
 
 def test_a_layer_that_takes_longer_than_a_quantum_still_runs() -> None:

@@ -17,7 +17,7 @@ DEPTH = 8
 
 
 def scheduler(policy: str, **options: object) -> Scheduler:
-    config = SchedulerConfig(layers=DEPTH, max_positions=1024)
+    config = SchedulerConfig(layers=DEPTH, max_positions=1024, quantum=0.025)
     return Scheduler(config, PagePool(512, 16), CostModel(), make_policy(policy, **options))
 
 
