@@ -14,8 +14,8 @@ import openai
 from coserve import tiny
 from coserve.serve.app import create_app
 from coserve.serve.compose import build_state
-from coserve.serve.fake import FakeEngine
-from coserve.serve.listener import Listener
+from coserve.serve.engine.fake import FakeEngine
+from coserve.serve.http.listener import Listener
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
 from coserve.wire.messages import Submit

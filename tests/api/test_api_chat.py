@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from coserve.serve.fake import any_token
+from coserve.serve.engine.fake import any_token
 from coserve.wire.messages import Cancel
 from serving import Play, World
 

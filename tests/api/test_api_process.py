@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 
 from coserve import tiny
-from coserve.serve.fake import FakeEngine
+from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.settings import ApiStart, ServerSettings
 from coserve.wire.control import encode_line
 from coserve.wire.messages import Drain

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from coserve.serve.compose import build_state
-from coserve.serve.fake import FakeEngine
+from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.store.records import Job
 from coserve.wire.messages import JobCheckpoint, JobEnded, JobStep, Numbered, StartJob
 from serving import SECONDS, Play, World, world

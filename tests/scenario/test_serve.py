@@ -15,7 +15,7 @@ import pytest
 from coserve.cli.client import Client
 from coserve.cli.config import ClientSettings
 from coserve.errors import CoserveError
-from coserve.serve.claim import find_running
+from coserve.serve.processes.claim import find_running
 
 PATIENCE = 60.0  # seconds; only a hang takes so long
 SMALL = {"COSERVE_ENGINE_CALIBRATE": "false", "COSERVE_ENGINE_CACHE_TOKENS": "4096"}

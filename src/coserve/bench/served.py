@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from coserve.errors import ServerError
-from coserve.serve.claim import Running, find_running
+from coserve.serve.processes.claim import Running, find_running
 
 _RUN = "from coserve.cli import main; main()"
 _NAP = 0.01  # seconds between two looks

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from coserve.serve.claim import find_running
+from coserve.serve.processes.claim import find_running
 from coserve.serve.settings import ServerSettings
 
 LEAST_PYTHON = (3, 11)

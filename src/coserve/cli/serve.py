@@ -98,7 +98,7 @@ def serve(
         return
     from rich.console import Console
 
-    from coserve.serve import supervisor
+    from coserve.serve.processes import supervisor
 
     raise typer.Exit(supervisor.serve(settings, Console(highlight=False)))
 

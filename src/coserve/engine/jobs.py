@@ -84,6 +84,7 @@ class _Job:
     ready: _Ready | None = None
     handle: FineTuning | None = None
     step: int = 0
+    kept: int = 0  # the newest step whose state was passed on to be written
     pending: deque[_Pending] = field(default_factory=deque)
     stop: str | None = None  # asked for while its data was read
     ending: JobEnded | None = None
@@ -210,6 +211,7 @@ class Jobs:
         self._tell(_started(name, job.step, job.handle.steps, ready))
         if ready.checkpoint is not None:  # the engine that wrote it may have died before it was known
             job.pending.append(_Pending(self._scoring(job), ready.checkpoint))
+            job.kept = ready.checkpoint.step
         if job.handle.status == "succeeded":  # nothing was left to do
             self._end(job, "succeeded")
 
@@ -235,6 +237,9 @@ class Jobs:
 
     def _keep(self, job: _Job, state: TrainingState) -> None:
         """Between two steps: the state is copied already, and is written aside."""
+        if state.step == job.kept:  # stopped just after one was due: two threads would write one folder
+            return
+        job.kept = state.step
         pending = _Pending(self._scoring(job))
         job.pending.append(pending)
         base_name = str(self._engine.base.model.config.name_or_path)

@@ -6,9 +6,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from coserve.serve import adapters, chat, completions, errors, files, health, jobs, models, transfers
-from coserve.serve.middleware import Draining, Limits, RequestIds
-from coserve.serve.price import MOST_BODY_BYTES
+from coserve.serve import errors
+from coserve.serve.answering.price import MOST_BODY_BYTES
+from coserve.serve.http.middleware import Draining, Limits, RequestIds
+from coserve.serve.routes import adapters, chat, completions, files, health, jobs, models, transfers
 from coserve.serve.state import State
 
 _FORM_BYTES = 2 * 2**20  # around the large file in an upload

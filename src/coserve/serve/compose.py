@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from coserve.errors import ConfigError
-from coserve.serve.foreman import Foreman
-from coserve.serve.imports import digest
-from coserve.serve.link import EngineLink
+from coserve.serve.engine.link import EngineLink
 from coserve.serve.settings import ServerSettings
+from coserve.serve.shelf.imports import digest
 from coserve.serve.state import State
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
+from coserve.serve.training.foreman import Foreman
 from coserve.text import Text
 from coserve.wire.messages import Hello, Numbered
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from coserve.errors import CoserveError
 from coserve.serve.app import create_app
 from coserve.serve.compose import build_state
-from coserve.serve.listener import Listener, fastest_loop
+from coserve.serve.http.listener import Listener, fastest_loop
 from coserve.serve.settings import ApiStart
 from coserve.serve.state import State
 from coserve.wire.child import Supervised

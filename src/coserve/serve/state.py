@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from coserve.metrics import Metrics
-from coserve.serve.catalog import Catalog
-from coserve.serve.fair import FairQueue
-from coserve.serve.watch import TrainingWatch
+from coserve.serve.answering.fair import FairQueue
+from coserve.serve.shelf.catalog import Catalog
+from coserve.serve.training.watch import TrainingWatch
 
 if TYPE_CHECKING:
-    from coserve.serve.foreman import Foreman
-    from coserve.serve.link import EngineLink
+    from coserve.serve.engine.link import EngineLink
     from coserve.serve.settings import ServerSettings
     from coserve.serve.store.store import Store
+    from coserve.serve.training.foreman import Foreman
     from coserve.text import Text
 
 

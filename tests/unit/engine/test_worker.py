@@ -9,6 +9,7 @@ import pytest
 
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.request import FinishReason
+from coserve.engine import jobs as jobs_module
 from coserve.engine import worker as worker_module
 from coserve.engine.aside import Aside
 from coserve.engine.link import Done, Inbox
@@ -227,6 +228,25 @@ def test_paused_before_its_data_is_read_and_started_again(desk: Desk, data: Path
     desk.send(job(data, tmp_path / "k", "k"), StopJob("k", keep=False))
     assert desk.ended().status == "cancelled" and not (tmp_path / "k").exists()
     assert desk.engine.bank.names == []
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_stopped_just_after_a_checkpoint_was_due(
+    desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    """It is written once: two threads would have torn each other's folder away."""
+    steps: list[int] = []
+    write = jobs_module.write_checkpoint
+    monkeypatch.setattr(
+        jobs_module, "write_checkpoint", lambda *given: (steps.append(given[1].step), write(*given))[1]
+    )
+    desk.send(job(data, tmp_path / "j", every=2))
+    desk.until(lambda: len(desk.news(JobCheckpoint if written else JobStep)) == (1 if written else 2))
+    stopped_at = len(desk.news(JobStep))
+    desk.send(StopJob("j", keep=True))
+    assert desk.ended().status == "stopped"
+    assert steps == sorted({2, stopped_at})
+    assert [told.step for told in desk.news(JobCheckpoint)] == steps
 
 
 def test_cancelled_in_the_midst(desk: Desk, data: Path, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from coserve import errors
+from coserve.serve.answering.price import MOST_HEADER_BYTES
 from coserve.serve.errors import ApiError, fault_error, install
-from coserve.serve.middleware import Draining, Limits, RequestIds
-from coserve.serve.price import MOST_HEADER_BYTES
+from coserve.serve.http.middleware import Draining, Limits, RequestIds
 
 
 class Body(BaseModel):

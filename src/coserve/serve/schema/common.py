@@ -4,7 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coserve.serve.price import LONGEST_NAME, LONGEST_STOP, MOST_ALTERNATIVES, MOST_BIASES, MOST_STOPS
+from coserve.serve.answering.price import (
+    LONGEST_NAME,
+    LONGEST_STOP,
+    MOST_ALTERNATIVES,
+    MOST_BIASES,
+    MOST_STOPS,
+)
 
 MOST_TOKEN_ID = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coserve.serve.price import MOST_PROMPTS
+from coserve.serve.answering.price import MOST_PROMPTS
 from coserve.serve.schema.common import Alternatives, FinishName, Generation, Tier, TokenId, Usage
 from coserve.serve.schema.unsupported import without_unsupported_completion
 

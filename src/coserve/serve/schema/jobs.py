@@ -5,8 +5,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
+from coserve.serve.answering.price import LONGEST_NAME
 from coserve.serve.errors import ApiError
-from coserve.serve.price import LONGEST_NAME
 from coserve.serve.schema.common import Asked
 
 MOST_SEED: Final = 2**31 - 1

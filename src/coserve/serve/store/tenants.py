@@ -8,7 +8,7 @@ from typing import Final
 from sqlalchemy import Connection, insert, select, update
 
 from coserve.errors import ConfigError
-from coserve.serve import keys as secret_keys
+from coserve.serve.store import keys as secret_keys
 from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Key, Tenant

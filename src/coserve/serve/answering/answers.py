@@ -1,0 +1,162 @@
+"""Answers in the making: from a request that passed all checks to pieces of text, whatever their shape."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from coserve.core.plan import TokenLogprobs
+from coserve.core.request import FinishReason
+from coserve.errors import EngineLost
+from coserve.serve.answering.asking import Wanted
+from coserve.serve.answering.fair import Ticket
+from coserve.serve.answering.price import ANSWER_TOKEN
+from coserve.serve.answering.timing import Timing
+from coserve.serve.state import State
+from coserve.wire.messages import Token
+
+Scored: TypeAlias = tuple[int, TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of answer `index`. The last piece has a `finish`, and no other has one.
+
+    `tokens` are all tokens, those at the end included that are not part of the text; `scored` are those of
+    the text, if log-probabilities were asked for, and `prompt_scores` those of the prompt but its first.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    scored: tuple[Scored, ...] = ()
+    prompt_scores: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+
+
+Pieces: TypeAlias = AsyncGenerator[Piece, None]
+
+
+async def answer(state: State, wanted: Wanted) -> Pieces:
+    """All answers to a request, piece by piece as they come. Closing it cancels what is under way.
+
+    Raises, before the first piece, ApiError 429 where too much is waiting, and ApiError 404 for a model that
+    has just been unloaded; and at any time what the engine refused, or EngineLost.
+    """
+    costs = [float(len(wanted.prompt(index))) for index in range(len(wanted))]
+    with state.catalog.use(wanted.model), state.queue.enter(wanted.tenant, costs, wanted.tier) as tickets:
+        one_by_one = [_one(state, wanted, index, ticket) for index, ticket in enumerate(tickets)]
+        async with aclosing(merged(one_by_one)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+
+async def merged(sources: Sequence[Pieces]) -> Pieces:
+    """The items of all sources, as they come; closes every source at its own end."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:
+            async for piece in only:
+                yield piece
+        return
+    arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(source: Pieces) -> None:
+        async with aclosing(source):
+            async for piece in source:
+                arrived.put_nowait(piece)
+
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
+    for task in tasks:
+        task.add_done_callback(arrived.put_nowait)
+    try:
+        left = len(tasks)
+        while left:
+            item = await arrived.get()
+            if isinstance(item, Piece):
+                yield item
+            else:
+                item.result()
+                left -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _one(state: State, wanted: Wanted, index: int, ticket: Ticket) -> Pieces:
+    timing = Timing(state.metrics, state.catalog.base.name, wanted.arrived)
+    await ticket.admitted()
+    timing.admitted(time.monotonic())
+    writer = Writer(state, wanted, index)
+    try:
+        async with aclosing(state.link.generate(wanted.request(index))) as tokens:
+            async for token in tokens:
+                if token.finish is FinishReason.CANCELLED:
+                    raise EngineLost("the engine gave this answer up")
+                if token.token is not None:
+                    timing.token(time.monotonic())
+                    ticket.served(ANSWER_TOKEN)
+                piece = writer.take(token)
+                if piece is not None:
+                    if piece.finish is not None:
+                        timing.finished(piece.finish)
+                        state.queue.leave(ticket)  # the next may go in while this is being sent
+                    yield piece
+                if writer.has_finished:
+                    return
+    finally:
+        timing.close(len(wanted.prompt(index)))
+
+
+class Writer:
+    """Makes pieces out of one answer's tokens: whole characters, and nothing of a stop string."""
+
+    def __init__(self, state: State, wanted: Wanted, index: int) -> None:
+        self.has_finished = False
+        self._index, self._text = index, state.text
+        self._stream = state.text.stream(wanted.stops)
+        self._eager = wanted.tells_tokens  # then each token is a piece of its own, if without text
+        self._tokens: list[int] = []
+        self._scored: list[Scored] = []
+        self._prompt_scores: list[TokenLogprobs] = []
+        self._given = self._spelled = 0  # characters: given out; of all tokens whose scores were
+
+    def take(self, token: Token) -> Piece | None:
+        """The piece that this token completes, if it does."""
+        self._prompt_scores += token.prompt_logprobs
+        text = ""
+        if token.token is not None:
+            self._tokens.append(token.token)
+            if token.finish is not FinishReason.STOP:  # what ends an answer is not part of its text
+                text = self._stream.push(token.token)
+                if token.logprobs is not None:
+                    self._scored.append((token.token, token.logprobs))
+        finish = FinishReason.STOP if self._stream.stopped else token.finish
+        if finish is not None:
+            text += self._stream.finish()
+            finish = FinishReason.STOP if self._stream.stopped else finish
+        if text or finish is not None or self._eager:
+            return self._piece(text, finish)
+        return None
+
+    def _piece(self, text: str, finish: FinishReason | None) -> Piece:
+        self._given += len(text)
+        self.has_finished = finish is not None
+        scored = self._text_scores() if self._stream.stopped else self._scored
+        piece = Piece(
+            self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish
+        )
+        self._spelled += sum(len(self._text.piece(token)) for token, _ in scored)
+        self._tokens, self._scored, self._prompt_scores = [], [], []
+        return piece
+
+    def _text_scores(self) -> list[Scored]:
+        """Of the tokens held back, those before a stop string's beginning."""
+        kept, begins = [], self._spelled
+        for token, scores in self._scored:
+            if begins < self._given:
+                kept.append((token, scores))
+            begins += len(self._text.piece(token))
+        return kept

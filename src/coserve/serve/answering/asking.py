@@ -1,0 +1,240 @@
+"""From what a client sent to what the engine is asked: tokens, checked parameters, a price."""
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, TypeVar
+
+from llguidance import LLMatcher
+
+from coserve.core.request import SLO, SamplingParams
+from coserve.errors import DataError, EngineLost
+from coserve.serve.answering.price import MOST_CHARACTERS, Ask, Limits, Price, price
+from coserve.serve.engine.link import AnswerRequest
+from coserve.serve.errors import ApiError
+from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
+from coserve.serve.schema.common import MOST_TOKEN_ID, Generation, JsonObject, Tier
+from coserve.serve.schema.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from coserve.serve.shelf.catalog import Model
+from coserve.serve.state import State
+from coserve.serve.store.records import Tenant
+from coserve.wire.messages import Hello
+
+T = TypeVar("T")
+_SEEDS = 2**63
+# Free white space would let a model that is at a loss write blanks until its tokens are used up.
+_COMPACT: Any = {"whitespace_flexible": False}
+_LONG = 20_000  # characters that are tokenized beside the event loop, not in it
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request that has passed all checks. Its answers are numbered prompt by prompt, choice by choice."""
+
+    id: str
+    created: int
+    arrived: float  # time.monotonic
+    tenant: Tenant
+    model: Model
+    tier: Tier
+    slo: SLO
+    prompts: Sequence[tuple[int, ...]]
+    choices: int
+    sampling: SamplingParams  # of all answers, but for max_tokens and seed
+    stops: tuple[str, ...]
+    price: Price
+    fingerprint: str
+    tells_tokens: bool = False
+
+    def __len__(self) -> int:
+        return len(self.prompts) * self.choices
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """The prompt of answer `index`."""
+        return self.prompts[index // self.choices]
+
+    def request(self, index: int) -> AnswerRequest:
+        """What the engine is asked for answer `index`. The server looks for stop strings, not the engine."""
+        assert self.sampling.seed is not None
+        sampling = replace(
+            self.sampling,
+            max_tokens=self.price.max_tokens[index // self.choices],
+            seed=(self.sampling.seed + index % self.choices) % _SEEDS,
+        )
+        return AnswerRequest(
+            f"{self.id}-{index}", self.prompt(index), sampling, self.slo, self.model.key, self.model.folder,
+            time.monotonic() - self.arrived,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Makes the requests of one client, for the model that it named."""
+
+    state: State
+    tenant: Tenant
+    model: Model
+    hello: Hello
+    arrived: float
+
+    @classmethod
+    async def of(cls, state: State, tenant: Tenant, model: str) -> "Asker":
+        """Raises ApiError 404 for an unknown model, 503 while no engine has ever been there."""
+        arrived = time.monotonic()
+        if state.link.hello is None:
+            raise EngineLost("the engine is still loading the model")
+        return cls(state, tenant, await state.catalog.find(tenant, model), state.link.hello, arrived)
+
+    async def chat(self, body: ChatRequest) -> Wanted:
+        """Raises ApiError for what is wrong with a chat."""
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
+        turns = [{"role": message.role, "content": message.text} for message in body.messages]
+        prompt = await self._tokens(self.state.text.chat, turns, sum(len(turn["content"]) for turn in turns))
+        grammar = _grammar(body)
+        sampling = _sampling(body, (body.top_logprobs or 0) if body.logprobs else None, None, grammar)
+        ask = Ask(
+            (len(prompt),),
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_tokens_name="max_completion_tokens" if body.max_tokens is None else "max_tokens",
+            grammar_bytes=len(grammar or ""),
+        )
+        return self._wanted("chatcmpl", body, [prompt], sampling, ask)
+
+    async def completion(self, body: CompletionRequest) -> Wanted:
+        """Raises ApiError for what is wrong with a plain completion."""
+        prompts = [
+            tuple(prompt)
+            if isinstance(prompt, list)
+            else await self._tokens(self.state.text.encode, prompt, len(prompt))
+            for prompt in body.prompts
+        ]
+        scores = body.logprobs if body.echo else None
+        if body.max_tokens == 0 and scores is None:
+            scores = 0  # the engine is content with no answer at all only where there is a prompt to score
+        most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        sampling = _sampling(body, body.logprobs, scores, None)
+        ask = Ask([len(prompt) for prompt in prompts], max_tokens=most, scores_prompt=scores is not None)
+        return self._wanted("cmpl", body, prompts, sampling, ask)
+
+    def _wanted(
+        self,
+        kind: str,
+        body: Generation,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        ask: Ask,
+    ) -> Wanted:
+        self._check_ids(prompts, sampling)
+        settings = self.state.settings
+        ask = replace(
+            ask,
+            choices=body.n or 1,
+            alternatives=sampling.logprobs or 0,
+            stops=body.stops,
+            biases=len(sampling.logit_bias),
+        )
+        sequences = min(settings.max_queue, settings.max_queue_tenant)
+        limits = Limits(self.hello.positions, self.hello.cache_tokens, settings.max_n, sequences)
+        cost = price(ask, limits)
+        if sampling.min_tokens > min(cost.max_tokens):
+            message = (
+                f"Invalid value for 'min_tokens': the answer may have {min(cost.max_tokens)} tokens at most."
+            )
+            raise ApiError(400, message, param="min_tokens", code="invalid_value")
+        return Wanted(
+            id=f"{kind}-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            arrived=self.arrived,
+            tenant=self.tenant,
+            model=self.model,
+            tier=body.tier,
+            slo=settings.slo[body.tier],
+            prompts=prompts,
+            choices=ask.choices,
+            sampling=sampling,
+            stops=body.stops,
+            price=cost,
+            fingerprint=fingerprint(self.hello),
+            tells_tokens=bool(body.return_token_ids),
+        )
+
+    async def _tokens(self, encode: Callable[[T], Sequence[int]], prompt: T, length: int) -> tuple[int, ...]:
+        """Long prompts are tokenized beside the event loop, and hopeless ones not at all."""
+        if length > MOST_CHARACTERS * self.hello.positions:
+            message = (
+                f"This model takes {self.hello.positions} tokens at most; the prompt has {length} characters."
+            )
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        try:
+            return tuple(encode(prompt) if length < _LONG else await asyncio.to_thread(encode, prompt))
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+
+    def _check_ids(self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
+        most = self.hello.vocabulary
+        named = {"logit_bias": sampling.logit_bias, "stop_token_ids": sampling.stop_token_ids}
+        for param, ids in {"prompt": chain.from_iterable(prompts), **named}.items():
+            if (wrong := next((token for token in ids if token >= most), None)) is not None:
+                message = f"Invalid value for '{param}': {wrong} is not one of the model's {most} tokens."
+                raise ApiError(400, message, param=param, code="invalid_value")
+        if not all(prompts):
+            raise ApiError(400, "A prompt needs at least one token.", param="prompt", code="invalid_value")
+
+
+def fingerprint(hello: Hello) -> str:
+    """Changes with whatever may change answers to the same seed."""
+    parts = (hello.model, hello.dtype, hello.device, hello.parameters, hello.vocabulary, hello.deterministic)
+    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+
+def _sampling(
+    body: Generation, logprobs: int | None, prompt_logprobs: int | None, grammar: str | None
+) -> SamplingParams:
+    """All but max_tokens, which depends on the prompt. A seed is drawn: only so can an answer go on."""
+    return SamplingParams(
+        max_tokens=MOST_TOKEN_ID,
+        min_tokens=body.min_tokens or 0,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        seed=secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+    )
+
+
+def _grammar(body: ChatRequest) -> str | None:
+    """What the answer must match, in llguidance's words."""
+    match body.response_format:
+        case JsonObjectFormat():
+            schema: JsonObject = {"type": "object"}
+        case JsonSchemaFormat(json_schema=asked):
+            schema = {} if asked.schema_ is None else asked.schema_
+        case _:
+            return None
+    try:
+        grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT)
+    except (RecursionError, ValueError) as error:
+        raise _bad_schema(str(error)) from error
+    if reason := LLMatcher.validate_grammar(grammar):
+        raise _bad_schema(reason.partition("\n")[0])
+    return grammar
+
+
+def _bad_schema(reason: str) -> ApiError:
+    message = f"Invalid schema for response_format: {reason}"
+    return ApiError(400, message, param="response_format", code="invalid_schema")

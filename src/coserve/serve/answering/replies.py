@@ -1,0 +1,109 @@
+"""Answers on their way out: as a stream of chunks or whole, in the shape of the endpoint that was asked."""
+
+import json
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import chain
+from typing import Protocol
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+
+from coserve.core.request import FinishReason
+from coserve.errors import CoserveError
+from coserve.serve.answering.answers import Piece, Pieces, answer
+from coserve.serve.answering.asking import Wanted
+from coserve.serve.errors import ApiError
+from coserve.serve.http.streams import DONE, ClientGone, EventStream, event, unless_gone
+from coserve.serve.schema.common import FinishName, Usage
+from coserve.serve.state import State
+
+_GONE = 499  # what proxies log for a client that left; nobody reads it
+
+
+class Shape(Protocol):
+    """How one endpoint says things. Made for one request; chunks are asked for in order."""
+
+    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
+        """What a stream says of a piece; fields that were not set are left out."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> BaseModel:
+        """The chunk that ends a stream whose usage is wanted."""
+        ...
+
+    def whole(self, answers: list[Piece], usage: Usage) -> BaseModel:
+        """All of it at once; each answer is one piece."""
+        ...
+
+
+async def reply(
+    request: Request, state: State, wanted: Wanted, shape: Shape, stream: bool, tells_usage: bool
+) -> Response:
+    """The answer to a request; ends all work for it when the client leaves.
+
+    A stream's headers wait for its first piece, so that until then whatever goes wrong has its own status.
+    """
+    pieces = answer(state, wanted)
+    try:
+        if not stream:
+            body = await unless_gone(request.receive, _whole(pieces, wanted, shape))
+            return Response(body, media_type="application/json")
+        first = await unless_gone(request.receive, anext(pieces))
+    except ClientGone:
+        return Response(status_code=_GONE)
+    return EventStream(_events(first, pieces, wanted, shape, tells_usage), pieces)
+
+
+def finish_name(reason: FinishReason) -> FinishName:
+    """An answer's end in OpenAI's words."""
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+async def _events(
+    first: Piece, rest: Pieces, wanted: Wanted, shape: Shape, tells_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    written = 0
+    try:
+        async for piece in _ahead(first, rest):
+            written += len(piece.tokens)
+            yield b"".join(event(chunk.model_dump_json(exclude_unset=True)) for chunk in shape.chunks(piece))
+    except CoserveError as error:  # the status is out already: the error is all that can still be said
+        yield event(json.dumps(ApiError.of(error).body()))
+    else:
+        if tells_usage:
+            yield event(shape.usage_chunk(_usage(wanted, written)).model_dump_json(exclude_unset=True))
+    yield DONE
+
+
+async def _ahead(first: Piece, rest: Pieces) -> AsyncGenerator[Piece, None]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+async def _whole(pieces: Pieces, wanted: Wanted, shape: Shape) -> str:
+    parts: list[list[Piece]] = [[] for _ in range(len(wanted))]
+    async with aclosing(pieces):
+        async for piece in pieces:
+            parts[piece.index].append(piece)
+    answers = [_join(of_one) for of_one in parts]
+    usage = _usage(wanted, sum(len(one.tokens) for one in answers))
+    return shape.whole(answers, usage).model_dump_json(exclude_unset=True)
+
+
+def _join(parts: list[Piece]) -> Piece:
+    return replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
+        scored=tuple(chain.from_iterable(part.scored for part in parts)),
+        prompt_scores=tuple(chain.from_iterable(part.prompt_scores for part in parts)),
+    )
+
+
+def _usage(wanted: Wanted, written: int) -> Usage:
+    """A prompt with several answers was read once."""
+    read = sum(map(len, wanted.prompts))
+    return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)

@@ -1,0 +1,1 @@
+"""The other end of the engine's socket."""

@@ -1,0 +1,224 @@
+"""A scripted engine behind a real socket: what the server does without a model, and through what deaths.
+
+It speaks the engine's protocol and computes nothing. An answer's tokens are a function of its prompt, its
+seed and their positions alone, so a continued answer is the one it would have been.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from coserve.core.plan import TokenLogprobs
+from coserve.core.request import FinishReason
+from coserve.serve.engine.frames import read_frame, write_frame
+from coserve.wire.codec import decode_commands, encode_answer
+from coserve.wire.messages import (
+    Acknowledge,
+    Answer,
+    Cancel,
+    Command,
+    Drain,
+    Fault,
+    Hello,
+    LoadAdapter,
+    Numbered,
+    Reply,
+    Report,
+    Stats,
+    Submit,
+    Token,
+    UnloadAdapter,
+)
+
+Script = Callable[[Submit, int], int]  # the token at a place of an answer
+
+
+def any_token(vocabulary: int, eos: tuple[int, ...] = ()) -> Script:
+    """Tokens that look random, never one that ends the answer."""
+
+    def token(request: Submit, place: int) -> int:
+        seed = hash((request.prompt, request.sampling.seed, request.adapter, place))
+        drawn = seed % vocabulary
+        while drawn in eos:
+            drawn = (drawn + 1) % vocabulary
+        return drawn
+
+    return token
+
+
+class FakeEngine:
+    """Listens on a socket and gives every running request one token a step.
+
+    `die` is kill -9: the connection ends in the middle and everything is forgotten. `start` then is the next
+    engine. `said` holds every command since the first start. `refusals` are faults by adapter key.
+    """
+
+    def __init__(self, socket: Path, script: Script | None = None, step_seconds: float = 0.0) -> None:
+        self.socket, self.step_seconds = socket, step_seconds
+        self.vocabulary, self.positions, self.max_running, self.eos = 1152, 2048, 16, (2,)
+        self.script = script or any_token(self.vocabulary, self.eos)
+        self.said: list[Command] = []
+        self.refusals: dict[str, Fault] = {}
+        self.steps = 0
+        self.running: dict[str, Submit] = {}
+        self.places: dict[str, int] = {}
+        self.adapters: dict[str, str] = {}
+        self.news: list[Numbered] = []
+        self.jobs: tuple[str, ...] = ()  # that it says it trains, when a server connects
+        self._generations = count(1)
+        self._generation = ""
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._replies: list[Reply] = []
+        self._drained = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "FakeEngine":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    async def start(self) -> None:
+        """A new engine: nothing loaded, nothing running."""
+        self._generation = f"generation-{next(self._generations)}"
+        self.running, self.places, self.adapters, self.news = {}, {}, {}, []
+        self._replies, self._drained = [], False
+        self._server = await asyncio.start_unix_server(self._accept, self.socket)
+
+    async def die(self) -> None:
+        """The process is gone, in the middle of whatever it did."""
+        if self._server is None:
+            return
+        self._server.close()
+        self._server = None
+        self.disconnect()
+        for task in list(self._tasks):
+            task.cancel()
+        self.socket.unlink(missing_ok=True)
+
+    def disconnect(self) -> None:
+        """Ends the connection only: requests are cancelled, adapters stay."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+            self._writer = None
+        self.running, self.places = {}, {}
+
+    def tell(self, numbered: Numbered) -> None:
+        """Reports a piece of job news, now and on every connection until it is acknowledged."""
+        self.news.append(numbered)
+        self._send(Report(jobs=(numbered,)))
+
+    def tell_tokens(self, *tokens: Token) -> None:
+        """Reports these tokens now, beside what the script says."""
+        self._send(Report(tokens))
+
+    def hello(self) -> Hello:
+        return Hello(
+            self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 32768,
+            self.max_running, self.eos, True, 0.1, self.jobs,
+        )  # fmt: skip
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.disconnect()
+        self._writer = writer
+        self._send(self.hello())
+        if self.news:
+            self._send(Report(jobs=tuple(self.news)))
+        stepping = asyncio.create_task(self._step_on())
+        self._tasks.add(stepping)
+        with suppress(OSError, EOFError, asyncio.CancelledError):
+            while True:
+                for command in decode_commands(await read_frame(reader)):
+                    self.said.append(command)
+                    self._obey(command)
+        stepping.cancel()
+        self._tasks.discard(stepping)
+        if self._writer is writer:  # no other connection has taken its place
+            self.disconnect()
+
+    async def _step_on(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_seconds)
+            self._step()
+
+    def _step(self) -> None:
+        tokens = [self._advance(request) for request in list(self.running.values())[: self.max_running]]
+        replies, self._replies = self._replies, []
+        if tokens or replies or self._drained:
+            self.steps += 1
+            self._send(Report(tuple(tokens), tuple(replies), stats=self._stats(), drained=self._drained))
+            self._drained = False
+
+    def _advance(self, request: Submit) -> Token:
+        sampling, place = request.sampling, self.places[request.id]
+        first = place == len(request.continued)
+        scored = () if sampling.prompt_logprobs is None or not first else self._scores(request)
+        if sampling.max_tokens == 0:
+            self._drop(request.id)
+            return Token(request.id, None, None, scored, FinishReason.LENGTH)
+        token = self.script(request, place)
+        self.places[request.id] = place + 1
+        finish = None
+        if (token in self.eos and not sampling.ignore_eos) or token in sampling.stop_token_ids:
+            finish = FinishReason.STOP
+        elif place + 1 >= sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        if finish is not None:
+            self._drop(request.id)
+        logprobs = None if sampling.logprobs is None else self._score(token, sampling.logprobs)
+        return Token(request.id, token, logprobs, scored, finish)
+
+    def _scores(self, request: Submit) -> tuple[TokenLogprobs, ...]:
+        most = request.sampling.prompt_logprobs or 0
+        return tuple(self._score(token, most) for token in request.prompt[1:])
+
+    def _score(self, token: int, alternatives: int) -> TokenLogprobs:
+        others = tuple(((token + i) % self.vocabulary, -0.5 - i) for i in range(alternatives))
+        return TokenLogprobs(-0.5, others)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._admit(command)
+            case Cancel():
+                self._drop(command.id)
+            case LoadAdapter():
+                fault = self.refusals.get(command.key)
+                if fault is None:
+                    self.adapters[command.key] = command.path
+                self._replies.append(Reply(command.ref, fault))
+            case UnloadAdapter():
+                self.adapters.pop(command.key, None)
+                self._replies.append(Reply(command.ref))
+            case Acknowledge():
+                self.news = [news for news in self.news if news.number > command.number]
+            case Drain():
+                self._drained = True
+            case _:
+                pass  # jobs are told by `tell`
+
+    def _admit(self, request: Submit) -> None:
+        if request.adapter is not None and request.adapter not in self.adapters:
+            fault = Fault("AdapterNotFound", f"no adapter {request.adapter!r} is loaded")
+            self._send(Report((Token(request.id, fault=fault),)))
+            return
+        self.running[request.id], self.places[request.id] = request, len(request.continued)
+
+    def _drop(self, request: str) -> None:
+        self.running.pop(request, None)
+        self.places.pop(request, None)
+
+    def _send(self, answer: Answer) -> None:
+        if self._writer is not None:
+            write_frame(self._writer, encode_answer(answer))
+
+    def _stats(self) -> Stats:
+        running = min(len(self.running), self.max_running)
+        return Stats(
+            self.steps, 0, 0, 0, 0.0, 0, 0, running, len(self.running) - running, 2048, 2000, 0.1, 0, 0,
+            len(self.adapters), 0,
+        )  # fmt: skip

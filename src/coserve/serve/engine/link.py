@@ -1,0 +1,394 @@
+"""The server's end of the engine's socket. Requests outlive the engine that answers them."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+from coserve.core.request import SLO, SamplingParams
+from coserve.errors import CoserveError, EngineLost
+from coserve.serve.engine.frames import read_frame, write_frame
+from coserve.serve.errors import fault_error
+from coserve.wire.codec import decode_answer, encode_commands
+from coserve.wire.messages import (
+    Acknowledge,
+    Cancel,
+    Command,
+    Hello,
+    LoadAdapter,
+    Numbered,
+    Reply,
+    Report,
+    Stats,
+    Submit,
+    Token,
+    UnloadAdapter,
+)
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.05  # between two attempts to reach the engine
+MOST_LIVES = 5  # engines that may die under a request without a token of it in between
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """One answer wanted from the engine.
+
+    `sampling.seed` is set: without it an answer could not go on in another engine. `folder` is where the
+    adapter `adapter` lies; every engine loads it from there when it first needs it. `age` is how many seconds
+    the request had waited when it was handed in.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    slo: SLO = field(default_factory=SLO)
+    adapter: str | None = None
+    folder: Path | None = None
+    age: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request under way, and what came of it so far."""
+
+    request: AnswerRequest
+    began: float  # on the loop's clock
+    tokens: list[int] = field(default_factory=list)
+    scored: int = 0  # prompt positions whose log-probabilities have come
+    repeated: int = 0  # of these, how many the present engine will tell once more
+    lives: int = 0
+    arrived: asyncio.Queue[Token | CoserveError] = field(default_factory=asyncio.Queue)
+
+    def submission(self, now: float) -> Submit:
+        request = self.request
+        sampling = request.sampling
+        if self.tokens:  # the first token came after the whole prompt had been scored
+            sampling = replace(sampling, prompt_logprobs=None)
+        return Submit(
+            request.id, request.prompt, sampling, request.slo, request.adapter,
+            tuple(self.tokens), request.age + now - self.began,
+        )  # fmt: skip
+
+    def take(self, token: Token) -> None:
+        if self.repeated and token.prompt_logprobs:
+            known = min(self.repeated, len(token.prompt_logprobs))
+            self.repeated -= known
+            token = Token(
+                token.id,
+                token.token,
+                token.logprobs,
+                token.prompt_logprobs[known:],
+                token.finish,
+                token.fault,
+            )
+        self.scored += len(token.prompt_logprobs)
+        if token.token is not None:
+            self.tokens.append(token.token)
+        self.lives = 0
+        self.arrived.put_nowait(token)
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """One connection to one engine, and what that engine was told on it."""
+
+    hello: Hello
+    writer: asyncio.StreamWriter
+    loads: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+    replies: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    outbox: list[Command] = field(default_factory=list)
+    submitters: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+
+class EngineLink:
+    """Finds the engine at a socket, again whenever it has died, and keeps every live request going.
+
+    `run` does the work and is to be run as a task; it ends only by being cancelled, or with an exception that
+    is a bug. Everything else may be called from the same event loop. `patience` is how many seconds requests
+    wait for an engine that is gone. Callbacks run one after the other, in the order of what they tell:
+    `on_connect` for each new connection, `on_news` once for each piece of job news, which is acknowledged
+    when that has returned.
+
+    What piles up for a reader that is slow is bounded by its request's `max_tokens`.
+    """
+
+    def __init__(self, socket: Path, patience: float = 120.0) -> None:
+        self.hello: Hello | None = None  # the newest engine's, kept while there is none
+        self.stats: Stats | None = None
+        self.connections = 0  # since the start; more than one if an engine died
+        self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
+        self.on_connect: list[Callable[[Hello], Awaitable[None]]] = []
+        self.drained = asyncio.Event()
+        self._socket, self._patience = socket, patience
+        self._connection: _Connection | None = None
+        self._connected = asyncio.Event()
+        self._live: dict[str, _Live] = {}
+        self._refs = count(1)
+        self._told: asyncio.Queue[Hello | tuple[str, Numbered]] = asyncio.Queue()
+        self._news_seen = ("", 0)  # generation, and number of the newest news that was handed on
+
+    # For routes
+
+    @property
+    def ready(self) -> bool:
+        """Whether an engine is there right now."""
+        return self._connection is not None
+
+    @property
+    def live(self) -> int:
+        """Requests under way."""
+        return len(self._live)
+
+    async def wait_ready(self, timeout: float | None = None) -> Hello:
+        """The engine's Hello, as soon as there is an engine. Raises EngineLost after `timeout` seconds."""
+        try:
+            await asyncio.wait_for(self._connected.wait(), timeout)
+        except TimeoutError:
+            raise EngineLost("the engine is not there; it may still be starting") from None
+        assert self.hello is not None
+        return self.hello
+
+    async def generate(self, request: AnswerRequest) -> AsyncGenerator[Token, None]:
+        """The tokens of an answer, each once, whatever happens to engines meanwhile.
+
+        Closing the iterator cancels the request: the engine is told before this returns. Raises the
+        CoserveError that the engine refused it with, or EngineLost.
+        """
+        live = _Live(request, asyncio.get_running_loop().time())
+        self._live[request.id] = live
+        if self._connection is not None:
+            self._submit(self._connection, live)
+        try:
+            while True:
+                token = await live.arrived.get()
+                if isinstance(token, CoserveError):
+                    raise token
+                yield token
+                if token.finish is not None:
+                    return
+        finally:
+            self._forget(live)
+
+    async def load(self, key: str, path: Path) -> None:
+        """Has the engine load an adapter version, once per engine. Raises what it was refused with."""
+        while True:
+            await self.wait_ready(self._patience)
+            with suppress(ConnectionError):
+                return await self._load(self._current(), key, path)
+
+    async def unload(self, key: str) -> None:
+        """Has the engine forget an adapter version; an engine that died has forgotten it already."""
+        connection = self._connection
+        if connection is None or connection.loads.pop(key, None) is None:
+            return
+        with suppress(ConnectionError):
+            await self._ask(connection, UnloadAdapter(next(self._refs), key))
+
+    def send(self, command: Command) -> None:
+        """Sends a command. Without an engine it is dropped: `on_connect` is the place to say it again."""
+        if self._connection is not None:
+            self._post(self._connection, command)
+
+    async def settled(self) -> None:
+        """Returns when all that engines have told so far has been handed on to the callbacks."""
+        await self._told.join()
+
+    # The task
+
+    async def run(self) -> None:
+        """Connects, listens, and connects again."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tell())
+            while True:
+                try:
+                    reader, writer = await self._reach()
+                    try:
+                        await self._converse(reader, writer)
+                    finally:
+                        writer.close()
+                except (OSError, EOFError) as error:
+                    log.warning("the connection to the engine was lost: %s", error or type(error).__name__)
+                    await asyncio.sleep(RETRY_SECONDS)
+
+    async def _reach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        clock = asyncio.get_running_loop().time
+        gone = clock()
+        while True:
+            with suppress(OSError):
+                return await asyncio.open_unix_connection(self._socket)
+            if clock() - gone > self._patience:
+                self._give_up(EngineLost("the engine is gone and did not come back in time"))
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = decode_answer(await read_frame(reader))
+        if not isinstance(hello, Hello):
+            raise ConnectionError(f"expected the engine's Hello, got {type(hello).__name__}")
+        connection = _Connection(hello, writer)
+        self._begin(connection)
+        try:
+            while True:
+                report = decode_answer(await read_frame(reader))
+                assert isinstance(report, Report), report
+                self._take(connection, report)
+        finally:
+            self._end(connection)
+
+    def _begin(self, connection: _Connection) -> None:
+        self.connections += 1
+        self.hello, self._connection = connection.hello, connection
+        self._told.put_nowait(connection.hello)
+        self._connected.set()
+        for live in list(self._live.values()):
+            self._submit(connection, live)
+
+    def _end(self, connection: _Connection) -> None:
+        self._connection, self.stats = None, None
+        self._connected.clear()
+        for waiting in connection.replies.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionError("the engine died"))
+                waiting.exception()  # read here, for nobody may be waiting any more
+        for task in connection.submitters.values():
+            task.cancel()
+        for live in list(self._live.values()):
+            live.lives += 1
+            live.repeated = live.scored
+            if live.lives >= MOST_LIVES:
+                self._fail(live, EngineLost(f"{live.lives} engines died under this request without a token"))
+
+    def _give_up(self, error: EngineLost) -> None:
+        for live in list(self._live.values()):
+            self._fail(live, error)
+
+    # What engines say
+
+    def _take(self, connection: _Connection, report: Report) -> None:
+        for token in report.tokens:
+            if (live := self._live.get(token.id)) is None:
+                continue  # cancelled while this was on its way
+            if token.fault is not None:
+                self._fail(live, fault_error(token.fault.kind, token.fault.text))
+            else:
+                live.take(token)
+                if token.finish is not None:
+                    del self._live[token.id]
+        for reply in report.replies:
+            self._answer(connection, reply)
+        for numbered in report.jobs:
+            self._told.put_nowait((connection.hello.generation, numbered))
+        if report.stats is not None:
+            self.stats = report.stats
+        if report.drained:
+            self.drained.set()
+
+    def _answer(self, connection: _Connection, reply: Reply) -> None:
+        waiting = connection.replies.pop(reply.ref, None)
+        if waiting is None or waiting.done():
+            return
+        if reply.fault is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(fault_error(reply.fault.kind, reply.fault.text))
+            waiting.exception()
+
+    async def _tell(self) -> None:
+        """Hands on connections and job news, in order and each once."""
+        while True:
+            told = await self._told.get()
+            if isinstance(told, Hello):
+                for callback in self.on_connect:
+                    await callback(told)
+            else:
+                await self._tell_news(*told)
+            self._told.task_done()
+
+    async def _tell_news(self, generation: str, numbered: Numbered) -> None:
+        seen = self._news_seen[1] if self._news_seen[0] == generation else 0
+        if numbered.number > seen and self.on_news is not None:
+            await self.on_news(numbered)
+            self._news_seen = generation, numbered.number
+        if self._connection is not None and self._connection.hello.generation == generation:
+            self.send(Acknowledge(numbered.number))
+
+    # What engines are told
+
+    def _submit(self, connection: _Connection, live: _Live) -> None:
+        request = live.request
+        if request.adapter is None or _is_loaded(connection, request.adapter):
+            self._post(connection, live.submission(asyncio.get_running_loop().time()))
+            return
+        task = asyncio.create_task(self._submit_after_load(connection, live))
+        connection.submitters[request.id] = task
+        task.add_done_callback(lambda _: connection.submitters.pop(request.id, None))
+
+    async def _submit_after_load(self, connection: _Connection, live: _Live) -> None:
+        request = live.request
+        assert request.adapter is not None and request.folder is not None
+        try:
+            await self._load(connection, request.adapter, request.folder)
+        except CoserveError as error:
+            self._fail(live, error)
+        except ConnectionError:
+            pass  # the next engine gets it
+        else:
+            if request.id in self._live:
+                self._post(connection, live.submission(asyncio.get_running_loop().time()))
+
+    async def _load(self, connection: _Connection, key: str, path: Path) -> None:
+        if key not in connection.loads:
+            connection.loads[key] = self._ask(connection, LoadAdapter(next(self._refs), key, str(path)))
+        try:
+            await asyncio.shield(connection.loads[key])
+        except CoserveError:
+            connection.loads.pop(key, None)  # another attempt may find the folder mended
+            raise
+
+    def _ask(self, connection: _Connection, command: LoadAdapter | UnloadAdapter) -> asyncio.Future[None]:
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        connection.replies[command.ref] = waiting
+        self._post(connection, command)
+        return waiting
+
+    def _current(self) -> _Connection:
+        if self._connection is None:
+            raise ConnectionError("the engine died")
+        return self._connection
+
+    def _post(self, connection: _Connection, command: Command) -> None:
+        """What is said in one turn of the event loop goes out as one message."""
+        if not connection.outbox:
+            asyncio.get_running_loop().call_soon(self._flush, connection)
+        connection.outbox.append(command)
+
+    def _flush(self, connection: _Connection) -> None:
+        commands, connection.outbox = connection.outbox, []
+        if connection is self._connection:
+            write_frame(connection.writer, encode_commands(commands))
+
+    def _fail(self, live: _Live, error: CoserveError) -> None:
+        if self._live.pop(live.request.id, None) is not None:
+            live.arrived.put_nowait(error)
+
+    def _forget(self, live: _Live) -> None:
+        if self._live.get(live.request.id) is not live:
+            return
+        del self._live[live.request.id]
+        connection = self._connection
+        if connection is None:
+            return
+        submitter = connection.submitters.get(live.request.id)
+        if submitter is not None:
+            submitter.cancel()  # its adapter is still being loaded
+        else:
+            self._post(connection, Cancel(live.request.id))
+
+
+def _is_loaded(connection: _Connection, key: str) -> bool:
+    load = connection.loads.get(key)
+    return load is not None and load.done() and load.exception() is None

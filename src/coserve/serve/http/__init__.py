@@ -1,0 +1,1 @@
+"""What surrounds a request, whichever it is: who asks, limits, uploads, streams."""

@@ -1,0 +1,61 @@
+"""uvicorn on a socket that somebody else owns, ended by whoever runs it and not by signals of its own."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Generator
+from typing import Any
+
+import uvicorn
+
+from coserve.serve.answering.price import MOST_HEADER_BYTES
+
+_KEEP_ALIVE = 75  # seconds; clients reuse connections for about a minute
+_LAST_WORDS = 5  # seconds for answers that are being sent when it ends
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Listener:
+    """Serves an application on a listening socket until it is told to stop."""
+
+    def __init__(self, app: Any, listener: socket.socket) -> None:
+        self._socket = listener
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_graceful_shutdown=_LAST_WORDS,
+                h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def run(self) -> None:
+        """Returns after `stop`, when connections have ended."""
+        await self._server.serve([self._socket])
+
+    async def started(self) -> None:
+        """Returns when connections are taken."""
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
+def fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop where it is installed; None for the standard one."""
+    return uvicorn.Config("", log_config=None).get_loop_factory()

@@ -1,0 +1,106 @@
+"""What happens to every request before its route: an id, limits on its size, and no new work while draining.
+
+Plain ASGI: FastAPI's own kind of middleware puts a task and a queue between a stream and its socket.
+"""
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import HTTPException
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coserve.serve.answering.price import MOST_HEADER_BYTES
+from coserve.serve.errors import ApiError
+
+_LONGEST_ID = 128
+
+
+class RequestIds:
+    """Gives each request an id and says it in `x-request-id`; a client's own in that header is kept."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = _given_id(scope) or f"req_{secrets.token_hex(16)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class Limits:
+    """Refuses headers and bodies that are too large, before anything parses them.
+
+    `body_limit` gives the most bytes for a path. A body that lies about its length or brings none is
+    counted as it comes.
+    """
+
+    def __init__(self, app: ASGIApp, body_limit: Callable[[str], int]) -> None:
+        self.app, self.body_limit = app, body_limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADER_BYTES:
+            message = f"The headers are larger than {MOST_HEADER_BYTES} bytes."
+            await ApiError(431, message).response()(scope, receive, send)
+            return
+        most = self.body_limit(scope["path"])
+        message = f"The body is larger than {most} bytes."
+        if _content_length(scope) > most:
+            await ApiError(413, message).response()(scope, receive, send)
+            return
+        seen = 0
+
+        async def receive_counted() -> Message:
+            nonlocal seen
+            received = await receive()
+            seen += len(received.get("body", b""))
+            if seen > most:
+                # FastAPI lets its own exception through where it reads a body, and turns all others into 400.
+                raise HTTPException(413, message)
+            return received
+
+        await self.app(scope, receive_counted, send)
+
+
+class Draining:
+    """Answers 503 to new work once the server has been told to stop; looking is still allowed."""
+
+    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
+        self.app, self.is_draining = app, is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "GET" and self.is_draining():
+            refusal = ApiError(
+                503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"}
+            )
+            await refusal.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
+def _header(scope: Scope, wanted: bytes) -> str:
+    found: Any = next((value for name, value in scope["headers"] if name == wanted), b"")
+    return str(found.decode("latin-1"))
+
+
+def _given_id(scope: Scope) -> str:
+    given = _header(scope, b"x-request-id")
+    return given if len(given) <= _LONGEST_ID and given.isascii() and given.isprintable() else ""
+
+
+def _content_length(scope: Scope) -> int:
+    given = _header(scope, b"content-length")
+    return int(given) if given.isascii() and given.isdigit() and len(given) < 19 else 0

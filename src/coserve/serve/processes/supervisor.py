@@ -1,0 +1,338 @@
+"""What `coserve serve` runs: keeps the API and an engine alive, with a second engine imported and waiting.
+
+Everything that can fail happens in the children. This process holds the lock of the state folder and the
+listening socket, starts again what dies, and takes the server down in order: first the API (answers finish),
+then the engine (jobs are checkpointed). Should it die itself, its children see their stdin close and end.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from coserve.errors import ConfigError, ServerError
+from coserve.serve.processes.announce import Announcer
+from coserve.serve.processes.claim import Claim, Running, claim_state
+from coserve.serve.processes.process import Process, describe_end
+from coserve.serve.processes.restarts import RestartPolicy, Restarts
+from coserve.serve.settings import ApiStart, ServerSettings
+from coserve.wire.control import EngineStart, encode_line
+
+BACKLOG = 2048  # connections that wait while the API starts again
+CHECKPOINT_SECONDS = 60.0  # beyond the drain, for jobs to write their checkpoints
+INTERRUPTED = 130  # what a shell reports after Ctrl-C
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """What is run as a child. Standing by, an engine imports at low priority, so that nobody notices."""
+
+    api: Sequence[str] = (sys.executable, "-m", "coserve.serve.main")
+    engine: Sequence[str] = (sys.executable, "-m", "coserve.engine.process")
+    standby: Sequence[str] = (sys.executable, "-m", "coserve.wire.gently", "coserve.engine.process")
+
+
+def serve(
+    settings: ServerSettings,
+    console: Console,
+    commands: Commands = Commands(),
+    policy: RestartPolicy = RestartPolicy(),
+) -> int:
+    """Serves until told to end, and returns the exit status.
+
+    Raises StateInUse, ConfigError where the address cannot be had, and ServerError where a child cannot be
+    started or keeps dying.
+    """
+    with ExitStack() as stack:
+        claim = stack.enter_context(claim_state(settings.state))
+        listener = stack.enter_context(listen(settings.host, settings.port))
+        settings.logs.mkdir(exist_ok=True)
+        announcer = Announcer(console, settings.logs)
+        stack.callback(announcer.close)
+        supervisor = Supervisor(settings, listener, claim, announcer, commands, policy)
+        return asyncio.run(supervisor.run())
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError where the address is unknown or taken."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients on this machine reach a listening socket."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Supervisor:
+    """The processes of one server, from start to end."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        listener: socket.socket,
+        claim: Claim,
+        announcer: Announcer,
+        commands: Commands = Commands(),
+        policy: RestartPolicy = RestartPolicy(),
+    ) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._claim = claim
+        self._out = announcer
+        self._commands = commands
+        self._policy = policy
+        self._children: set[Process] = set()
+        self._api: Process | None = None
+        self._engine: Process | None = None
+        self._spare: Process | None = None
+        self._begun = time.monotonic()
+        self._awaited = {"API", "engine"}  # what has not been ready yet
+        self._down_since: dict[str, float] = {}
+        self._ready: dict[str, int] = {}  # process ids of children that are ready, by their names
+        self._stop = asyncio.Event()
+        self._hard_stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Returns 0 after an orderly end, 130 after a second signal. No child survives it."""
+        self._listen_to_signals()
+        url = url_of(self._listener)
+        self._note_running()
+        self._out.begin(self._settings, url)
+        try:
+            return await self._serve_until_told()
+        finally:
+            await self._kill_everything()
+            self._settings.socket.unlink(missing_ok=True)
+
+    # Life
+
+    async def _serve_until_told(self) -> int:
+        engine = asyncio.create_task(self._keep_engine())
+        api = asyncio.create_task(self._keep_api())
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait({engine, api, stop}, return_when=asyncio.FIRST_COMPLETED)
+            status = await self._end_in_order(api, engine)
+            for keeper in done - {stop}:
+                keeper.result()  # keepers end by raising only
+            return status
+        finally:
+            await _cancel(engine, api, stop)
+
+    async def _keep_api(self) -> None:
+        start = encode_line(ApiStart(self._settings, self._listener.fileno()))
+        record = Restarts(self._policy)
+        while True:
+            self._api = await self._spawn("API", self._commands.api, (self._listener.fileno(),))
+            self._api.tell(start)
+            await self._live(self._api, record)
+
+    async def _keep_engine(self) -> None:
+        settings = self._settings
+        _make_private(settings.socket.parent)
+        start = encode_line(
+            EngineStart(
+                model=settings.model,
+                socket=str(settings.socket),
+                config=settings.engine,
+                calibration=str(settings.calibration),
+                log_level=settings.log_level,
+            )
+        )
+        record = Restarts(self._policy)
+        while True:
+            self._engine = self._promote() or await self._spawn("engine", self._commands.engine)
+            self._engine.tell(start)
+            code = await self._live(self._engine, record, self._keep_spare if settings.standby else None)
+            if self._stop.is_set() and code == 0:
+                return  # drained by the API, as it should: the next server goes on from there
+
+    def _promote(self) -> Process | None:
+        """The engine that stands by, if there is one."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        self._note_down(spare)
+        if spare.has_ended:
+            return None
+        spare.name = "engine"
+        return spare
+
+    async def _keep_spare(self) -> None:
+        """Keeps one engine standing by, until cancelled."""
+        record = Restarts(self._policy)
+        while True:
+            self._spare = spare = await self._spawn("standby engine", self._commands.standby)
+            stands_by = await spare.status() is not None
+            since = time.monotonic()
+            if stands_by:
+                self._note_up(spare)
+            code = await spare.wait()
+            self._note_down(spare)
+            self._out.say(f"the standby engine ended ({describe_end(code)})", "yellow")
+            pause = record.died_after(time.monotonic() - since) if stands_by else record.died_at_start()
+            await asyncio.sleep(pause)
+
+    async def _live(
+        self, child: Process, record: Restarts, beside: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> int:
+        """One life, from start to end, and the pause after it; returns how it ended. `beside` runs while the
+        child is ready.
+
+        Raises ServerError if another start would be pointless, or one too many.
+        """
+        if await self._becomes_ready(child):
+            since = time.monotonic()
+            self._note_ready(child)
+            self._note_up(child)
+            task = asyncio.create_task(beside()) if beside is not None else None
+            try:
+                code = await child.wait()
+            finally:
+                if task is not None:
+                    await _cancel(task)
+                self._note_down(child)
+            self._down_since[child.name] = time.monotonic()
+            pause = record.died_after(time.monotonic() - since)
+        else:
+            code = await child.wait()
+            pause = record.died_at_start()
+            if record.is_exhausted:
+                self._out.quote(child.last_lines())
+                raise ServerError(
+                    f"the {child.name} ended at its start {record.failed_starts} times in a row, "
+                    f"at last with {describe_end(code)}: its log is in {self._settings.logs}"
+                )
+        if self._stop.is_set() and code == 0:
+            return code
+        after = f" in {pause:.1f} s" if pause else ""
+        self._out.say(f"the {child.name} ended ({describe_end(code)}): starting another{after}", "yellow")
+        await asyncio.sleep(pause)
+        return code
+
+    async def _becomes_ready(self, child: Process) -> bool:
+        """Follows a child's start. Raises ServerError where it says, the first time, that it cannot."""
+        while status := await child.status():
+            if status.state == "measuring":
+                self._out.say(f"  {child.name:<16}{status.text}")
+            if status.state == "ready":
+                if status.text and child.name in self._awaited:
+                    self._out.say(f"  {child.name:<16}{status.text}")
+                return True
+            if status.state == "failed":
+                self._out.say(f"the {child.name}: {status.text}", "red")
+                if child.name in self._awaited:
+                    raise ServerError(status.text)
+        return False
+
+    def _note_ready(self, child: Process) -> None:
+        now = time.monotonic()
+        if child.name in self._awaited:
+            self._awaited.remove(child.name)
+            if not self._awaited:
+                self._out.say(f"ready in {now - self._begun:.1f} s", "bold green")
+        else:
+            away = now - self._down_since.get(child.name, self._begun)
+            self._out.say(f"the {child.name} is ready again, {away:.1f} s after the last one ended", "green")
+
+    def _note_up(self, child: Process) -> None:
+        self._ready[child.name] = child.pid
+        self._note_running()
+
+    def _note_down(self, child: Process) -> None:
+        self._ready.pop(child.name, None)
+        self._note_running()
+
+    def _note_running(self) -> None:
+        """Writes down who is there now."""
+        ready = self._ready
+        self._claim.note(
+            Running(
+                pid=os.getpid(),
+                url=url_of(self._listener),
+                api=ready.get("API", 0),
+                engine=ready.get("engine", 0),
+                standby=ready.get("standby engine", 0),
+            )
+        )
+
+    async def _spawn(self, name: str, command: Sequence[str], pass_fds: Sequence[int] = ()) -> Process:
+        log = self._settings.logs / ("api.log" if name == "API" else "engine.log")
+        child = await Process.start(name, command, log, pass_fds)
+        self._children = {child, *(other for other in self._children if not other.has_ended)}
+        return child
+
+    # End
+
+    async def _end_in_order(self, api: "asyncio.Task[None]", engine: "asyncio.Task[None]") -> int:
+        """Takes the server down, at once if a second signal comes."""
+        drained = asyncio.create_task(self._drain(api, engine))
+        hard = asyncio.create_task(self._hard_stop.wait())
+        await asyncio.wait({drained, hard}, return_when=asyncio.FIRST_COMPLETED)
+        if not drained.done():
+            self._out.say("stopped at once", "red")
+            await _cancel(drained, hard)
+            return INTERRUPTED
+        await _cancel(hard)
+        drained.result()
+        self._out.say("stopped")
+        return 0
+
+    async def _drain(self, api: "asyncio.Task[None]", engine: "asyncio.Task[None]") -> None:
+        """The API first, which needs an engine for its last answers; then the engine."""
+        self._out.say(
+            f"stopping: running answers have {self._settings.drain_seconds:g} s, jobs write checkpoints "
+            "(once more to stop at once)"
+        )
+        await _cancel(api)
+        if self._api is not None:
+            await self._api.end(self._settings.drain_seconds + CHECKPOINT_SECONDS)
+        await _cancel(engine)
+        if self._engine is not None:
+            await self._engine.end(CHECKPOINT_SECONDS)
+
+    async def _kill_everything(self) -> None:
+        for child in self._children:
+            child.kill()
+        await asyncio.gather(*(child.wait() for child in self._children))
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._hear_signal)
+
+    def _hear_signal(self) -> None:
+        (self._hard_stop if self._stop.is_set() else self._stop).set()
+
+
+async def _cancel(*tasks: "asyncio.Task[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _make_private(folder: Path) -> None:
+    """Makes the folder of the engine's socket. Raises ConfigError if others could put a socket there."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{folder} belongs to somebody else, or others may write to it: choose another --state"
+        )

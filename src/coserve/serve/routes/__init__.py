@@ -1,0 +1,1 @@
+"""Endpoints: one file for each group, nothing in them but what HTTP asks for."""

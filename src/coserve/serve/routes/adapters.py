@@ -1,0 +1,47 @@
+"""Adapters come and go: `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them."""
+
+import asyncio
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+
+from coserve.serve.errors import ApiError, error_responses
+from coserve.serve.http.auth import Caller
+from coserve.serve.schema.models import LoadAdapterRequest, UnloadAdapterRequest
+from coserve.serve.shelf.imports import folder_below
+from coserve.serve.shelf.shelf import import_adapter, remove_adapter
+from coserve.serve.state import Shared
+
+router = APIRouter(tags=["Adapters"])
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=error_responses(403, 404, 409),
+    summary="Load an adapter",
+)
+async def load_lora_adapter(body: LoadAdapterRequest, caller: Caller, state: Shared) -> PlainTextResponse:
+    """Copies an adapter into the server and gives it a name. It stays until it is unloaded or deleted.
+
+    Only a configuration in JSON and weights in safetensors are ever read.
+    """
+    root = state.settings.adapter_root
+    if root is None:
+        message = "This server loads no adapters by path: it was started without --adapter-root."
+        raise ApiError(403, message, code="adapter_root_not_set")
+    source = await asyncio.to_thread(folder_below, root, body.lora_path)
+    await import_adapter(state, caller, body.lora_name, source, "lora_name")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post(
+    "/v1/unload_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=error_responses(403, 404, 409),
+    summary="Unload an adapter",
+)
+async def unload_lora_adapter(body: UnloadAdapterRequest, caller: Caller, state: Shared) -> PlainTextResponse:
+    """Takes an adapter's name away, waits for the answers that use it, and deletes the server's copy."""
+    await remove_adapter(state, caller, await state.catalog.find(caller, body.lora_name))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,0 +1,109 @@
+"""`POST /v1/chat/completions`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from coserve.serve.answering.answers import Piece
+from coserve.serve.answering.asking import Asker, Wanted
+from coserve.serve.answering.logprobs import chat_logprobs
+from coserve.serve.answering.replies import finish_name, reply
+from coserve.serve.errors import error_responses
+from coserve.serve.http.auth import Caller
+from coserve.serve.schema.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatRequest,
+    Delta,
+)
+from coserve.serve.schema.common import Usage
+from coserve.serve.state import Shared
+from coserve.text import Text
+
+router = APIRouter(tags=["Answers"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=error_responses(404, 500),
+    summary="Continue a chat",
+)
+async def create_chat_completion(
+    body: ChatRequest, request: Request, caller: Caller, state: Shared
+) -> Response:
+    """Answers a chat, whole or (`stream`) as server-sent events that end with `data: [DONE]`.
+
+    A stream goes on from where it was if the engine dies in the middle of it.
+    """
+    wanted = await (await Asker.of(state, caller, body.model)).chat(body)
+    shape = _Shape(state.text, wanted, body.includes_usage)
+    return await reply(request, state, wanted, shape, bool(body.stream), body.includes_usage)
+
+
+class _Shape:
+    def __init__(self, text: Text, wanted: Wanted, tells_usage: bool) -> None:
+        self._text, self._wanted = text, wanted
+        self._greeted: set[int] = set()  # answers whose role has been told
+        self._common: dict[str, Any] = {
+            "id": wanted.id,
+            "created": wanted.created,
+            "model": wanted.model.name,
+            "service_tier": wanted.tier,
+            "system_fingerprint": wanted.fingerprint,
+        }
+        self._usage: dict[str, Any] = {"usage": None} if tells_usage else {}
+
+    def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
+        if piece.index not in self._greeted:
+            self._greeted.add(piece.index)
+            yield self._first_chunk(piece.index)
+        delta = Delta(content=piece.text) if piece.text else Delta()
+        finish = None if piece.finish is None else finish_name(piece.finish)
+        choice = ChatChunkChoice(
+            index=piece.index, delta=delta, logprobs=self._logprobs(piece), finish_reason=finish,
+            **({"token_ids": list(piece.tokens)} if self._wanted.tells_tokens else {}),
+        )  # fmt: skip
+        yield self._chunk([choice])
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return ChatChunk(choices=[], usage=usage, object="chat.completion.chunk", **self._common)
+
+    def whole(self, answers: list[Piece], usage: Usage) -> ChatCompletion:
+        return ChatCompletion(
+            object="chat.completion", choices=[self._choice(piece) for piece in answers], usage=usage,
+            **self._common, **self._prompt_ids(),
+        )  # fmt: skip
+
+    def _choice(self, piece: Piece) -> ChatChoice:
+        assert piece.finish is not None
+        return ChatChoice(
+            index=piece.index,
+            message=AnswerMessage(role="assistant", content=piece.text, refusal=None),
+            logprobs=self._logprobs(piece),
+            finish_reason=finish_name(piece.finish),
+            **({"token_ids": list(piece.tokens)} if self._wanted.tells_tokens else {}),
+        )
+
+    def _first_chunk(self, index: int) -> ChatChunk:
+        delta = Delta(role="assistant", content="")
+        return self._chunk(
+            [ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)],
+            **self._prompt_ids(),
+        )
+
+    def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatChunk:
+        return ChatChunk(
+            object="chat.completion.chunk", choices=choices, **self._common, **self._usage, **more
+        )
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._wanted.prompts[0])} if self._wanted.tells_tokens else {}
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return None if self._wanted.sampling.logprobs is None else chat_logprobs(self._text, piece.scored)

@@ -1,0 +1,145 @@
+"""`/v1/files`: training data in, results out."""
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse
+
+from coserve.errors import DataError
+from coserve.jobs import datasets
+from coserve.serve.errors import ApiError, error_responses, not_found
+from coserve.serve.http.auth import Caller
+from coserve.serve.http.uploads import Upload
+from coserve.serve.schema.files import UPLOAD, FileDeleted, FileList, FileObject, Purpose
+from coserve.serve.state import Shared, State
+from coserve.serve.store.durable import partial_of, settle
+from coserve.serve.store.ids import new_id
+from coserve.serve.store.records import File, Tenant
+
+router = APIRouter(tags=["Files"])
+_LONGEST_NAME = 255
+_MOST = 10_000  # files of one page
+
+
+@router.post("/v1/files", responses=error_responses(413), openapi_extra=UPLOAD, summary="Upload a file")
+async def upload_file(request: Request, caller: Caller, state: Shared) -> FileObject:
+    """Takes training data: a `.txt` file is a corpus of paragraphs, any other is JSONL of chats, prompts with
+    completions, or texts. Each line is checked, and the first bad one named."""
+    id = new_id("file")
+    upload = Upload(partial_of(state.settings.files / id), state.settings.max_file_bytes)
+    try:
+        await upload.receive(request)
+        file = _described(upload, id, caller)
+        path = state.store.file_path(file)
+        upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
+        file = replace(file, examples=await asyncio.to_thread(_count, upload.path, file.filename))
+        await asyncio.to_thread(settle, upload.path, path)
+    finally:
+        upload.path.unlink(missing_ok=True)
+    await state.store.files.add(file)
+    return _shown(file)
+
+
+@router.get("/v1/files", responses=error_responses(), summary="List files")
+async def list_files(
+    caller: Caller,
+    state: Shared,
+    after: Annotated[str | None, Query(description="The last file of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=_MOST)] = _MOST,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: Purpose | None = None,
+) -> FileList:
+    """The caller's files, the newest first unless `order` says otherwise."""
+    page = await state.store.files.page(caller.id, after, limit, order == "asc", purpose)
+    if page is None:
+        raise unknown_cursor(after)
+    shown = [_shown(file) for file in page.records]
+    ends = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return FileList(data=shown, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
+
+
+@router.get("/v1/files/{file_id}", responses=error_responses(404), summary="Retrieve a file")
+async def retrieve_file(file_id: str, caller: Caller, state: Shared) -> FileObject:
+    """What is known of a file."""
+    return _shown(await find_file(state, caller, file_id, "file_id"))
+
+
+@router.get(
+    "/v1/files/{file_id}/content",
+    responses=error_responses(404),
+    response_class=FileResponse,
+    summary="Download a file",
+)
+async def download_file(file_id: str, caller: Caller, state: Shared) -> FileResponse:
+    """The bytes as they came."""
+    file = await find_file(state, caller, file_id, "file_id")
+    path = state.store.file_path(file)
+    if not await asyncio.to_thread(path.is_file):  # deleted a moment ago
+        raise _no_such_file(file_id, "file_id")
+    return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+
+
+@router.delete("/v1/files/{file_id}", responses=error_responses(404, 409), summary="Delete a file")
+async def delete_file(file_id: str, caller: Caller, state: Shared) -> FileDeleted:
+    """Deletes a file, unless a job that is not over reads it."""
+    file = await state.store.files.remove(caller.id, file_id)
+    if file is None:
+        raise _no_such_file(file_id, "file_id")
+    await asyncio.to_thread(state.store.file_path(file).unlink, missing_ok=True)
+    return FileDeleted(id=file.id)
+
+
+async def find_file(state: State, tenant: Tenant, id: str, param: str) -> File:
+    """The tenant's file. Raises ApiError 404."""
+    file = await state.store.files.get(tenant.id, id)
+    if file is None:
+        raise _no_such_file(id, param)
+    return file
+
+
+def unknown_cursor(after: str | None) -> ApiError:
+    """The answer for a page that begins behind something which the list does not hold."""
+    return ApiError(400, f"The list holds no '{after}' to go on after.", param="after", code="invalid_cursor")
+
+
+def _described(upload: Upload, id: str, tenant: Tenant) -> File:
+    """What the form says that the upload is. Raises ApiError 400."""
+    purpose = upload.fields.pop("purpose", None)
+    if purpose is None:
+        message = "Missing required parameter: 'purpose'."
+        raise ApiError(400, message, param="purpose", code="missing_required_parameter")
+    if purpose != "fine-tune":
+        message = f"Invalid value for 'purpose': '{purpose}'; files can be uploaded for 'fine-tune' only."
+        raise ApiError(400, message, param="purpose", code="invalid_value")
+    if upload.fields:
+        name = min(upload.fields)
+        raise ApiError(400, f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
+    filename = (upload.filename or "")[:_LONGEST_NAME]
+    suffix = ".txt" if filename.lower().endswith(".txt") else ".jsonl"
+    return File(id, tenant.id, filename, purpose, upload.bytes, int(time.time()), suffix)
+
+
+def _count(path: Path, name: str) -> int:
+    """How many examples a file holds. Raises ApiError 400, which names the first line that is none."""
+    try:
+        return sum(1 for _ in datasets.read(path, name))
+    except DataError as error:
+        raise ApiError(400, str(error), param="file", code="invalid_file") from error
+
+
+def _no_such_file(id: str, param: str) -> ApiError:
+    return not_found(f"No such File object: {id}", param=param, code="file_not_found")
+
+
+def _shown(file: File) -> FileObject:
+    return FileObject(
+        id=file.id,
+        bytes=file.bytes,
+        created_at=file.created,
+        filename=file.filename,
+        purpose="fine-tune-results" if file.purpose == "fine-tune-results" else "fine-tune",
+    )

@@ -1,0 +1,218 @@
+"""`/v1/fine_tuning/jobs`: training, as OpenAI's API has it."""
+
+import secrets
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from coserve.serve.errors import ApiError, error_responses, not_found
+from coserve.serve.http.auth import Caller
+from coserve.serve.routes.files import find_file, unknown_cursor
+from coserve.serve.schema.jobs import (
+    MOST_SEED,
+    CheckpointList,
+    CheckpointObject,
+    EventList,
+    EventObject,
+    JobList,
+    JobObject,
+    JobRequest,
+)
+from coserve.serve.state import Shared, State
+from coserve.serve.store.ids import new_id, tail_of
+from coserve.serve.store.records import FINAL, Checkpoint, Event, File, Job, Tenant
+from coserve.serve.training.recipe import recipe_of
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
+_NAMED = 8  # characters of a job's id in its adapter's name
+
+After = Annotated[str | None, Query(description="The last one of the page before.")]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+@router.post("", responses=error_responses(404, 409), summary="Create a fine-tuning job")
+async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObject:
+    """Trains an adapter on an uploaded file. "auto" hyperparameters follow the number of examples."""
+    model = await state.catalog.find(caller, body.model)
+    training = await _training_file(state, caller, body.training_file, "training_file")
+    if body.validation_file is not None:
+        await _training_file(state, caller, body.validation_file, "validation_file")
+    seed = secrets.randbelow(MOST_SEED + 1) if body.seed is None else body.seed
+    recipe = recipe_of(body, training.examples or 1, seed, continues=model.adapter is not None)
+    if await state.store.jobs.count_unfinished(caller.id) >= state.settings.max_queue_tenant:
+        raise ApiError(429, "You have too many jobs that are not over.", code="too_many_jobs")
+    id = new_id("ftjob")
+    job = Job(
+        id=id,
+        tenant=caller.id,
+        status="queued",
+        model=body.model,
+        name=_name_of(state, caller, body.suffix, id),
+        base=state.catalog.base.name,
+        created=int(time.time()),
+        training_file=training.id,
+        validation_file=body.validation_file,
+        seed=seed,
+        every=state.settings.checkpoint_steps,
+        hyperparameters=recipe.hyperparameters,
+        options=recipe.options,
+        lora=recipe.lora,
+        peft=None if body.peft is None else body.peft.model_dump(exclude_unset=True),
+        optimizer=None if body.optimizer is None else body.optimizer.model_dump(exclude_unset=True),
+        suffix=body.suffix,
+        metadata=body.metadata,
+        start_from=model.key,
+    )
+    return _shown(await state.foreman.submit(job))
+
+
+@router.get("", responses=error_responses(), summary="List fine-tuning jobs")
+async def list_jobs(
+    request: Request, caller: Caller, state: Shared, after: After = None, limit: Limit = 20
+) -> JobList:
+    """The caller's jobs, the newest first; `metadata[key]=value` keeps those that carry this pair, and
+    `metadata=null` those without any."""
+    page = await state.store.jobs.page(caller.id, after, limit, _metadata(request))
+    if page is None:
+        raise unknown_cursor(after)
+    return JobList(data=[_shown(job) for job in page.records], has_more=page.has_more)
+
+
+@router.get("/{job_id}", responses=error_responses(404), summary="Retrieve a fine-tuning job")
+async def retrieve_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
+    """Where a job stands."""
+    return _shown(await _find(state, caller, job_id))
+
+
+@router.post("/{job_id}/cancel", responses=error_responses(404, 409), summary="Cancel a job")
+async def cancel_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
+    """Ends a job for good. Its checkpoints stay."""
+    return _shown(await state.foreman.cancel(await _find(state, caller, job_id)))
+
+
+@router.post("/{job_id}/pause", responses=error_responses(404, 409), summary="Pause a job")
+async def pause_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
+    """Stops a job after a checkpoint, so that it can be resumed."""
+    return _shown(await state.foreman.pause(await _find(state, caller, job_id)))
+
+
+@router.post("/{job_id}/resume", responses=error_responses(404, 409), summary="Resume a job")
+async def resume_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
+    """Lets a paused job go on from where it was."""
+    return _shown(await state.foreman.resume(await _find(state, caller, job_id)))
+
+
+@router.get("/{job_id}/events", responses=error_responses(404), summary="List a job's events")
+async def list_events(
+    job_id: str, caller: Caller, state: Shared, after: After = None, limit: Limit = 20
+) -> EventList:
+    """What happened to a job, the newest first. Events of type `metrics` hold an optimizer step's figures."""
+    job = await _find(state, caller, job_id)
+    page = await state.store.jobs.events(job.id, after, limit)
+    if page is None:
+        raise unknown_cursor(after)
+    return EventList(data=[_event(event) for event in page.records], has_more=page.has_more)
+
+
+@router.get("/{job_id}/checkpoints", responses=error_responses(404), summary="List a job's checkpoints")
+async def list_checkpoints(
+    job_id: str, caller: Caller, state: Shared, after: After = None, limit: Limit = 10
+) -> CheckpointList:
+    """A job's adapter at several steps, the newest first. Each can be sampled while the job runs."""
+    job = await _find(state, caller, job_id)
+    page = await state.store.jobs.checkpoints(job.id, after, limit)
+    if page is None:
+        raise unknown_cursor(after)
+    shown = [_checkpoint(checkpoint) for checkpoint in page.records]
+    ends = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return CheckpointList(data=shown, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
+
+
+async def _find(state: State, tenant: Tenant, id: str) -> Job:
+    job = await state.store.jobs.get(tenant.id, id)
+    if job is None:
+        message = f"Could not find fine-tuning job: {id}"
+        raise not_found(message, param="fine_tuning_job_id", code="fine_tune_not_found")
+    return job
+
+
+async def _training_file(state: State, tenant: Tenant, id: str, param: str) -> File:
+    file = await find_file(state, tenant, id, param)
+    if file.purpose != "fine-tune":
+        message = f"{id} was not uploaded for 'fine-tune': it is for '{file.purpose}'."
+        raise ApiError(400, message, param=param, code="invalid_file")
+    return file
+
+
+def _name_of(state: State, tenant: Tenant, suffix: str | None, id: str) -> str:
+    base = state.catalog.base.name.rpartition("/")[2]
+    return f"ft:{base}:{tenant.name}:{suffix or ''}:{tail_of(id)[:_NAMED]}"
+
+
+def _metadata(request: Request) -> dict[str, str] | None:
+    """The filter in the query: an empty one for jobs without metadata, None for no filter."""
+    pairs = request.query_params.multi_items()
+    if ("metadata", "null") in pairs:
+        return {}
+    found = {
+        name.removeprefix("metadata[").removesuffix("]"): value
+        for name, value in pairs
+        if name.startswith("metadata[") and name.endswith("]")
+    }
+    return found or None
+
+
+def _shown(job: Job) -> JobObject:
+    finish = None
+    if job.status == "running" and None not in (job.pace, job.stepped, job.steps):
+        assert job.pace is not None and job.stepped is not None and job.steps is not None
+        finish = int(job.stepped + job.pace * (job.steps - job.step))
+    return JobObject.model_validate(
+        {
+            "id": job.id,
+            "model": job.model,
+            "status": job.status,
+            "created_at": job.created,
+            "finished_at": job.finished,
+            "estimated_finish": finish,
+            "fine_tuned_model": job.name if job.status == "succeeded" else None,
+            "organization_id": job.tenant,
+            "training_file": job.training_file,
+            "validation_file": job.validation_file,
+            "result_files": [] if job.result_file is None else [job.result_file],
+            "hyperparameters": job.hyperparameters,
+            "method": {"type": "supervised", "supervised": {"hyperparameters": job.hyperparameters}},
+            "seed": job.seed,
+            "trained_tokens": job.trained_tokens if job.status in FINAL or job.step else None,
+            "error": job.error,
+            "metadata": job.metadata,
+            "user_provided_suffix": job.suffix,
+            "peft": job.peft,
+            "optimizer": job.optimizer,
+        }
+    )
+
+
+def _event(event: Event) -> EventObject:
+    return EventObject.model_validate(
+        {
+            "id": event.id,
+            "created_at": event.created,
+            "level": event.level,
+            "message": event.message,
+            "type": event.type,
+            "data": event.data,
+        }
+    )
+
+
+def _checkpoint(checkpoint: Checkpoint) -> CheckpointObject:
+    return CheckpointObject(
+        id=checkpoint.id,
+        created_at=checkpoint.created,
+        fine_tuned_model_checkpoint=checkpoint.name,
+        fine_tuning_job_id=checkpoint.job,
+        metrics=checkpoint.metrics,
+        step_number=checkpoint.step,
+    )

@@ -1,0 +1,47 @@
+"""`/v1/models`: what may stand where requests have a `model`, for whoever asks."""
+
+from fastapi import APIRouter
+
+from coserve.serve.errors import error_responses
+from coserve.serve.http.auth import Caller
+from coserve.serve.schema.models import ModelCard, ModelDeleted, ModelList
+from coserve.serve.shelf.catalog import Model
+from coserve.serve.shelf.shelf import remove_adapter
+from coserve.serve.state import Shared, State
+
+router = APIRouter(tags=["Models"])
+
+
+@router.get("/v1/models", responses=error_responses(), summary="List models")
+async def list_models(caller: Caller, state: Shared) -> ModelList:
+    """The base model, and the adapters that the caller may use: its own, and those for everybody."""
+    return ModelList(data=[card_of(state, model) for model in await state.catalog.list(caller)])
+
+
+@router.get("/v1/models/{model:path}", responses=error_responses(404), summary="Retrieve a model")
+async def retrieve_model(model: str, caller: Caller, state: Shared) -> ModelCard:
+    """One of them. Checkpoints are not listed, but found here."""
+    return card_of(state, await state.catalog.find(caller, model))
+
+
+@router.delete(
+    "/v1/models/{model:path}", responses=error_responses(403, 404, 409), summary="Delete an adapter"
+)
+async def delete_model(model: str, caller: Caller, state: Shared) -> ModelDeleted:
+    """Deletes one of the caller's own adapters, once the answers that use it have ended."""
+    await remove_adapter(state, caller, await state.catalog.find(caller, model))
+    return ModelDeleted(id=model)
+
+
+def card_of(state: State, model: Model) -> ModelCard:
+    """A model as clients see it."""
+    base, adapter = state.catalog.base, model.adapter
+    hello = state.link.hello
+    return ModelCard(
+        id=model.name,
+        created=model.created,
+        owned_by="coserve" if adapter is None or adapter.tenant is None else adapter.tenant,
+        root=base.name,
+        parent=None if adapter is None else adapter.parent or base.name,
+        max_model_len=None if hello is None else hello.positions,
+    )

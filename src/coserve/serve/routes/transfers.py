@@ -1,0 +1,77 @@
+"""Adapters over the network: PEFT's two files in, and out again."""
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Form, UploadFile
+from fastapi.responses import FileResponse
+
+from coserve.serve.errors import ApiError, error_responses, not_found
+from coserve.serve.http.auth import Caller
+from coserve.serve.routes.models import card_of
+from coserve.serve.schema.models import AdapterName, ModelCard
+from coserve.serve.shelf.imports import CONFIG, WEIGHTS
+from coserve.serve.shelf.shelf import import_adapter
+from coserve.serve.state import Shared, State
+
+router = APIRouter(tags=["Adapters"])
+_PIECE = 2**20
+Name = Annotated[AdapterName, Form(description="What to call the adapter.")]
+
+
+@router.post("/v1/adapters", responses=error_responses(409), summary="Upload an adapter")
+async def upload_adapter(
+    name: Name, config: UploadFile, weights: UploadFile, caller: Caller, state: Shared
+) -> ModelCard:
+    """Takes an adapter in PEFT's format: `config` is its JSON, `weights` its safetensors. It stays."""
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=state.store.folder, prefix=".upload-"))
+    try:
+        for upload, file in ((config, CONFIG), (weights, WEIGHTS)):
+            await _receive(upload, folder / file, state.settings.max_file_bytes)
+        await import_adapter(state, caller, name, folder)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    return card_of(state, await state.catalog.find(caller, name))
+
+
+@router.get(
+    "/v1/adapters/{name:path}/config",
+    responses=error_responses(404),
+    response_class=FileResponse,
+    summary="Download an adapter's configuration",
+)
+async def download_config(name: str, caller: Caller, state: Shared) -> FileResponse:
+    """PEFT's adapter_config.json."""
+    return FileResponse(await _folder_of(state, caller, name) / CONFIG, filename=CONFIG)
+
+
+@router.get(
+    "/v1/adapters/{name:path}/weights",
+    responses=error_responses(404),
+    response_class=FileResponse,
+    summary="Download an adapter's weights",
+)
+async def download_weights(name: str, caller: Caller, state: Shared) -> FileResponse:
+    """PEFT's adapter_model.safetensors."""
+    return FileResponse(await _folder_of(state, caller, name) / WEIGHTS, filename=WEIGHTS)
+
+
+async def _folder_of(state: State, caller: Caller, name: str) -> Path:
+    model = await state.catalog.find(caller, name)
+    if model.folder is None:
+        raise not_found(f"The model '{name}' is the base: it has no adapter.", param="name")
+    return model.folder
+
+
+async def _receive(upload: UploadFile, target: Path, most: int) -> None:
+    """Writes an upload down; raises ApiError 413 for one that is too large."""
+    left = most
+    with target.open("xb") as file:
+        while piece := await upload.read(_PIECE):
+            left -= len(piece)
+            if left < 0:
+                raise ApiError(413, f"{target.name} is larger than {most} bytes.", code="file_too_large")
+            await asyncio.to_thread(file.write, piece)

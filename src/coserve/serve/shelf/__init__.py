@@ -1,0 +1,1 @@
+"""Adapters that have names: finding them, bringing them in, taking them away."""

@@ -1,0 +1,59 @@
+"""Adapters onto the shelf and off it: on disk, in the engine and in the database, or in none of them."""
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+
+from coserve.errors import AdapterError
+from coserve.serve.errors import ApiError
+from coserve.serve.shelf.catalog import Model, unknown_model
+from coserve.serve.shelf.imports import copy_adapter
+from coserve.serve.state import State
+from coserve.serve.store.ids import new_id
+from coserve.serve.store.records import Adapter, Tenant
+
+
+async def import_adapter(
+    state: State, tenant: Tenant, name: str, source: Path, param: str = "name"
+) -> Adapter:
+    """A new adapter of the tenant, from a copy of the folder `source`, once the engine has accepted it.
+
+    Raises ApiError 400 for a name that is taken, and AdapterError for what is no adapter, or does not fit.
+    """
+    taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")
+    if name == state.catalog.base.name or await state.store.adapters.find(tenant.id, name) is not None:
+        raise taken
+    key = new_id("adapter")
+    folder = state.store.adapter_folder(key)
+    adapter = Adapter(key, name, folder, state.catalog.base.name, int(time.time()), tenant.id)
+    try:
+        await asyncio.to_thread(copy_adapter, source, folder, state.settings.max_file_bytes)
+        await state.link.load(key, folder)
+        if not await state.store.adapters.add(adapter):
+            raise taken
+    except (ApiError, AdapterError):
+        await state.link.unload(key)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        raise
+    return adapter
+
+
+async def remove_adapter(state: State, tenant: Tenant, model: Model) -> None:
+    """Deletes a tenant's own adapter once nobody uses it. Raises ApiError 403, 404 or 409."""
+    adapter = model.adapter
+    if adapter is None or adapter.tenant is None:
+        raise ApiError(403, f"The model '{model.name}' belongs to the server and cannot be deleted.")
+    if adapter.step is not None:
+        raise ApiError(409, f"'{model.name}' is a checkpoint and goes with its job.", code="is_checkpoint")
+    if not await state.catalog.retire(adapter.id, state.settings.drain_seconds):
+        message = f"Answers that use '{model.name}' are still under way; it stays as it was."
+        raise ApiError(409, message, code="adapter_in_use")
+    try:
+        if await state.store.adapters.remove(tenant.id, model.name) is None:
+            raise unknown_model(model.name)
+        await state.link.unload(adapter.id)
+    finally:
+        state.catalog.forget(adapter.id)
+    if adapter.path.is_relative_to(state.store.folder):
+        await asyncio.to_thread(shutil.rmtree, adapter.path, ignore_errors=True)

@@ -1,0 +1,251 @@
+"""Sees to it that jobs train: hands them to the engine, writes down what comes of them, and starts again.
+
+The database says what ought to be; the engine is brought to agree, whenever one of the two changes:
+
+    queued ──> running ──> succeeded, failed
+       ^         │  ^
+       └─ paused <┘  └ a new engine goes on from the newest good checkpoint
+
+and cancelled from each of the first three. A job's status changes before the engine is told, so a server
+that is killed in between tells it when it is back.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection
+from typing import Final
+
+from coserve.errors import AdapterError, ConflictError
+from coserve.serve.engine.link import EngineLink
+from coserve.serve.settings import ServerSettings
+from coserve.serve.store.durable import drop_resume_state, sweep
+from coserve.serve.store.news import Mark
+from coserve.serve.store.records import FINAL, Job
+from coserve.serve.store.store import Store
+from coserve.serve.training.harvest import Harvest
+from coserve.serve.training.shares import job_weights, next_job
+from coserve.wire.messages import (
+    Fault,
+    Hello,
+    JobCheckpoint,
+    JobEnded,
+    JobNews,
+    JobStarted,
+    JobStep,
+    Numbered,
+    StartJob,
+    StopJob,
+    WeighJob,
+)
+
+log = logging.getLogger(__name__)
+_GOOD_CHECKPOINTS: Final = 2  # that a running job can go on from: the newest, and one if that is damaged
+
+# What OpenAI calls the reasons that a job may fail for.
+_CODES: Final = {
+    "DataError": "invalid_training_file",
+    "LossNotFinite": "loss_not_finite",
+    "AdapterError": "invalid_adapter",
+    "AdapterMismatch": "invalid_adapter",
+    "ConfigError": "invalid_hyperparameters",
+}
+
+
+class Foreman:
+    """Takes the link's news and connections. One thing happens at a time.
+
+    Raises nothing for what engines report; a full disk at the end of a job fails that job.
+    """
+
+    def __init__(self, settings: ServerSettings, store: Store, link: EngineLink) -> None:
+        self._settings, self._store, self._link = settings, store, link
+        self._harvest = Harvest(store)
+        self._turn = asyncio.Lock()
+        self._draining = False
+        self._generation = ""
+        self._inside: set[str] = set()  # jobs that the engine has, those that it is stopping included
+        self._weights: dict[str, float] = {}  # as the engine was told them
+        link.on_connect.append(self._connected)
+        link.on_news = self._heard
+        for part in ("files", "adapters"):
+            sweep(store.folder / part)
+
+    # For routes
+
+    async def submit(self, job: Job) -> Job:
+        """Acknowledges a job; it trains as soon as there is room. Raises ConflictError if a file is gone."""
+        async with self._turn:
+            await self._store.jobs.add(job, f"Created fine-tuning job: {job.id}")
+            await self._bring_in()
+        return await self._now(job)
+
+    async def cancel(self, job: Job) -> Job:
+        """Ends a job for good; its checkpoints stay. Raises ConflictError if it is over."""
+        return await self._change(job, ("queued", "running", "paused"), "cancelled")
+
+    async def pause(self, job: Job) -> Job:
+        """Takes a job out of the engine, with a checkpoint. Raises ConflictError if it is over or paused."""
+        return await self._change(job, ("queued", "running"), "paused")
+
+    async def resume(self, job: Job) -> Job:
+        """Lets a paused job wait for its turn again. Raises ConflictError if it is not paused."""
+        return await self._change(job, ("paused",), "queued", "resumed")
+
+    def drain(self) -> None:
+        """The server stops: no job is started any more."""
+        self._draining = True
+
+    async def _change(self, job: Job, source: Collection[str], status: str, word: str | None = None) -> Job:
+        word = word or status
+        async with self._turn:
+            moved = await self._store.jobs.move(job.id, source, status, f"Fine-tuning job {word}")
+            if moved is None:
+                found = await self._now(job)
+                raise ConflictError(f"Job {job.id} is {found.status} and cannot be {word}.")
+            if status != "queued" and job.id in self._inside:
+                self._link.send(StopJob(job.id, keep=status == "paused"))
+            if status in FINAL and job.id not in self._inside:
+                await self._drop_resume_state(job.id, keep=0)
+            await self._bring_in()
+        return await self._now(job)
+
+    async def _now(self, job: Job) -> Job:
+        found = await self._store.jobs.get(job.tenant, job.id)
+        assert found is not None, "jobs are never deleted"
+        return found
+
+    # For the link
+
+    async def _connected(self, hello: Hello) -> None:
+        """Brings an engine, new or not, to do what the database says."""
+        async with self._turn:
+            self._generation, self._weights = hello.generation, {}
+            self._inside = set(hello.jobs)
+            await self._store.news.forget_engines_before(hello.generation)
+            jobs = {job.id: job for job in await self._unfinished()}
+            for id in hello.jobs:
+                if id not in jobs or jobs[id].status == "paused":
+                    self._link.send(StopJob(id, keep=id in jobs))
+                elif (
+                    jobs[id].status == "queued"
+                ):  # resumed before its pause had come through, or even set out
+                    await self._store.jobs.move(id, ("queued",), "running")
+            for job in jobs.values():
+                # The end of one that has ended is on its way.
+                if job.status == "running" and job.id not in self._inside and job.id not in hello.ended:
+                    await self._start(job)
+            await self._bring_in()
+
+    async def _heard(self, numbered: Numbered) -> None:
+        """Writes a piece of news down; it is acknowledged once this has returned."""
+        async with self._turn:
+            mark = Mark(self._generation, numbered.number)
+            if await self._store.news.seen(mark):
+                return
+            await self._write(mark, numbered.news)
+            if isinstance(numbered.news, JobEnded):
+                await self._bring_in()
+
+    async def _write(self, mark: Mark, news: JobNews) -> None:
+        match news:
+            case JobStarted():
+                await self._store.news.started(mark, news)
+            case JobStep():
+                await self._store.news.stepped(mark, news)
+            case JobCheckpoint():
+                await self._store.news.checkpointed(mark, news)
+                await self._drop_resume_state(news.job, keep=_GOOD_CHECKPOINTS)
+            case JobEnded():
+                self._inside.discard(news.job)
+                self._weights.pop(news.job, None)
+                await self._ended(mark, news)
+
+    async def _ended(self, mark: Mark, news: JobEnded) -> None:
+        match news.status:
+            case "succeeded":
+                await self._succeeded(mark, news)
+            case "failed":
+                await self._failed(mark, news.job, news.fault)
+            case "stopped":
+                await self._store.news.stopped(mark, news.job)
+                return  # it can go on
+            case _:
+                await self._store.news.cancelled(mark, news.job)
+        await self._drop_resume_state(news.job, keep=0)
+
+    async def _succeeded(self, mark: Mark, news: JobEnded) -> None:
+        jobs = {job.id: job for job in await self._store.jobs.unfinished()}
+        job = jobs.get(news.job)
+        if job is None:
+            await self._store.news.skip(mark)
+            return
+        try:
+            adapter, result = await self._harvest.bring_in(job, news.step)
+        except (OSError, AdapterError) as error:
+            log.error("the adapter of %s cannot be kept: %s", job.id, error)
+            await self._failed(mark, job.id, Fault("AdapterError", f"the adapter cannot be kept: {error}"))
+        else:
+            await self._store.news.succeeded(mark, job.id, news.step, adapter, result)
+
+    async def _failed(self, mark: Mark, job: str, fault: Fault | None) -> None:
+        fault = fault or Fault("JobError", "the engine did not say why")
+        param = "training_file" if fault.kind == "DataError" else None
+        error = {"code": _CODES.get(fault.kind, "job_failed"), "message": fault.text, "param": param}
+        await self._store.news.failed(mark, job, error)
+
+    # What the engine is told
+
+    async def _bring_in(self) -> None:
+        """Fills the engine with jobs, and tells it everybody's share."""
+        if not self._link.ready or self._draining:
+            return
+        weights = {tenant.id: tenant.weight for tenant in await self._store.tenants.list()}
+        jobs = await self._unfinished()
+        while len(self._inside) < self._settings.max_jobs:
+            waiting = [job for job in jobs if job.status != "queued" or job.id not in self._inside]
+            chosen = next_job(waiting, weights)
+            if chosen is None:
+                break
+            running = await self._store.jobs.move(chosen.id, ("queued",), "running")
+            assert running is not None, "only one at a time changes jobs"
+            jobs = [running if job.id == chosen.id else job for job in jobs]
+            await self._start(running, job_weights(jobs, weights)[running.id])
+        for id, weight in job_weights(jobs, weights).items():
+            if id in self._inside and self._weights.get(id) != weight:
+                self._link.send(WeighJob(id, weight))
+                self._weights[id] = weight
+
+    async def _start(self, job: Job, weight: float = 1.0) -> None:
+        """Hands a job to the engine; one whose files are gone is told to it too, and fails there."""
+        paths = {
+            file.id: str(self._store.file_path(file))
+            for id in (job.training_file, job.validation_file)
+            if id is not None and (file := await self._store.files.get(job.tenant, id)) is not None
+        }
+        start = None if job.start_from is None else await self._store.adapters.get(job.start_from)
+        command = StartJob(
+            job=job.id,
+            adapter=job.name,
+            data=paths.get(job.training_file, ""),
+            folder=str(self._store.job_folder(job.id) / "checkpoints"),
+            options=job.options,
+            method=job.lora,
+            start_from=None if start is None else str(start.path),
+            validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
+            every=job.every,
+            weight=weight,
+        )
+        self._link.send(command)
+        self._inside.add(job.id)
+        self._weights[job.id] = weight
+
+    async def _unfinished(self) -> list[Job]:
+        """Jobs that may go on here: those of another base wait for a server that has it."""
+        jobs = await self._store.jobs.unfinished()
+        return [job for job in jobs if job.base == self._settings.base_name]
+
+    async def _drop_resume_state(self, job: str, keep: int) -> None:
+        """Optimizer states are twice the size of what they train: all but the newest `keep` are dropped."""
+        newest_last = await self._store.jobs.all_checkpoints(job)
+        for checkpoint in newest_last[: max(0, len(newest_last) - keep)]:
+            await asyncio.to_thread(drop_resume_state, checkpoint.path)

@@ -1,0 +1,76 @@
+"""What a finished job leaves: its adapter, copied out of its last checkpoint, and a file of its figures."""
+
+import asyncio
+import csv
+import hashlib
+import io
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from coserve.errors import AdapterError
+from coserve.serve.shelf.imports import CONFIG, WEIGHTS, copy_adapter
+from coserve.serve.store.durable import write_whole
+from coserve.serve.store.ids import tail_of
+from coserve.serve.store.records import Adapter, Checkpoint, File, Job
+from coserve.serve.store.store import Store
+
+_COLUMNS: Final = ("step", "train_loss", "valid_loss", "learning_rate", "grad_norm", "tokens", "seconds")
+
+
+class Harvest:
+    """Brings in jobs that succeeded. Names come from the job's id: a second attempt finds the first one's."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def bring_in(self, job: Job, step: int) -> tuple[Adapter, File]:
+        """The finished adapter and the result file, both on disk for good, neither in the database yet.
+
+        Raises AdapterError if the checkpoint of `step` is missing or damaged, OSError if the disk is full.
+        """
+        checkpoint = await self._checkpoint(job, step)
+        folder = self._store.adapter_folder(f"adapter-{tail_of(job.id)}")
+        if not folder.exists():
+            await asyncio.to_thread(check, checkpoint.path)
+            await asyncio.to_thread(copy_adapter, checkpoint.path, folder, sys.maxsize)
+        now = int(time.time())
+        adapter = Adapter(folder.name, job.name, folder, job.base, now, job.tenant, job.model, job.id)
+        return adapter, await self._write_results(job, now)
+
+    async def _checkpoint(self, job: Job, step: int) -> Checkpoint:
+        for checkpoint in await self._store.jobs.all_checkpoints(job.id):
+            if checkpoint.step == step:
+                return checkpoint
+        raise AdapterError(f"there is no checkpoint of step {step}")
+
+    async def _write_results(self, job: Job, now: int) -> File:
+        id, name = f"file-{tail_of(job.id)}", f"step_metrics_{job.id}.csv"
+        file = File(id, job.tenant, name, "fine-tune-results", 0, now, ".csv")
+        lines = _csv(await self._store.jobs.metrics(job.id))
+        size = await asyncio.to_thread(write_whole, self._store.file_path(file), lines)
+        return File(id, job.tenant, name, file.purpose, size, now, file.suffix)
+
+
+def check(checkpoint: Path) -> None:
+    """Compares a checkpoint's adapter with its manifest. Raises AdapterError where they differ."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+        for name in (CONFIG, WEIGHTS):
+            with (checkpoint / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != files[name]["sha256"]:
+                raise AdapterError(f"{name} of the last checkpoint is damaged")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"the last checkpoint is damaged: {error}") from error
+
+
+def _csv(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    """One line for each optimizer step, below the names of the columns."""
+    for values in (_COLUMNS, *([row.get(name) for name in _COLUMNS] for row in rows)):
+        line = io.StringIO()
+        csv.writer(line, lineterminator="\n").writerow(values)
+        yield line.getvalue().encode()

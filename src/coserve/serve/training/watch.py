@@ -1,0 +1,50 @@
+"""What training costs, told to the metrics and the fair queue: trained tokens count as answered ones do."""
+
+from coserve.metrics import Metrics
+from coserve.serve.answering.fair import FairQueue
+from coserve.serve.store.records import Tenant
+from coserve.serve.store.store import Store
+from coserve.wire.messages import JobEnded, JobNews, JobStep
+
+TRAINED_TOKEN = 3.0  # a pass forward costs what a prompt token costs, and the way back twice that
+
+
+class TrainingWatch:
+    """Takes all job news in, once each."""
+
+    def __init__(self, metrics: Metrics, queue: FairQueue, store: Store) -> None:
+        self._metrics, self._queue, self._store = metrics, queue, store
+        self._owners: dict[str, Tenant] = {}
+
+    async def take(self, news: JobNews) -> None:
+        """Counts what there is to count in it."""
+        match news:
+            case JobStep():
+                self._count(news)
+                if (owner := await self._owner(news.job)) is not None:
+                    self._queue.charge(owner, TRAINED_TOKEN * news.tokens)
+            case JobEnded():
+                self._owners.pop(news.job, None)
+                if news.step:
+                    self._metrics.finetune_loss.remove(news.job)
+
+    async def count_jobs(self) -> None:
+        """Jobs that are not over, by status."""
+        counts = dict.fromkeys(("queued", "running", "paused"), 0)
+        for job in await self._store.jobs.unfinished():
+            counts[job.status] = counts.get(job.status, 0) + 1
+        for status, count in counts.items():
+            self._metrics.finetune_jobs.labels(status).set(count)
+
+    def _count(self, step: JobStep) -> None:
+        self._metrics.finetune_steps.inc()
+        self._metrics.finetune_tokens.inc(step.tokens)
+        self._metrics.finetune_loss.labels(step.job).set(step.loss)
+        self._metrics.finetune_step_seconds.observe(step.seconds)
+
+    async def _owner(self, job: str) -> Tenant | None:
+        if job not in self._owners:
+            for known in await self._store.jobs.unfinished():
+                if (tenant := await self._store.tenants.get(known.tenant)) is not None:
+                    self._owners[known.id] = tenant
+        return self._owners.get(job)

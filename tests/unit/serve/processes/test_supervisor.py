@@ -1,0 +1,242 @@
+"""The supervisor with children that do nothing: who is started, promoted, ended, and in which order."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from coserve.serve.processes.claim import find_running
+from coserve.serve.processes.restarts import RestartPolicy, Restarts
+
+CHILD = Path(__file__).with_name("fake_child.py")
+RUN = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from coserve.errors import CoserveError
+from coserve.serve.processes import supervisor
+from coserve.serve.processes.restarts import RestartPolicy
+from coserve.serve.settings import ServerSettings
+child, folder = sys.argv[1:3]
+engine = (sys.executable, child, "engine", folder)
+commands = supervisor.Commands((sys.executable, child, "api", folder), engine, (*engine, "--gently"))
+settings = ServerSettings(model="m", name="base", state=Path(folder) / "state", port=0, drain_seconds=1)
+try:
+    policy = RestartPolicy(attempts=3, first_pause=0.05)
+    sys.exit(supervisor.serve(settings, Console(), commands, policy))
+except CoserveError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+PATIENCE = 20.0  # seconds, on a machine that is busy
+
+
+def until(found: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not found():
+        assert time.monotonic() < end, f"never saw: {what}"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+class Server:
+    """A supervisor in a process of its own, and what its children noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, str(CHILD), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def events(self, role: str, what: str) -> list[int]:
+        """Process ids of the children of that role that noted it, in order."""
+        path = self.folder / "events"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [line.rpartition(" ") for line in lines]
+        return [int(pid) for noted, _, pid in found if noted == f"{role} {what}"]
+
+    def order(self) -> list[str]:
+        return [line.rpartition(" ")[0] for line in (self.folder / "events").read_text().splitlines()]
+
+    def wait_for(self, role: str, what: str, count: int = 1) -> list[int]:
+        until(lambda: len(self.events(role, what)) >= count, f"{role} {what}, {count} times")
+        return self.events(role, what)
+
+    def started(self) -> "Server":
+        """Returns once both children are ready and an engine stands by."""
+        self.wait_for("api", "ready")
+        self.wait_for("engine", "ready")
+        self.wait_for("engine", "stands by", 2)
+        return self
+
+    def children(self) -> set[int]:
+        events = (("api", "starts"), ("engine", "stands by"))
+        return {pid for role, what in events for pid in self.events(role, what)}
+
+    def port(self) -> int:
+        running = find_running(self.folder / "state")
+        assert running is not None and running.pid == self.process.pid
+        return int(running.url.rpartition(":")[2])
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def make_server(tmp_path: Path) -> Iterator[Callable[[], Server]]:
+    made: list[Server] = []
+
+    def make() -> Server:
+        made.append(Server(tmp_path))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.process.kill()
+        server.process.communicate()
+    for server in made:
+        until(lambda server=server: not any(map(is_alive, server.children())), "all children gone")
+
+
+def ask(port: int) -> int:
+    """The process id of the API that answers."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        return int(connection.recv(100))
+
+
+def test_it_starts_three_processes_and_ends_them_in_order(make_server: Callable[[], Server]) -> None:
+    server = make_server().started()
+    (api,) = server.events("api", "ready")
+    assert ask(server.port()) == api
+    server.process.send_signal(signal.SIGTERM)
+    code, out, err = server.end()
+    assert code == 0 and not err
+    assert "base on http://127.0.0.1:" in out and "ready in" in out and "stopped" in out
+    assert server.order()[-2:] == ["api ends", "engine ends"]
+    assert not any(map(is_alive, server.children()))
+    assert "ready in" in (server.folder / "state" / "log" / "supervisor.log").read_text()
+
+
+def test_it_says_that_an_engine_is_measuring(tmp_path: Path, make_server: Callable[[], Server]) -> None:
+    (tmp_path / "engine.mode").write_text("measures")
+    server = make_server().started()
+    server.process.send_signal(signal.SIGTERM)
+    _, out, _ = server.end()
+    assert out.index("engine          taking its time") < out.index("engine          fake")
+
+
+def test_an_engine_that_the_api_has_drained_is_not_replaced(
+    tmp_path: Path, make_server: Callable[[], Server]
+) -> None:
+    (tmp_path / "api.mode").write_text("drains")
+    server = make_server().started()
+    server.process.send_signal(signal.SIGTERM)
+    code, out, _ = server.end()
+    assert code == 0 and "starting another" not in out
+    assert len(server.events("engine", "starts")) == 1
+
+
+def test_a_killed_engine_is_replaced_by_the_one_standing_by(make_server: Callable[[], Server]) -> None:
+    server = make_server().started()
+    first, second = server.events("engine", "stands by")
+    os.kill(first, signal.SIGKILL)
+    assert server.wait_for("engine", "ready", 2) == [first, second]
+    assert server.wait_for("engine", "stands by", 3)[2] not in (first, second)
+    assert len(server.events("api", "starts")) == 1
+
+
+def test_a_killed_standby_is_replaced(make_server: Callable[[], Server]) -> None:
+    server = make_server().started()
+    os.kill(server.events("engine", "stands by")[1], signal.SIGKILL)
+    server.wait_for("engine", "stands by", 3)
+    assert len(server.events("engine", "ready")) == 1
+
+
+def test_a_killed_api_is_started_again_and_refuses_no_connection(
+    make_server: Callable[[], Server],
+) -> None:
+    server = make_server().started()
+    port = server.port()
+    (first,) = server.events("api", "ready")
+    os.kill(first, signal.SIGKILL)
+    until(lambda: not is_alive(first), "its end")
+    assert ask(port) == server.wait_for("api", "ready", 2)[1] != first
+    assert server.port() == port
+
+
+def test_what_dies_at_every_start_ends_the_server_with_its_last_lines(
+    tmp_path: Path, make_server: Callable[[], Server]
+) -> None:
+    (tmp_path / "engine.mode").write_text("dies")
+    code, out, err = make_server().end()
+    assert code == 1
+    assert err.startswith("ServerError: the engine ended at its start 3 times in a row")
+    assert "exit status 7" in err and "| out of luck" in out
+
+
+def test_a_deliberate_error_at_the_first_start_ends_the_server_at_once(
+    tmp_path: Path, make_server: Callable[[], Server]
+) -> None:
+    (tmp_path / "engine.mode").write_text("refuses")
+    server = make_server()
+    code, _, err = server.end()
+    assert code == 1 and err == "ServerError: no such model anywhere\n"
+    assert len(server.events("engine", "starts")) == 1
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path, make_server: Callable[[], Server]) -> None:
+    (tmp_path / "api.mode").write_text("stubborn")
+    server = make_server().started()
+    server.process.send_signal(signal.SIGINT)
+    server.wait_for("api", "ends")
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGINT)
+    assert server.end()[0] == 130
+    assert not any(map(is_alive, server.children()))
+
+
+def test_children_do_not_outlive_a_supervisor_that_is_killed(make_server: Callable[[], Server]) -> None:
+    server = make_server().started()
+    children = server.children()
+    assert len(children) == 3 and all(map(is_alive, children))
+    server.process.kill()
+    until(lambda: not any(map(is_alive, children)), "their end")
+    assert find_running(server.folder / "state") is None
+
+
+def test_two_servers_never_share_a_state_folder(make_server: Callable[[], Server]) -> None:
+    first = make_server().started()
+    code, _, err = make_server().end()
+    assert code == 1
+    assert err.startswith(f"StateInUse: process {first.process.pid} serves from ")
+
+
+def test_pauses_grow_up_to_a_limit_and_end_in_giving_up() -> None:
+    record = Restarts(RestartPolicy(attempts=8, first_pause=1.0, longest_pause=5.0))
+    assert [record.died_at_start() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert not record.is_exhausted
+    assert record.died_after(60.0) == 0.0
+    assert [record.died_at_start() for _ in range(8)][:2] == [1.0, 2.0]
+    assert record.is_exhausted
+
+
+def test_several_short_lives_are_forgiven_and_then_slowed_down() -> None:
+    record = Restarts(RestartPolicy(first_pause=1.0, short_lives=3))
+    assert [record.died_after(0.1) for _ in range(5)] == [0.0, 0.0, 0.0, 1.0, 2.0]
+    assert record.died_after(60.0) == 0.0 and record.died_after(0.1) == 0.0

@@ -1,0 +1,55 @@
+"""What "auto" chooses, and who trains next."""
+
+from typing import Any
+
+import pytest
+
+from coserve.serve.store.records import Job
+from coserve.serve.training.recipe import auto_batch_size, auto_epochs
+from coserve.serve.training.shares import job_weights, next_job
+
+
+@pytest.mark.parametrize(
+    ("examples", "epochs", "batch"),
+    [
+        (1, 25, 1),
+        (4, 25, 1),
+        (10, 10, 1),
+        (33, 4, 1),
+        (34, 3, 1),
+        (100, 3, 2),
+        (1000, 3, 16),
+        (8333, 3, 32),
+        (8334, 2, 32),
+        (25_000, 1, 32),
+        (10**6, 1, 32),
+    ],
+)
+def test_auto(examples: int, epochs: int, batch: int) -> None:
+    assert auto_epochs(examples) == epochs
+    assert auto_batch_size(examples, epochs) == batch
+
+
+def job(id: str, tenant: str, status: str) -> Job:
+    more: dict[str, Any] = {"hyperparameters": {}, "options": {}, "lora": {}, "training_file": "f"}
+    return Job(id, tenant, status, "tiny", id, "tiny", 1, seed=0, every=1, **more)
+
+
+def test_a_tenants_flood_does_not_stand_before_anothers_job() -> None:
+    flood = [job(f"a{i}", "ann", "running" if i == 0 else "queued") for i in range(100)]
+    bob = job("b", "bob", "queued")
+    weights = {"ann": 1.0, "bob": 1.0}
+    chosen = next_job([*flood, bob], weights)
+    assert chosen is bob
+    running = job("b", "bob", "running")
+    chosen = next_job([*flood, running], weights)
+    assert chosen is not None and chosen.id == "a1"  # the oldest of those that have the least
+    assert next_job([*flood, running, job("c", "bob", "queued")], {"ann": 1.0, "bob": 2.0}) is not None
+    assert next_job([*flood, running, job("c", "bob", "queued")], {"ann": 1.0, "bob": 2.0}).id == "c"  # type: ignore[union-attr]
+    assert next_job([job("p", "ann", "paused"), running], weights) is None
+
+
+def test_shares_of_running_jobs() -> None:
+    jobs = [job("a1", "ann", "running"), job("a2", "ann", "running"), job("a3", "ann", "queued")]
+    weights = job_weights([*jobs, job("b", "bob", "running")], {"ann": 1.0, "bob": 3.0})
+    assert weights == {"a1": 0.5, "a2": 0.5, "b": 3.0}
