@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adapters import lora_adapter
 from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
-from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods.lora import LoRABypass
 from coserve.core.plan import Plan, Segment
 from coserve.core.sequence import Direction, Span
@@ -101,7 +101,7 @@ class Passage:
         self.case = case
         self.runner = case.engine.runner
         pairs = {path: case.adapter[path] for path in (case.adapter if paths is None else paths)}
-        bypasses = {path: LoRABypass(a, b, LORA.scale(LORA.rank)) for path, (a, b) in pairs.items()}
+        bypasses = {path: LoRABypass(a, b, LORA.scale(path, LORA.rank)) for path, (a, b) in pairs.items()}
         count = len(case.lengths)
         config = TrainingConfig(
             learning_rate=1e6 * _HUGE,
@@ -118,7 +118,7 @@ class Passage:
         (shuffled,) = epochs(count, count, 1, config.seed)
         placed = dict(zip(shuffled, range(count) if order is None else order, strict=True))
         data = [case.examples[placed[i]] for i in range(count)]
-        self.before = AdapterVersion("probe", 0, LORA, bypasses)
+        self.before = lora_adapter("probe", 0, LORA, bypasses)
         self.run = TrainingRun(case.engine.base, case.engine.bank, "probe", self.before, data, config)
         self.runner.runs["probe"] = self.run
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
@@ -141,9 +141,9 @@ class Passage:
         """The loss, once all rows have been there and back; sets `gradients`."""
         result = self.runner.run(Plan(updates=("probe",)))
         after = self.case.engine.bank.find("probe")
-        for path, bypass in self.before.bypasses.items():
-            then, now = bypass.parameters(), after.bypasses[path].parameters()
-            a, b = ((x - y) / 1e6 for x, y in zip(then, now, strict=True))
+        for path, bypass in self.before.bypasses.outputs.items():
+            then, now = bypass.parameters(), after.bypasses.outputs[path].parameters()
+            a, b = ((then[name] - now[name]) / 1e6 for name in ("lora_A", "lora_B"))
             self.gradients[path] = (a, b)
         return result.updated["probe"].loss
 

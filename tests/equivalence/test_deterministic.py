@@ -213,8 +213,7 @@ def trained(
     watched = Watched(engine.runner, job.job)
     engine.runner.run = watched.run  # type: ignore[method-assign]
     train(engine, job)
-    bypasses = engine.bank.find("job").bypasses
-    weights = [p.view(torch.uint8) for bypass in bypasses.values() for p in bypass.parameters()]
+    weights = [p.view(torch.uint8) for p in engine.bank.find("job").parameters().values()]
     return job.history, weights, watched.put_downs(engine.base.depth)
 
 
@@ -245,9 +244,8 @@ def test_weights_of_a_job_that_is_stopped_and_resumed(dtype: torch.dtype) -> Non
         first.step()
     resumed = second.finetune(data, "job", lora, training, resume=job.pause()).result()
     assert [d.grad_norm for d in resumed.history] == [d.grad_norm for d in history[len(job.history) :]]
-    for path, bypass in whole.bank.find("job").bypasses.items():
-        same = second.bank.find("job").bypasses[path]
-        assert all(map(torch.equal, bypass.parameters(), same.parameters()))
+    weights, same = (engine.bank.find("job").parameters() for engine in (whole, second))
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)

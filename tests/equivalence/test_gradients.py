@@ -92,7 +92,7 @@ def test_an_adapter_on_some_layers_only_has_the_gradients_it_has_among_others() 
     """The walk stops below the lowest adapter; the other adapters are there in one run, with B at zero."""
     with Exact():
         case = make_case("qwen2", LENGTHS)
-        layers = case.engine.base.layer_linears
+        layers = {p: s.stage for p, s in case.engine.base.sites.items() if p in case.adapter}
         for layer in range(case.depth):
             some = [path for path, of in layers.items() if of == layer and "up_proj" not in path]
             for path, (_, b) in case.adapter.items():

@@ -10,12 +10,14 @@ from coserve.errors import OutOfPages
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.fake import FakeRunner, next_token
+from coserve.schedule.fake import FakeRunner, next_token, virtual_tokens
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 
 DEPTH, PAGE, VOCABULARY, EOS = 3, 3, 13, 2
 OPTIMIZER_STEPS = 2
+# Adapter versions and their virtual tokens: none, less than a page, some pages, some pages and a rest.
+VIRTUAL: dict[str | None, int] = {None: 0, "plain@1": 0, "short@2": 2, "full@1": 6, "long@1": 7}
 
 submits = st.fixed_dictionaries(
     {
@@ -23,6 +25,7 @@ submits = st.fixed_dictionaries(
         "answer": st.integers(1, 10),
         "minimum": st.integers(0, 6),
         "scored": st.booleans(),
+        "adapter": st.sampled_from(list(VIRTUAL)),
         "slo": st.sampled_from(
             [SLO(), SLO(between_tokens=0.0), SLO(first_token=0.1), SLO(deferral=0.01), SLO(end_to_end=1.0)]
         ),
@@ -51,9 +54,10 @@ actions = st.one_of(
 
 def answer_alone(request: Request) -> list[int]:
     """What the fake model answers when nobody else is there."""
+    virtual = virtual_tokens(request.adapter or "", request.virtual)
     output: list[int] = []
     while len(output) < request.sampling.max_tokens:
-        output.append(next_token([*request.prompt, *output], VOCABULARY))
+        output.append(next_token([*virtual, *request.prompt, *output], VOCABULARY))
         if output[-1] == EOS and len(output) > request.sampling.min_tokens:
             break
     return output
@@ -88,12 +92,24 @@ class World:
             min_tokens=of["minimum"],  # type: ignore[arg-type]
             prompt_logprobs=0 if of["scored"] else None,
         )
-        request = Request("r", tuple(of["prompt"]), sampling, slo=of["slo"], arrival=self.runner.now)  # type: ignore[arg-type]
+        adapter: str | None = of.get("adapter")  # type: ignore[assignment]
+        virtual = VIRTUAL[adapter]
+        request = Request(
+            id="r",
+            prompt=tuple(of["prompt"]),  # type: ignore[arg-type]
+            sampling=sampling,
+            adapter=adapter,
+            slo=of["slo"],  # type: ignore[arg-type]
+            arrival=self.runner.now,
+            virtual=virtual,
+            virtual_rows=virtual if adapter == "full@1" else 0,
+        )
         try:
             self.sequences.append(self.it.submit(request, self.runner.now))
         except OutOfPages:
-            longest = len(request.prompt) + sampling.max_tokens - 1
-            assert self.pool.pages_for(longest) > self.pool.pages
+            longest = virtual + len(request.prompt) + sampling.max_tokens - 1
+            template = virtual % PAGE > 0
+            assert self.pool.pages_for(longest) + template > self.pool.pages
 
     def cancel(self, which: int) -> None:
         if which < len(self.sequences):
@@ -140,8 +156,11 @@ class World:
 
     def check(self) -> None:
         owned = {key: pages for key, pages in self.pool.owners.items() if pages}
-        assert owned == {s.key: s.pages for s in self.sequences if s.pages}
-        assert {s.key for s in self.it.running} == owned.keys()
+        running = [s for s in self.sequences if s.pages]
+        adapters = {s.request.adapter for s in running if s.virtual}
+        own = {s.key: s.pages[s.shared :] for s in running}
+        assert owned == own | {("virtual", a): owned[("virtual", a)] for a in adapters}
+        assert {s.key for s in self.it.running} == own.keys()
         assert sum(map(len, owned.values())) + self.pool.free_count == self.pool.pages
 
     def drain(self) -> None:

@@ -1,24 +1,56 @@
 """An adapter's identity and its versions. A version never changes once it is published."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypass, Bypasses, Part, Place
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class AdapterVersion:
-    """Version `version` of adapter `name`: its bypasses by the path of the linear they stand beside."""
+    """Version `version` of adapter `name`: an ordered list of parts, each of one method."""
 
     name: str
     version: int
-    config: LoRAConfig
-    bypasses: Mapping[str, LoRABypass]
+    parts: tuple[Part, ...]
 
     @property
     def key(self) -> str:
         return f"{self.name}@{self.version}"
 
+    @cached_property
+    def bypasses(self) -> Bypasses:
+        """What stands where, all parts together."""
+        return Bypasses.of(self.placed())
+
+    def placed(self) -> Iterator[tuple[Place, Bypass]]:
+        """Every bypass and its place, part by part."""
+        for part in self.parts:
+            yield from part.bypasses.items()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """All that trains, by name; where there are several parts, the names begin with the part's number."""
+        return {
+            f"{self._prefix(number)}{name}": tensor
+            for number, part in enumerate(self.parts)
+            for name, tensor in part.parameters()
+        }
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "AdapterVersion":
+        """The same adapter with other tensors under the same names."""
+        parts = []
+        for number, part in enumerate(self.parts):
+            prefix = self._prefix(number)
+            own = {name: parameters[prefix + name] for name, _ in part.parameters()}
+            parts.append(part.with_parameters(own))
+        return replace(self, parts=tuple(parts))
+
     @property
     def nbytes(self) -> int:
-        return sum(p.nbytes for bypass in self.bypasses.values() for p in bypass.parameters())
+        return sum(tensor.nbytes for tensor in self.parameters().values())
+
+    def _prefix(self, number: int) -> str:
+        return "" if len(self.parts) == 1 else f"{number}:"

@@ -1,17 +1,21 @@
 """An adapter written into its base's weights: a model of its own, for whoever cannot load adapters."""
 
 import shutil
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from coserve.adapters.bypass import Dense, exact_type
 from coserve.adapters.files import read_adapter
-from coserve.adapters.methods.lora import LoRABypass
+from coserve.adapters.sites import Site, decoder_layers, find_sites
 from coserve.errors import AdapterError, ModelNotFound
+from coserve.memory.kv import CacheShape
 
 # What else a folder holds that the model is of no use without.
 _COPIED: Final = (
@@ -21,25 +25,113 @@ _COPIED: Final = (
 
 
 def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str | Path) -> Path:
-    """Writes the model in `model_folder` with the LoRA adapter in `adapter_folder` merged into `out`.
+    """Writes the model in `model_folder` with the adapter in `adapter_folder` merged into `out`.
 
     Weights are added up in float32 (float64 ones in float64) and keep the type the model was saved in.
-    Returns `out`. Raises ModelNotFound, AdapterMismatch, or AdapterError, also where `out` holds something.
+    Returns `out`. Raises ModelNotFound, AdapterMismatch, or AdapterError, also where the adapter's method has
+    no merged form and where `out` holds something.
     """
     model_folder, out = Path(model_folder), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise AdapterError(f"{out} exists already and is not empty: nothing is merged over it")
     model = _load(model_folder)
-    linears = _linears(model)
-    shapes = {path: _shape(linear) for path, linear in linears.items()}
-    adapter = read_adapter(adapter_folder, "merged", shapes, torch.float64, torch.device("cpu"))
-    for path, bypass in adapter.bypasses.items():
-        _add(linears[path], bypass, path)
+    whole = WholeModel(model)
+    adapter = read_adapter(adapter_folder, "merged", whole, torch.float64, torch.device("cpu"))
+    merged: dict[str, Dense] = {}
+    for place, bypass in adapter.placed():
+        before = merged[place.path] if place.path in merged else whole.dense(place.path)
+        merged[place.path] = bypass.merged(before, place.side)
+    for path, dense in merged.items():
+        whole.replace(path, dense)
     model.save_pretrained(out)
     for pattern in _COPIED:
         for file in model_folder.glob(pattern):
             shutil.copy2(file, out / file.name)
     return out
+
+
+class WholeModel:
+    """A model with its own modules, as the `Frame` of an adapter that is merged into it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._layers = decoder_layers(model)
+        self.sites = find_sites(model, self._layers)
+        self.depth = len(self._layers)
+        self.hidden_size = int(model.get_input_embeddings().weight.shape[1])
+
+    @cached_property
+    def caches(self) -> Sequence[CacheShape]:
+        raise AdapterError("keys and values before a sequence's own cannot be written into a model's weights")
+
+    def weights(self, path: str) -> "DenseWeights":
+        return DenseWeights(self.dense(path))
+
+    def bias(self, path: str) -> Tensor | None:
+        return self.dense(path).bias
+
+    def dense(self, path: str) -> Dense:
+        """The weights at `path`, [out, in], as exact as sums are made. Raises AdapterError where it has none
+        of its own."""
+        module, site = self._module(path), self.sites[path]
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise AdapterError(f"{path} has no weights that an adapter could be written into")
+        if weight is self._model.get_input_embeddings().weight and self._is_tied(weight):
+            raise AdapterError(
+                f"{path} shares its weight with another module: what is added to one would be added to both"
+            )
+        bias = getattr(module, "bias", None)
+        exact = exact_type(weight.dtype)
+        return Dense(
+            _turned(weight.detach().to(exact), site), None if bias is None else bias.detach().to(exact)
+        )
+
+    @torch.no_grad()
+    def replace(self, path: str, dense: Dense) -> None:
+        """Puts weights in the place of the model's, rounded once. Raises AdapterError if they do not fit."""
+        module, site = self._module(path), self.sites[path]
+        for name, tensor in (("weight", _turned(dense.weight, site)), ("bias", dense.bias)):
+            own = getattr(module, name, None)
+            if own is None and tensor is None:
+                continue
+            if own is None:
+                raise AdapterError(f"{path} has no {name} in this model, and the adapter needs one")
+            assert isinstance(own, Tensor) and tensor is not None
+            if not bool(tensor.isfinite().all()):
+                raise AdapterError(f"{path}: the adapter's numbers are not all finite")
+            own.copy_(tensor)
+
+    def _module(self, path: str) -> nn.Module:
+        module: nn.Module = self._model.get_submodule(path)
+        return module
+
+    def _is_tied(self, weight: Tensor) -> bool:
+        head = self._model.get_output_embeddings()
+        return head is not None and head.weight is weight
+
+
+class DenseWeights:
+    """`Weights` that lie there as a matrix."""
+
+    def __init__(self, dense: Dense) -> None:
+        self._dense = dense
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._dense.bias
+
+    def row_norms(self) -> Tensor:
+        return self._dense.weight.norm(dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.linear(x.to(self._dense.weight.dtype), self._dense.weight, self._dense.bias)
+        return y
+
+
+def _turned(weight: Tensor, site: Site) -> Tensor:
+    """[out, in] where the module has it the other way round, and back."""
+    return weight.t() if site.transposed else weight
 
 
 def _load(folder: Path) -> PreTrainedModel:
@@ -52,32 +144,3 @@ def _load(folder: Path) -> PreTrainedModel:
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFound(f"{str(folder)!r} holds no causal language model: {error}") from error
     return model
-
-
-def _linears(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Linears an adapter may stand beside. A head that shares its weight with the embedding is none of them:
-    what is added to one would be added to both."""
-    embedding = model.get_input_embeddings().weight
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and module.weight is not embedding
-    }
-
-
-def _shape(linear: nn.Module) -> tuple[int, int]:
-    assert isinstance(linear.weight, torch.Tensor)
-    rows, columns = linear.weight.shape
-    return (columns, rows) if isinstance(linear, Conv1D) else (rows, columns)
-
-
-@torch.no_grad()
-def _add(linear: nn.Module, bypass: LoRABypass, path: str) -> None:
-    weight = linear.weight
-    assert isinstance(weight, torch.Tensor)
-    exact = torch.promote_types(weight.dtype, torch.float32)
-    delta = bypass.scale * (bypass.b.to(exact) @ bypass.a.to(exact))
-    merged = weight.to(exact) + (delta.t() if isinstance(linear, Conv1D) else delta)
-    if not bool(merged.isfinite().all()):
-        raise AdapterError(f"{path}: the adapter's matrices are not all finite numbers")
-    weight.copy_(merged)

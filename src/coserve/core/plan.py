@@ -25,9 +25,24 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """Pages of an adapter version's virtual tokens, for every sequence that uses it to read.
+
+    They hold `tokens` tokens, the last page perhaps only a part. The last `rows` of these pass through the
+    model; keys and values of those before are the adapter's own.
+    """
+
+    adapter: str
+    pages: tuple[int, ...]
+    tokens: int
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step's work.
 
+    `prefixes` have got their pages just now and are filled before any sequence is looked at.
     `updates` are jobs whose optimizer steps after the segments have run; `released` are keys of sequences
     and micro-batches that ended since the last plan, whose device state the runner drops before anything
     else. `predicted` is what the cost model expects, in seconds.
@@ -38,6 +53,7 @@ class Plan:
     updates: tuple[str, ...] = ()
     released: tuple[int, ...] = ()
     predicted: float = 0.0
+    prefixes: tuple[Prefix, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -107,6 +107,10 @@ class Request:
     `prompt` are token ids; `adapter` is the key of an adapter *version* (`name@3`), resolved when the
     request is made, so that it stays on the version it began with. `arrival` is on the engine's clock, in
     seconds. `base` names the foundation model: one engine may hold several.
+
+    An adapter may have `virtual` tokens: they stand before the prompt, at positions 0 to `virtual - 1`, and
+    count in nothing else here. The last `virtual_rows` of them have to pass through the model before they
+    can be attended to; keys and values of the others are given.
     """
 
     id: str
@@ -116,3 +120,5 @@ class Request:
     slo: SLO = SLO()
     arrival: float = 0.0
     base: str = "base"
+    virtual: int = 0
+    virtual_rows: int = 0

@@ -36,9 +36,12 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request being answered. `key` is unique in the engine's life; `pages` are in token order.
+    """A request being answered. `key` is unique in the engine's life; `pages` are in the order of positions.
 
     `output` may begin with tokens that another engine gave out: they count like any other.
+
+    Virtual tokens lie in pages of the adapter version: the first `shared` ones of `pages`, and `template`,
+    where the last of them do not fill a page; the sequence's own first page begins with a copy of those.
     """
 
     key: int
@@ -46,6 +49,8 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     computed: int = 0
     pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    template: int | None = None
     preemptions: int = 0
     deferred: float = 0.0  # seconds that training has delayed this request so far
     admitted_at: float | None = None
@@ -59,6 +64,11 @@ class Sequence:
     def length(self) -> int:
         """Tokens known so far: the prompt's and the answer's."""
         return len(self.request.prompt) + len(self.output)
+
+    @property
+    def virtual(self) -> int:
+        """Positions before its first token."""
+        return self.request.virtual
 
     @property
     def remaining(self) -> int:
@@ -104,6 +114,9 @@ class MicroBatch:
     with a large vocabulary one row's loss takes as long as several layers. Going back they enter from the
     right: those from `frontier` on have set out.
 
+    An adapter's virtual tokens stand before every example: `prefix` of them as keys and values that are given,
+    then `prompt` as rows. Those rows are the first of `lengths`, here once for all examples.
+
     Windows that were put down lie in `put_down`, the one to go on with last. A window may be *cut* there: the
     part that the other waits for (the left one forward, the right one going back) goes on, the rest stays
     where it lies. So a window that was chosen while nobody waited never stands in the way of one that must
@@ -116,6 +129,8 @@ class MicroBatch:
     lengths: tuple[int, ...]
     layers: int
     padding: tuple[int, ...] = ()
+    prefix: int = 0
+    prompt: int = 0
     base: str = "base"
     direction: Direction = Direction.KEEP
     frontier: int = 0

@@ -21,7 +21,7 @@ from coserve.memory.kv import KVPool, PrefillRows
 from coserve.model import fixed
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls
-from coserve.model.fixed import ROWS, FixedRows, TiledRows
+from coserve.model.fixed import ROWS, FixedRows, Ranged, TiledRows
 from coserve.model.sample import sample, token_logprobs
 
 
@@ -54,14 +54,17 @@ class DeterministicRunner(LocalRunner):
         rows = self.table.admit(answers)
         chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
         tokens = torch.cat([chunk.tokens for chunk in chunks])
-        hidden, calls = fixed.embed(self.base, tokens, torch.cat([chunk.positions for chunk in chunks]))
+        counts = [segment.length for segment in segments]
+        adapters = self._adapters(answers, counts)
+        early = [ranged for ranged in adapters if ranged[1].touches(self.base.early_sites)]
+        positions = torch.cat([chunk.positions for chunk in chunks])
+        hidden, calls = fixed.embed(self.base, tokens, positions, early)
         part = TiledRows(
             self.pool,
             torch.cat([chunk.slots for chunk in chunks]),
             [PrefillRows(s.start, s.length, c.pages) for s, c in zip(segments, chunks, strict=True)],
         )
-        counts = [segment.length for segment in segments]
-        return Inference(part, segments, rows, counts, hidden, calls, self._adapters(answers, counts))
+        return Inference(part, segments, rows, counts, hidden, calls, adapters)
 
     def _compose(
         self, inference: Inference | None, travels: Sequence[Travel]
@@ -70,8 +73,9 @@ class DeterministicRunner(LocalRunner):
             return super()._compose(None, travels)
         return FixedRows([inference.part], inference.adapters), inference.calls
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return fixed.logits(self.base, hidden)
+    def _logits(self, hidden: Tensor, adapters: Sequence[Ranged]) -> Tensor:
+        late = [ranged for ranged in adapters if ranged[1].touches(self.base.late_sites)]
+        return fixed.logits(self.base, hidden, late)
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         columns = zip(torch.split(logits, 1), torch.split(rows, 1), torch.split(positions, 1), strict=True)

@@ -155,12 +155,12 @@ class Engine:
     # Adapters
 
     def load_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
-        """Makes a LoRA adapter in PEFT's format answer to `name`."""
+        """Makes an adapter in PEFT's format, of any method, answer to `name`."""
         return self.add_adapter(self.read_adapter(name, folder))
 
     def read_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
         """The adapter in `folder`, ready for `add_adapter`. Takes no lock: steps go on meanwhile."""
-        return read_adapter(folder, name, self.base.shapes, self.base.dtype, self.base.device)
+        return read_adapter(folder, name, self.base, self.base.dtype, self.base.device)
 
     def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
         """Makes an adapter that was read before answer to its name; returns it with its version number."""
@@ -190,7 +190,7 @@ class Engine:
         self,
         data: Data | Prepared,
         adapter: str,
-        lora: LoRAConfig = LoRAConfig(),
+        method: object | Sequence[object] = LoRAConfig(),
         training: TrainingConfig = TrainingConfig(),
         start_from: str | AdapterVersion | None = None,
         job: str | None = None,
@@ -200,16 +200,17 @@ class Engine:
         """Starts training `adapter` and returns the job's handle.
 
         `data` is a JSONL or text file, records as such a file holds them, or token examples. Every optimizer
-        step publishes a version, which `generate` uses from then on. `start_from` is an adapter, or names a
-        loaded one, to continue from (its own configuration counts then). `job` is the job's id, and one that
-        has ended may be used again. `resume` is where the same job stood before: its steps go on from there.
+        step publishes a version, which `generate` uses from then on. `method` are the settings of an adapter
+        method, such as LoRAConfig, or of several that are one adapter together. `start_from` is an adapter,
+        or names a loaded one, to continue from (its own settings count then). `job` is the job's id, and one
+        that has ended may be used again. `resume` is where the same job stood before: its steps go on there.
         `keeping` gets the states worth keeping. Raises DataError, AdapterError or JobError.
         """
         prepared = data if isinstance(data, Prepared) else self.prepare(data, training)
         with self._lock:
             self._refuse_in_training(adapter)
             start = start_from if resume is None else resume.adapter
-            first = self._first_version(adapter, lora, training, start)
+            first = self._first_version(adapter, method, training, start)
             job = job or f"job-{len(self.jobs) + 1}"
             if job in self.runner.runs:
                 raise JobError(f"there is a job {job!r} already, and it has not ended")
@@ -338,14 +339,18 @@ class Engine:
         )
 
     def _first_version(
-        self, name: str, lora: LoRAConfig, training: TrainingConfig, start: str | AdapterVersion | None
+        self,
+        name: str,
+        method: object | Sequence[object],
+        training: TrainingConfig,
+        start: str | AdapterVersion | None,
     ) -> AdapterVersion:
         """What training starts from, under a version number that nobody has."""
         if start is None:
-            first = fresh_adapter(self.base, name, lora, training.seed)
+            first = fresh_adapter(self.base, name, method, training.seed)
         else:
             first = self.bank.find(start) if isinstance(start, str) else start
-        return AdapterVersion(name, self.bank.next_version(name), first.config, first.bypasses)
+        return replace(first, name=name, version=self.bank.next_version(name))
 
     def _drive(self) -> bool:
         """One step if there is anything to do."""

@@ -8,6 +8,7 @@ end of a job comes after the news of all its checkpoints.
 
 import dataclasses
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter
-from coserve.adapters.methods.lora import LoRAConfig
+from coserve.adapters.methods import method_named
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.plan import Updated
 from coserve.engine.aside import Aside, Outcome
@@ -53,7 +54,7 @@ class _Ready:
     """What was read for a job."""
 
     training: TrainingConfig
-    lora: LoRAConfig
+    method: tuple[object, ...]
     data: Prepared
     validation: tuple[Example, ...]
     start: AdapterVersion | None
@@ -202,7 +203,14 @@ class Jobs:
             keeping = Keeping(job.command.every, partial(self._keep, job))
             training = dataclasses.replace(ready.training, weight=job.weight)
             job.handle = self._engine.finetune(
-                ready.data, _adapter_of(name), ready.lora, training, ready.start, name, ready.resume, keeping
+                ready.data,
+                _adapter_of(name),
+                ready.method,
+                training,
+                ready.start,
+                name,
+                ready.resume,
+                keeping,
             )
         except CoserveError as error:
             self._end(job, "failed", error)
@@ -339,7 +347,7 @@ def _started(job: str, step: int, steps: int, ready: _Ready) -> JobStarted:
 def _read(engine: Engine, command: StartJob) -> _Ready:
     """All that a job needs, read while steps go on."""
     training = _convert(command.options, TrainingConfig, "options")
-    lora = _convert(command.method, LoRAConfig, "method")
+    method = _methods(command.method)
     data = engine.prepare(Path(command.data), training)
     validation: tuple[Example, ...] = ()
     if command.validation is not None:
@@ -349,15 +357,29 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
             raise DataError(f"validation {error}") from error
         check_lengths(engine, validation)
     exact = torch.promote_types(engine.base.dtype, torch.float32)
-    name, shapes = _adapter_of(command.job), engine.base.shapes
+    name, base = _adapter_of(command.job), engine.base
     checkpoint = newest_checkpoint(Path(command.folder))
     if checkpoint is not None:
-        resume = read_checkpoint(checkpoint.path, name, shapes, exact)
-        return _Ready(training, lora, data, validation, None, checkpoint, resume)
+        resume = read_checkpoint(checkpoint.path, name, base, exact)
+        return _Ready(training, method, data, validation, None, checkpoint, resume)
     start = None
     if command.start_from is not None:
-        start = read_adapter(Path(command.start_from), name, shapes, exact, engine.base.device)
-    return _Ready(training, lora, data, validation, start, None, None)
+        start = read_adapter(Path(command.start_from), name, base, exact, base.device)
+    return _Ready(training, method, data, validation, start, None, None)
+
+
+def _methods(fields: Mapping[str, Any]) -> tuple[object, ...]:
+    """Settings of an adapter's methods: `type` says which one, `parts` lists several."""
+    if "parts" in fields:
+        parts = fields["parts"]
+        if len(fields) > 1 or not isinstance(parts, list) or not parts:
+            raise ConfigError("method.parts is a list of methods, and stands alone")
+        if not all(isinstance(part, dict) and "parts" not in part for part in parts):
+            raise ConfigError("each of method.parts is one method's settings")
+        return tuple(settings for part in parts for settings in _methods(part))
+    method = method_named(str(fields.get("type", "lora")))
+    own = {name: value for name, value in fields.items() if name != "type"}
+    return (_convert(own, method.config, f"method ({method.name})"),)
 
 
 def _convert(fields: dict[str, Any], kind: type[_T], what: str) -> _T:

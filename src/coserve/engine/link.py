@@ -51,7 +51,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The process was asked to finish what it does and leave."""
+    """The process was asked to finish what it does for its server, and leave."""
 
 
 @dataclass(frozen=True, slots=True)

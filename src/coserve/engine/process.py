@@ -4,9 +4,11 @@ Its imports take seconds and its model more, so a supervisor keeps one of these 
 waits for its `wire.control.EngineStart`. The loop is: commands, a step, a report. Without work it sleeps
 until a message comes.
 
-It ends with status 0 after a drain (SIGTERM, or the server's `Drain`), with status 1 where its model cannot
-be loaded or a bug showed, and at once when its standard input closes, that is, when the supervisor is gone.
-It may be killed at any moment: nothing that was reported is lost.
+It ends with status 0 after a drain, with status 1 where its model cannot be loaded or a bug showed, and at
+once when its standard input closes, that is, when the supervisor is gone. A drain is what the server's `Drain`
+asks for, and SIGTERM once no server is connected: whoever stops a service may signal all its processes, and
+the server may have requests that are still to come here. Before it is ready, SIGTERM ends it at once. It may be
+killed at any moment: nothing that was reported is lost.
 """
 
 import logging
@@ -59,7 +61,6 @@ def main() -> None:
     try:
         start = pipes.start_line(EngineStart)
         pipes.end_with_supervisor()
-        signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides
         logging.basicConfig(level=start.log_level.upper(), format=_FORMAT, stream=sys.stderr)
         started = time.monotonic()
@@ -75,6 +76,7 @@ def main() -> None:
     seconds = time.monotonic() - started
     hello = _hello(start, engine, seconds)
     worker = Worker(engine, hello, Aside(inbox), costs)
+    signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()
     pipes.say(Status("ready", _describe(hello), seconds))
     Loop(worker, inbox).run()
@@ -91,6 +93,7 @@ class Loop:
     def __init__(self, worker: Worker, inbox: Inbox) -> None:
         self._worker, self._inbox = worker, inbox
         self._server: Connection | None = None
+        self._leaving = False  # as soon as no server is connected
 
     def run(self) -> None:
         while not self._worker.is_drained:
@@ -125,12 +128,18 @@ class Loop:
             case Closed() if item.connection is self._server:
                 self._server = None
                 self._worker.disconnected()
+                self._leave()
             case Drained():
-                self._worker.drain()
+                self._leaving = True
+                self._leave()
             case Done():
                 item.then()
             case _:
                 pass  # a server that was replaced
+
+    def _leave(self) -> None:
+        if self._leaving and self._server is None:
+            self._worker.drain()
 
     def _report(self) -> None:
         if self._server is not None:

@@ -1,7 +1,7 @@
 """Runs a plan on the local device: one fused forward, the sampled tokens, the ways back, the updates."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bank import AdapterBank
+from coserve.adapters.bypass import Bypasses
 from coserve.core.grid import on_grid
 from coserve.core.plan import Plan, Sampled, Segment, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction, MicroBatch
@@ -19,7 +20,7 @@ from coserve.errors import CoserveError, LossNotFinite
 from coserve.memory.arena import Arena
 from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
-from coserve.model.batch import Bypasses, FusedRows, LayerCalls, Part
+from coserve.model.batch import FusedRows, LayerCalls, Part
 from coserve.model.sample import sample, token_logprobs
 from coserve.train.tape import KeptWindow, Tape, Window
 from coserve.train.trainer import TrainingRun
@@ -89,7 +90,7 @@ class LocalRunner:
                 composed = joined
                 rows, calls = self._compose(inference, joined)
             hidden = [] if inference is None else [inference.hidden]
-            hidden += [t.tape.input(layer, t.window) for t in joined]
+            hidden += [t.tape.input(layer, t.window, t.bypasses) for t in joined]
             with self.base.cell.set(rows):
                 out = self.base.layer(layer, hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1), calls)
             start = 0
@@ -141,9 +142,21 @@ class LocalRunner:
             counts.append(segment.length)
         tokens, positions, slots = (torch.cat(column) for column in zip(*entering, strict=True))
         missing = on_grid(len(tokens)) - len(tokens)
-        hidden, calls = self.base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)))
         part = InferenceRows(self.pool, slots, decode, prefills, missing)
-        return Inference(part, ordered, rows, counts, hidden, calls, self._adapters(answers, counts))
+        adapters = self._adapters(answers, counts)
+        hidden, calls = self.base.prologue(
+            F.pad(tokens, (0, missing)),
+            F.pad(positions, (0, missing)),
+            self._rows_at(self.base.early_sites, adapters),
+        )
+        return Inference(part, ordered, rows, counts, hidden, calls, adapters)
+
+    def _rows_at(
+        self, sites: Collection[str], adapters: Sequence[tuple[slice, Bypasses]]
+    ) -> FusedRows | None:
+        """Rows outside of the layers, where nothing attends; None where no adapter stands."""
+        found = [(rows, bypasses) for rows, bypasses in adapters if bypasses.touches(sites)]
+        return FusedRows([], found) if found else None
 
     def _adapters(self, answers: Sequence[Answer], counts: Sequence[int]) -> list[tuple[slice, Bypasses]]:
         """Ranges of neighbouring rows that share an adapter version."""
@@ -163,11 +176,12 @@ class LocalRunner:
         results = {answer_of(s).key: Sampled(None) for s in inference.segments}
         if done:
             picked = torch.tensor([ends[i] - 1 for i in done], device=self.base.device)
-            logits = self._logits(inference.hidden[:, picked])
+            answered = [answer_of(inference.segments[i]) for i in done]
+            logits = self._logits(inference.hidden[:, picked], self._adapters(answered, [1] * len(done)))
             rows = inference.rows[torch.tensor(done, device=self.base.device)]
             tokens = self._choose(logits, rows, self.table.lengths(rows))
             self.table.sampled(rows, tokens)
-            logprobs = self._logprobs(logits, tokens, [answer_of(inference.segments[i]) for i in done])
+            logprobs = self._logprobs(logits, tokens, answered)
             for i, token, of_token in zip(done, tokens.tolist(), logprobs, strict=True):
                 results[answer_of(inference.segments[i]).key] = Sampled(token, of_token)
         for i, segment in enumerate(inference.segments):
@@ -178,9 +192,9 @@ class LocalRunner:
                 results[key] = replace(results[key], prompt_logprobs=scored)
         return results
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary] of hidden [1, rows, width]."""
-        return self.base.tail(hidden)
+    def _logits(self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]]) -> Tensor:
+        """[rows, vocabulary] of hidden [1, rows, width], whose rows belong to these adapters."""
+        return self.base.tail(hidden, self._rows_at(self.base.late_sites, adapters))
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """The next tokens [n] of the sequences at `rows` [n], wanted at `positions` [n]."""
@@ -214,7 +228,8 @@ class LocalRunner:
         found: list[TokenLogprobs] = []
         chunks = zip(torch.split(hidden[0, : len(following)], 64), torch.split(tokens, 64), strict=True)
         for rows, chunk in chunks:
-            found += self._score(self._logits(rows[None]), chunk, wanted)
+            adapters = self._adapters([answer_of(segment)], [len(rows)])
+            found += self._score(self._logits(rows[None], adapters), chunk, wanted)
         return tuple(found)
 
     def _walk(self, segment: Segment) -> None:
@@ -224,7 +239,7 @@ class LocalRunner:
         run = self.runs[micro_batch.job]
         window = run.tape(micro_batch).window(segment.start, segment.length)
         if segment.direction is Direction.LOSS:
-            run.walk(micro_batch).through_tail(window)
+            run.walk(micro_batch).through_tail(window, run.bypasses(micro_batch, window))
             return
         run.walk(micro_batch).back(window, segment.span, run.bypasses(micro_batch, window))
         if segment.start == 0 and segment.span.first == 0:

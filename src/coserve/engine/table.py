@@ -14,8 +14,10 @@ from coserve.model.sampling_table import SamplingTable
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A prefill segment's rows: tokens, positions and cache slots [rows]; pages [n] of all up to its end."""
+    """A prefill segment's rows: tokens, positions and cache slots [rows]; pages [n] of all up to its end.
+    The first of the rows is at position `start`."""
 
+    start: int
     tokens: Tensor
     positions: Tensor
     slots: Tensor
@@ -24,6 +26,9 @@ class Chunk:
 
 class SequenceTable:
     """One row per running sequence: its last token, its length, its page table, how it is sampled.
+
+    Its tokens stand after the virtual ones of its adapter, whose pages come first in its page table and are
+    only read; what does not fill one of those is copied to where the sequence's own tokens go on.
 
     A sequence gets its row when it first appears in a plan and loses it when its key is released (it
     ended, or was preempted; then it comes back as a fresh row).
@@ -36,6 +41,7 @@ class SequenceTable:
         self._pool = pool
         self._last_token = torch.zeros(capacity, dtype=torch.long, device=device)
         self._length = torch.zeros(capacity, dtype=torch.long, device=device)
+        self._virtual = torch.zeros(capacity, dtype=torch.long, device=device)
         self._pages = torch.full((capacity, max_pages), pool.padding_page, dtype=torch.long, device=device)
         self._row_of: dict[int, int] = {}
         self._page_count: dict[int, int] = {}
@@ -43,19 +49,20 @@ class SequenceTable:
 
     def admit(self, answers: Sequence[Answer]) -> Tensor:
         """Rows [len(answers)] of these sequences, new ones included, with their page tables up to date."""
+        entering = [answer for answer in answers if answer.key not in self._row_of]
         fresh: list[int] = []
+        for answer in entering:
+            self._enter(answer)
         for answer in answers:
-            if answer.key not in self._row_of:
-                self._enter(answer)
             known = self._page_count[answer.key]
             if len(answer.pages) > known:
-                added = answer.pages[known:]
                 row = self._row_of[answer.key]
-                self._pages[row, known : len(answer.pages)] = self._tensor(added)
+                self._pages[row, known : len(answer.pages)] = self._tensor(answer.pages[known:])
                 self._page_count[answer.key] = len(answer.pages)
-                fresh += added
+                fresh += answer.pages[max(known, answer.shared) :]
         if fresh:
             self._pool.clean(self._tensor(fresh))
+        self._copy_templates(entering)
         return self._tensor([self._row_of[answer.key] for answer in answers])
 
     def release(self, key: int) -> None:
@@ -68,8 +75,9 @@ class SequenceTable:
             self._free.append(row)
 
     def decode(self, rows: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor, DecodeRows]:
-        """(tokens, positions, cache slots, page descriptors); no sequence has more than `longest` tokens."""
-        positions = self._length[rows] - 1
+        """(tokens, positions, cache slots, page descriptors); no sequence takes up more than `longest`
+        positions."""
+        positions = self._virtual[rows] + self._length[rows] - 1
         pages = self._pages[rows, : -(-longest // self._pool.page_size)]
         return (
             self._last_token[rows],
@@ -83,9 +91,10 @@ class SequenceTable:
         answer = segment.sequence
         assert isinstance(answer, Answer)
         tokens = self._tensor(answer.tokens(segment.start, segment.length))
-        positions = torch.arange(segment.start, segment.start + segment.length, device=tokens.device)
-        pages = self._pages[row, : -(-(segment.start + segment.length) // self._pool.page_size)]
-        return Chunk(tokens, positions, self._slots(pages.expand(len(tokens), -1), positions), pages)
+        start = answer.virtual + segment.start
+        positions = torch.arange(start, start + segment.length, device=tokens.device)
+        pages = self._pages[row, : -(-(start + segment.length) // self._pool.page_size)]
+        return Chunk(start, tokens, positions, self._slots(pages.expand(len(tokens), -1), positions), pages)
 
     def sampled(self, rows: Tensor, tokens: Tensor) -> None:
         """Records tokens [n] as the next ones of `rows` [n]."""
@@ -94,7 +103,7 @@ class SequenceTable:
         self.sampling.record(rows, tokens)
 
     def lengths(self, rows: Tensor) -> Tensor:
-        """Tokens known of each row; also the position of the one to be sampled next."""
+        """Tokens known of each row; also the place, among them, of the one to be sampled next."""
         return self._length[rows]
 
     def _enter(self, answer: Answer) -> None:
@@ -102,11 +111,26 @@ class SequenceTable:
         self._row_of[answer.key] = row
         self._page_count[answer.key] = 0
         self._length[row] = answer.length
+        self._virtual[row] = answer.virtual
         if answer.output:
             self._last_token[row] = answer.output[-1]
         params = answer.request.sampling
         assert params.seed is not None, "a seed is drawn when the request is made"
         self.sampling.set(row, params, params.seed, answer.request.prompt, answer.output)
+
+    def _copy_templates(self, answers: Sequence[Answer]) -> None:
+        """The virtual tokens that fill no page of their own, into the first page that is the sequence's own."""
+        size = self._pool.page_size
+        sources: list[int] = []
+        targets: list[int] = []
+        for answer in answers:
+            if answer.template is not None:
+                rest = answer.virtual % size
+                sources += range(answer.template * size, answer.template * size + rest)
+                first = answer.pages[answer.shared] * size
+                targets += range(first, first + rest)
+        if sources:
+            self._pool.copy(self._tensor(sources), self._tensor(targets))
 
     def _slots(self, pages: Tensor, positions: Tensor) -> Tensor:
         size = self._pool.page_size

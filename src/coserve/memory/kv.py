@@ -56,6 +56,16 @@ class KVPool:
         for pool in (*self._keys, *self._values):
             pool.view(pool.shape[0], -1, self.page_size, pool.shape[-1]).index_fill_(1, pages, 0)
 
+    def slots(self, pages: Tensor) -> Tensor:
+        """All slots [n * page_size] of pages [n], in their order."""
+        first = pages[:, None] * self.page_size
+        return (first + torch.arange(self.page_size, device=pages.device)).flatten()
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """What lies in slots `sources` [n] into slots `targets` [n], in every layer."""
+        for pool in (*self._keys, *self._values):
+            pool.index_copy_(1, targets, pool.index_select(1, sources))
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k [groups, rows, dk] and v [groups, rows, dv] into slots [rows]."""
         self._keys[layer].index_copy_(1, slots, k)

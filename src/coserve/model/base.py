@@ -13,26 +13,34 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coserve.adapters.sites import EMBEDDED, Site
 from coserve.kernels.attention import AttentionSpec
 from coserve.memory.kv import CacheShape
-from coserve.model.batch import BatchCell, LayerCalls, RowArguments
-from coserve.model.linear import FrozenLinear
+from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
+from coserve.model.linear import FrozenLinear, Placement
 from coserve.model.slot import Call, Slot
 
 
 class Base:
     """One frozen foundation model. Built by `coserve.model.load`, which also proves it is driven right.
 
-    Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path,
-    `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones once),
-    `fingerprint` (content hash of configuration).
+    Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path, `sites` where
+    adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones
+    once), `fingerprint` (content hash of configuration).
     """
 
     def __init__(
-        self, model: PreTrainedModel, slots: list[Slot], cell: BatchCell, max_positions: int, fingerprint: str
+        self,
+        model: PreTrainedModel,
+        slots: list[Slot],
+        sites: dict[str, Site],
+        cell: BatchCell,
+        max_positions: int,
+        fingerprint: str,
     ) -> None:
         self.model = model
         self.slots = slots
+        self.sites = sites
         self.cell = cell
         self.max_positions = max_positions
         self.fingerprint = fingerprint
@@ -57,20 +65,26 @@ class Base:
         assert self._arguments is not None, "the base has not been probed"
         return self._arguments
 
-    @cached_property
-    def layer_linears(self) -> dict[str, int]:
-        """Paths of the linears inside decoder layers, and the layer each is in."""
-        return {
-            path: layer
-            for layer, slot in enumerate(self.slots)
-            for path in self.linears
-            if path.startswith(slot.path + ".")
-        }
+    def weights(self, path: str) -> Placement:
+        """Where the frozen linear at `path` is computed."""
+        return self.linears[path].placement
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the linears an adapter may stand beside."""
-        return {p: (self.linears[p].out_features, self.linears[p].in_features) for p in self.layer_linears}
+    def bias(self, path: str) -> Tensor | None:
+        """Of the linear or norm at `path`, None where it has none."""
+        if path in self.linears:
+            return self.linears[path].placement.bias
+        bias: Tensor | None = getattr(self.model.get_submodule(path), "bias", None)
+        return bias
+
+    @cached_property
+    def early_sites(self) -> frozenset[str]:
+        """Paths of sites before the first layer."""
+        return frozenset(path for path, site in self.sites.items() if site.stage == EMBEDDED)
+
+    @cached_property
+    def late_sites(self) -> frozenset[str]:
+        """Paths of sites after the last layer."""
+        return frozenset(path for path, site in self.sites.items() if site.stage == self.depth)
 
     def learn_arguments(self) -> None:
         """Finds out which layer arguments count rows, by running the prologue for two numbers of them."""
@@ -82,36 +96,60 @@ class Base:
         self.vocabulary = self.tail(hidden[:, :1]).shape[-1]
 
     @torch.no_grad()
-    def prologue(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, LayerCalls]:
-        """Embeddings [1, rows, width] and the layers' arguments, for tokens [rows] at positions [rows]."""
+    def prologue(
+        self, tokens: Tensor, positions: Tensor, rows: Rows | None = None
+    ) -> tuple[Tensor, LayerCalls]:
+        """Embeddings [1, rows, width] and the layers' arguments, for tokens [rows] at positions [rows]; those
+        of `rows` have a say in the embeddings."""
+        hidden, calls = self._begin(tokens, positions, rows)
+        return hidden, _distinct(calls)
+
+    def embed(self, tokens: Tensor, positions: Tensor, rows: Rows | None = None) -> Tensor:
+        """The embeddings alone, in the current graph if there is one."""
+        return self._begin(tokens, positions, rows)[0]
+
+    def layer(self, index: int, hidden: Tensor, calls: LayerCalls) -> Tensor:
+        """One decoder layer on hidden [1, rows, width]; the rows in `cell` say whose they are."""
+        return self.slots[index].run(hidden, calls[index])
+
+    def tail(self, hidden: Tensor, rows: Rows | None = None) -> Tensor:
+        """Logits [rows, vocabulary] of hidden [1, rows, width], in the current graph if there is one; `rows`
+        has a say in norm and head."""
+        last = self.depth - 1
+
+        def answer(given: Tensor, call: Call) -> Tensor:
+            answered.append(None)
+            if len(answered) <= last:
+                return given
+            self.cell.rows = rows  # not before: these rows have been embedded already
+            return hidden
+
+        answered: list[None] = []
+        tokens = torch.zeros(hidden.shape[1], dtype=torch.long, device=hidden.device)
+        try:
+            logits: Tensor = self._run_model(self.model, answer, tokens, tokens).logits
+        finally:
+            self.cell.rows = None
+        return logits[0]
+
+    def _begin(self, tokens: Tensor, positions: Tensor, rows: Rows | None) -> tuple[Tensor, list[Call]]:
+        """What the first layer is given, and what each layer is called with."""
         first: list[Tensor] = []
         calls: list[Call] = []
 
         def note(hidden: Tensor, call: Call) -> Tensor:
             if not first:
                 first.append(hidden)
+                self.cell.rows = None  # what follows the layers is none of these rows' business
             calls.append(call)
             return hidden
 
-        self._run_model(self._decoder, note, tokens, positions)
-        return first[0], _distinct(calls)
-
-    def layer(self, index: int, hidden: Tensor, calls: LayerCalls) -> Tensor:
-        """One decoder layer on hidden [1, rows, width]; the rows in `cell` say whose they are."""
-        return self.slots[index].run(hidden, calls[index])
-
-    def tail(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] of hidden [1, rows, width], in the current graph if there is one."""
-        last = self.depth - 1
-
-        def answer(given: Tensor, call: Call) -> Tensor:
-            answered.append(None)
-            return hidden if len(answered) > last else given
-
-        answered: list[None] = []
-        tokens = torch.zeros(hidden.shape[1], dtype=torch.long, device=hidden.device)
-        logits: Tensor = self._run_model(self.model, answer, tokens, tokens).logits
-        return logits[0]
+        self.cell.rows = rows
+        try:
+            self._run_model(self._decoder, note, tokens, positions)
+        finally:
+            self.cell.rows = None
+        return first[0], calls
 
     def _run_model(
         self, module: Any, answer: Callable[[Tensor, Call], Tensor], tokens: Tensor, positions: Tensor

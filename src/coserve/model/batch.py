@@ -5,7 +5,7 @@ training window, another), and each part knows its own keys and values; adapters
 A linear or an attention never learns of this through keyword arguments: it asks the base's `BatchCell`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,31 +13,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from coserve.adapters.bypass import Bypasses, Standing
 from coserve.kernels.attention import AttentionSpec
 
 if TYPE_CHECKING:  # linear.py needs the cell; only its type is needed here
     from coserve.model.linear import Placement
 
 
-class Bypass(Protocol):
-    """One adapter's side of one linear, `y + f(x)` (FlexLLM 4.1)."""
-
-    def add_(self, x: Tensor, y: Tensor) -> None:
-        """Adds f(x) to y in place; x [rows, in], y [rows, out]. No graph."""
-        ...
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """y + f(x), differentiable."""
-        ...
-
-
-Bypasses = Mapping[str, Bypass]  # by the path of the linear they stand beside
-
-
 class Rows(Protocol):
-    """What the linears and the attention of a base ask during a run."""
+    """What the modules of a base ask during a run."""
 
-    def linear(self, path: str, placement: "Placement", x: Tensor) -> Tensor: ...
+    def linear(self, path: str, placement: "Placement", x: Tensor) -> Tensor:
+        """The frozen linear at `path` with everybody's bypasses; x [..., in]."""
+        ...
+
+    def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
+        """What another module gave, with everybody's bypasses; x and y [1, rows, ...]."""
+        ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv], rotary already in them;
@@ -99,17 +91,41 @@ class FusedRows:
         self._bounds = [part.count for part in parts]
 
     def linear(self, path: str, placement: "Placement", x: Tensor) -> Tensor:
-        y = placement.forward(x)
         if not self._kept and not self._adapters:
-            return y
+            return placement.forward(x)
+        x = self._entering(path, x)
+        y = placement.forward(x)
         x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
         for rows, part in self._kept:
             part.keep(path, y2[rows])
         for rows, bypasses in self._adapters:
-            bypass = bypasses.get(path)
+            bypass = bypasses.outputs.get(path)
             if bypass is not None:
-                bypass.add_(x2[rows], y2[rows])
+                self._add(bypass, rows, x2, y2)
         return y
+
+    def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
+        found = [(rows, b.outputs[path]) for rows, b in self._adapters if path in b.outputs]
+        if found:
+            y = y.clone()  # a module may give what it was given
+            for rows, bypass in found:
+                self._add(bypass, rows, x[0], y[0])
+        return y
+
+    def _entering(self, path: str, x: Tensor) -> Tensor:
+        """What the linear at `path` is given: x, changed for the rows of adapters that change it."""
+        found = [(rows, b.inputs[path]) for rows, b in self._adapters if path in b.inputs]
+        if not found:
+            return x
+        changed = x.clone()  # others are given x as well
+        x2, changed2 = x.flatten(0, -2), changed.flatten(0, -2)
+        for rows, bypass in found:
+            self._add(bypass, rows, x2, changed2)
+        return changed
+
+    def _add(self, bypass: Standing, rows: slice, x: Tensor, y: Tensor) -> None:
+        """Over some of all rows, in place."""
+        bypass.add_(x[rows], y[rows])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if len(self._parts) == 1:

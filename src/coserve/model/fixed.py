@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coserve.adapters.bypass import Bypasses, Standing
 from coserve.errors import UnsupportedModel
 from coserve.kernels.aligned import QUERIES, attend_tile, reach, tile_bias
 from coserve.kernels.attention import AttentionSpec
@@ -26,6 +27,9 @@ ROWS = 16  # a frozen linear in bfloat16 takes as long for 16 rows as for a few:
 _SHIFTS = (1, 5, 11)  # places by which the proof moves rows around
 
 
+Ranged = tuple[slice, Bypasses]  # the rows of one adapter
+
+
 class FixedRows(FusedRows):
     """A pass of `ROWS` rows in which each adapter multiplies all rows and keeps its own."""
 
@@ -35,15 +39,12 @@ class FixedRows(FusedRows):
                 f"{path} is given some rows of a batch only: what a row gets there depends on the others, "
                 "and the deterministic mode cannot hold"
             )
-        y = placement.forward(x)
-        x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
-        for rows, bypasses in self._adapters:
-            bypass = bypasses.get(path)
-            if bypass is not None:
-                added = y2.clone()
-                bypass.add_(x2, added)
-                y2[rows] = added[rows]
-        return y
+        return super().linear(path, placement, x)
+
+    def _add(self, bypass: Standing, rows: slice, x: Tensor, y: Tensor) -> None:
+        added = y.clone()
+        bypass.add_(x, added)
+        y[rows] = added[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +115,30 @@ class TiledRows:
 
 
 @torch.no_grad()
-def embed(base: Base, tokens: Tensor, positions: Tensor) -> tuple[Tensor, LayerCalls]:
+def embed(
+    base: Base, tokens: Tensor, positions: Tensor, adapters: Sequence[Ranged] = ()
+) -> tuple[Tensor, LayerCalls]:
     """`Base.prologue` of at most `ROWS` rows, filled up to `ROWS`."""
     missing = ROWS - len(tokens)
-    return base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)))
+    rows = FixedRows([], adapters) if adapters else None
+    return base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)), rows)
 
 
 @torch.no_grad()
-def logits(base: Base, hidden: Tensor) -> Tensor:
+def logits(base: Base, hidden: Tensor, adapters: Sequence[Ranged] = ()) -> Tensor:
     """`Base.tail` of hidden [1, rows, width] in passes of `ROWS` rows: [rows, vocabulary]."""
     rows = hidden.shape[1]
     passes = torch.split(F.pad(hidden, (0, 0, 0, -rows % ROWS)), ROWS, dim=1)
-    return torch.cat([base.tail(some.contiguous()) for some in passes])[:rows]
+    found = []
+    for number, some in enumerate(passes):
+        own = [(_part_of(span, number * ROWS), bypasses) for span, bypasses in adapters]
+        found.append(base.tail(some.contiguous(), FixedRows([], own) if own else None))
+    return torch.cat(found)[:rows]
+
+
+def _part_of(span: slice, start: int) -> slice:
+    """What of a range of rows falls into the pass that begins at `start`, as that pass counts them."""
+    return slice(min(max(span.start - start, 0), ROWS), min(max(span.stop - start, 0), ROWS))
 
 
 class _Selfish:

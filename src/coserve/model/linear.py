@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coserve.adapters.bypass import exact_type
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.model.batch import BatchCell
 
@@ -29,6 +30,15 @@ class Placement(Protocol):
         """The dense weight [out, in]."""
         ...
 
+    def row_norms(self) -> Tensor:
+        """Euclidean norm of each output's weights, [out], in at least float32 (DoRA needs them)."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], None where the linear has none."""
+        ...
+
     @property
     def nbytes(self) -> int:
         """Bytes this placement holds."""
@@ -39,10 +49,10 @@ class PlainPlacement:
     """The weight as it was loaded, [out, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self._weight, self.bias)
 
     def backward(self, grad: Tensor) -> Tensor:
         return grad @ self._weight
@@ -50,9 +60,12 @@ class PlainPlacement:
     def weight(self) -> Tensor:
         return self._weight
 
+    def row_norms(self) -> Tensor:
+        return row_norms(self._weight)
+
     @property
     def nbytes(self) -> int:
-        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+        return self._weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class PackedPlacement:
@@ -66,12 +79,12 @@ class PackedPlacement:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        self._bias = bias
+        self.bias = bias
         self._transposed: Tensor | None = None
         self._bytes = weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y
 
     def backward(self, grad: Tensor) -> Tensor:
@@ -84,10 +97,19 @@ class PackedPlacement:
         dense: Tensor = self._packed.to_dense()
         return dense
 
+    def row_norms(self) -> Tensor:
+        return row_norms(self.weight())
+
     @property
     def nbytes(self) -> int:
         copies = 1 if self._transposed is None else 2
-        return copies * self._bytes + (0 if self._bias is None else self._bias.nbytes)
+        return copies * self._bytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """Of a dense weight [out, in], in at least float32."""
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=exact_type(weight.dtype))
+    return norms
 
 
 def place_locally(weight: Tensor, bias: Tensor | None) -> Placement:

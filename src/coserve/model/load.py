@@ -20,15 +20,16 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from coserve.adapters.sites import Kind, decoder_layers, find_sites
 from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound, UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.memory.kv import CacheShape
 from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
-from coserve.model.linear import FrozenLinear, place_locally
+from coserve.model.linear import FrozenLinear, Placement, place_locally
+from coserve.model.seam import Seam
 from coserve.model.slot import Slot
 
 _PROBE_LENGTHS = (9, 6)
@@ -49,7 +50,7 @@ def load_base(
     loaded = model if isinstance(model, PreTrainedModel) else _load(model, dtype)
     _refuse_unsupported(loaded.config, loaded)
     loaded = loaded.to(device=where).eval().requires_grad_(False)
-    layers = _decoder_layers(loaded)
+    layers = decoder_layers(loaded)
     _refuse_encoder(loaded, layers)
     prompts = _probe_prompts(loaded)
     expected, returns_tuple = _own_logits(loaded, next(iter(layers.values())), prompts)
@@ -112,17 +113,6 @@ def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> No
         )
 
 
-def _decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The outermost checkpointable layers by path, in the order they run."""
-    names = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-    outer = [n for n in names if not any(n.startswith(other + ".") for other in names)]
-    inside = set(model.get_decoder().modules())
-    stacks = {n.rpartition(".")[0] for n in outer}
-    if len(stacks) != 1 or not inside.issuperset(model.get_submodule(n) for n in outer):
-        raise UnsupportedModel(f"{model.config.model_type} has no single stack of decoder layers to drive")
-    return {n: model.get_submodule(n) for n in outer}
-
-
 def _refuse_encoder(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
     """Said by its modules, not left to the probe: in a model that was hardly trained, looking ahead changes
     less than low precision does."""
@@ -161,7 +151,7 @@ def _fit(model: PreTrainedModel, layers: dict[str, nn.Module], returns_tuple: bo
     text = model.config.get_text_config()
     positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
     slots = [Slot(path, layer, returns_tuple) for path, layer in layers.items()]
-    base = Base(model, slots, cell, positions, _fingerprint(model))
+    base = Base(model, slots, find_sites(model, layers), cell, positions, _fingerprint(model))
     caches: dict[int, CacheShape] = {}
     masked: set[int | None] = set()  # windows (None is unlimited) of the masks that the model asks for
 
@@ -173,8 +163,10 @@ def _fit(model: PreTrainedModel, layers: dict[str, nn.Module], returns_tuple: bo
     AttentionMaskInterface.register(name, no_mask)
     model.set_attn_implementation(name)
     _replace_linears(base)
+    _put_seams(base)
     base.learn_arguments()
     _learn_caches(base, caches)
+    _keep_sites_of_rows(base)
     _refuse_other_masks(base, masked)
     return base
 
@@ -192,6 +184,12 @@ def _replace_linears(base: Base) -> None:
         parent, _, child = path.rpartition(".")
         setattr(base.model.get_submodule(parent), child, linear)
         base.linears[path] = linear
+
+
+def _put_seams(base: Base) -> None:
+    for path, site in base.sites.items():
+        if site.kind is not Kind.LINEAR:
+            Seam(site, base.model.get_submodule(path), base.cell)
 
 
 class _ProbeRows:
@@ -236,6 +234,40 @@ def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
             "attend through transformers' attention interface"
         )
     base.caches = [caches[layer] for layer in range(base.depth)]
+
+
+class _Looking(FusedRows):
+    """Notes which modules are given and give all rows, in their order."""
+
+    def __init__(self, part: _ProbeRows) -> None:
+        super().__init__([part], [])
+        self._rows = part.count
+        self.seen: set[str] = set()
+
+    def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
+        if x.shape[:-1].numel() == self._rows:
+            self.seen.add(path)
+        return super().linear(path, placement, x)
+
+    def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
+        if x.shape[:2] == y.shape[:2] == (1, self._rows):
+            self.seen.add(path)
+        return y
+
+
+@torch.no_grad()
+def _keep_sites_of_rows(base: Base) -> None:
+    """Elsewhere, such as in a norm of heads that come before rows, nobody could tell whose rows these are."""
+    part = _ProbeRows()
+    part.count = 11  # unlike any count of heads
+    rows = _Looking(part)
+    places = torch.arange(part.count, device=base.device)
+    hidden, calls = base.prologue(torch.zeros_like(places), places, rows)
+    with base.cell.set(rows):
+        for layer in range(base.depth):
+            hidden = base.layer(layer, hidden, calls)
+    base.tail(hidden, rows)
+    base.sites = {path: site for path, site in base.sites.items() if path in rows.seen}
 
 
 def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:

@@ -68,13 +68,14 @@ def causal_pairs(start: int, rows: int) -> int:
     return rows * start + rows * (rows + 1) // 2
 
 
-def window_pairs(lengths: Iterable[int], start: int, rows: int) -> int:
-    """The same for a window over examples of `lengths` rows packed end to end, blind to each other."""
+def window_pairs(batch: MicroBatch, start: int, rows: int) -> int:
+    """The same for a window of a micro-batch, whose examples are blind to each other and see what is virtual."""
     pairs, begin, end = 0, 0, start + rows
-    for length in lengths:
+    for length in batch.lengths:
         low, high = max(start, begin), min(end, begin + length)
         if low < high:
-            pairs += causal_pairs(low - begin, high - low)
+            ahead = batch.prefix + (batch.prompt if begin else 0)
+            pairs += causal_pairs(ahead + low - begin, high - low)
         begin += length
         if begin >= end:
             break
@@ -84,19 +85,22 @@ def window_pairs(lengths: Iterable[int], start: int, rows: int) -> int:
 class Features:
     """What is in a step, counted as it is put together. `values` follows `NAMES`."""
 
-    __slots__ = ("_adapters", "_covered", "trains", "values")
+    __slots__ = ("_adapters", "_covered", "_fills", "trains", "values")
 
     def __init__(self) -> None:
         self.values = [0.0] * len(NAMES)
         self.values[_STEP] = 1.0
         self.trains = False
         self._covered = 0  # a bit for each layer that some forward row visits
+        self._fills = 0  # passes over the whole depth that precede the step's own
         self._adapters: set[str] = set()
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The features of a plan that has not been applied yet (whether a row is sampled shows only then)."""
         features = cls.of_segments((*plan.inference, *plan.training))
+        for prefix in plan.prefixes:
+            features.add_fill(prefix.tokens - prefix.rows, prefix.rows)
         for _ in plan.updates:
             features.add_update()
         return features
@@ -115,6 +119,7 @@ class Features:
         twin.values = self.values.copy()
         twin.trains = self.trains
         twin._covered = self._covered
+        twin._fills = self._fills
         twin._adapters = self._adapters.copy()
         return twin
 
@@ -126,19 +131,20 @@ class Features:
         """Counts a segment in."""
         sequence = segment.sequence
         if isinstance(sequence, MicroBatch):
-            pairs = window_pairs(sequence.lengths, segment.start, segment.length)
+            pairs = window_pairs(sequence, segment.start, segment.length)
             self.add_training(sequence, segment.length, pairs, segment.direction, segment.span)
             return
         request, end = sequence.request, segment.start + segment.length
         tail = 1 if end == len(request.prompt) + len(sequence.output) else 0
         if request.sampling.prompt_logprobs is not None:
             tail += max(0, min(end, len(request.prompt) - 1) - segment.start)
-        self.add_inference(segment.start, segment.length, tail, request.adapter, segment.span.last)
+        start = request.virtual + segment.start
+        self.add_inference(start, segment.length, tail, request.adapter, segment.span.last)
 
     def add_inference(self, start: int, rows: int, tail: int, adapter: str | None, depth: int) -> None:
         """Counts in `rows` rows after `start` cached ones, `tail` of which go through the head."""
         values = self.values
-        values[_FORWARD_LAYERS] = 1.0
+        values[_FORWARD_LAYERS] = 1.0 + self._fills
         self._covered = (1 << depth) - 1
         values[_FORWARD_ROWS] += rows
         values[_TAIL_ROWS] += tail
@@ -150,6 +156,14 @@ class Features:
             self._adapters.add(adapter)
             values[_ADAPTERS] += 1.0
 
+    def add_fill(self, given: int, rows: int) -> None:
+        """Counts in a pass of `rows` virtual tokens after `given` ones that have their keys and values."""
+        if rows:
+            self._fills += 1
+            self.values[_FORWARD_LAYERS] += 1.0
+            self.values[_FORWARD_ROWS] += rows
+            self.values[_FORWARD_ATTENTION] += causal_pairs(given, rows)
+
     def add_training(self, batch: MicroBatch, rows: int, pairs: int, way: Direction, span: Span) -> None:
         """Counts in a window of `rows` rows that attend to `pairs` rows, through the layers of `span`."""
         self.trains = True
@@ -160,7 +174,7 @@ class Features:
         part = (span.last - span.first) / batch.layers
         if way is Direction.KEEP:
             self._covered |= (1 << span.last) - (1 << span.first)
-            values[_FORWARD_LAYERS] = self._covered.bit_count() / batch.layers
+            values[_FORWARD_LAYERS] = self._covered.bit_count() / batch.layers + self._fills
             values[_FORWARD_ROWS] += rows * part
             values[_FORWARD_ATTENTION] += pairs * part
         else:

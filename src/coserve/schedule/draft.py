@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from coserve.core.plan import Segment
+from coserve.core.sequence import Sequence
 from coserve.schedule.cost import Features
 
 
@@ -16,7 +17,20 @@ class Draft:
     training: list[Segment] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
 
-    def add(self, segment: Segment) -> None:
-        """Takes an inference segment in."""
+    def add(self, segment: Segment, filled: int = 0) -> None:
+        """Takes an inference segment in, whose adapter's last `filled` virtual tokens pass before it."""
         self.inference.append(segment)
-        self.features.add(segment)
+        _count(self.features, segment, filled)
+
+    def with_rows(self, segment: Segment, filled: int) -> Features:
+        """What the step would hold with this segment too."""
+        features = self.features.copy()
+        _count(features, segment, filled)
+        return features
+
+
+def _count(features: Features, segment: Segment, filled: int) -> None:
+    if filled:
+        assert isinstance(segment.sequence, Sequence), "training brings its virtual tokens along"
+        features.add_fill(segment.sequence.virtual - filled, filled)
+    features.add(segment)

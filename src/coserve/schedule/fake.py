@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 
 from coserve.core.events import Event
-from coserve.core.plan import Plan, Sampled, Segment, StepResult, TokenLogprobs, Updated
+from coserve.core.plan import Plan, Prefix, Sampled, Segment, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import CoserveError
 from coserve.schedule.cost import CostModel
@@ -18,6 +18,11 @@ from coserve.schedule.scheduler import Scheduler
 def next_token(tokens: Iterable[int], vocabulary: int) -> int:
     """The token that the fake model says after `tokens`."""
     return zlib.crc32(",".join(map(str, tokens)).encode()) % vocabulary
+
+
+def virtual_tokens(adapter: str, count: int) -> list[int]:
+    """What the fake model reads where an adapter version has `count` virtual tokens."""
+    return [-1 - zlib.crc32(f"{adapter}/{position}".encode()) % 1000 for position in range(count)]
 
 
 class FakeRunner:
@@ -42,8 +47,11 @@ class FakeRunner:
         self._seconds = seconds or CostModel().predict
         self._vocabulary = vocabulary
         self._failures = dict(failures or {})
-        self._cache: dict[tuple[int, int], tuple[int, int, int]] = {}  # page, slot -> key, position, token
-        self._holder: dict[int, int] = {}  # page -> key
+        # A page is held by the key of a sequence, or by an adapter version for all who use it.
+        self._cache: dict[tuple[int, int], tuple[int | str, int, int]] = {}  # page, slot -> whose, where, what
+        self._holder: dict[int, int | str] = {}  # page -> whose
+        self._prefixes: dict[str, tuple[int, ...]] = {}  # pages of virtual tokens, by adapter
+        self._users: dict[int, str] = {}  # key -> the adapter whose virtual tokens it reads
         self._computed: dict[int, int] = {}  # key -> rows in its cache
         self._tapes: dict[int, _Tape] = {}
         self._ended: set[int] = set()
@@ -65,6 +73,8 @@ class FakeRunner:
         keys = [segment.sequence.key for segment in (*plan.inference, *plan.training)]
         assert len(keys) == len(set(keys)), "one segment for each sequence and micro-batch"
         assert self._ended.isdisjoint(keys), "released keys stay released"
+        for prefix in plan.prefixes:
+            self._fill(prefix)
         for segment in plan.inference:
             self._claim(segment)
         sampled = {segment.sequence.key: self._infer(segment) for segment in plan.inference}
@@ -81,9 +91,26 @@ class FakeRunner:
     def _release(self, keys: Iterable[int]) -> None:
         for key in keys:
             assert key not in self._ended, f"key {key} was released twice"
-            self._holder = {page: owner for page, owner in self._holder.items() if owner != key}
+            self._users.pop(key, None)
+            self._drop(key)
             if self._computed.pop(key, None) is None:  # a micro-batch; a sequence may come back, from zero
                 self._ended.add(key)
+        for adapter in self._prefixes.keys() - self._users.values():
+            del self._prefixes[adapter]
+            self._drop(adapter)
+
+    def _drop(self, owner: int | str) -> None:
+        self._holder = {page: of for page, of in self._holder.items() if of != owner}
+
+    def _fill(self, prefix: Prefix) -> None:
+        assert prefix.adapter not in self._prefixes, f"{prefix.adapter} has its pages already"
+        assert len(prefix.pages) == -(-prefix.tokens // self._page_size), "pages for all virtual tokens"
+        self._prefixes[prefix.adapter] = prefix.pages
+        for page in prefix.pages:
+            assert self._holder.setdefault(page, prefix.adapter) == prefix.adapter, f"page {page} is shared"
+        for position, token in enumerate(virtual_tokens(prefix.adapter, prefix.tokens)):
+            at = prefix.pages[position // self._page_size], position % self._page_size
+            self._cache[at] = (prefix.adapter, position, token)
 
     def _claim(self, segment: Segment) -> None:
         sequence = segment.sequence
@@ -92,20 +119,39 @@ class FakeRunner:
         assert segment.length > 0 and segment.start == self._computed.get(sequence.key, 0), "rows in order"
         end = segment.start + segment.length
         assert end <= sequence.length, "rows that are not known yet"
-        assert end <= len(sequence.pages) * self._page_size, "a page is missing"
-        for page in sequence.pages:
+        assert sequence.virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
+        for page in sequence.pages[sequence.shared :]:
             assert self._holder.setdefault(page, sequence.key) == sequence.key, f"page {page} is shared"
+        if sequence.virtual:
+            self._read_virtual(sequence)
+
+    def _read_virtual(self, sequence: Sequence) -> None:
+        """The version's full pages stay where they are, what is left over is copied once."""
+        adapter, pages = sequence.request.adapter, self._prefixes.get(sequence.request.adapter or "", ())
+        assert adapter is not None and pages, f"virtual tokens of {adapter} that nobody has filled"
+        full, rest = divmod(sequence.virtual, self._page_size)
+        assert (sequence.shared, sequence.pages[:full]) == (full, list(pages[:full])), "the version's own pages"
+        assert sequence.template == (pages[full] if rest else None), "what does not fill a page"
+        if sequence.key not in self._users:
+            self._users[sequence.key] = adapter
+            for slot in range(rest):
+                _, position, token = self._cache[pages[full], slot]
+                self._cache[sequence.pages[full], slot] = (sequence.key, position, token)
 
     def _infer(self, segment: Segment) -> Sampled:
         sequence = segment.sequence
         assert isinstance(sequence, Sequence)
         end = segment.start + segment.length
-        for position in range(segment.start, end):
-            (token,) = sequence.tokens(position, 1)
+        for row in range(segment.start, end):
+            (token,) = sequence.tokens(row, 1)
+            position = sequence.virtual + row
             self._cache[self._slot(sequence, position)] = (sequence.key, position, token)
         self._computed[sequence.key] = end
-        read = [self._cache[self._slot(sequence, position)] for position in range(end)]
-        assert all((key, at) == (sequence.key, n) for n, (key, at, _) in enumerate(read)), "a foreign page"
+        read = [self._cache[self._slot(sequence, position)] for position in range(sequence.virtual + end)]
+        shared = sequence.shared * self._page_size
+        owners = [sequence.request.adapter] * shared + [sequence.key] * (len(read) - shared)
+        found = [(owner, position) for owner, position, _ in read]
+        assert found == list(zip(owners, range(len(read)), strict=True)), "a foreign page"
         scored: tuple[TokenLogprobs, ...] = ()
         if sequence.request.sampling.prompt_logprobs is not None:
             last = min(end, len(sequence.request.prompt) - 1)

@@ -100,7 +100,7 @@ class Filler:
         features = self._draft.features.copy()
         window = (batch.key, *batch.next_window(rows))
         if window not in self._pairs:
-            self._pairs[window] = window_pairs(batch.lengths, *window[1:])
+            self._pairs[window] = window_pairs(batch, *window[1:])
         features.add_training(batch, window[2], self._pairs[window], batch.direction, batch.next_span(layers))
         return self._cost.predict_features(features) - self._before
 

@@ -9,6 +9,7 @@ from coserve.core.sequence import Sequence
 from coserve.errors import EmptyPrompt, OutOfPages, PromptTooLong
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.prefixes import Prefixes
 
 
 def _age(sequence: Sequence) -> tuple[float, int]:
@@ -22,6 +23,7 @@ class Lines:
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.released: list[int] = []  # keys whose device state the next plan drops
+        self.prefixes = Prefixes(pages)
         self._config = config
         self._pages = pages
 
@@ -43,16 +45,17 @@ class Lines:
         prompt, answer = len(request.prompt), request.sampling.max_tokens
         if prompt == 0:
             raise EmptyPrompt(f"request {request.id} has an empty prompt; it needs at least one token")
-        if prompt + answer > self._config.max_positions:
+        virtual = f" after the {request.virtual} of its adapter" if request.virtual else ""
+        if (positions := request.virtual + prompt + answer) > self._config.max_positions:
             raise PromptTooLong(
-                f"request {request.id} has {prompt} prompt tokens and asks for up to {answer} more, "
-                f"together {prompt + answer}; the model has {self._config.max_positions} positions"
+                f"request {request.id} has {prompt} prompt tokens and asks for up to {answer} more{virtual}, "
+                f"together {positions}; the model has {self._config.max_positions} positions"
             )
         most = prompt + max(answer, 1) - 1  # the last token of an answer never enters the cache
-        needed = self._pages.pages_for(most)
+        needed = self._pages.pages_for(request.virtual) + self.prefixes.pages_for(request.virtual, most)
         if needed > self._pages.pages:
             raise OutOfPages(
-                f"request {request.id} can grow to {most} cached tokens, {needed} pages of "
+                f"request {request.id} can grow to {most} cached tokens{virtual}, {needed} pages of "
                 f"{self._pages.page_size}; there are {self._pages.pages} in all"
             )
 
@@ -65,12 +68,10 @@ class Lines:
         if len(self.running) >= self._config.max_running:
             return False
         tokens = min(sequence.length + 1, sequence.longest - 1)
-        taken = self._pages.allocate(sequence.key, self._pages.pages_for(tokens))
-        if taken is None:
+        if not self.prefixes.enter(sequence, tokens):
             return False
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_age)
-        sequence.pages = taken
         if sequence.admitted_at is None:
             sequence.admitted_at = now
         return True
@@ -81,7 +82,7 @@ class Lines:
         False if that was the sequence itself. The one that came first always gets its pages: it may take
         everybody's, and `check` saw to it that those are enough.
         """
-        missing = self._pages.pages_for(sequence.length) - len(sequence.pages)
+        missing = self._pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
         while missing > 0:
             taken = self._pages.allocate(sequence.key, missing)
             if taken is not None:
@@ -110,6 +111,5 @@ class Lines:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._pages.free(sequence.key)
-        sequence.pages = []
+        self.prefixes.leave(sequence)
         self.released.append(sequence.key)

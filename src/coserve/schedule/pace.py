@@ -73,7 +73,8 @@ def _row_seconds(draft: Draft, sequence: Sequence, cost: CostModel, config: Sche
     """What a prompt row of the first in line adds to the step."""
     rows = min(sequence.remaining, config.max_prefill_rows)
     features = draft.features.copy()
-    features.add_inference(sequence.computed, rows, 0, sequence.request.adapter, config.layers)
+    start = sequence.virtual + sequence.computed
+    features.add_inference(start, rows, 0, sequence.request.adapter, config.layers)
     return max(cost.predict_features(features) - cost.predict_features(draft.features), 1e-9) / rows
 
 

@@ -195,32 +195,37 @@ class Scheduler:
         line = sorted([*begun, *self.policy.admit(view)], key=self._lines.urgency)
         limit = prefill_limit(draft, line, self.cost, self.config)
         for sequence in line:
-            rows = self._chunk(draft, sequence, left, limit)
+            filled = self._lines.prefixes.rows(sequence.request)
+            rows = self._chunk(draft, sequence, filled, left, limit)
             if rows <= 0:
                 return
             if not sequence.pages:
                 closed = closed or not self._lines.enter(sequence, draft.now)
                 if closed:
                     continue
-            draft.add(self._segment(sequence, rows))
-            left -= rows
+            draft.add(self._segment(sequence, rows), filled)
+            left -= filled + rows
 
-    def _chunk(self, draft: Draft, sequence: Sequence, most: int, limit: float) -> int:
-        """Prompt rows that keep the step within `limit` seconds; the first chunk in it has a minimum."""
+    def _chunk(self, draft: Draft, sequence: Sequence, filled: int, most: int, limit: float) -> int:
+        """Prompt rows that keep the step within `limit` seconds; the first chunk in it has a minimum.
+
+        Before them pass `filled` virtual tokens, all at once.
+        """
         first = all(segment.length == 1 for segment in draft.inference)
         most = min(most, sequence.remaining)
         least = min(self.config.min_prefill_rows, most) if first else 0
-        rows = most if limit == float("inf") else self._largest_chunk(draft, sequence, least, most, limit)
-        whole = rows // COARSE * COARSE
-        return whole if whole and rows < sequence.remaining else rows
+        if limit < float("inf"):
+            most = self._largest_chunk(draft, sequence, filled, least, most, limit)
+        whole = most // COARSE * COARSE
+        return whole if whole and most < sequence.remaining else most
 
-    def _largest_chunk(self, draft: Draft, sequence: Sequence, least: int, most: int, limit: float) -> int:
+    def _largest_chunk(
+        self, draft: Draft, sequence: Sequence, filled: int, least: int, most: int, limit: float
+    ) -> int:
         """Rows between `least` and `most`, the most that are predicted to keep the step within `limit`."""
         while least < most:
             rows = (least + most + 1) // 2
-            features = draft.features.copy()
-            features.add(self._segment(sequence, rows))
-            if self.cost.predict_features(features) <= limit:
+            if self.cost.predict_features(draft.with_rows(self._segment(sequence, rows), filled)) <= limit:
                 least = rows
             else:
                 most = rows - 1
@@ -257,6 +262,7 @@ class Scheduler:
         self._book.released.clear()
         return Plan(
             inference=tuple(draft.inference),
+            prefixes=self._lines.prefixes.take_unfilled(),
             training=in_order(draft.training),
             updates=tuple(draft.updates),
             released=released,

@@ -35,7 +35,7 @@ def measure(draft: Draft, lines: Lines, cost: CostModel, config: SchedulerConfig
         rest = sequence.remaining - planned.get(sequence.key, 0)
         queue += rest
         ahead = step + (
-            _pass(sequence, sequence.length - rest, queue, cost, config)
+            _pass(sequence, sequence.length - rest, queue, lines, cost, config)
             if rest and _is_bound(sequence)
             else 0.0
         )
@@ -74,14 +74,18 @@ def _is_bound(sequence: Sequence) -> bool:
     return (slo.first_token, slo.between_tokens, slo.end_to_end) != (None, None, None)
 
 
-def _pass(sequence: Sequence, start: int, rows: int, cost: CostModel, config: SchedulerConfig) -> float:
+def _pass(
+    sequence: Sequence, start: int, rows: int, lines: Lines, cost: CostModel, config: SchedulerConfig
+) -> float:
     """Seconds to bring `rows` rows through in as many steps as that takes, as if all were the sequence's.
 
     They attend to the `start` tokens before its own, and every step pays for reading its adapter.
     """
-    adapter = sequence.request.adapter
+    adapter, virtual = sequence.request.adapter, sequence.virtual
     features = Features()
-    features.add_inference(start, rows, 1, adapter, config.layers)
+    filled = lines.prefixes.rows(sequence.request)
+    features.add_fill(virtual - filled, filled)
+    features.add_inference(virtual + start, rows, 1, adapter, config.layers)
     further = -(-rows // config.max_prefill_rows) - 1
     empty = Features()
     empty.add_inference(0, 0, 0, adapter, config.layers)

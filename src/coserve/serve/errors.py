@@ -1,9 +1,10 @@
 """What goes wrong, said as OpenAI says it: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
+import errno
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,7 +24,7 @@ _TYPES = {
     409: "conflict_error",
     429: "rate_limit_error",
 }
-_KINDS = {"str", "int", "float", "bool", "list", "dict"}
+_LONGEST = 1000  # characters of a message
 # The first class that an error is an instance of decides; a subclass stands before its base.
 _STATUSES: tuple[tuple[type[errors.CoserveError], int, str | None], ...] = (
     (errors.EngineLost, 503, "engine_lost"),
@@ -36,7 +37,9 @@ _STATUSES: tuple[tuple[type[errors.CoserveError], int, str | None], ...] = (
     (errors.JobError, 409, None),
     (errors.ConflictError, 409, None),
     (errors.ConfigError, 400, None),
+    (errors.StateError, 503, "storage_unavailable"),
 )
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ErrorDetail(BaseModel):
@@ -83,7 +86,8 @@ class ApiError(Exception):
         return cls(500, str(error))
 
     def body(self) -> dict[str, Any]:
-        detail = ErrorDetail(message=self.message, type=self.type, param=self.param, code=self.code)
+        param = None if self.param is None else _said(self.param)
+        detail = ErrorDetail(message=_said(self.message), type=self.type, param=param, code=self.code)
         return ErrorBody(error=detail).model_dump()
 
     def response(self) -> JSONResponse:
@@ -141,6 +145,12 @@ def install(app: FastAPI) -> None:
             )
         return told.response()
 
+    @app.exception_handler(OSError)
+    async def _disk(request: Request, error: OSError) -> JSONResponse:
+        if error.errno not in _FULL:
+            raise error  # a bug
+        return ApiError(503, "The server's disk is full.", code="storage_unavailable").response()
+
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> JSONResponse:
         # The server's own error middleware stands outside all others, so this answer adds its id itself.
@@ -151,28 +161,84 @@ def install(app: FastAPI) -> None:
 
 
 def _validation(error: RequestValidationError) -> ApiError:
-    """The first of FastAPI's complaints, as a person would say it."""
-    first = error.errors()[0]
-    param = _place(first["loc"])
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {first.get('ctx', {}).get('error', '')}".strip())
-    if first["type"] == "missing":
-        code, message = "missing_required_parameter", f"Missing required parameter: '{param or 'body'}'."
-    elif first["type"] == "extra_forbidden":
-        code, message = "unknown_parameter", f"Unknown parameter: '{param}'."
-    else:
-        reason = str(first["msg"]).removeprefix("Value error, ")
-        code, message = "invalid_value", f"Invalid value for '{param}': {reason}" if param else reason
+    """The most telling of FastAPI's complaints, as a person would say it."""
+    complaints = [_Complaint.of(found, error.body) for found in error.errors()]
+    told = _most_telling(complaints)
+    param, message, code = told.place, told.message, "invalid_value"
+    match told.kind:
+        case "json_invalid":
+            return ApiError(400, f"The body is not valid JSON: {told.context.get('error', '')}")
+        case "missing":
+            code, message = "missing_required_parameter", f"Missing required parameter: '{param or 'body'}'."
+        case "extra_forbidden":
+            code, message = "unknown_parameter", f"Unknown parameter: '{param}'."
+        case "unknown_parameter":
+            param = ".".join(filter(None, (param, told.context["name"])))
+            code, message = told.kind, f"Unknown parameter: '{param}'; {message}"
+        case _ if param is not None:
+            message = f"Invalid value for '{param}': {message}"
+        case kind if kind.endswith("_type"):
+            message = "The body must be a JSON object, sent with the content type application/json."
     return ApiError(400, message, param=param, code=code)
 
 
-def _place(loc: Sequence[str | int]) -> str | None:
-    """Where in the request, as `messages.0.role`; names of types, which pydantic puts there too, end it."""
-    parts = loc[1:] if loc[:1] in (("body",), ("query",), ("path",), ("header",)) else loc
-    named = takewhile(
-        lambda part: isinstance(part, int) or (part.isidentifier() and part not in _KINDS), parts
-    )
-    return ".".join(map(str, named)) or None
+@dataclass(frozen=True, slots=True)
+class _Complaint:
+    """One thing that pydantic dislikes. `place` is where in the request, as `messages.0.role`."""
+
+    kind: str
+    field: tuple[str | int, ...]  # the parameter at the top that this is about
+    place: str | None
+    message: str
+    context: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any], body: object) -> "_Complaint":
+        loc, kind = tuple(found["loc"]), str(found["type"])
+        parts = _in_body(loc[1:], body, kind == "missing") if loc[:1] == ("body",) else list(loc[1:])
+        message = str(found["msg"]).removeprefix("Value error, ")
+        return cls(kind, loc[:2], ".".join(map(str, parts)) or None, message, found.get("ctx", {}))
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether this is another kind of value than was expected, rather than a wrong one of its kind."""
+        return self.kind == "literal_error" or self.kind.endswith(("_type", "_from_float"))
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.place is None else self.place.count(".")
+
+
+def _in_body(loc: Sequence[str | int], body: object, is_missing: bool) -> list[str | int]:
+    """The way to a value. pydantic names types and tags on it as well, which no body holds."""
+    way: list[str | int] = []
+    for number, part in enumerate(loc, 1):
+        if (isinstance(body, Mapping) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part]
+        elif not (is_missing and number == len(loc)):
+            continue
+        way.append(part)
+    return way
+
+
+def _most_telling(complaints: Sequence[_Complaint]) -> _Complaint:
+    """Of what is said about the first field. One that takes several kinds of values brings a complaint for
+    each, and all but one are about kinds that were not meant."""
+    rivals = [complaint for complaint in complaints if complaint.field == complaints[0].field]
+    meant = next((complaint for complaint in rivals if not complaint.is_mismatch), None)
+    if meant is not None:
+        return meant
+    deepest = max(rivals, key=lambda complaint: complaint.depth)
+    same = (rival.message for rival in rivals if rival.place == deepest.place)
+    first, *others = dict.fromkeys(same)
+    wanted = [other.removeprefix("Input should be ") for other in others]
+    return replace(deepest, message=" or ".join([first, *wanted]))
+
+
+def _said(text: str) -> str:
+    """What an answer repeats of a request: not all of a long text, and nothing that is no Unicode."""
+    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return shown.encode(errors="backslashreplace").decode()
 
 
 def _type_of(status: int) -> str:

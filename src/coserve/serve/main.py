@@ -5,7 +5,6 @@ get `drain_seconds`, jobs write checkpoints and their news is written down. Exit
 """
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
@@ -13,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, EngineLost
 from coserve.serve.app import create_app
 from coserve.serve.compose import build_state
 from coserve.serve.http.listener import Listener, fastest_loop
@@ -21,13 +20,13 @@ from coserve.serve.settings import ApiStart
 from coserve.serve.state import State
 from coserve.wire.child import Supervised
 from coserve.wire.control import Status
-from coserve.wire.messages import Drain
 
 log = logging.getLogger(__name__)
 
 CHECKPOINT_SECONDS = (
     45.0  # for the engine to write checkpoints once all answers have ended; then it ends anyway
 )
+RECONNECT_SECONDS = 1.0  # for an API that has just started to find the engine that is there
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 Say = Callable[[Status], None]
@@ -59,16 +58,16 @@ async def drain(state: State) -> None:
     """No new work; waits for answers, then for the engine's jobs to be on disk and in the database."""
     state.draining = True
     state.foreman.drain()
-    with contextlib.suppress(TimeoutError):
+    try:
         async with asyncio.timeout(state.settings.drain_seconds):
             while state.queue.inside or state.queue.waiting:
                 await asyncio.sleep(0.02)
+    except TimeoutError:
+        log.warning("%d answers did not end in time", state.queue.inside + state.queue.waiting)
+        state.link.refuse(EngineLost("the server is shutting down, and this answer took too long"))
     try:
         async with asyncio.timeout(CHECKPOINT_SECONDS):
-            await state.link.wait_ready()
-            state.link.send(Drain())
-            await state.link.drained.wait()
-            await state.link.settled()
+            await state.link.drain(RECONNECT_SECONDS)
     except TimeoutError:
         log.warning("the engine did not say in time that its jobs are on disk")
 

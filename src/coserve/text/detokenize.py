@@ -1,11 +1,14 @@
 """Tokens to text while they come: never half a character, never the beginning of a stop string."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from tokenizers.decoders import DecodeStream
 
 from coserve.errors import ConfigError
 from coserve.text.tokenizer import Tokenizer
+
+_NO_CHARACTER: Final = "\ufffd"  # for bytes that are none
 
 
 class StopMatcher:
@@ -59,20 +62,31 @@ class TextStream:
     """The text of one answer, token by token.
 
     All that `push` and `finish` return, joined, is what the tokenizer decodes all tokens to (special
-    tokens skipped, spaces left alone), cut before the first stop string.
+    tokens skipped, spaces left alone), cut before the first stop string. With `after`, the tokens that
+    stand before, it is what they add to the text of those: many tokenizers drop the space that a text
+    begins with, and only there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._tokens = list(after[-1:])
+        before = self._decode()
+        if before.endswith(_NO_CHARACTER):  # `after` ends within a character, which is not taken up again
+            self._tokens, before = [], ""
+        self._before = len(before)
+        self._decoder = DecodeStream(ids=list(self._tokens), skip_special_tokens=True)
         self._matcher = StopMatcher(stops)
-        self._tokens: list[int] = []
         self._decoded = 0  # characters the decoder has given out
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string has ended the text."""
         return self._matcher.stopped
+
+    @property
+    def length(self) -> int:
+        """Characters of all tokens so far, those held back for a stop string included."""
+        return self._decoded
 
     def push(self, token: int) -> str:
         """The text that is safe to emit after one more token; often empty."""
@@ -88,9 +102,11 @@ class TextStream:
         if self.stopped:
             return ""
         # Only the decoder's own tail is missing; it has no way to ask for it.
-        whole = self._tokenizer.decode(
+        text = self._matcher.push(self._decode()[self._before + self._decoded :])
+        self._tokens, self._before, self._decoded = [], 0, 0
+        return text if self.stopped else text + self._matcher.finish()
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(
             self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        text, self._tokens = self._matcher.push(whole[self._decoded :]), []
-        self._decoded = 0
-        return text if self.stopped else text + self._matcher.finish()

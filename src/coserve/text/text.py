@@ -35,15 +35,26 @@ class Text:
         """
         return tuple(encode_request(messages, self.tokenizer))
 
-    def stream(self, stops: Sequence[str] = ()) -> TextStream:
-        """The text of one answer, token by token; it ends before the first of `stops`."""
-        return TextStream(self.tokenizer, stops)
+    def stream(self, stops: Sequence[str] = (), after: Sequence[int] = ()) -> TextStream:
+        """The text of one answer, token by token; it ends before the first of `stops`.
+
+        `after` are the tokens whose text it goes on with, if it does.
+        """
+        return TextStream(self.tokenizer, stops, after)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, without special ones; spaces are left alone."""
         return self.tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    def starts(self, tokens: Iterable[int]) -> list[int]:
+        """Where in `decode(tokens)` the text of each token begins, in characters."""
+        stream, found = self.stream(), []
+        for token in tokens:
+            found.append(stream.length)
+            stream.push(token)
+        return found
 
     def piece_bytes(self, token: int) -> bytes:
         """What a token stands for, special tokens included; it may be part of a character only."""

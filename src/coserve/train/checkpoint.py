@@ -28,7 +28,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from coserve.adapters.files import Shapes, read_adapter, write_adapter
+from coserve.adapters.files import read_adapter, write_adapter
+from coserve.adapters.sites import Frame
 from coserve.errors import JobError
 from coserve.train.state import Identity, TrainingState
 
@@ -89,7 +90,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
-def read_checkpoint(path: Path, name: str, shapes: Shapes, dtype: torch.dtype) -> TrainingState:
+def read_checkpoint(path: Path, name: str, frame: Frame, dtype: torch.dtype) -> TrainingState:
     """The state in a checkpoint, its adapter called `name`; `dtype` is that of master weights.
 
     Raises JobError where the checkpoint is damaged, AdapterMismatch where it is of another base.
@@ -97,7 +98,7 @@ def read_checkpoint(path: Path, name: str, shapes: Shapes, dtype: torch.dtype) -
     if _checked(path) is None:
         raise JobError(f"{path} is no checkpoint, or a damaged one")
     fields = _fields(path)
-    adapter = read_adapter(path, name, shapes, dtype, _CPU)
+    adapter = read_adapter(path, name, frame, dtype, _CPU)
     return TrainingState(
         adapter=adapter,
         moments=load_file(path / _MOMENTS),

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coserve.adapters.bypass import Bypasses
 from coserve.core.grid import on_grid
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
+from coserve.model.graph import GraphRows
 
 
 class Keep(Enum):
@@ -31,24 +33,29 @@ class Window:
     """Rows [start, start + rows) of a micro-batch and how they fall on its examples.
 
     `past` rows before `start` belong to the window's first example; `pieces` are the rows each example
-    has in the window, in order.
+    has in the window, in order. Where the micro-batch begins with the adapter's prompt, which stands before
+    every example, `before` of its rows precede the window and `prompt` of them are the window's first.
     """
 
     start: int
     rows: int
     past: int
     pieces: tuple[int, ...]
+    before: int = 0
+    prompt: int = 0
 
     @staticmethod
-    def of(lengths: tuple[int, ...], start: int, rows: int) -> "Window":
-        pieces, past, begin = [], 0, 0
-        for length in lengths:
+    def of(lengths: tuple[int, ...], start: int, rows: int, prompt: int = 0) -> "Window":
+        """`prompt` rows stand before all examples; they are the first of `lengths`, if any."""
+        before = min(start, prompt)
+        pieces, past, begin = [], 0, prompt
+        for length in lengths[bool(prompt) :]:
             first, last = max(begin, start), min(begin + length, start + rows)
             if first < last:
                 pieces.append(last - first)
                 past = past if len(pieces) > 1 else first - begin
             begin += length
-        return Window(start, rows, past, tuple(pieces))
+        return Window(start, rows, past, tuple(pieces), before, min(start + rows, prompt) - before)
 
     @property
     def span(self) -> slice:
@@ -57,6 +64,55 @@ class Window:
     @property
     def past_span(self) -> slice:
         return slice(self.start - self.past, self.start)
+
+
+Pair = tuple[Tensor, Tensor]  # keys [1, groups, rows, dk] and values [1, groups, rows, dv]
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a window's rows may attend to beside their own; None where there is nothing.
+
+    `given` are virtual tokens that are keys and values, `prompt` the rows of a prompt before the window: both
+    stand before every example. `own` are the rows of the window's first example before the window.
+    """
+
+    given: Pair | None = None
+    prompt: Pair | None = None
+    own: Pair | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All there are, in order."""
+        pairs = (self.given, self.prompt, self.own)
+        return tuple(tensor for pair in pairs if pair is not None for tensor in pair)
+
+    @property
+    def ahead(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys, and values, of what stands before every example."""
+        pairs = [pair for pair in (self.given, self.prompt) if pair is not None]
+        return [keys for keys, _ in pairs], [values for _, values in pairs]
+
+    def as_leaves(self) -> "Past":
+        """The same as leaves of a graph."""
+        return Past(*(pair and _leaves(pair) for pair in (self.given, self.prompt, self.own)))
+
+
+def _leaves(pair: Pair) -> Pair:
+    return pair[0].detach().requires_grad_(), pair[1].detach().requires_grad_()
+
+
+@dataclass(frozen=True, slots=True)
+class Virtual:
+    """What stands before every example of a micro-batch: first `given`, keys [groups, n, dk] and values
+    [groups, n, dv] by layer, then the first `prompt` rows of the micro-batch."""
+
+    given: tuple[Pair, ...] = ()
+    prompt: int = 0
+
+    @property
+    def given_count(self) -> int:
+        return self.given[0][0].shape[1] if self.given else 0
 
 
 class Tape:
@@ -100,11 +156,18 @@ class Tape:
         """The layers' arguments for the rows of a window."""
         return self.base.arguments.narrow(self._calls, window.start, window.rows)
 
-    def input(self, layer: int, window: Window) -> Tensor:
-        """What layer `layer` is given for the window's rows, [1, rows, width]."""
-        if layer == 0:
-            return self.base.prologue(self._tokens[window.span], self._positions[window.span])[0]
-        return self._outputs[layer - 1][None, window.span]
+    def input(self, layer: int, window: Window, bypasses: Bypasses) -> Tensor:
+        """What layer `layer` is given for the window's rows, [1, rows, width]; the adapter's `bypasses` have
+        a say in what the first one is given."""
+        if layer > 0:
+            return self._outputs[layer - 1][None, window.span]
+        with torch.no_grad():
+            return self.embed(window, bypasses)
+
+    def embed(self, window: Window, bypasses: Bypasses) -> Tensor:
+        """The embeddings [1, rows, width] of the window's rows, in the current graph if there is one."""
+        rows = GraphRows(bypasses) if bypasses.touches(self.base.early_sites) else None
+        return self.base.embed(self._tokens[window.span], self._positions[window.span], rows)
 
     def keep_output(self, layer: int, window: Window, hidden: Tensor) -> None:
         """hidden [rows, width] is what layer `layer` gave."""

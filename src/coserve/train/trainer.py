@@ -10,15 +10,15 @@ from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
-from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
+from coserve.adapters.bypass import Bypass, Bypasses, exact_type
+from coserve.adapters.methods import method_of
 from coserve.core.grid import on_grid
 from coserve.core.plan import Updated
 from coserve.core.sequence import MicroBatch
-from coserve.errors import AdapterMismatch, ConfigError, LossNotFinite
+from coserve.errors import ConfigError, LossNotFinite
 from coserve.kernels.dropout import Mask
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
-from coserve.model.batch import Bypass
 from coserve.train.example import IGNORED, Example, LossOn, epochs, pack, steps_per_epoch
 from coserve.train.rates import LearningRate, Schedule
 from coserve.train.state import Identity, TrainingState
@@ -125,15 +125,12 @@ class TrainingRun:
             self.identity.expect(resume.identity)
             start = replace(resume.adapter, name=start.name, version=start.version)
         self._base, self._bank, self._arena = base, bank, arena
-        self._exact = torch.promote_types(base.dtype, torch.float32)
-        # In the model's order, whatever a file's was: a gradient's norm depends on it in its last bits.
-        ordered = {path: start.bypasses[path] for path in base.layer_linears if path in start.bypasses}
-        self.current = start = replace(start, bypasses=ordered)
+        self._exact = exact_type(base.dtype)
+        self.current = start = _in_order(start, base)
         self._masters = {
-            path: tuple(_master(p, self._exact, base.device) for p in bypass.parameters())
-            for path, bypass in start.bypasses.items()
+            name: _master(tensor, self._exact, base.device) for name, tensor in start.parameters().items()
         }
-        self._flat = [p for pair in self._masters.values() for p in pair]
+        self._flat = list(self._masters.values())
         self._optimizer = torch.optim.AdamW(
             self._flat,
             lr=0.0,
@@ -203,18 +200,17 @@ class TrainingRun:
             travelling.walk = Walk(self.tape(micro_batch), self._leaves, weight, self._accumulate)
         return travelling.walk
 
-    def bypasses(self, micro_batch: MicroBatch, window: Window) -> Mapping[str, Bypass]:
+    def bypasses(self, micro_batch: MicroBatch, window: Window) -> Bypasses:
         """The version being trained, as the rows of `window` see it: with their dropout."""
-        config = self.current.config
-        if not config.dropout:
-            return self._in_graph
+        if not any(bypass.dropout for _, bypass in self._in_graph.placed()):
+            return self._in_graph.bypasses
         assert self._under_way is not None
         index = list(self._under_way.micro_batches).index(micro_batch.key)
         key = f"{self.config.seed}/{self.step}/{index}"
-        return {
-            path: bypass.dropping(Mask(config.dropout, f"{key}/{path}", window.start))
-            for path, bypass in self._in_graph.items()
-        }
+        return Bypasses.of(
+            (place, _dropping(bypass, f"{key}/{place.path}", window.start))
+            for place, bypass in self._in_graph.placed()
+        )
 
     def update(self) -> Updated:
         """The optimizer's step, after every micro-batch has been there and back; publishes the next version.
@@ -248,16 +244,10 @@ class TrainingRun:
 
     def state(self) -> TrainingState:
         """A copy of where the job stands after its last optimizer step, without the one under way."""
-        adapter = replace(
-            self.current,
-            bypasses={
-                path: bypass.with_parameters(tuple(_copy(p) for p in self._masters[path]))
-                for path, bypass in self.current.bypasses.items()
-            },
-        )
+        adapter = self.current.with_parameters({name: _copy(p) for name, p in self._masters.items()})
         moments = {
             f"{name}.{kind}": _copy(value)
-            for name, master in self._named_masters()
+            for name, master in self._masters.items()
             for kind, value in self._optimizer.state.get(master, {}).items()
         }
         return TrainingState(adapter, moments, self.step, self.identity, self.loss)
@@ -287,40 +277,28 @@ class TrainingRun:
 
     def _restore(self, state: TrainingState) -> None:
         """AdamW's moments and the place in the data; the master weights are the state's adapter."""
-        for name, master in self._named_masters():
+        for name, master in self._masters.items():
             kept = {kind: state.moments.get(f"{name}.{kind}") for kind in _MOMENTS}
             moments = {kind: t.to(master.device, copy=True) for kind, t in kept.items() if t is not None}
             if moments:
                 self._optimizer.state[master] = moments
         self.step, self.loss = state.step, state.loss
 
-    def _named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        for path, pair in self._masters.items():
-            for letter, master in zip("AB", pair, strict=True):
-                yield f"{path}.lora_{letter}", master
-
     def _publish(self, version: int) -> None:
-        copies = {
-            path: bypass.with_parameters(
-                tuple(p.detach().to(self._base.dtype, copy=True) for p in self._masters[path])
-            )
-            for path, bypass in self.current.bypasses.items()
-        }
-        self.current = AdapterVersion(self.current.name, version, self.current.config, copies)
+        copies = {n: p.detach().to(self._base.dtype, copy=True) for n, p in self._masters.items()}
+        self.current = replace(self.current.with_parameters(copies), version=version)
         self._bank.publish(self.current)
-        self._take_leaves()
+        self._take_leaves(copies)
 
-    def _take_leaves(self) -> None:
+    def _take_leaves(self, published: Mapping[str, Tensor]) -> None:
         """Graph leaves that share storage with the published version, and where their gradients go."""
-        self._in_graph: dict[str, LoRABypass] = {}
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in published.items()}
+        self._in_graph = self.current.with_parameters(leaves)
+        self._master_of = {id(leaf): self._masters[name] for name, leaf in leaves.items()}
         self._leaves: dict[int, tuple[Tensor, ...]] = {}
-        self._master_of: dict[int, Tensor] = {}  # by the id of a leaf
-        for path, bypass in self.current.bypasses.items():
-            leaves = tuple(p.detach().requires_grad_() for p in bypass.parameters())
-            self._in_graph[path] = bypass.with_parameters(leaves)
-            layer = self._base.layer_linears[path]
-            self._leaves[layer] = (*self._leaves.get(layer, ()), *leaves)
-            self._master_of.update(zip(map(id, leaves), self._masters[path], strict=True))
+        for place, bypass in self._in_graph.placed():
+            stage = self._base.sites[place.path].stage
+            self._leaves[stage] = (*self._leaves.get(stage, ()), *bypass.parameters().values())
 
     def _accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
         master = self._master_of[id(leaf)]
@@ -353,23 +331,30 @@ def _padding(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return (*[longest] * whole, *[rest] * bool(rest))
 
 
-def fresh_adapter(base: Base, name: str, config: LoRAConfig, seed: int) -> AdapterVersion:
-    """A LoRA adapter that changes nothing yet, beside the linears of the layers that `config` names."""
+def fresh_adapter(base: Base, name: str, config: object | Sequence[object], seed: int) -> AdapterVersion:
+    """An adapter that changes nothing yet, or as little as its methods can. `config` are the settings of its
+    method; of several, where it is to have several parts. Raises AdapterMismatch."""
     generator = torch.Generator().manual_seed(seed)
-    exact = torch.promote_types(base.dtype, torch.float32)
-    bypasses = {}
-    for path in base.layer_linears:
-        if config.matches(path):
-            linear = base.linears[path]
-            drawn = LoRABypass.fresh(linear.in_features, linear.out_features, config, generator)
-            bypasses[path] = drawn.with_parameters(
-                tuple(p.to(base.device, exact) for p in drawn.parameters())
-            )
-    unmatched = [t for t in config.targets if not any(p == t or p.endswith("." + t) for p in bypasses)]
-    if unmatched or not bypasses:
-        endings = sorted({p.rpartition(".")[2] for p in base.layer_linears})
-        raise AdapterMismatch(f"no linear of the decoder layers is called {unmatched}; there are {endings}")
-    return AdapterVersion(name, 0, config, bypasses)
+    configs = config if isinstance(config, Sequence) else (config,)
+    parts = tuple(method_of(c).fresh(c, base, generator) for c in configs)
+    drawn = AdapterVersion(name, 0, parts)
+    exact = exact_type(base.dtype)
+    return drawn.with_parameters({n: p.to(base.device, exact) for n, p in drawn.parameters().items()})
+
+
+def _in_order(adapter: AdapterVersion, base: Base) -> AdapterVersion:
+    """With its bypasses in the model's order, whatever a file's was: a gradient's norm depends on it in its
+    last bits."""
+    order = {path: number for number, path in enumerate(base.sites)}
+    parts = (
+        replace(part, bypasses=dict(sorted(part.bypasses.items(), key=lambda item: order[item[0].path])))
+        for part in adapter.parts
+    )
+    return replace(adapter, parts=tuple(parts))
+
+
+def _dropping(bypass: Bypass, key: str, start: int) -> Bypass:
+    return bypass.dropping(Mask(bypass.dropout, key, start)) if bypass.dropout else bypass
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -6,47 +6,46 @@ window owes to earlier keys and values. It can be put down after any layer, and 
 there (FlexLLM 6.1, algorithm 2, lines 12-20).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coserve.adapters.bypass import Bypasses
+from coserve.adapters.sites import EMBEDDED
 from coserve.core.grid import COARSE, on_grid
 from coserve.core.sequence import Span
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.loss import cross_entropy
 from coserve.model.base import Base
-from coserve.model.batch import Bypass, LayerCalls
-from coserve.model.linear import Placement, frozen
+from coserve.model.batch import LayerCalls
+from coserve.model.graph import GraphRows
 from coserve.train.tape import Tape, Window, attend_window
 
 # Logits of one chunk of the loss in float32: 16 MiB stay in the caches and below malloc's mmap threshold
 # (a fresh mapping costs a page fault per 4 KiB).
 _LOGITS_PER_CHUNK = 1 << 22
 
-Leaves = Mapping[int, tuple[Tensor, ...]]  # by layer: the parameters that train, in the graph's dtype
+Leaves = Mapping[int, tuple[Tensor, ...]]  # by stage: the parameters that train, in the graph's dtype
 
 
-class ReplayedRows:
-    """One window's rows while a layer is re-run for its gradient; everything else of the base is frozen."""
+class ReplayedRows(GraphRows):
+    """One window's rows while a layer is re-run for its gradient."""
 
-    def __init__(self, tape: Tape, window: Window, bypasses: Mapping[str, Bypass]) -> None:
-        self._tape, self._window, self._bypasses = tape, window, bypasses
+    def __init__(self, tape: Tape, window: Window, bypasses: Bypasses) -> None:
+        super().__init__(bypasses)
+        self._tape, self._window = tape, window
         self.past: tuple[Tensor, Tensor] | None = None
         self.current: tuple[Tensor, Tensor] | None = None
-
-    def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
-        kept = self._tape.product(path, self._window)
-        y = frozen(x, placement, None if kept is None else kept.view(*x.shape[:-1], -1))
-        bypass = self._bypasses.get(path)
-        if bypass is None:
-            return y
-        return bypass.add(x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self.current = (k, v)
         return attend_window(q, k, v, self.past, self._window, spec)
+
+    def _kept(self, path: str, x: Tensor) -> Tensor | None:
+        kept = self._tape.product(path, self._window)
+        return None if kept is None else kept.view(*x.shape[:-1], -1)
 
 
 class Walk:
@@ -63,9 +62,11 @@ class Walk:
         self._accumulate = accumulate
         self._lowest = min(leaves, default=self._base.depth)
 
-    def through_tail(self, window: Window) -> None:
+    def through_tail(self, window: Window, bypasses: Bypasses) -> None:
         """The loss of the window's rows, and its gradient for the last layer's output, where they wait for
         their way back. Rows without a label cost nothing."""
+        late = self._leaves.get(self._base.depth, ())
+        rows_in_graph = GraphRows(bypasses) if late else None
         labels = self._tape.labels[window.span]
         hidden = self._tape.output(window)[0]
         gradient = torch.zeros_like(hidden)
@@ -76,30 +77,45 @@ class Walk:
             missing = on_grid(count) - count
             leaf = F.pad(hidden[chunk], (0, 0, 0, missing))[None].requires_grad_()
             with torch.enable_grad():
-                logits = self._base.tail(leaf)
+                logits = self._base.tail(leaf, rows_in_graph)
             loss, logits_gradient = cross_entropy(logits.detach()[:count], labels[chunk], self._weight)
             logits_gradient = F.pad(logits_gradient, (0, 0, 0, missing))
-            gradient[chunk] = torch.autograd.grad(logits, leaf, logits_gradient)[0][0, :count]
+            found = torch.autograd.grad(logits, [leaf, *late], logits_gradient)
+            gradient[chunk] = found[0][0, :count]
+            self._add_up(late, found[1:])
             self._tape.loss += loss
         self._tape.put_down(window, gradient[None])
 
-    def back(self, window: Window, span: Span, bypasses: Mapping[str, Bypass]) -> None:
+    def back(self, window: Window, span: Span, bypasses: Bypasses) -> None:
         """The window's rows back through the layers of `span`, from its last to its first."""
         calls = self._tape.calls_for(window)
         gradient = self._tape.picked_up(window)
         for layer in reversed(range(max(span.first, self._lowest), span.last)):
-            rows = ReplayedRows(self._tape, window, bypasses)
-            gradient = self._through_layer(layer, window, rows, calls, gradient)
-        if span.first > self._lowest:
+            gradient = self._through_layer(layer, window, bypasses, calls, gradient)
+        if span.first > max(self._lowest, 0):
             self._tape.put_down(window, gradient)
+        elif self._lowest == EMBEDDED:
+            self._through_embedding(window, bypasses, gradient)
+
+    def _through_embedding(self, window: Window, bypasses: Bypasses, gradient: Tensor) -> None:
+        leaves = self._leaves[EMBEDDED]
+        with torch.enable_grad():
+            hidden = self._tape.embed(window, bypasses)
+        self._add_up(leaves, torch.autograd.grad(hidden, leaves, gradient, allow_unused=True))
+
+    def _add_up(self, leaves: tuple[Tensor, ...], gradients: Sequence[Tensor | None]) -> None:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:  # an expert no row was routed to
+                self._accumulate(leaf, gradient)
 
     def _through_layer(
-        self, layer: int, window: Window, rows: ReplayedRows, calls: LayerCalls, gradient: Tensor
+        self, layer: int, window: Window, bypasses: Bypasses, calls: LayerCalls, gradient: Tensor
     ) -> Tensor:
         """Re-runs `layer` and goes back through it: from the gradient for its output to the one for its
         input [1, rows, width]. Below the lowest adapter nobody asks for that, and it stays as it is."""
+        rows = ReplayedRows(self._tape, window, bypasses)
         leaves = self._leaves.get(layer, ())
-        x = self._tape.input(layer, window).detach().requires_grad_(layer > self._lowest)
+        x = self._tape.input(layer, window, bypasses).detach().requires_grad_(layer > self._lowest)
         past = self._tape.past_cache(layer, window)
         if past is not None:
             past = (past[0].detach().requires_grad_(), past[1].detach().requires_grad_())
@@ -117,9 +133,7 @@ class Walk:
         found = torch.autograd.grad(
             [o for o, _ in differentiable], asked, [g for _, g in differentiable], allow_unused=True
         )
-        for leaf, its_gradient in zip(leaves, found, strict=False):
-            if its_gradient is not None:  # an expert no row was routed to
-                self._accumulate(leaf, its_gradient)
+        self._add_up(leaves, found[: len(leaves)])
         if past is not None:
             self._tape.add_cache_grads(layer, window, *found[len(leaves) : len(leaves) + 2])
         return found[-1] if x.requires_grad else gradient

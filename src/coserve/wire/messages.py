@@ -7,6 +7,8 @@ Jobs belong to the engine: they go on without a server. What happened to them is
 on every new connection until the server has acknowledged it, that is, written it down.
 """
 
+from typing import Any
+
 import msgspec
 
 from coserve.core.plan import TokenLogprobs
@@ -65,8 +67,9 @@ class StartJob(Message, frozen=True):
     """Trains an adapter, from the newest good checkpoint under `folder` if there is one.
 
     A job that runs already goes on as it is. `data` is a checked JSONL or text file. `options` are fields of
-    TrainingConfig, `method` of the adapter's configuration (LoRAConfig). `start_from` is the folder of an
-    adapter to continue from. `every` is how many optimizer steps lie between checkpoints.
+    TrainingConfig, `method` of an adapter method's settings, with its name as `type` ("lora" without one);
+    `parts` lists several that are one adapter together. `start_from` is the folder of an adapter to continue
+    from. `every` is how many optimizer steps lie between checkpoints.
     """
 
     job: str
@@ -74,7 +77,7 @@ class StartJob(Message, frozen=True):
     data: str
     folder: str
     options: dict[str, float | int | str | list[float] | None] = {}
-    method: dict[str, bool | float | int | str | list[str] | None] = {}
+    method: dict[str, Any] = {}
     start_from: str | None = None
     validation: str | None = None
     every: int = 50

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from adapters import lora_adapter
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
@@ -11,7 +12,7 @@ from coserve.errors import AdapterError, AdapterNotFound
 
 def version(name: str, number: int) -> AdapterVersion:
     bypass = LoRABypass(torch.zeros(2, 3), torch.zeros(4, 2), 1.0)
-    return AdapterVersion(name, number, LoRAConfig(rank=2), {"up": bypass, "down": bypass})
+    return lora_adapter(name, number, LoRAConfig(rank=2), {"up": bypass, "down": bypass})
 
 
 @pytest.fixture

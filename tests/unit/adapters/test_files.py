@@ -7,12 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from adapters import lora_adapter
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter, write_adapter
+from coserve.adapters.merge import WholeModel
 from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
 from coserve.errors import AdapterError, AdapterMismatch
 from models import edit_config, tiny, with_lora
 
+FRAME = WholeModel(tiny("llama"))
 SHAPES = {
     f"model.layers.{i}.self_attn.{p}_proj": (32 if p in "kv" else 64, 64) for i in range(3) for p in "qkvo"
 }
@@ -35,7 +38,7 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 
 def read(folder: Path) -> AdapterVersion:
-    return read_adapter(folder, "mine", SHAPES, torch.float32, torch.device("cpu"))
+    return read_adapter(folder, "mine", FRAME, torch.float32, torch.device("cpu"))
 
 
 def edit_tensors(folder: Path, remove: str | None = None, **changes: torch.Tensor) -> None:
@@ -54,10 +57,12 @@ def refusal(folder: Path, kind: type[AdapterError] = AdapterError) -> str:
 def test_reads_what_peft_wrote(folder: Path) -> None:
     adapter = read(folder)
     assert adapter.key == "mine@0"
-    assert adapter.config == LoRAConfig(rank=3, alpha=6.0)
-    assert set(adapter.bypasses) == {f"model.layers.{i}.self_attn.{p}_proj" for i in range(3) for p in "qv"}
+    assert adapter.parts[0].config == LoRAConfig(rank=3, alpha=6.0)
+    assert set(adapter.bypasses.outputs) == {
+        f"model.layers.{i}.self_attn.{p}_proj" for i in range(3) for p in "qv"
+    }
     tensors = load_file(folder / "adapter_model.safetensors")
-    bypass = adapter.bypasses["model.layers.0.self_attn.q_proj"]
+    bypass = adapter.bypasses.outputs["model.layers.0.self_attn.q_proj"]
     assert torch.equal(bypass.a, tensors[f"{Q0}.lora_A.weight"])
     assert torch.equal(bypass.b, tensors[f"{Q0}.lora_B.weight"])
     assert bypass.scale == 2.0
@@ -70,16 +75,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         path: LoRABypass(
             torch.randn(2, inside, generator=generator),
             torch.randn(out, 2, generator=generator),
-            config.scale(2),
+            config.scale(path, 2),
         )
         for path, (out, inside) in list(SHAPES.items())[:5]
     }
-    write_adapter(AdapterVersion("a", 7, config, bypasses), tmp_path / "new" / "folder", "some/base")
+    write_adapter(lora_adapter("a", 7, config, bypasses), tmp_path / "new" / "folder", "some/base")
     again = read(tmp_path / "new" / "folder")
-    assert again.config == config and again.bypasses.keys() == bypasses.keys()
+    assert again.parts[0].config == config and again.bypasses.outputs.keys() == bypasses.keys()
     for path, bypass in bypasses.items():
-        assert torch.equal(again.bypasses[path].a, bypass.a) and torch.equal(again.bypasses[path].b, bypass.b)
-        assert again.bypasses[path].scale == pytest.approx(bypass.scale)
+        assert torch.equal(again.bypasses.outputs[path].a, bypass.a) and torch.equal(
+            again.bypasses.outputs[path].b, bypass.b
+        )
+        assert again.bypasses.outputs[path].scale == pytest.approx(bypass.scale)
     fields = json.loads((tmp_path / "new" / "folder" / "adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] == "some/base"
 
@@ -91,7 +98,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ("modules_to_save", ["lm_head"]),
         ("bias", "all"),
         ("lora_bias", True),
-        ("alpha_pattern", {"q_proj": 3}),
         ("target_parameters", ["experts.gate_up_proj"]),
         ("trainable_token_indices", [1, 2]),
         ("use_qalora", True),
@@ -118,7 +124,10 @@ def test_adapters_that_changed_their_base_are_refused(folder: Path, name: str) -
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "adapter_config.json"), ("[]", "peft_type"), ('"LORA"', "peft_type"), ("", "adapter_config.json")],
+    [
+        ("{", "cannot be read"), ("", "cannot be read"), ("[]", "no configuration"),
+        ('"LORA"', "no configuration"),
+    ],
 )  # fmt: skip
 def test_malformed_configurations(folder: Path, text: str, said: str) -> None:
     (folder / "adapter_config.json").write_text(text)
@@ -161,7 +170,7 @@ def test_corrupt_weights(folder: Path) -> None:
 
 def test_no_matrices(folder: Path) -> None:
     save_file({}, folder / "adapter_model.safetensors")
-    assert "no LoRA matrices" in refusal(folder)
+    assert "no tensors of a lora adapter" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +238,7 @@ def test_targets_that_peft_takes_for_experts_are_warned_of(
     def adapter(*paths: str) -> AdapterVersion:
         matrices = {f"model.layers.{path}": (torch.zeros(2, 8), torch.zeros(8, 2)) for path in paths}
         bypasses = {path: LoRABypass(a, b, 1.0) for path, (a, b) in matrices.items()}
-        return AdapterVersion("mine", 0, LoRAConfig(rank=2), bypasses)
+        return lora_adapter("mine", 0, LoRAConfig(rank=2), bypasses)
 
     write_adapter(adapter("0.mlp.up_proj", "1.self_attn.q_a_proj"), tmp_path / "harmless")
     assert not recwarn.list

@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
-from coserve.errors import AdapterError
+from coserve.adapters.bypass import Place
+from coserve.adapters.merge import WholeModel
+from coserve.adapters.method import chosen
+from coserve.adapters.methods.lora import LoRA, LoRABypass, LoRAConfig
+from coserve.errors import AdapterError, AdapterMismatch
+from models import tiny
+
+FRAME = WholeModel(tiny("llama"))
 
 
 @pytest.mark.parametrize(
@@ -31,26 +37,51 @@ def test_out_of_range(fields: dict[str, Any], said: str) -> None:
 
 
 def test_scale() -> None:
-    assert LoRAConfig(rank=4, alpha=6.0).scale(4) == 1.5
-    assert LoRAConfig(rank=4, alpha=6.0).scale(2) == 3.0
-    assert LoRAConfig(rank=4, alpha=6.0, rslora=True).scale(4) == 3.0
+    assert LoRAConfig(rank=4, alpha=6.0).scale("up", 4) == 1.5
+    assert LoRAConfig(rank=4, alpha=6.0).scale("up", 2) == 3.0
+    assert LoRAConfig(rank=4, alpha=6.0, rslora=True).scale("up", 4) == 3.0
 
 
-def test_targets_match_whole_names() -> None:
-    config = LoRAConfig(targets=("q_proj", "layers.1.mlp.up_proj"))
-    assert config.matches("model.layers.0.self_attn.q_proj")
-    assert config.matches("model.layers.1.mlp.up_proj")
-    assert not config.matches("model.layers.11.mlp.up_proj")
-    assert not config.matches("model.layers.0.self_attn.kq_proj")
-    assert LoRAConfig().matches("anything")
+def test_patterns_choose_rank_and_alpha() -> None:
+    config = LoRAConfig(
+        rank=4, alpha=6.0,
+        rank_pattern={"q_proj": 2, r"^model\.layers\.1\.mlp\.up_proj$": 3},
+        alpha_pattern={r"layers\.[01]\.self_attn\.q_proj": 8.0},
+    )  # fmt: skip
+    assert config.rank_of("model.layers.0.self_attn.q_proj") == 2
+    assert config.rank_of("model.layers.0.self_attn.kq_proj") == 4
+    assert config.rank_of("model.layers.1.mlp.up_proj") == 3
+    assert config.rank_of("model.layers.11.mlp.up_proj") == 4
+    assert config.scale("model.layers.1.self_attn.q_proj", 2) == 4.0
+    assert config.scale("model.layers.2.self_attn.q_proj", 2) == 3.0
+    with pytest.raises(AdapterError, match="regular expression"):
+        LoRAConfig(rank_pattern={"(": 2})
+    with pytest.raises(AdapterError, match="rank"):
+        LoRAConfig(rank_pattern={"q_proj": 0})
+
+
+def test_targets_are_whole_names() -> None:
+    def paths(*targets: str) -> set[str]:
+        return set(chosen(FRAME, targets))
+
+    assert paths("q_proj") == {f"model.layers.{i}.self_attn.q_proj" for i in range(3)}
+    assert paths("layers.1.mlp.up_proj", "lm_head") == {"model.layers.1.mlp.up_proj", "lm_head"}
+    assert len(paths()) == 7 * 3, "all in the layers"
+    for nobody in ("roj", "proj", "0.mlp"):
+        with pytest.raises(AdapterMismatch, match=nobody):
+            paths("q_proj", nobody)
 
 
 def test_fresh_matrices_change_nothing_yet() -> None:
-    config = LoRAConfig(rank=3)
-    bypass = LoRABypass.fresh(20, 30, config, torch.Generator().manual_seed(1))
-    assert bypass.a.shape == (3, 20) and bypass.b.shape == (30, 3)
+    def fresh() -> LoRABypass:
+        part = LoRA().fresh(LoRAConfig(rank=3, targets=("up_proj",)), FRAME, torch.Generator().manual_seed(1))
+        bypass = part.bypasses[Place("model.layers.0.mlp.up_proj")]
+        assert isinstance(bypass, LoRABypass)
+        return bypass
+
+    bypass = fresh()
+    assert bypass.a.shape == (3, 64) and bypass.b.shape == (96, 3)
     assert not bypass.b.any()
     # Kaiming uniform with a = sqrt(5) is uniform within 1 / sqrt(inputs).
-    assert 0.8 * 20**-0.5 < float(bypass.a.abs().max()) <= 20**-0.5
-    again = LoRABypass.fresh(20, 30, config, torch.Generator().manual_seed(1))
-    assert torch.equal(bypass.a, again.a)
+    assert 0.8 * 64**-0.5 < float(bypass.a.abs().max()) <= 64**-0.5
+    assert torch.equal(bypass.a, fresh().a)

@@ -310,10 +310,10 @@ def test_going_on_from_an_adapter(desk: Desk, data: Path, tmp_path: Path) -> Non
     assert desk.ended().status == "succeeded"
     before = desk.engine.read_adapter("before", tmp_path / "peft")
     after = desk.engine.read_adapter("after", tmp_path / "j" / "step-000006")
-    assert before.bypasses.keys() == after.bypasses.keys()
+    assert before.bypasses.outputs.keys() == after.bypasses.outputs.keys()
     moved = [
         float((b.a - a.a).abs().max())
-        for b, a in zip(before.bypasses.values(), after.bypasses.values(), strict=True)
+        for b, a in zip(before.bypasses.outputs.values(), after.bypasses.outputs.values(), strict=True)
     ]
     assert 0 < max(moved) < 0.1
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters import at_outputs
 from coserve.adapters.methods.lora import LoRABypass
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.batch import BatchCell, FusedRows, LayerCalls, RowArguments
@@ -91,7 +92,7 @@ def test_bypasses_touch_their_rows_and_parts_keep_the_bare_product() -> None:
     placement = PlainPlacement(torch.randn(5, 4), None)
     bypasses = [{"up": LoRABypass(torch.randn(2, 4), torch.randn(5, 2), 0.5)} for _ in range(2)]
     parts = [Part(3, False, 0), Part(2, True, 0)]
-    rows = FusedRows(parts, [(slice(0, 2), bypasses[0]), (slice(3, 5), bypasses[1])])
+    rows = FusedRows(parts, [(slice(0, 2), at_outputs(bypasses[0])), (slice(3, 5), at_outputs(bypasses[1]))])
     x = torch.randn(1, 5, 4)
     bare = placement.forward(x)[0]
     out = rows.linear("up", placement, x)[0]
@@ -105,7 +106,7 @@ def test_bypasses_touch_their_rows_and_parts_keep_the_bare_product() -> None:
 def test_nan_in_a_bypass_stays_in_its_rows() -> None:
     placement = PlainPlacement(torch.randn(5, 4), None)
     broken = {"up": LoRABypass(torch.full((2, 4), float("nan")), torch.full((5, 2), float("inf")), 1.0)}
-    out = FusedRows([Part(4, False, 0)], [(slice(1, 3), broken)]).linear(
+    out = FusedRows([Part(4, False, 0)], [(slice(1, 3), at_outputs(broken))]).linear(
         "up", placement, torch.randn(1, 4, 4)
     )[0]
     assert torch.isfinite(out[[0, 3]]).all() and out[1:3].isnan().all()

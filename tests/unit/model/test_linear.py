@@ -110,6 +110,7 @@ def test_only_exact_linears_are_replaced() -> None:
     layer.gate_proj = Router(own.in_features, own.out_features, bias=False)
     base = load_base(model)
     assert type(base.model.model.layers[0].mlp.gate_proj) is Router
-    assert "model.layers.0.mlp.gate_proj" not in base.shapes
-    assert base.shapes["model.layers.1.mlp.gate_proj"] == (96, 64)
-    assert "lm_head" not in base.shapes and "lm_head" in base.linears
+    assert "model.layers.0.mlp.gate_proj" not in base.sites
+    site = base.sites["model.layers.1.mlp.gate_proj"]
+    assert (site.outputs, site.inputs, site.stage) == (96, 64, 1)
+    assert base.sites["lm_head"].stage == base.depth

@@ -57,7 +57,23 @@ def test_pairs_are_those_of_packed_examples(lengths: list[int], data: st.DataObj
     start = data.draw(st.integers(0, sum(lengths) - 1))
     rows = data.draw(st.integers(1, sum(lengths) - start))
     positions = [position for length in lengths for position in range(length)]
-    assert window_pairs(lengths, start, rows) == sum(p + 1 for p in positions[start : start + rows])
+    batch = MicroBatch(1, "job", "a@0", tuple(lengths), DEPTH)
+    assert window_pairs(batch, start, rows) == sum(p + 1 for p in positions[start : start + rows])
+
+
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=5), st.integers(0, 4), st.booleans(), st.data())
+def test_pairs_with_virtual_tokens(
+    lengths: list[int], prefix: int, has_prompt: bool, data: st.DataObject
+) -> None:
+    """Every example comes after all that is virtual, and the prompt's rows after what is given."""
+    start = data.draw(st.integers(0, sum(lengths) - 1))
+    rows = data.draw(st.integers(1, sum(lengths) - start))
+    prompt = lengths[0] if has_prompt else 0
+    seen = [
+        prefix + (prompt if n else 0) + row + 1 for n, length in enumerate(lengths) for row in range(length)
+    ]
+    batch = MicroBatch(1, "job", "a@0", tuple(lengths), DEPTH, prefix=prefix, prompt=prompt)
+    assert window_pairs(batch, start, rows) == sum(seen[start : start + rows])
 
 
 def test_causal_pairs() -> None:

@@ -67,7 +67,7 @@ def test_a_run_counts_masters_gradients_and_moments() -> None:
         batch.advance(0, len(TOKENS), span)
     assert run.nbytes == 2 * start.nbytes
     run.update()
-    assert run.nbytes == 3 * start.nbytes + 4 * 2 * len(start.bypasses)
+    assert run.nbytes == 3 * start.nbytes + 4 * 2 * len(start.bypasses.outputs)
 
 
 def first_weights(seed: int) -> AdapterVersion:
@@ -78,6 +78,6 @@ def first_weights(seed: int) -> AdapterVersion:
 
 def test_a_job_s_seed_draws_its_first_weights() -> None:
     one, again, other = (first_weights(seed) for seed in (1, 1, 2))
-    for path, bypass in one.bypasses.items():
-        assert torch.equal(bypass.a, again.bypasses[path].a)
-        assert not torch.equal(bypass.a, other.bypasses[path].a)
+    for path, bypass in one.bypasses.outputs.items():
+        assert torch.equal(bypass.a, again.bypasses.outputs[path].a)
+        assert not torch.equal(bypass.a, other.bypasses.outputs[path].a)

@@ -1,15 +1,14 @@
 """What a job's dropout masks depend on, and what they do not."""
 
 import itertools
-from collections.abc import Mapping
 
 import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.bank import AdapterBank
+from coserve.adapters.bypass import Bypasses
 from coserve.adapters.methods.lora import DroppingLoRA
-from coserve.model.batch import Bypass
 from coserve.train.example import Example
 from coserve.train.tape import Window
 from coserve.train.trainer import TrainingRun, fresh_adapter
@@ -32,14 +31,14 @@ def start_run(engine: Engine, **fields: object) -> TrainingRun:
     return TrainingRun(engine.base, AdapterBank(), "job", start, [example] * 8, config)
 
 
-def mask(bypasses: Mapping[str, Bypass], path: str, rows: int = ROWS) -> torch.Tensor:
+def mask(bypasses: Bypasses, path: str, rows: int = ROWS) -> torch.Tensor:
     """[rows, 64] bool: what of the input of the linear at `path` is kept."""
-    bypass = bypasses[path]
+    bypass = bypasses.outputs[path]
     assert isinstance(bypass, DroppingLoRA)
     return bypass.mask(torch.ones(rows, 64)) > 0
 
 
-def whole(run: TrainingRun) -> list[Mapping[str, Bypass]]:
+def whole(run: TrainingRun) -> list[Bypasses]:
     """The bypasses of both micro-batches of the run's next step, over all their rows."""
     batches = run.next_step(itertools.count(1))
     assert len(batches) == 2

@@ -1,1 +1,42 @@
-"""One file per adapter method."""
+"""Adapter methods: one file each. A file in this folder that defines `METHOD` is a method; nothing else lists
+them, so adding one edits none."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+
+from coserve.adapters.method import Method
+from coserve.errors import AdapterError
+
+
+@cache
+def methods() -> Mapping[str, Method]:
+    """Every method by its name."""
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    found = [module.METHOD for module in modules if hasattr(module, "METHOD")]
+    return {method.name: method for method in found}
+
+
+def method_named(name: str) -> Method:
+    """Raises AdapterError for a name that is none."""
+    if name not in methods():
+        raise AdapterError(f"there is no adapter method {name!r}, only {', '.join(sorted(methods()))}")
+    return methods()[name]
+
+
+def method_of(config: object) -> Method:
+    """The method whose settings these are; AdapterError."""
+    for method in methods().values():
+        if type(config) is method.config:
+            return method
+    raise AdapterError(f"{type(config).__name__} are no settings of an adapter method")
+
+
+def method_in_file(peft_type: object) -> Method:
+    """The method behind a file's `peft_type`; AdapterError."""
+    for method in methods().values():
+        if method.peft_type == peft_type:
+            return method
+    known = ", ".join(sorted(method.peft_type for method in methods().values()))
+    raise AdapterError(f"peft_type {peft_type!r} is not supported, only {known}")

@@ -17,7 +17,17 @@ from coserve.serve.answering.timing import Timing
 from coserve.serve.state import State
 from coserve.wire.messages import Token
 
-Scored: TypeAlias = tuple[int, TokenLogprobs]
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token with its log-probabilities, and where in the answer's text it begins, in characters.
+
+    Tokens that share a character begin together. The first token of a text has no log-probabilities.
+    """
+
+    token: int
+    scores: TokenLogprobs | None
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +126,12 @@ class Writer:
     def __init__(self, state: State, wanted: Wanted, index: int) -> None:
         self.has_finished = False
         self._index, self._text = index, state.text
-        self._stream = state.text.stream(wanted.stops)
+        self._stream = state.text.stream(wanted.stops, wanted.prompt(index) if wanted.goes_on else ())
         self._eager = wanted.tells_tokens  # then each token is a piece of its own, if without text
         self._tokens: list[int] = []
         self._scored: list[Scored] = []
         self._prompt_scores: list[TokenLogprobs] = []
-        self._given = self._spelled = 0  # characters: given out; of all tokens whose scores were
+        self._given = 0  # characters
 
     def take(self, token: Token) -> Piece | None:
         """The piece that this token completes, if it does."""
@@ -130,9 +140,10 @@ class Writer:
         if token.token is not None:
             self._tokens.append(token.token)
             if token.finish is not FinishReason.STOP:  # what ends an answer is not part of its text
+                start = self._stream.length
                 text = self._stream.push(token.token)
                 if token.logprobs is not None:
-                    self._scored.append((token.token, token.logprobs))
+                    self._scored.append(Scored(token.token, token.logprobs, start))
         finish = FinishReason.STOP if self._stream.stopped else token.finish
         if finish is not None:
             text += self._stream.finish()
@@ -144,19 +155,11 @@ class Writer:
     def _piece(self, text: str, finish: FinishReason | None) -> Piece:
         self._given += len(text)
         self.has_finished = finish is not None
-        scored = self._text_scores() if self._stream.stopped else self._scored
+        scored = self._scored
+        if self._stream.stopped:  # without what is the stop string's
+            scored = [one for one in scored if one.start < self._given]
         piece = Piece(
             self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish
         )
-        self._spelled += sum(len(self._text.piece(token)) for token, _ in scored)
         self._tokens, self._scored, self._prompt_scores = [], [], []
         return piece
-
-    def _text_scores(self) -> list[Scored]:
-        """Of the tokens held back, those before a stop string's beginning."""
-        kept, begins = [], self._spelled
-        for token, scores in self._scored:
-            if begins < self._given:
-                kept.append((token, scores))
-            begins += len(self._text.piece(token))
-        return kept

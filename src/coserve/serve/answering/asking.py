@@ -14,8 +14,8 @@ from llguidance import LLMatcher
 
 from coserve.core.request import SLO, SamplingParams
 from coserve.errors import DataError, EngineLost
-from coserve.serve.answering.price import MOST_CHARACTERS, Ask, Limits, Price, price
-from coserve.serve.engine.link import AnswerRequest
+from coserve.serve.answering.price import MOST_CHARACTERS, MOST_GRAMMAR_BYTES, Ask, Limits, Price, price
+from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from coserve.serve.schema.common import MOST_TOKEN_ID, Generation, JsonObject, Tier
@@ -50,6 +50,7 @@ class Wanted:
     price: Price
     fingerprint: str
     tells_tokens: bool = False
+    goes_on: bool = False  # answers go on with their prompt's text
 
     def __len__(self) -> int:
         return len(self.prompts) * self.choices
@@ -96,7 +97,7 @@ class Asker:
             raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
         turns = [{"role": message.role, "content": message.text} for message in body.messages]
         prompt = await self._tokens(self.state.text.chat, turns, sum(len(turn["content"]) for turn in turns))
-        grammar = _grammar(body)
+        grammar = await _grammar(body)
         sampling = _sampling(body, (body.top_logprobs or 0) if body.logprobs else None, None, grammar)
         ask = Ask(
             (len(prompt),),
@@ -162,6 +163,7 @@ class Asker:
             price=cost,
             fingerprint=fingerprint(self.hello),
             tells_tokens=bool(body.return_token_ids),
+            goes_on=isinstance(body, CompletionRequest),
         )
 
     async def _tokens(self, encode: Callable[[T], Sequence[int]], prompt: T, length: int) -> tuple[int, ...]:
@@ -217,7 +219,7 @@ def _sampling(
     )
 
 
-def _grammar(body: ChatRequest) -> str | None:
+async def _grammar(body: ChatRequest) -> str | None:
     """What the answer must match, in llguidance's words."""
     match body.response_format:
         case JsonObjectFormat():
@@ -226,9 +228,24 @@ def _grammar(body: ChatRequest) -> str | None:
             schema = {} if asked.schema_ is None else asked.schema_
         case _:
             return None
+    for param in ("min_tokens", "ignore_eos"):
+        if getattr(body, param):
+            message = f"'{param}' is not allowed with response_format, which says where an answer ends."
+            raise ApiError(400, message, param=param, code="invalid_value")
     try:
-        grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT)
-    except (RecursionError, ValueError) as error:
+        written = json.dumps(schema)
+    except RecursionError as error:
+        raise _bad_schema("it is nested too deeply") from error
+    if len(written) > MOST_GRAMMAR_BYTES:
+        raise _bad_schema(f"it has {len(written)} bytes; at most {MOST_GRAMMAR_BYTES} are allowed")
+    return await asyncio.to_thread(_compiled, written)
+
+
+def _compiled(schema: str) -> str:
+    """A JSON schema as a grammar. A small one can take seconds until llguidance gives up on it."""
+    try:
+        grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)
+    except ValueError as error:
         raise _bad_schema(str(error)) from error
     if reason := LLMatcher.validate_grammar(grammar):
         raise _bad_schema(reason.partition("\n")[0])

@@ -13,7 +13,19 @@ LOWEST = -9999.0  # what OpenAI says for "very unlikely"; JSON has no infinity
 
 def chat_logprobs(text: Text, scored: Sequence[Scored]) -> ChatLogprobs:
     """The shape of chats: an object for each token."""
-    return ChatLogprobs(content=[_chat_token(text, token, scores) for token, scores in scored])
+    return ChatLogprobs(
+        content=[_chat_token(text, one.token, one.scores) for one in scored if one.scores is not None]
+    )
+
+
+def completion_logprobs(text: Text, scored: Sequence[Scored], alternatives: int) -> CompletionLogprobs:
+    """The shape of plain completions: parallel lists."""
+    return CompletionLogprobs(
+        tokens=[text.piece(one.token) for one in scored],
+        token_logprobs=[None if one.scores is None else max(one.scores.chosen, LOWEST) for one in scored],
+        top_logprobs=[_top(text, one) for one in scored] if alternatives else None,
+        text_offset=[one.start for one in scored],
+    )
 
 
 def _chat_token(text: Text, token: int, scores: TokenLogprobs) -> TokenLogprob:
@@ -30,31 +42,9 @@ def _alternative(text: Text, token: int, logprob: float) -> Alternative:
     return Alternative(token=text.piece(token), logprob=max(logprob, LOWEST), bytes=spelling)
 
 
-class CompletionScores:
-    """The shape of plain completions: parallel lists. Offsets count characters from the text's beginning."""
-
-    def __init__(self, text: Text, alternatives: int) -> None:
-        self._text, self._alternatives, self._offset = text, alternatives, 0
-
-    def of(self, scored: Sequence[tuple[int, TokenLogprobs | None]]) -> CompletionLogprobs:
-        """The next tokens. One without scores is the first of a prompt."""
-        pieces = [self._text.piece(token) for token, _ in scored]
-        offsets = []
-        for piece in pieces:
-            offsets.append(self._offset)
-            self._offset += len(piece)
-        return CompletionLogprobs(
-            tokens=pieces,
-            token_logprobs=[None if scores is None else max(scores.chosen, LOWEST) for _, scores in scored],
-            top_logprobs=[self._top(token, scores) for token, scores in scored]
-            if self._alternatives
-            else None,
-            text_offset=offsets,
-        )
-
-    def _top(self, token: int, scores: TokenLogprobs | None) -> dict[str, float] | None:
-        """The likeliest tokens, and the chosen one if it is not among them."""
-        if scores is None:
-            return None
-        best = {self._text.piece(other): max(logprob, LOWEST) for other, logprob in reversed(scores.top)}
-        return {self._text.piece(token): max(scores.chosen, LOWEST), **best}
+def _top(text: Text, one: Scored) -> dict[str, float] | None:
+    """The likeliest tokens, and the chosen one if it is not among them."""
+    if one.scores is None:
+        return None
+    best = {text.piece(other): max(logprob, LOWEST) for other, logprob in reversed(one.scores.top)}
+    return {text.piece(one.token): max(one.scores.chosen, LOWEST), **best}

@@ -21,6 +21,8 @@ BIAS = 0.1
 MOST_COST = 4_000_000.0
 MOST_PROMPTS = 128
 MOST_MESSAGES = 2048
+MOST_PARTS = 256  # of one message
+MOST_FIELDS = 64  # of any object with named fields
 MOST_STOPS = 16
 LONGEST_STOP = 256  # characters
 MOST_BIASES = 1024
@@ -31,6 +33,7 @@ MOST_BODY_BYTES = 8 * 2**20  # of everything but uploads
 MOST_CHARACTERS = (
     128  # of a token; a prompt with more for each of the model's positions is not even tokenized
 )
+MOST_PROMPT_TOKENS = 2**20  # that are looked at; models take far fewer
 LONGEST_NAME = 256  # characters, of a model
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import Request, Response
 from pydantic import BaseModel
@@ -16,7 +16,7 @@ from coserve.serve.answering.answers import Piece, Pieces, answer
 from coserve.serve.answering.asking import Wanted
 from coserve.serve.errors import ApiError
 from coserve.serve.http.streams import DONE, ClientGone, EventStream, event, unless_gone
-from coserve.serve.schema.common import FinishName, Usage
+from coserve.serve.schema.common import FinishName, Generation, Usage
 from coserve.serve.state import State
 
 _GONE = 499  # what proxies log for a client that left; nobody reads it
@@ -38,22 +38,31 @@ class Shape(Protocol):
         ...
 
 
-async def reply(
-    request: Request, state: State, wanted: Wanted, shape: Shape, stream: bool, tells_usage: bool
-) -> Response:
+def common_fields(wanted: Wanted) -> dict[str, Any]:
+    """What each answer, and each chunk of one, says of its request."""
+    return {
+        "id": wanted.id,
+        "created": wanted.created,
+        "model": wanted.model.name,
+        "service_tier": wanted.tier,
+        "system_fingerprint": wanted.fingerprint,
+    }
+
+
+async def reply(request: Request, state: State, wanted: Wanted, shape: Shape, body: Generation) -> Response:
     """The answer to a request; ends all work for it when the client leaves.
 
     A stream's headers wait for its first piece, so that until then whatever goes wrong has its own status.
     """
     pieces = answer(state, wanted)
     try:
-        if not stream:
-            body = await unless_gone(request.receive, _whole(pieces, wanted, shape))
-            return Response(body, media_type="application/json")
+        if not body.stream:
+            whole = await unless_gone(request.receive, _whole(pieces, wanted, shape))
+            return Response(whole, media_type="application/json")
         first = await unless_gone(request.receive, anext(pieces))
     except ClientGone:
         return Response(status_code=_GONE)
-    return EventStream(_events(first, pieces, wanted, shape, tells_usage), pieces)
+    return EventStream(_events(first, pieces, wanted, shape, body.includes_usage), pieces)
 
 
 def finish_name(reason: FinishReason) -> FinishName:

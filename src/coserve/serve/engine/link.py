@@ -4,26 +4,26 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from coserve.core.request import SLO, SamplingParams
-from coserve.errors import CoserveError, EngineLost
+from coserve.errors import CoserveError, EngineLost, StateError
 from coserve.serve.engine.frames import read_frame, write_frame
+from coserve.serve.engine.live import AnswerRequest, Live
 from coserve.serve.errors import fault_error
 from coserve.wire.codec import decode_answer, encode_commands
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,
     Command,
+    Drain,
     Hello,
     LoadAdapter,
     Numbered,
     Reply,
     Report,
     Stats,
-    Submit,
     Token,
     UnloadAdapter,
 )
@@ -31,66 +31,8 @@ from coserve.wire.messages import (
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.05  # between two attempts to reach the engine
+WRITE_SECONDS = 1.0  # between two attempts to write down what it told
 MOST_LIVES = 5  # engines that may die under a request without a token of it in between
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """One answer wanted from the engine.
-
-    `sampling.seed` is set: without it an answer could not go on in another engine. `folder` is where the
-    adapter `adapter` lies; every engine loads it from there when it first needs it. `age` is how many seconds
-    the request had waited when it was handed in.
-    """
-
-    id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    slo: SLO = field(default_factory=SLO)
-    adapter: str | None = None
-    folder: Path | None = None
-    age: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request under way, and what came of it so far."""
-
-    request: AnswerRequest
-    began: float  # on the loop's clock
-    tokens: list[int] = field(default_factory=list)
-    scored: int = 0  # prompt positions whose log-probabilities have come
-    repeated: int = 0  # of these, how many the present engine will tell once more
-    lives: int = 0
-    arrived: asyncio.Queue[Token | CoserveError] = field(default_factory=asyncio.Queue)
-
-    def submission(self, now: float) -> Submit:
-        request = self.request
-        sampling = request.sampling
-        if self.tokens:  # the first token came after the whole prompt had been scored
-            sampling = replace(sampling, prompt_logprobs=None)
-        return Submit(
-            request.id, request.prompt, sampling, request.slo, request.adapter,
-            tuple(self.tokens), request.age + now - self.began,
-        )  # fmt: skip
-
-    def take(self, token: Token) -> None:
-        if self.repeated and token.prompt_logprobs:
-            known = min(self.repeated, len(token.prompt_logprobs))
-            self.repeated -= known
-            token = Token(
-                token.id,
-                token.token,
-                token.logprobs,
-                token.prompt_logprobs[known:],
-                token.finish,
-                token.fault,
-            )
-        self.scored += len(token.prompt_logprobs)
-        if token.token is not None:
-            self.tokens.append(token.token)
-        self.lives = 0
-        self.arrived.put_nowait(token)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +54,8 @@ class EngineLink:
     is a bug. Everything else may be called from the same event loop. `patience` is how many seconds requests
     wait for an engine that is gone. Callbacks run one after the other, in the order of what they tell:
     `on_connect` for each new connection, `on_news` once for each piece of job news, which is acknowledged
-    when that has returned.
+    when that has returned. One that raises StateError is called again, a second later, until it does not:
+    while the disk is full, answers go on and news wait.
 
     What piles up for a reader that is slow is bounded by its request's `max_tokens`.
     """
@@ -123,11 +66,12 @@ class EngineLink:
         self.connections = 0  # since the start; more than one if an engine died
         self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
         self.on_connect: list[Callable[[Hello], Awaitable[None]]] = []
-        self.drained = asyncio.Event()
         self._socket, self._patience = socket, patience
         self._connection: _Connection | None = None
         self._connected = asyncio.Event()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
+        self._refusal: EngineLost | None = None
+        self._told_all = asyncio.Event()  # the engine has nothing more to say: it is drained, or gone
         self._refs = count(1)
         self._told: asyncio.Queue[Hello | tuple[str, Numbered]] = asyncio.Queue()
         self._news_seen = ("", 0)  # generation, and number of the newest news that was handed on
@@ -159,7 +103,9 @@ class EngineLink:
         Closing the iterator cancels the request: the engine is told before this returns. Raises the
         CoserveError that the engine refused it with, or EngineLost.
         """
-        live = _Live(request, asyncio.get_running_loop().time())
+        if self._refusal is not None:
+            raise self._refusal
+        live = Live(request, asyncio.get_running_loop().time())
         self._live[request.id] = live
         if self._connection is not None:
             self._submit(self._connection, live)
@@ -193,6 +139,25 @@ class EngineLink:
         """Sends a command. Without an engine it is dropped: `on_connect` is the place to say it again."""
         if self._connection is not None:
             self._post(self._connection, command)
+
+    def refuse(self, error: EngineLost) -> None:
+        """Ends every answer with this error, those under way and those still to come."""
+        self._refusal = error
+        for live in list(self._live.values()):
+            self._forget(live)
+            live.arrived.put_nowait(error)
+
+    async def drain(self, reconnect: float) -> None:
+        """Has the engine put its jobs on disk; returns when all it told of them has been handed on.
+
+        Without an engine it waits `reconnect` seconds, for one that is there and not found yet, and no
+        longer: what the jobs of one that is gone had kept is on disk already. So it is if it dies meanwhile.
+        """
+        with suppress(EngineLost):
+            await self.wait_ready(reconnect)
+            self.send(Drain())
+            await self._told_all.wait()
+        await self.settled()
 
     async def settled(self) -> None:
         """Returns when all that engines have told so far has been handed on to the callbacks."""
@@ -244,12 +209,14 @@ class EngineLink:
         self.hello, self._connection = connection.hello, connection
         self._told.put_nowait(connection.hello)
         self._connected.set()
+        self._told_all.clear()
         for live in list(self._live.values()):
             self._submit(connection, live)
 
     def _end(self, connection: _Connection) -> None:
         self._connection, self.stats = None, None
         self._connected.clear()
+        self._told_all.set()
         for waiting in connection.replies.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionError("the engine died"))
@@ -285,7 +252,7 @@ class EngineLink:
         if report.stats is not None:
             self.stats = report.stats
         if report.drained:
-            self.drained.set()
+            self._told_all.set()
 
     def _answer(self, connection: _Connection, reply: Reply) -> None:
         waiting = connection.replies.pop(reply.ref, None)
@@ -301,12 +268,22 @@ class EngineLink:
         """Hands on connections and job news, in order and each once."""
         while True:
             told = await self._told.get()
+            while not await self._hand_on(told):
+                await asyncio.sleep(WRITE_SECONDS)
+            self._told.task_done()
+
+    async def _hand_on(self, told: Hello | tuple[str, Numbered]) -> bool:
+        """Whether the callbacks have taken it, and need not be called again."""
+        try:
             if isinstance(told, Hello):
                 for callback in self.on_connect:
                     await callback(told)
             else:
                 await self._tell_news(*told)
-            self._told.task_done()
+        except StateError as error:
+            log.error("what the engine told waits to be written down: %s", error)
+            return False
+        return True
 
     async def _tell_news(self, generation: str, numbered: Numbered) -> None:
         seen = self._news_seen[1] if self._news_seen[0] == generation else 0
@@ -318,7 +295,7 @@ class EngineLink:
 
     # What engines are told
 
-    def _submit(self, connection: _Connection, live: _Live) -> None:
+    def _submit(self, connection: _Connection, live: Live) -> None:
         request = live.request
         if request.adapter is None or _is_loaded(connection, request.adapter):
             self._post(connection, live.submission(asyncio.get_running_loop().time()))
@@ -327,7 +304,7 @@ class EngineLink:
         connection.submitters[request.id] = task
         task.add_done_callback(lambda _: connection.submitters.pop(request.id, None))
 
-    async def _submit_after_load(self, connection: _Connection, live: _Live) -> None:
+    async def _submit_after_load(self, connection: _Connection, live: Live) -> None:
         request = live.request
         assert request.adapter is not None and request.folder is not None
         try:
@@ -371,11 +348,11 @@ class EngineLink:
         if connection is self._connection:
             write_frame(connection.writer, encode_commands(commands))
 
-    def _fail(self, live: _Live, error: CoserveError) -> None:
+    def _fail(self, live: Live, error: CoserveError) -> None:
         if self._live.pop(live.request.id, None) is not None:
             live.arrived.put_nowait(error)
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: Live) -> None:
         if self._live.get(live.request.id) is not live:
             return
         del self._live[live.request.id]

@@ -12,6 +12,12 @@ from coserve.serve.settings import ServerSettings
 NAME = "coserve.supervisor"
 
 
+class _Log(logging.FileHandler):
+    """A file that may be on a full disk: the console has the line, and the server goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None: ...
+
+
 class Announcer:
     """Writes each line to the console and to `<logs>/supervisor.log`."""
 
@@ -20,7 +26,7 @@ class Announcer:
         self._logger = logging.getLogger(NAME)
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
-        self._handler = logging.FileHandler(logs / "supervisor.log", encoding="utf-8")
+        self._handler = _Log(logs / "supervisor.log", encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(self._handler)
 
@@ -49,4 +55,4 @@ class Announcer:
         if settings.allow_insecure and not settings.is_loopback:
             rows.append(("keys", "none needed, and others reach this address: everybody can use it"))
         for label, value in rows:
-            self.say(f"  {label:<16}{value}")
+            self.say(f"  {label:<15} {value}")

@@ -4,7 +4,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -35,10 +35,14 @@ class Claim:
         self._descriptor = descriptor
 
     def note(self, running: Running) -> None:
-        """Writes down who holds it, for the next one's message and for `find_running`."""
+        """Writes down who holds it, for the next one's message and for `find_running`.
+
+        On a full disk nothing is written down: those who ask then are told less, and nothing else is lost.
+        """
         data = msgspec.json.encode(running) + b"\n"
-        os.pwrite(self._descriptor, data, 0)  # a reader in between finds two lines, and reads the first
-        os.ftruncate(self._descriptor, len(data))
+        with suppress(OSError):
+            os.pwrite(self._descriptor, data, 0)  # a reader in between finds two lines, and reads the first
+            os.ftruncate(self._descriptor, len(data))
 
 
 @contextmanager

@@ -69,8 +69,9 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # a name that no address can have is the latter
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host!r}, port {port}: {reason}") from error
 
 
 def url_of(listener: socket.socket) -> str:
@@ -165,12 +166,16 @@ class Supervisor:
                 return  # drained by the API, as it should: the next server goes on from there
 
     def _promote(self) -> Process | None:
-        """The engine that stands by, if there is one."""
+        """The engine that stands by, if there is one that will be ready sooner than a new one."""
         spare, self._spare = self._spare, None
         if spare is None:
             return None
+        stands_by = spare.name in self._ready
         self._note_down(spare)
         if spare.has_ended:
+            return None
+        if not stands_by and not spare.hurry():
+            spare.kill()
             return None
         spare.name = "engine"
         return spare
@@ -186,6 +191,8 @@ class Supervisor:
                 self._note_up(spare)
             code = await spare.wait()
             self._note_down(spare)
+            if self._stop.is_set():
+                return
             self._out.say(f"the standby engine ended ({describe_end(code)})", "yellow")
             pause = record.died_after(time.monotonic() - since) if stands_by else record.died_at_start()
             await asyncio.sleep(pause)
@@ -297,10 +304,11 @@ class Supervisor:
 
     async def _drain(self, api: "asyncio.Task[None]", engine: "asyncio.Task[None]") -> None:
         """The API first, which needs an engine for its last answers; then the engine."""
-        self._out.say(
-            f"stopping: running answers have {self._settings.drain_seconds:g} s, jobs write checkpoints "
-            "(once more to stop at once)"
-        )
+        if self._stop.is_set():
+            self._out.say(
+                f"stopping: running answers have {self._settings.drain_seconds:g} s, jobs write checkpoints "
+                "(once more to stop at once)"
+            )
         await _cancel(api)
         if self._api is not None:
             await self._api.end(self._settings.drain_seconds + CHECKPOINT_SECONDS)

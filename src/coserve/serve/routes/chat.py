@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from coserve.serve.answering.answers import Piece
 from coserve.serve.answering.asking import Asker, Wanted
 from coserve.serve.answering.logprobs import chat_logprobs
-from coserve.serve.answering.replies import finish_name, reply
+from coserve.serve.answering.replies import common_fields, finish_name, reply
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.schema.chat import (
@@ -43,20 +43,14 @@ async def create_chat_completion(
     """
     wanted = await (await Asker.of(state, caller, body.model)).chat(body)
     shape = _Shape(state.text, wanted, body.includes_usage)
-    return await reply(request, state, wanted, shape, bool(body.stream), body.includes_usage)
+    return await reply(request, state, wanted, shape, body)
 
 
 class _Shape:
     def __init__(self, text: Text, wanted: Wanted, tells_usage: bool) -> None:
         self._text, self._wanted = text, wanted
         self._greeted: set[int] = set()  # answers whose role has been told
-        self._common: dict[str, Any] = {
-            "id": wanted.id,
-            "created": wanted.created,
-            "model": wanted.model.name,
-            "service_tier": wanted.tier,
-            "system_fingerprint": wanted.fingerprint,
-        }
+        self._common = common_fields(wanted)
         self._usage: dict[str, Any] = {"usage": None} if tells_usage else {}
 
     def chunks(self, piece: Piece) -> Iterator[ChatChunk]:

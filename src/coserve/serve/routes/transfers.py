@@ -27,7 +27,7 @@ async def upload_adapter(
     name: Name, config: UploadFile, weights: UploadFile, caller: Caller, state: Shared
 ) -> ModelCard:
     """Takes an adapter in PEFT's format: `config` is its JSON, `weights` its safetensors. It stays."""
-    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=state.store.folder, prefix=".upload-"))
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=state.store.folder / "adapters", prefix="."))
     try:
         for upload, file in ((config, CONFIG), (weights, WEIGHTS)):
             await _receive(upload, folder / file, state.settings.max_file_bytes)

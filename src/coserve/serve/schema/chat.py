@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coserve.serve.answering.price import MOST_MESSAGES
+from coserve.serve.answering.price import MOST_MESSAGES, MOST_PARTS
 from coserve.serve.schema.common import (
     Alternatives,
     Asked,
@@ -14,6 +14,7 @@ from coserve.serve.schema.common import (
     Metadata,
     Tier,
     Usage,
+    Words,
 )
 from coserve.serve.schema.unsupported import (
     refuse_part,
@@ -28,7 +29,7 @@ class TextPart(Asked):
     """A piece of a message's text."""
 
     type: Literal["text"]
-    text: str
+    text: Words
 
     @model_validator(mode="before")
     @classmethod
@@ -42,7 +43,7 @@ class ChatMessage(Asked):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Words | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)]
     name: str | None = Field(None, max_length=256, description="Accepted, not used.")
 
     @model_validator(mode="before")
@@ -85,13 +86,13 @@ class ChatRequest(Generation):
 
     model_config = ConfigDict(json_schema_extra={"examples": [_HELLO]})
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: int | None = Field(None, ge=1, description="Most tokens of the answer; the room there is.")
     max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     response_format: ResponseFormat | None = None
-    metadata: Metadata | None = Field(None, max_length=16, description="Accepted, not used.")
+    metadata: Metadata | None = Field(None, description="Accepted, not used.")
     store: bool | None = Field(None, description="Accepted; nothing is kept.")
     parallel_tool_calls: bool | None = Field(None, description="Accepted; there are no tools.")
     prediction: JsonObject | None = Field(None, description="Accepted, not used: it changes no answer.")

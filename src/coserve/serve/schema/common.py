@@ -1,29 +1,62 @@
 """What chats and plain completions share."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from coserve.serve.answering.price import (
     LONGEST_NAME,
     LONGEST_STOP,
     MOST_ALTERNATIVES,
     MOST_BIASES,
+    MOST_BODY_BYTES,
+    MOST_FIELDS,
     MOST_STOPS,
 )
 
 MOST_TOKEN_ID = 2**31 - 1
+MOST_METADATA = 16
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]
+# pydantic looks only into strings with a bound: others may hold half a surrogate pair, which is no text.
+Words = Annotated[str, Field(max_length=MOST_BODY_BYTES)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 FinishName = Literal["stop", "length"]
 Tier = Literal["default", "flex", "priority"]
 
 
+def at_most(most: int) -> Callable[[Any], Any]:
+    """Refuses an object with more entries before each of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"an object with {len(value)} entries; at most {most} are allowed")
+        return value
+
+    return check
+
+
 class Asked(BaseModel):
-    """Base of what clients send: unknown fields are an error, and a number is not a string."""
+    """Base of what clients send: unknown fields are an error, and a number is not a string.
+
+    Validation stops early at what is hopeless: pydantic remembers every complaint, and a body of a few
+    megabytes can give cause for millions.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        return at_most(MOST_FIELDS)(value)
+
+
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS)]
+Biases = Annotated[
+    dict[TokenName, Bias], Field(max_length=MOST_BIASES), BeforeValidator(at_most(MOST_BIASES))
+]
 
 
 class StreamOptions(Asked):
@@ -39,12 +72,10 @@ class Generation(Asked):
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias] | None = Field(
-        None, max_length=MOST_BIASES, description="What is added to the logits of tokens, by token id."
-    )
+    logit_bias: Biases | None = Field(None, description="What is added to the logits of tokens, by token id.")
     n: int | None = Field(None, ge=1, description="How many answers to each prompt.")
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="The same seed, the same answer.")
-    stop: StopString | list[StopString] | None = Field(
+    stop: StopString | StopStrings | None = Field(
         None, description=f"Up to {MOST_STOPS} texts that end the answer and are not part of it."
     )
     stream: bool | None = Field(None, description="Whether to send the answer piece by piece.")
@@ -61,7 +92,7 @@ class Generation(Asked):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0, description="No end before this many tokens.")
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST_STOPS)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     return_token_ids: bool | None = Field(None, description="Tells the token ids of prompt and answer.")
 
     @model_validator(mode="after")
@@ -98,5 +129,9 @@ class Usage(BaseModel):
 
 
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
-Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=MOST_METADATA),
+    BeforeValidator(at_most(MOST_METADATA)),
+]
 JsonObject = dict[str, Any]

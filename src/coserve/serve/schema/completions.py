@@ -4,13 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coserve.serve.answering.price import MOST_PROMPTS
-from coserve.serve.schema.common import Alternatives, FinishName, Generation, Tier, TokenId, Usage
+from coserve.serve.answering.price import MOST_PROMPT_TOKENS, MOST_PROMPTS
+from coserve.serve.schema.common import Alternatives, FinishName, Generation, Tier, TokenId, Usage, Words
 from coserve.serve.schema.unsupported import without_unsupported_completion
 
 DEFAULT_MAX_TOKENS = 16
 _HELLO: Any = {"model": "coserve-tiny", "prompt": "Once upon a time", "max_tokens": 16}
-TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
+TokenPrompt = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPT_TOKENS)]
 
 
 class CompletionRequest(Generation):
@@ -19,10 +19,10 @@ class CompletionRequest(Generation):
     model_config = ConfigDict(json_schema_extra={"examples": [_HELLO]})
 
     prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        Words
+        | Annotated[list[Words], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | TokenPrompt
-        | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenPrompt], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
     echo: bool | None = Field(None, description="The prompt comes back before the answer.")
     logprobs: Alternatives | None = Field(None, description="Of how many of the likeliest tokens.")

@@ -4,10 +4,10 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.price import LONGEST_NAME
-from coserve.serve.errors import ApiError
-from coserve.serve.schema.common import Asked
+from coserve.serve.schema.common import Asked, Metadata
 
 MOST_SEED: Final = 2**31 - 1
 LONGEST_ID: Final = 64
@@ -78,12 +78,12 @@ class Peft(Named):
         default=16.0, gt=0, le=1e6, validation_alias=AliasChoices("lora_alpha", "alpha")
     )
     lora_dropout: Share = Field(default=0.0, validation_alias=AliasChoices("lora_dropout", "dropout"))
-    target_modules: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1, max_length=256)] = (
-        Field(
-            default="all-linear",
-            validation_alias=AliasChoices("target_modules", "targets"),
-            description="Names or path endings of linears.",
-        )
+    target_modules: (
+        Literal["all-linear"] | Annotated[list[Target], Field(fail_fast=True, min_length=1, max_length=256)]
+    ) = Field(
+        default="all-linear",
+        validation_alias=AliasChoices("target_modules", "targets"),
+        description="Names or path endings of linears.",
     )
     use_rslora: bool = Field(default=False, validation_alias=AliasChoices("use_rslora", "rslora"))
 
@@ -107,7 +107,9 @@ class Optimizer(Named):
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
     warmup_ratio: float = Field(default=0.03, ge=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0, le=10)
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
+    betas: Annotated[list[Share], Field(fail_fast=True, min_length=2, max_length=2)] = Field(
+        default=[0.9, 0.999]
+    )
     epsilon: float = Field(default=1e-8, gt=0, le=1)
     max_grad_norm: float | None = Field(default=1.0, gt=0, le=1e9, description="null does not clip.")
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000, description="Ends before n_epochs do.")
@@ -135,13 +137,7 @@ class JobRequest(Named):
         default=None, description="OpenAI's older place for them."
     )
     method: Method | None = None
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     integrations: Annotated[list[Any], Field(max_length=0, description="None is there.")] | None = None
     peft: Peft | None = None
     optimizer: Optimizer | None = None
@@ -237,7 +233,7 @@ class CheckpointList(BaseModel):
     has_more: bool
 
 
-def _unknown(name: str, known: list[str]) -> ApiError:
+def _unknown(name: str, known: list[str]) -> PydanticCustomError:
     near = get_close_matches(name, known, 1)
     hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
-    return ApiError(400, f"Unknown parameter: '{name}'; {hint}", param=name, code="unknown_parameter")
+    return PydanticCustomError("unknown_parameter", "{hint}", {"name": name, "hint": hint})

@@ -70,9 +70,10 @@ def _copy_file(source: Path, target: Path, most: int) -> None:
         opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise AdapterError(f"{source.name} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise AdapterError(f"{source.name} is not a file")
     with os.fdopen(opened, "rb") as read, target.open("xb") as write:
-        if not stat.S_ISREG(os.fstat(read.fileno()).st_mode):
-            raise AdapterError(f"{source.name} is not a file")
         left = most
         while piece := read.read(_PIECE):
             left -= len(piece)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection, Engine, FromClause, Select, create_engine, event, select
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, OperationalError
 
 from coserve.errors import StateError
 from coserve.serve.store.migrate import migrate
@@ -25,7 +25,8 @@ BUSY_SECONDS: Final = 10  # what a process waits for another that writes
 class Database:
     """Runs functions of a connection, each in one transaction, in threads of its own.
 
-    Raises StateError if the file is no database, cannot be written, or comes from a newer coserve.
+    Raises StateError if the file is no database, cannot be written, or comes from a newer coserve; later on,
+    while the disk is full or another process holds the file for long. The next attempt may succeed then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,8 +93,11 @@ def columns_of(table: FromClause, names: tuple[str, ...]) -> Select[Any]:
 
 
 def _run(engine: Engine, work: Callable[[Connection], R]) -> R:
-    with engine.begin() as connection:
-        return work(connection)
+    try:
+        with engine.begin() as connection:
+            return work(connection)
+    except OperationalError as error:
+        raise StateError(f"the database cannot be used now: {error.orig}") from error
 
 
 def _engine(path: Path, begin: str) -> Engine:

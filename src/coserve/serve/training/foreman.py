@@ -18,7 +18,7 @@ from typing import Final
 from coserve.errors import AdapterError, ConflictError
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.settings import ServerSettings
-from coserve.serve.store.durable import drop_resume_state, sweep
+from coserve.serve.store.durable import drop_resume_state
 from coserve.serve.store.news import Mark
 from coserve.serve.store.records import FINAL, Job
 from coserve.serve.store.store import Store
@@ -67,8 +67,6 @@ class Foreman:
         self._weights: dict[str, float] = {}  # as the engine was told them
         link.on_connect.append(self._connected)
         link.on_news = self._heard
-        for part in ("files", "adapters"):
-            sweep(store.folder / part)
 
     # For routes
 
@@ -130,6 +128,8 @@ class Foreman:
                     jobs[id].status == "queued"
                 ):  # resumed before its pause had come through, or even set out
                     await self._store.jobs.move(id, ("queued",), "running")
+            if self._draining:  # what is not in this engine goes on in the next server
+                return
             for job in jobs.values():
                 # The end of one that has ended is on its way.
                 if job.status == "running" and job.id not in self._inside and job.id not in hello.ended:
@@ -140,9 +140,8 @@ class Foreman:
         """Writes a piece of news down; it is acknowledged once this has returned."""
         async with self._turn:
             mark = Mark(self._generation, numbered.number)
-            if await self._store.news.seen(mark):
-                return
-            await self._write(mark, numbered.news)
+            if not await self._store.news.seen(mark):
+                await self._write(mark, numbered.news)
             if isinstance(numbered.news, JobEnded):
                 await self._bring_in()
 

@@ -10,7 +10,8 @@ from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason, SamplingParams
 from coserve.errors import AdapterMismatch, AdapterNotFound, EngineLost
 from coserve.serve.engine.fake import FakeEngine
-from coserve.serve.engine.link import MOST_LIVES, AnswerRequest, EngineLink
+from coserve.serve.engine.link import MOST_LIVES, EngineLink
+from coserve.serve.engine.live import AnswerRequest
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,

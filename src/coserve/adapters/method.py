@@ -1,0 +1,70 @@
+"""What a file in `methods/` has to offer."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.bypass import Part
+from coserve.adapters.saved import Saved
+from coserve.adapters.sites import Frame, Kind, Site
+from coserve.errors import AdapterMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A part as it goes into files: fields of the configuration, tensors by their names in PEFT's format."""
+
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+class Method(Protocol):
+    """One adapter method.
+
+    `name` is what requests and command lines call it, `peft_type` what files do, `config` the frozen
+    dataclass of its settings.
+    """
+
+    name: str
+    peft_type: str
+    config: type[Any]
+
+    def fresh(self, config: Any, frame: Frame, generator: torch.Generator) -> Part:
+        """A part that changes nothing yet, or as little as the method can, float32 on the CPU.
+        Raises AdapterMismatch where the base has no such places."""
+        ...
+
+    def read(self, saved: Saved, frame: Frame) -> Part:
+        """What a file holds. Whatever it does not take from `saved` is refused. Raises AdapterError."""
+        ...
+
+    def write(self, part: Part) -> Written:
+        """The same the other way."""
+        ...
+
+
+def named(path: str, targets: Iterable[str]) -> bool:
+    """Whether a path is one of the targets, or ends with one."""
+    return any(path == target or path.endswith("." + target) for target in targets)
+
+
+def chosen(
+    frame: Frame, targets: tuple[str, ...], kinds: tuple[Kind, ...] = (Kind.LINEAR,)
+) -> dict[str, Site]:
+    """The sites of these kinds that are targets; without targets, all of them inside the layers.
+
+    Raises AdapterMismatch for a target that is none of them.
+    """
+    sites = {path: site for path, site in frame.sites.items() if site.kind in kinds}
+    if not targets:
+        return {path: site for path, site in sites.items() if 0 <= site.stage < frame.depth}
+    found = {path: site for path, site in sites.items() if named(path, targets)}
+    unmatched = [target for target in targets if not any(named(path, (target,)) for path in found)]
+    if unmatched:
+        endings = sorted({path.rpartition(".")[2] for path in sites})
+        what = " or ".join(kind.value for kind in kinds)
+        raise AdapterMismatch(f"no {what} of the model is called {unmatched}; there are {endings}")
+    return found

@@ -1,0 +1,163 @@
+"""Places of a model where a bypass may stand, found by what its modules are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from coserve.errors import UnsupportedModel
+from coserve.memory.kv import CacheShape
+
+EMBEDDED = -1  # the stage before the first layer
+
+
+class Kind(Enum):
+    """What a site is. ATTENTION and FEED_FORWARD are the outputs of a layer's two sublayers, before anything
+    else (a norm, the residual) happens to them."""
+
+    LINEAR = "linear"
+    NORM = "norm"
+    ATTENTION = "attention"
+    FEED_FORWARD = "feed-forward"
+    EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A module with a place for bypasses: `inputs` and `outputs` are widths (an embedding's inputs are its
+    vocabulary), `stage` is the layer it is in (EMBEDDED before the first, the number of layers after the
+    last). `transposed` weights lie [in, out], as GPT-2's do."""
+
+    path: str
+    kind: Kind
+    stage: int
+    inputs: int
+    outputs: int
+    has_bias: bool = False
+    transposed: bool = False
+
+
+Sites = Mapping[str, Site]
+
+
+class Weights(Protocol):
+    """What methods may ask about a frozen weight [out, in], wherever it is kept and in whatever precision."""
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    def row_norms(self) -> Tensor:
+        """Euclidean norm of each output's weights, [out], in at least float32."""
+        ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out], bias included."""
+        ...
+
+
+class Frame(Protocol):
+    """What methods may ask about the base they are made for."""
+
+    @property
+    def sites(self) -> Sites:
+        """In the order of the model's modules."""
+        ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def caches(self) -> Sequence[CacheShape]:
+        """Keys and values of each layer."""
+        ...
+
+    def weights(self, path: str) -> Weights:
+        """Of the linear at `path`."""
+        ...
+
+    def bias(self, path: str) -> Tensor | None:
+        """Of the linear or norm at `path`, None where it has none."""
+        ...
+
+
+def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The outermost checkpointable layers by path, in the order they run. Raises UnsupportedModel."""
+    names = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    outer = [n for n in names if not any(n.startswith(other + ".") for other in names)]
+    inside = set(model.get_decoder().modules())
+    stacks = {n.rpartition(".")[0] for n in outer}
+    if len(stacks) != 1 or not inside.issuperset(model.get_submodule(n) for n in outer):
+        raise UnsupportedModel(f"{model.config.model_type} has no single stack of decoder layers to drive")
+    return {n: model.get_submodule(n) for n in outer}
+
+
+def find_sites(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, Site]:
+    """All sites of a model whose linears are still its own, in the order of its modules."""
+    stages = {path: stage for stage, path in enumerate(layers)}
+    sublayers = {
+        f"{path}.{name}": kind
+        for path, layer in layers.items()
+        for kind, name in _sublayers(layer).items()
+    }  # fmt: skip
+    width = model.get_input_embeddings().weight.shape[1]
+    found = {}
+    for path, module in model.named_modules():
+        stage = next((s for p, s in stages.items() if path.startswith(p + ".")), None)
+        site = _site(model, path, module, stage, len(layers), sublayers.get(path), width)
+        if site is not None:
+            found[path] = site
+    return found
+
+
+def _site(
+    model: PreTrainedModel,
+    path: str,
+    module: nn.Module,
+    layer: int | None,
+    depth: int,
+    sublayer: Kind | None,
+    width: int,
+) -> Site | None:
+    """Exact types only: some routers subclass nn.Linear and behave otherwise (design decision 5)."""
+    if type(module) in (nn.Linear, Conv1D):
+        if layer is None and module is not model.get_output_embeddings():
+            return None  # a projection around the layers
+        assert isinstance(module.weight, Tensor)
+        rows, columns = module.weight.shape
+        transposed = isinstance(module, Conv1D)
+        ins, outs = (rows, columns) if transposed else (columns, rows)
+        stage = depth if layer is None else layer
+        return Site(path, Kind.LINEAR, stage, ins, outs, module.bias is not None, transposed)
+    if module is model.get_input_embeddings():
+        return Site(path, Kind.EMBEDDING, EMBEDDED, module.weight.shape[0], module.weight.shape[1])
+    if sublayer is not None:
+        assert layer is not None
+        return Site(path, sublayer, layer, width, width)
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and weight.ndim == 1 and not list(module.children()):
+        size = len(weight)
+        stage = depth if layer is None else layer
+        return Site(path, Kind.NORM, stage, size, size, getattr(module, "bias", None) is not None)
+    return None
+
+
+def _sublayers(layer: nn.Module) -> dict[Kind, str]:
+    """A layer's two sublayers among its children: the attention is the one that knows which layer it is in,
+    the feed-forward the last other one with a matrix. OPT's is two linears of the layer, and no site."""
+    heavy = [n for n, m in layer.named_children() if any(p.ndim > 1 for p in m.parameters())]
+    attention = [n for n in heavy if any(hasattr(m, "layer_idx") for m in layer.get_submodule(n).modules())]
+    others = [n for n in heavy if n not in attention]
+    found = {}
+    if attention:
+        found[Kind.ATTENTION] = attention[0]
+    if others:
+        found[Kind.FEED_FORWARD] = others[-1]
+    return found

@@ -1,0 +1,165 @@
+"""Pages of virtual tokens: one copy for each version, as long as a running sequence uses it."""
+
+import pytest
+
+from coserve.core.plan import Plan, Prefix
+from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.sequence import Sequence
+from coserve.errors import OutOfPages, PromptTooLong
+from coserve.memory.pages import PagePool
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.fake import FakeRunner, next_token, virtual_tokens
+from coserve.schedule.lines import Lines
+from coserve.schedule.policies import make_policy
+from coserve.schedule.prefixes import Prefixes
+from coserve.schedule.scheduler import Scheduler
+
+PAGE = 4
+
+
+def request(
+    adapter: str, virtual: int, prompt: int = 3, answer: int = 4, rows: int = 0, arrival: float = 0.0
+) -> Request:
+    sampling = SamplingParams(max_tokens=answer)
+    tokens = (1,) * prompt
+    return Request("r", tokens, sampling, adapter, arrival=arrival, virtual=virtual, virtual_rows=rows)
+
+
+def running(it: Prefixes, key: int, of: Request) -> Sequence:
+    sequence = Sequence(key, of)
+    assert it.enter(sequence, len(of.prompt))
+    return sequence
+
+
+@pytest.mark.parametrize(
+    ("virtual", "shared", "template", "own"),
+    [(0, 0, False, 1), (3, 0, True, 2), (4, 1, False, 1), (9, 2, True, 1), (12, 3, False, 1)],
+)
+def test_full_pages_are_shared_and_the_rest_is_a_template(
+    virtual: int, shared: int, template: bool, own: int
+) -> None:
+    pool = PagePool(16, PAGE)
+    it = Prefixes(pool)
+    first, second = (running(it, key, request("a@1", virtual)) for key in (1, 2))
+    assert first.pages[:shared] == second.pages[:shared] and first.shared == second.shared == shared
+    assert (first.template is not None) is template and first.template == second.template
+    mine, others = first.pages[shared:], second.pages[shared:]
+    assert len(mine) == len(others) == own and not {*mine} & {*others}
+    assert first.template not in first.pages
+    assert pool.free_count == 16 - shared - template - 2 * own
+
+
+def test_what_must_be_filled_is_said_once() -> None:
+    it = Prefixes(PagePool(16, PAGE))
+    of = request("a@1", 6, rows=2)
+    assert (it.missing(of), it.rows(of)) == (2, 2)
+    first = running(it, 1, of)
+    assert it.take_unfilled() == (Prefix("a@1", (*first.pages[:1], first.template or 0), 6, 2),)
+    running(it, 2, of)
+    assert (it.missing(of), it.rows(of), it.take_unfilled()) == (0, 0, ())
+
+
+def test_the_last_one_to_leave_frees_them() -> None:
+    pool = PagePool(16, PAGE)
+    it = Prefixes(pool)
+    first, second = (running(it, key, request("a@1", 6)) for key in (1, 2))
+    other = running(it, 3, request("b@1", 6))
+    it.leave(first)
+    assert ("virtual", "a@1") in pool.owners and (first.pages, first.shared, first.template) == ([], 0, None)
+    it.leave(second)
+    assert {*pool.owners} == {3, ("virtual", "b@1")}
+    it.leave(other)
+    assert pool.free_count == 16 and it.take_unfilled() == ()
+
+
+def test_no_room_takes_nothing() -> None:
+    pool = PagePool(4, PAGE)
+    it = Prefixes(pool)
+    sequence = Sequence(1, request("a@1", 9, prompt=8))
+    assert not it.enter(sequence, 8)  # three of the version's and three of its own
+    assert pool.free_count == 4 and not sequence.pages
+    assert it.enter(Sequence(2, request("a@1", 9, prompt=2)), 2)
+
+
+def test_what_can_never_run_is_refused_with_its_virtual_tokens() -> None:
+    it = Lines(SchedulerConfig(layers=4, max_positions=64), PagePool(8, PAGE))
+    with pytest.raises(PromptTooLong, match=r"50 prompt tokens .* 5 more after the 10 .*65.*64 positions"):
+        it.check(request("a@1", 10, 50, 5))
+    with pytest.raises(OutOfPages, match=r"19 cached tokens after the 10 of its adapter, 9 pages of 4"):
+        it.check(request("a@1", 10, 16, 4))  # 8 pages and a template
+    it.check(request("a@1", 10, 15, 4))
+
+
+def test_growth_may_take_the_pages_of_somebody_else_s_virtual_tokens() -> None:
+    pool = PagePool(7, PAGE)
+    it = Lines(SchedulerConfig(layers=4, max_positions=64), pool)
+    first = Sequence(1, request("a@1", 4, 3, 20))
+    second = Sequence(2, request("b@1", 7, 3, 4, arrival=1.0))
+    for sequence in (first, second):
+        it.check(sequence.request)
+        it.join(sequence)
+        assert it.enter(sequence, 0.0)
+    assert pool.free_count == 1
+    first.output = [1] * 10
+    assert it.grow(first)
+    assert (len(first.pages), second.pages, it.waiting) == (5, [], [second])
+    assert {*pool.owners} == {1, ("virtual", "a@1")}
+    it.retire(first, FinishReason.STOP)
+    assert it.enter(second, 1.0) and it.prefixes.take_unfilled()[-1].adapter == "b@1"
+
+
+def test_a_fill_counts_as_a_pass_of_its_own() -> None:
+    plan = Plan(prefixes=(Prefix("a@1", (0, 1), 7, 5), Prefix("b@1", (2,), 4)))
+    found = Features.of(plan).as_dict()
+    assert (found["forward_layers"], found["forward_rows"]) == (1.0, 5.0)
+    assert found["forward_attention"] == sum(range(3, 8))
+
+
+def scheduler(pages: int, **limits: int) -> tuple[Scheduler, PagePool]:
+    pool = PagePool(pages, PAGE)
+    config = SchedulerConfig(layers=4, max_positions=256, **limits)
+    return Scheduler(config, pool, CostModel(), make_policy("hybrid")), pool
+
+
+def test_the_rows_that_fill_count_among_a_step_s_prompt_rows() -> None:
+    it, _ = scheduler(64, max_prefill_rows=28, min_prefill_rows=2)
+    for adapter in ("a@1", "a@1", "b@1"):
+        it.submit(request(adapter, 12, prompt=8, rows=12), 0.0)
+    plan = it.plan(0.0)
+    assert [s.length for s in plan.inference] == [8, 8] and [p.adapter for p in plan.prefixes] == ["a@1"]
+    found = it.cost.predict_features(Features.of(plan))
+    assert plan.predicted == pytest.approx(found)
+
+
+@pytest.mark.parametrize(("rows", "entered"), [(20, 1), (200, 0)])
+def test_a_prompt_whose_virtual_tokens_do_not_fit_the_bounds_waits(rows: int, entered: int) -> None:
+    """A long fill would break the bound between tokens, so the prompt behind it comes a step later."""
+    it, _ = scheduler(512)
+    runner = FakeRunner(PAGE)
+    for _ in range(32):
+        it.cost.misses.observe(1.0, trains=False)
+    sampling = SamplingParams(max_tokens=9)
+    it.submit(Request("r", (1,) * 40, sampling, slo=SLO(between_tokens=0.04)), 0.0)
+    runner.step(it)
+    it.submit(Request("s", (1,) * 40, sampling, slo=SLO(first_token=0.5)), runner.now)
+    it.submit(request("a@1", rows, prompt=40, rows=rows, arrival=runner.now), runner.now)
+    assert len(it.plan(runner.now).prefixes) == entered
+
+
+def test_preempted_sequences_come_back_to_the_same_answer() -> None:
+    it, pool = scheduler(12)
+    runner = FakeRunner(PAGE)
+    asked = [request(f"{'ab'[n % 2]}@1", 6 + n % 2, prompt=3, answer=16, arrival=float(n)) for n in range(6)]
+    found = [it.submit(of, of.arrival) for of in asked]
+    while it.has_work:
+        runner.step(it)
+    assert it.stats.preemptions >= 3 and pool.free_count == 12
+    filled = [prefix.adapter for plan in runner.plans for prefix in plan.prefixes]
+    assert {*filled} == {"a@1", "b@1"}
+    for of, sequence in zip(asked, found, strict=True):
+        output: list[int] = []
+        for _ in range(16):
+            before = [*virtual_tokens(of.adapter or "", of.virtual), *of.prompt, *output]
+            output.append(next_token(before, 1000))
+        assert sequence.output == output
