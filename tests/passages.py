@@ -1,14 +1,15 @@
 """One micro-batch's way there and back by hand, and the oracle of its gradients.
 
-The oracle shares nothing with the walk: transformers' own model with its eager attention, PEFT's LoRA
-modules, one example at a time, ordinary autograd. `models.Exact` keeps what the models compute in float32
-in float64 on both sides.
+The oracle shares nothing with the walk: transformers' own model with its eager attention, PEFT's modules (or
+plain torch ones), one example at a time, ordinary autograd. `models.Exact` keeps what the models compute in
+float32 in float64 on both sides. `methods.py` makes cases of any adapter method.
 """
 
 import itertools
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from adapters import lora_adapter
 from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods.lora import LoRABypass
 from coserve.core.plan import Plan, Segment
 from coserve.core.sequence import Direction, Span
@@ -26,18 +28,18 @@ from models import linear_paths, lora_parameters, prompts, tiny, with_lora
 LORA = LoRAConfig(rank=4, alpha=6.0)  # as `with_lora` makes them
 _HUGE = 1e14
 
-Gradients = dict[str, tuple[Tensor, Tensor]]
+Gradients = dict[str, Tensor]
 
 
 @dataclass
 class Case:
-    """Packed examples, an adapter, and the oracle's loss and gradients."""
+    """Packed examples, an adapter, and the oracle's loss and gradients by the names of its parameters."""
 
     engine: Engine  # idle; its runner is driven by hand
     lengths: tuple[int, ...]
     tokens: Tensor
     labels: Tensor
-    adapter: Gradients  # the parameters themselves, by path
+    adapter: AdapterVersion
     loss: float
     wanted: Gradients
 
@@ -60,6 +62,17 @@ def examples(draws: random.Random, lengths: Sequence[int]) -> tuple[list[list[in
     return tokens, labels
 
 
+def mean_loss(model: Callable[..., Any], tokens: list[list[int]], labels: list[list[int]]) -> Tensor:
+    """Over all labels, one whole example at a time. Rows that the model puts before an example's own (virtual
+    tokens) have no label."""
+    count = sum(label >= 0 for example in labels for label in example)
+    loss = torch.zeros((), dtype=torch.float64)
+    for example, of in zip(tokens, labels, strict=True):
+        logits = model(input_ids=torch.tensor([example]), use_cache=False).logits[0, -len(example) :]
+        loss = loss + F.cross_entropy(logits, torch.tensor(of), ignore_index=-100, reduction="sum") / count
+    return loss
+
+
 def make_case(name: str, lengths: Sequence[int], **changes: object) -> Case:
     """Random examples of `lengths` for a model of architecture `name`, an adapter on all of its linears."""
     tokens, labels = examples(random.Random(f"gradients/{name}/{lengths}"), lengths)
@@ -68,40 +81,35 @@ def make_case(name: str, lengths: Sequence[int], **changes: object) -> Case:
     adapted = with_lora(oracle, seed=1)
     parameters = lora_parameters(adapted)
     flat = [p.requires_grad_() for pair in parameters.values() for p in pair]
-    count = sum(label >= 0 for example in labels for label in example)
-    loss = torch.zeros((), dtype=torch.float64)
-    for example, of in zip(tokens, labels, strict=True):
-        logits = adapted(input_ids=torch.tensor([example]), use_cache=False).logits[0]
-        loss = loss + F.cross_entropy(logits, torch.tensor(of), ignore_index=-100, reduction="sum") / count
+    loss = mean_loss(adapted, tokens, labels)
     assert parameters.keys() == set(linear_paths(tiny(name, **changes))), "every linear has an adapter"
     found = iter(torch.autograd.grad(loss, flat))
-    wanted = {path: (next(found), next(found)) for path in parameters}
+    bypasses = {
+        path: LoRABypass(a.detach().clone(), b.detach().clone(), LORA.scale(path, LORA.rank))
+        for path, (a, b) in parameters.items()
+    }
     return Case(
         engine=Engine(tiny(name, torch.float64, **changes), EngineConfig(calibrate=False, cache_tokens=64)),
         lengths=tuple(lengths),
         tokens=torch.tensor(list(itertools.chain(*tokens))),
         labels=torch.tensor(list(itertools.chain(*labels))),
-        adapter={path: (a.detach().clone(), b.detach().clone()) for path, (a, b) in parameters.items()},
+        adapter=lora_adapter("probe", 0, LORA, bypasses),
         loss=float(loss.detach()),
-        wanted=wanted,
+        wanted={f"{path}.lora_{letter}": next(found) for path in parameters for letter in "AB"},
     )
 
 
 class Passage:
     """The case's examples as one micro-batch, packed in `order`, that the caller sends through the runner
-    window by window and span by span. The adapter is beside the linears in `paths`, else beside all.
+    window by window and span by span.
 
     Gradients are read off one optimizer step that is made to be plain descent: with an epsilon that dwarfs
     every gradient and no memory, AdamW subtracts learning rate / epsilon (here 1e6) times the gradient.
     """
 
-    def __init__(
-        self, case: Case, keep: Keep, order: Sequence[int] | None = None, paths: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, case: Case, keep: Keep, order: Sequence[int] | None = None) -> None:
         self.case = case
         self.runner = case.engine.runner
-        pairs = {path: case.adapter[path] for path in (case.adapter if paths is None else paths)}
-        bypasses = {path: LoRABypass(a, b, LORA.scale(path, LORA.rank)) for path, (a, b) in pairs.items()}
         count = len(case.lengths)
         config = TrainingConfig(
             learning_rate=1e6 * _HUGE,
@@ -118,11 +126,16 @@ class Passage:
         (shuffled,) = epochs(count, count, 1, config.seed)
         placed = dict(zip(shuffled, range(count) if order is None else order, strict=True))
         data = [case.examples[placed[i]] for i in range(count)]
-        self.before = lora_adapter("probe", 0, LORA, bypasses)
-        self.run = TrainingRun(case.engine.base, case.engine.bank, "probe", self.before, data, config)
+        self.run = TrainingRun(case.engine.base, case.engine.bank, "probe", case.adapter, data, config)
         self.runner.runs["probe"] = self.run
+        self.before = self.run.state().adapter.parameters()
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
         self.gradients: Gradients = {}
+
+    @property
+    def rows(self) -> int:
+        """Those that mean something: the examples', and those of the adapter's prompt before them."""
+        return self.micro_batch.length - sum(self.micro_batch.padding)
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:
         segment = Segment(self.micro_batch, start, rows, direction, span)
@@ -137,27 +150,50 @@ class Passage:
             self.go(Direction.LOSS, start, rows, Span(span.last, span.last + 1))
         self.go(Direction.BACKWARD, start, rows, span)
 
+    def travel(self, there: int, back: int, draws: random.Random | None = None) -> None:
+        """All rows forward in windows of `there` and back in windows of `back`; with `draws`, put down
+        between random layers."""
+        self.runner.runs["probe"] = self.run
+        for start, rows in windows(there, self.rows):
+            for span in spans(self.case.depth, draws):
+                self.forward(start, rows, span)
+        for start, rows in reversed(windows(back, self.rows)):
+            for span in reversed(list(spans(self.case.depth, draws))):
+                self.backward(start, rows, span)
+
     def finish(self) -> float:
         """The loss, once all rows have been there and back; sets `gradients`."""
         result = self.runner.run(Plan(updates=("probe",)))
-        after = self.case.engine.bank.find("probe")
-        for path, bypass in self.before.bypasses.outputs.items():
-            then, now = bypass.parameters(), after.bypasses.outputs[path].parameters()
-            a, b = ((then[name] - now[name]) / 1e6 for name in ("lora_A", "lora_B"))
-            self.gradients[path] = (a, b)
+        after = self.run.state().adapter.parameters()
+        self.gradients = {name: (then - after[name]) / 1e6 for name, then in self.before.items()}
         return result.updated["probe"].loss
 
     def error(self) -> float:
-        """The worst relative error of any matrix's gradient, and of the loss."""
+        """The worst relative error of any parameter's gradient, and of the loss."""
         loss = self.finish()
         return max(worst(self.gradients, self.case.wanted), abs(loss - self.case.loss) / self.case.loss)
 
 
-def worst(got: Gradients, wanted: Gradients) -> float:
-    """The largest difference of two gradients of a matrix, relative to its norm."""
+def windows(size: int, rows: int) -> list[tuple[int, int]]:
+    """(start, length) of windows that cover all rows."""
+    return [(start, min(size, rows - start)) for start in range(0, rows, size)]
+
+
+def spans(depth: int, draws: random.Random | None) -> Iterator[Span]:
+    """The layers from below in random pieces: where one ends the window is put down."""
+    first = 0
+    while first < depth:
+        last = depth if draws is None else draws.randint(first + 1, depth)
+        yield Span(first, last)
+        first = last
+
+
+def worst(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], floor: float = 0.0) -> float:
+    """The largest difference of two gradients of a parameter, relative to its norm, or to `floor` times the
+    norm of all where that is more (some gradients are zero but for rounding)."""
     assert got.keys() <= wanted.keys()
+    whole = float(torch.stack([w.norm() for w in wanted.values()]).norm())
     return max(
-        float((g - w).norm() / w.norm().clamp_min(1e-30))
-        for path in got
-        for g, w in zip(got[path], wanted[path], strict=True)
+        float((got[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(max(floor * whole, 1e-30)))
+        for name in got
     )

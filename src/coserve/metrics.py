@@ -13,6 +13,18 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 _MODEL = ("model_name",)
 
 
+class Followed:
+    """A counter that goes up with one elsewhere, which begins at zero again when its process does."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter, self._seen = counter, 0
+
+    def reach(self, count: int) -> None:
+        """The other one stands at `count` now."""
+        self._counter.inc(count - self._seen if count >= self._seen else count)
+        self._seen = count
+
+
 class Metrics:
     """One server's figures, in a registry of their own. Attributes are named as the figures are."""
 
@@ -58,9 +70,11 @@ class Metrics:
         )
 
     def _make_engine(self) -> None:
-        self.slo_attainment = self._gauge("slo_attainment", "Answers within all bounds, of those that ended.")
-        self.slo_met = self._gauge("slo_met", "Answers within all bounds, since the engine's start.")
-        self.slo_missed = self._gauge("slo_missed", "Answers beyond a bound, since the engine's start.")
+        self.slo_attainment = self._gauge(
+            "slo_attainment", "Answers within all bounds, of those that ended, since the engine's start."
+        )
+        self.slo_met = Followed(self._counter("slo_met", "Answers within all bounds."))
+        self.slo_missed = Followed(self._counter("slo_missed", "Answers beyond a bound."))
         self.cost_model_error = self._gauge(
             "cost_model_error_ratio", "Mean relative error of predicted step times."
         )
@@ -76,9 +90,13 @@ class Metrics:
         self.engine_load_seconds = self._gauge(
             "engine_load_seconds", "What the engine took to load its model and to measure it."
         )
-        self.engine_steps = self._gauge("engine_steps", "Steps since the engine's start.")
-        self.engine_fused_steps = self._gauge("engine_fused_steps", "Those that answered and trained.")
-        self.num_preemptions = self._gauge("num_preemptions", "Sequences computed again for want of pages.")
+        self.engine_steps = Followed(self._counter("engine_steps", "Steps of the engine."))
+        self.engine_fused_steps = Followed(
+            self._counter("engine_fused_steps", "Steps that answered and trained.")
+        )
+        self.num_preemptions = Followed(
+            self._counter("num_preemptions", "Sequences computed again for want of pages.")
+        )
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(f"coserve_{name}", text, labels, registry=self.registry)

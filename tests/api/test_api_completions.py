@@ -90,10 +90,10 @@ def test_a_prompt_can_be_scored_alone(play: Play) -> None:
 
 INVALID: list[tuple[str | None, dict[str, Any]]] = [
     ("prompt", {"prompt": []}),
-    ("prompt", {"prompt": [[]]}),
-    ("prompt", {"prompt": [1, "x"]}),
+    ("prompt.0", {"prompt": [[]]}),
+    ("prompt.1", {"prompt": [1, "x"]}),
     ("prompt", {"prompt": [5000]}),
-    ("prompt", {"prompt": [-1]}),
+    ("prompt.0", {"prompt": [-1]}),
     ("prompt", {"prompt": None}),
     ("prompt", {"prompt": ["x"] * 129}),
     ("prompt", {"prompt": [5] * 2040}),

@@ -123,13 +123,20 @@ def test_hyperparameters_peft_and_optimizer(play: Play) -> None:
             "optimizer": {"learning_rate": 1e-3, "betas": [0.9, 0.95], "max_steps": 4, "max_grad_norm": None},
         }
         job = await create(world, training_file=file, method=inner, extra_body=more)
-        assert job.peft == {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True}
+        assert job.peft == more["peft"]
         assert job.hyperparameters.learning_rate_multiplier == pytest.approx(5.0)
         await world.until(lambda: len(started(world)) == 3)
-        options, lora = started(world)[2].options, started(world)[2].method
+        options = started(world)[2].options
+        assert started(world)[2].method == more["peft"], "for the engine to read"
         assert options["batch_size"] == 5 and options["learning_rate"] == 1e-3 and options["max_steps"] == 4
         assert options["betas"] == [0.9, 0.95] and options["max_grad_norm"] is None
-        assert lora == {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj"], "rslora": True}
+        several = [{"type": "ia3"}, {"peft_type": "LORA", "r": 2}]
+        job = await create(world, training_file=file, extra_body={"peft": several})
+        assert job.peft == several
+        world.engine.refusals["method"] = Fault("ConfigError", "peft (lora) has no field 'rnk'")
+        with pytest.raises(openai.BadRequestError, match="no field 'rnk'") as refused:
+            await create(world, training_file=file, extra_body={"peft": {"rnk": 4}})
+        assert refused.value.param == "peft"
 
     play(story)
 
@@ -137,13 +144,14 @@ def test_hyperparameters_peft_and_optimizer(play: Play) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"extra_body": {"peft": {"rnk": 4}}}, "'rnk'; did you mean 'rank'?"),
+        ({"extra_body": {"peft": 4}}, "peft"),
+        ({"extra_body": {"peft": []}}, "peft"),
+        ({"extra_body": {"peft": {"r": "x" * 100_000}}}, "peft"),
         ({"extra_body": {"optimizer": {"leaning_rate": 1}}}, "did you mean 'learning_rate'?"),
         ({"extra_body": {"sufix": "x"}}, "did you mean 'suffix'?"),
         ({"hyperparameters": {"epochs": 4}}, "did you mean 'n_epochs'?"),
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
         ({"hyperparameters": {"batch_size": "many"}}, "hyperparameters.batch_size"),
-        ({"extra_body": {"peft": {"r": 10**6}}}, "peft.r"),
         ({"extra_body": {"optimizer": {"learning_rate": -1}}}, "optimizer.learning_rate"),
         ({"extra_body": {"optimizer": {"betas": [0.9, 1.0]}}}, "optimizer.betas"),
         ({"method": {"type": "dpo"}}, "method.type"),
@@ -212,7 +220,7 @@ def test_training_goes_on_from_an_adapter(play: Play) -> None:
             await create(world, model=name, extra_body={"peft": {"r": 4}})
         second = await create(world, model=name)
         await world.until(lambda: len(started(world)) == 2)
-        command, adapter = started(world)[1], await world.state.store.adapters.find("local", name)
+        command, adapter = started(world)[1], await world.state.store.adapters.find("local", name, "tiny")
         assert adapter is not None and command.start_from == str(adapter.path) and command.method == {}
         with pytest.raises(openai.ConflictError):
             await client.models.delete(name)

@@ -97,7 +97,7 @@ def test_a_restarted_server_takes_in_what_happened_meanwhile(tmp_path: Path) -> 
                 done = await state.store.jobs.get("local", job.id)
                 assert done is not None and (done.status, done.trained_tokens) == ("succeeded", 120)
                 assert len(await state.store.jobs.metrics(job.id)) == 2
-                assert await state.store.adapters.find("local", done.name) is not None
+                assert await state.store.adapters.find("local", done.name, "tiny") is not None
                 while not any(isinstance(c, StartJob) and c.job == waits.id for c in engine.said):
                     await asyncio.sleep(0.001)
 

@@ -275,5 +275,5 @@ def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
     before = matrices(loaded)
     job = engine.finetune(data, "second", training=TrainingConfig(batch_size=4), start_from="first").result()
     assert job.history[0].loss == pytest.approx(wanted / count, rel=1e-5)
-    assert engine.bank.find("second").parts[0].config == loaded.config
+    assert engine.bank.find("second").parts[0].config == loaded.parts[0].config
     assert worst_error(matrices(engine.bank.find("first")), before) == 0.0

@@ -7,6 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses, Part, Place
+from coserve.adapters.virtual import Virtual
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,11 @@ class AdapterVersion:
     def bypasses(self) -> Bypasses:
         """What stands where, all parts together."""
         return Bypasses.of(self.placed())
+
+    @cached_property
+    def virtual(self) -> Virtual:
+        """What stands before every sequence."""
+        return Virtual.of(self.placed())
 
     def placed(self) -> Iterator[tuple[Place, Bypass]]:
         """Every bypass and its place, part by part."""

@@ -64,6 +64,7 @@ class Bypass(ABC):
 
     operators: ClassVar[tuple[Operator, ...]]
     dropout: float = 0.0
+    note: str = ""  # what is worth saying when somebody trains it further
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:

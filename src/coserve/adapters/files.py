@@ -8,6 +8,7 @@ configurations of its parts, and the names of part n's tensors begin with `n:`.
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,14 +53,19 @@ def read_adapter(
     return AdapterVersion(name, 0, tuple(parts))
 
 
-def write_adapter(adapter: AdapterVersion, folder: str | Path, base_name: str = "") -> None:
+def write_adapter(
+    adapter: AdapterVersion, folder: str | Path, base_name: str = "", whole: bool = False
+) -> None:
     """Writes what PEFT's `from_pretrained` reads; tensors in float32 (float64 ones stay as they are).
 
+    With `whole` also those that only training needs and PEFT does not read, such as prompt encoders.
     Warns where PEFT is known to read something else.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = [method_named(part.method).write(part) for part in adapter.parts]
+    if whole:
+        written = [replace(w, tensors={**w.tensors, **w.own}) for w in written]
     for part in adapter.parts:
         _warn_of_peft(part)
     configs = [_config(part, w, base_name) for part, w in zip(adapter.parts, written, strict=True)]

@@ -70,6 +70,11 @@ class WholeModel:
     def bias(self, path: str) -> Tensor | None:
         return self.dense(path).bias
 
+    @torch.no_grad()
+    def embedded(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self._model.get_input_embeddings()(tokens)
+        return found
+
     def dense(self, path: str) -> Dense:
         """The weights at `path`, [out, in], as exact as sums are made. Raises AdapterError where it has none
         of its own."""
@@ -122,7 +127,8 @@ class DenseWeights:
         return self._dense.bias
 
     def row_norms(self) -> Tensor:
-        return self._dense.weight.norm(dim=1)
+        norms: Tensor = self._dense.weight.norm(dim=1)
+        return norms
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = F.linear(x.to(self._dense.weight.dtype), self._dense.weight, self._dense.bias)

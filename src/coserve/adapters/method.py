@@ -1,7 +1,7 @@
 """What a file in `methods/` has to offer."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,22 +15,27 @@ from coserve.errors import AdapterMismatch
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A part as it goes into files: fields of the configuration, tensors by their names in PEFT's format."""
+    """A part as it goes into files: fields of the configuration, tensors by their names in PEFT's format.
+
+    `own` are tensors that training goes on from and PEFT's format has no place for; checkpoints have them.
+    """
 
     fields: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    own: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Method(Protocol):
     """One adapter method.
 
     `name` is what requests and command lines call it, `peft_type` what files do, `config` the frozen
-    dataclass of its settings.
+    dataclass of its settings, `aliases` PEFT's words for some of its fields.
     """
 
     name: str
     peft_type: str
     config: type[Any]
+    aliases: Mapping[str, str]
 
     def fresh(self, config: Any, frame: Frame, generator: torch.Generator) -> Part:
         """A part that changes nothing yet, or as little as the method can, float32 on the CPU.

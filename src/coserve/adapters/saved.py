@@ -73,6 +73,11 @@ class Saved:
                 found[path] = self._moved(name)
         return found
 
+    def starting(self, start: str) -> dict[str, Tensor]:
+        """The tensors whose names begin so, by the rest of their names; they count as taken."""
+        found = [name for name in self._tensors if name.startswith(start)]
+        return {name.removeprefix(start): self._moved(name) for name in found}
+
     def tensor(self, name: str) -> Tensor:
         """The tensor of this name. Raises AdapterMismatch where there is none."""
         if name not in self._tensors:

@@ -87,6 +87,10 @@ class Frame(Protocol):
         """Of the linear or norm at `path`, None where it has none."""
         ...
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """What the input embedding gives to token ids [n]: [n, width]."""
+        ...
+
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The outermost checkpointable layers by path, in the order they run. Raises UnsupportedModel."""

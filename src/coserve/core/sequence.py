@@ -114,8 +114,8 @@ class MicroBatch:
     with a large vocabulary one row's loss takes as long as several layers. Going back they enter from the
     right: those from `frontier` on have set out.
 
-    An adapter's virtual tokens stand before every example: `prefix` of them as keys and values that are given,
-    then `prompt` as rows. Those rows are the first of `lengths`, here once for all examples.
+    An adapter's virtual tokens stand before every example: `prefix` of them as keys and values that are
+    given, then `prompt` as rows. Those rows are the first of `lengths`, here once for all examples.
 
     Windows that were put down lie in `put_down`, the one to go on with last. A window may be *cut* there: the
     part that the other waits for (the left one forward, the right one going back) goes on, the rest stays

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bank import AdapterBank
+from coserve.adapters.bypass import Bypasses
 from coserve.core.plan import Plan, Sampled, Segment, TokenLogprobs
 from coserve.core.sequence import Direction
 from coserve.core.sequence import Sequence as Answer
@@ -62,9 +63,18 @@ class DeterministicRunner(LocalRunner):
         part = TiledRows(
             self.pool,
             torch.cat([chunk.slots for chunk in chunks]),
-            [PrefillRows(s.start, s.length, c.pages) for s, c in zip(segments, chunks, strict=True)],
+            [PrefillRows(c.start, s.length, c.pages) for s, c in zip(segments, chunks, strict=True)],
         )
         return Inference(part, segments, rows, counts, hidden, calls, adapters)
+
+    def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
+        return [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
+
+    def _prompt_rows(self, rows: PrefillRows, slots: Tensor, bypasses: Bypasses) -> Inference:
+        adapters = [(slice(0, rows.count), bypasses)]
+        positions = torch.arange(rows.start, rows.start + rows.count, device=slots.device)
+        hidden, calls = fixed.embed(self.base, torch.zeros_like(positions), positions, adapters)
+        return Inference(TiledRows(self.pool, slots, [rows]), (), slots, (), hidden, calls, adapters)
 
     def _compose(
         self, inference: Inference | None, travels: Sequence[Travel]

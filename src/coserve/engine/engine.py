@@ -336,6 +336,8 @@ class Engine:
             adapter=None if version is None else version.key,
             slo=slo,
             arrival=self.clock() if arrival is None else arrival,
+            virtual=0 if version is None else version.virtual.count,
+            virtual_rows=0 if version is None else version.virtual.prompt_count,
         )
 
     def _first_version(

@@ -8,25 +8,22 @@ end of a job comes after the news of all its checkpoints.
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter
-from coserve.adapters.methods import method_named
+from coserve.adapters.settings import convert, settings_of
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.plan import Updated
 from coserve.engine.aside import Aside, Outcome
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning, Keeping
 from coserve.engine.scoring import Scoring, check_lengths
-from coserve.errors import ConfigError, CoserveError, DataError
+from coserve.errors import CoserveError, DataError
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example, Prepared
 from coserve.train.state import TrainingState
@@ -41,8 +38,6 @@ from coserve.wire.messages import (
     Numbered,
     StartJob,
 )
-
-_T = TypeVar("_T")
 
 
 def fault_of(error: CoserveError) -> Fault:
@@ -346,8 +341,8 @@ def _started(job: str, step: int, steps: int, ready: _Ready) -> JobStarted:
 
 def _read(engine: Engine, command: StartJob) -> _Ready:
     """All that a job needs, read while steps go on."""
-    training = _convert(command.options, TrainingConfig, "options")
-    method = _methods(command.method)
+    training = convert(command.options, TrainingConfig, "options")
+    method = settings_of(command.method)
     data = engine.prepare(Path(command.data), training)
     validation: tuple[Example, ...] = ()
     if command.validation is not None:
@@ -366,28 +361,3 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
     if command.start_from is not None:
         start = read_adapter(Path(command.start_from), name, base, exact, base.device)
     return _Ready(training, method, data, validation, start, None, None)
-
-
-def _methods(fields: Mapping[str, Any]) -> tuple[object, ...]:
-    """Settings of an adapter's methods: `type` says which one, `parts` lists several."""
-    if "parts" in fields:
-        parts = fields["parts"]
-        if len(fields) > 1 or not isinstance(parts, list) or not parts:
-            raise ConfigError("method.parts is a list of methods, and stands alone")
-        if not all(isinstance(part, dict) and "parts" not in part for part in parts):
-            raise ConfigError("each of method.parts is one method's settings")
-        return tuple(settings for part in parts for settings in _methods(part))
-    method = method_named(str(fields.get("type", "lora")))
-    own = {name: value for name, value in fields.items() if name != "type"}
-    return (_convert(own, method.config, f"method ({method.name})"),)
-
-
-def _convert(fields: dict[str, Any], kind: type[_T], what: str) -> _T:
-    """A settings dataclass from a message; ConfigError names the field that does not belong or fit."""
-    known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(set(fields) - known):
-        raise ConfigError(f"{what} has no field {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{what}: {error}") from error

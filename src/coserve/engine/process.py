@@ -5,9 +5,9 @@ waits for its `wire.control.EngineStart`. The loop is: commands, a step, a repor
 until a message comes.
 
 It ends with status 0 after a drain, with status 1 where its model cannot be loaded or a bug showed, and at
-once when its standard input closes, that is, when the supervisor is gone. A drain is what the server's `Drain`
-asks for, and SIGTERM once no server is connected: whoever stops a service may signal all its processes, and
-the server may have requests that are still to come here. Before it is ready, SIGTERM ends it at once. It may be
+once when its standard input closes, that is, when the supervisor is gone. A drain is what the server asks
+for, or SIGTERM once no server is connected: whoever stops a service may signal all its processes, and the
+server may have requests that are still to come here. Before it is ready, SIGTERM ends it at once. It may be
 killed at any moment: nothing that was reported is lost.
 """
 
@@ -185,6 +185,7 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         parameters=base.parameters,
         positions=base.max_positions,
         vocabulary=base.vocabulary,
+        width=base.hidden_size,
         cache_tokens=config.pages * config.page_size,
         max_running=config.max_running,
         eos=engine.eos_ids,

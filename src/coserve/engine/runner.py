@@ -12,7 +12,7 @@ from torch import Tensor
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.core.grid import on_grid
-from coserve.core.plan import Plan, Sampled, Segment, StepResult, TokenLogprobs, Updated
+from coserve.core.plan import Plan, Prefix, Sampled, Segment, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.table import SequenceTable
@@ -22,8 +22,9 @@ from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls, Part
 from coserve.model.sample import sample, token_logprobs
-from coserve.train.tape import KeptWindow, Tape, Window
+from coserve.train.tape import KeptWindow, Tape
 from coserve.train.trainer import TrainingRun
+from coserve.train.window import Window
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class LocalRunner:
         started = time.perf_counter()
         for key in plan.released:
             self.table.release(key)
+        for prefix in plan.prefixes:
+            self._fill(prefix)
         sampled = self._pass(plan)
         for segment in plan.training:
             if segment.direction is not Direction.KEEP:
@@ -71,6 +74,37 @@ class LocalRunner:
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
         return StepResult(time.perf_counter() - started, sampled, updated, failed)
+
+    def _fill(self, prefix: Prefix) -> None:
+        """Virtual tokens into their pages: given ones as they are, then prompts in a pass of their own."""
+        version = self.bank.find(prefix.adapter)
+        pages = torch.tensor(prefix.pages, device=self.base.device)
+        self.pool.clean(pages)
+        slots = self.pool.slots(pages)[: prefix.tokens]
+        given = prefix.tokens - prefix.rows
+        for layer, (k, v) in enumerate(version.virtual.caches()):
+            self.pool.write(layer, slots[:given], k, v)
+        for start, count in self._prompt_windows(prefix.rows):
+            bypasses = version.virtual.embedded(version.bypasses, start, count)
+            first, end = given + start, given + start + count
+            rows = PrefillRows(first, count, pages[: -(-end // self.pool.page_size)])
+            self._forward(self._prompt_rows(rows, slots[first:end], bypasses), [])
+
+    def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
+        """(start, count) of the passes that a prompt goes through the model in."""
+        return [(0, rows)] if rows else []
+
+    def _prompt_rows(self, rows: PrefillRows, slots: Tensor, bypasses: Bypasses) -> Inference:
+        missing = on_grid(rows.count) - rows.count
+        adapters = [(slice(0, rows.count), bypasses)]
+        positions = torch.arange(rows.start, rows.start + rows.count, device=slots.device)
+        hidden, calls = self.base.prologue(
+            torch.zeros(rows.count + missing, dtype=torch.long, device=slots.device),
+            F.pad(positions, (0, missing)),
+            self._rows_at(self.base.early_sites, adapters),
+        )
+        part = InferenceRows(self.pool, slots, None, [rows], missing)
+        return Inference(part, (), slots, (), hidden, calls, adapters)
 
     def _pass(self, plan: Plan) -> dict[int, Sampled]:
         """Everything that goes forward, in one fused pass, and the tokens that come of it."""
@@ -131,13 +165,13 @@ class LocalRunner:
         decoding = sum(not _is_prefill(s) for s in ordered)
         entering, prefills, decode = [], [], None
         if decoding:
-            longest = max(answer.length for answer in answers[:decoding])
+            longest = max(answer.virtual + answer.length for answer in answers[:decoding])
             tokens, positions, slots, decode = self.table.decode(rows[:decoding], longest)
             entering.append((tokens, positions, slots))
         counts = [1] * decoding
         for segment, row in zip(ordered[decoding:], rows[decoding:], strict=True):
             chunk = self.table.prefill(segment, row)
-            prefills.append(PrefillRows(segment.start, segment.length, chunk.pages))
+            prefills.append(PrefillRows(chunk.start, segment.length, chunk.pages))
             entering.append((chunk.tokens, chunk.positions, chunk.slots))
             counts.append(segment.length)
         tokens, positions, slots = (torch.cat(column) for column in zip(*entering, strict=True))

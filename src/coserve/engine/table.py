@@ -119,7 +119,7 @@ class SequenceTable:
         self.sampling.set(row, params, params.seed, answer.request.prompt, answer.output)
 
     def _copy_templates(self, answers: Sequence[Answer]) -> None:
-        """The virtual tokens that fill no page of their own, into the first page that is the sequence's own."""
+        """Virtual tokens that fill no page, into the first page that is the sequence's own."""
         size = self._pool.page_size
         sources: list[int] = []
         targets: list[int] = []

@@ -4,6 +4,7 @@ import time
 from functools import partial
 
 from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.settings import settings_of
 from coserve.core.events import Event, Finished, TokenEvent
 from coserve.engine.aside import Aside, Outcome
 from coserve.engine.engine import Engine
@@ -14,6 +15,7 @@ from coserve.errors import ConflictError, CoserveError, EngineLost
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,
+    CheckMethod,
     Command,
     Drain,
     Hello,
@@ -82,6 +84,8 @@ class Worker:
                 self._load(command)
             case UnloadAdapter():
                 self._unload(command)
+            case CheckMethod():
+                self._check(command)
             case StartJob():
                 if not self.draining:  # else it goes on in the engine that comes next
                     self._jobs.start(command)
@@ -207,6 +211,14 @@ class Worker:
             reply = Reply(command.ref, fault_of(error))
         if connection == self._connection:
             self._replies.append(reply)
+
+    def _check(self, command: CheckMethod) -> None:
+        try:
+            settings_of(command.method)
+        except CoserveError as error:
+            self._replies.append(Reply(command.ref, fault_of(error)))
+        else:
+            self._replies.append(Reply(command.ref))
 
     def _unload(self, command: UnloadAdapter) -> None:
         try:

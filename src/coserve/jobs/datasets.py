@@ -9,11 +9,13 @@ is one of
     {"text": ...}
 
 and further keys are left alone, but for `tools` and `functions`, which would change what the chat means.
-Files are read line by line and never held as a whole.
+Files are read line by line and never held as a whole: a line has at most `LONGEST` bytes, a paragraph as many
+characters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +23,7 @@ import msgspec
 
 from coserve.errors import DataError
 
+LONGEST: Final = 16 * 2**20
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 EXPECTED: Final = (
     'a JSON object with "messages", "prompt" and "completion", "question" and "answer", or "text"'
@@ -151,7 +154,7 @@ def _name_of(source: Source) -> str:
 
 def _file_records(path: Path, name: str) -> Iterator[Record]:
     lines = _lines(path, name)
-    return _paragraphs(lines) if path.suffix.lower() == ".txt" else _json_records(lines, name)
+    return _paragraphs(lines, name) if path.suffix.lower() == ".txt" else _json_records(lines, name)
 
 
 def _list_records(values: Iterable[Mapping[str, Any]], name: str) -> Iterator[Record]:
@@ -166,7 +169,9 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text without its end) of every line."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
+                if len(line) > LONGEST:
+                    raise DataError(f"{name}, line {number}: expected at most {LONGEST} bytes")
                 # Some editors begin a file with a byte order mark.
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
@@ -188,13 +193,17 @@ def _json_records(lines: Iterator[tuple[int, str]], name: str) -> Iterator[Recor
             raise DataError(f"{name}, line {number}: expected {EXPECTED}; {error}") from None
 
 
-def _paragraphs(lines: Iterator[tuple[int, str]]) -> Iterator[Record]:
+def _paragraphs(lines: Iterator[tuple[int, str]], name: str) -> Iterator[Record]:
     paragraph: list[str] = []
-    for _, line in lines:
+    length = 0
+    for number, line in lines:
         if line.strip():
             paragraph.append(line)
+            length += len(line)
+            if length > LONGEST:
+                raise DataError(f"{name}, line {number}: expected a blank line, after {length} characters")
         elif paragraph:
             yield TextRecord("\n".join(paragraph))
-            paragraph = []
+            paragraph, length = [], 0
     if paragraph:
         yield TextRecord("\n".join(paragraph))

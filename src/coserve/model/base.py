@@ -76,6 +76,12 @@ class Base:
         bias: Tensor | None = getattr(self.model.get_submodule(path), "bias", None)
         return bias
 
+    @torch.no_grad()
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """What the input embedding gives to token ids [n]: [n, width]."""
+        found: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
+        return found
+
     @cached_property
     def early_sites(self) -> frozenset[str]:
         """Paths of sites before the first layer."""

@@ -69,7 +69,7 @@ def causal_pairs(start: int, rows: int) -> int:
 
 
 def window_pairs(batch: MicroBatch, start: int, rows: int) -> int:
-    """The same for a window of a micro-batch, whose examples are blind to each other and see what is virtual."""
+    """The same for a window of a micro-batch; its examples see what is virtual and nothing of each other."""
     pairs, begin, end = 0, 0, start + rows
     for length in batch.lengths:
         low, high = max(start, begin), min(end, begin + length)

@@ -48,7 +48,7 @@ class FakeRunner:
         self._vocabulary = vocabulary
         self._failures = dict(failures or {})
         # A page is held by the key of a sequence, or by an adapter version for all who use it.
-        self._cache: dict[tuple[int, int], tuple[int | str, int, int]] = {}  # page, slot -> whose, where, what
+        self._cache: dict[tuple[int, int], tuple[int | str, int, int]] = {}  # page, slot -> whose, at, token
         self._holder: dict[int, int | str] = {}  # page -> whose
         self._prefixes: dict[str, tuple[int, ...]] = {}  # pages of virtual tokens, by adapter
         self._users: dict[int, str] = {}  # key -> the adapter whose virtual tokens it reads
@@ -130,7 +130,7 @@ class FakeRunner:
         adapter, pages = sequence.request.adapter, self._prefixes.get(sequence.request.adapter or "", ())
         assert adapter is not None and pages, f"virtual tokens of {adapter} that nobody has filled"
         full, rest = divmod(sequence.virtual, self._page_size)
-        assert (sequence.shared, sequence.pages[:full]) == (full, list(pages[:full])), "the version's own pages"
+        assert (sequence.shared, sequence.pages[:full]) == (full, list(pages[:full])), "the version's pages"
         assert sequence.template == (pages[full] if rest else None), "what does not fill a page"
         if sequence.key not in self._users:
             self._users[sequence.key] = adapter

@@ -209,11 +209,12 @@ class _Complaint:
         return 0 if self.place is None else self.place.count(".")
 
 
-def _in_body(loc: Sequence[str | int], body: object, is_missing: bool) -> list[str | int]:
+def _in_body(loc: Sequence[str | int], body: Any, is_missing: bool) -> list[str | int]:
     """The way to a value. pydantic names types and tags on it as well, which no body holds."""
     way: list[str | int] = []
     for number, part in enumerate(loc, 1):
-        if (isinstance(body, Mapping) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+        is_item = isinstance(body, list) and isinstance(part, int)
+        if is_item or (isinstance(body, Mapping) and part in body):
             body = body[part]
         elif not (is_missing and number == len(loc)):
             continue

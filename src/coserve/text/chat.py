@@ -10,6 +10,7 @@ training would have before the answer (`encode_chat`).
 """
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +20,8 @@ from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens, token_i
 
 Turns = Sequence[Mapping[str, str]]
 Render = Callable[[Turns, bool], str]
+# transformers compiles a template once for all threads, and what was rendered last is noted in it.
+_RENDERING = threading.Lock()
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -69,20 +72,22 @@ def _refusals() -> Iterator[None]:
 
 
 def _rendered(tokenizer: Tokenizer, turns: Turns, add_generation_prompt: bool) -> str:
-    text = tokenizer.apply_chat_template(
-        list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
-    )
+    with _RENDERING:
+        text = tokenizer.apply_chat_template(
+            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     return str(text)
 
 
 def _encode_marked(turns: Turns, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    encoded = tokenizer.apply_chat_template(
-        list(turns),
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True},
-    )
+    with _RENDERING:
+        encoded = tokenizer.apply_chat_template(
+            list(turns),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+        )
     mask = [bool(mark) for mark in encoded["assistant_masks"]]
     # A character can take several tokens, and transformers marks only the first of the last character's;
     # the others begin inside the text of the one before.

@@ -109,7 +109,7 @@ def read_checkpoint(path: Path, name: str, frame: Frame, dtype: torch.dtype) -> 
 
 
 def _write_files(folder: Path, state: TrainingState, base_name: str) -> None:
-    write_adapter(state.adapter, folder, base_name)
+    write_adapter(state.adapter, folder, base_name, whole=True)
     save_file(dict(state.moments), folder / _MOMENTS)
     fields = {
         "format": _FORMAT,

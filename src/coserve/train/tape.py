@@ -5,7 +5,7 @@ Kept are the inputs of every layer and its keys and values, which later windows 
 fused forward pass has no graph: what is kept depends on the training rows alone.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
-from coserve.core.grid import on_grid
-from coserve.kernels.attention import AttentionSpec, attend
+from coserve.adapters.virtual import Virtual
+from coserve.kernels.attention import AttentionSpec
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.model.graph import GraphRows
+from coserve.train.window import Pair, Past, Window, attend_window
 
 
 class Keep(Enum):
@@ -28,97 +29,14 @@ class Keep(Enum):
     PRODUCTS = "products"
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Rows [start, start + rows) of a micro-batch and how they fall on its examples.
-
-    `past` rows before `start` belong to the window's first example; `pieces` are the rows each example
-    has in the window, in order. Where the micro-batch begins with the adapter's prompt, which stands before
-    every example, `before` of its rows precede the window and `prompt` of them are the window's first.
-    """
-
-    start: int
-    rows: int
-    past: int
-    pieces: tuple[int, ...]
-    before: int = 0
-    prompt: int = 0
-
-    @staticmethod
-    def of(lengths: tuple[int, ...], start: int, rows: int, prompt: int = 0) -> "Window":
-        """`prompt` rows stand before all examples; they are the first of `lengths`, if any."""
-        before = min(start, prompt)
-        pieces, past, begin = [], 0, prompt
-        for length in lengths[bool(prompt) :]:
-            first, last = max(begin, start), min(begin + length, start + rows)
-            if first < last:
-                pieces.append(last - first)
-                past = past if len(pieces) > 1 else first - begin
-            begin += length
-        return Window(start, rows, past, tuple(pieces), before, min(start + rows, prompt) - before)
-
-    @property
-    def span(self) -> slice:
-        return slice(self.start, self.start + self.rows)
-
-    @property
-    def past_span(self) -> slice:
-        return slice(self.start - self.past, self.start)
-
-
-Pair = tuple[Tensor, Tensor]  # keys [1, groups, rows, dk] and values [1, groups, rows, dv]
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """What a window's rows may attend to beside their own; None where there is nothing.
-
-    `given` are virtual tokens that are keys and values, `prompt` the rows of a prompt before the window: both
-    stand before every example. `own` are the rows of the window's first example before the window.
-    """
-
-    given: Pair | None = None
-    prompt: Pair | None = None
-    own: Pair | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All there are, in order."""
-        pairs = (self.given, self.prompt, self.own)
-        return tuple(tensor for pair in pairs if pair is not None for tensor in pair)
-
-    @property
-    def ahead(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys, and values, of what stands before every example."""
-        pairs = [pair for pair in (self.given, self.prompt) if pair is not None]
-        return [keys for keys, _ in pairs], [values for _, values in pairs]
-
-    def as_leaves(self) -> "Past":
-        """The same as leaves of a graph."""
-        return Past(*(pair and _leaves(pair) for pair in (self.given, self.prompt, self.own)))
-
-
-def _leaves(pair: Pair) -> Pair:
-    return pair[0].detach().requires_grad_(), pair[1].detach().requires_grad_()
-
-
-@dataclass(frozen=True, slots=True)
-class Virtual:
-    """What stands before every example of a micro-batch: first `given`, keys [groups, n, dk] and values
-    [groups, n, dv] by layer, then the first `prompt` rows of the micro-batch."""
-
-    given: tuple[Pair, ...] = ()
-    prompt: int = 0
-
-    @property
-    def given_count(self) -> int:
-        return self.given[0][0].shape[1] if self.given else 0
+_NOTHING = Virtual("")
 
 
 class Tape:
     """A micro-batch on its way: buffers over all its rows, filled window by window, layer by layer.
 
-    tokens, labels [rows] (label -100 is none; a label belongs to the row that predicts it). What the first
+    tokens, labels [rows] (label -100 is none; a label belongs to the row that predicts it). Where `virtual`
+    has prompts their rows come first, here once for all examples, as the first of `lengths`. What the first
     layer is given is embedded again when it is asked for; what the last one gives makes room, once its loss
     is known, for the gradient of rows that wait on their way back.
     """
@@ -131,6 +49,7 @@ class Tape:
         labels: Tensor,
         keep: Keep,
         arena: Arena | None = None,
+        virtual: Virtual = _NOTHING,
     ) -> None:
         self.base = base
         self._arena = arena if arena is not None else Arena()
@@ -139,7 +58,15 @@ class Tape:
         self.keep = keep
         self.rows = len(tokens)
         self._tokens = tokens
-        self._positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+        self._virtual = virtual
+        with torch.no_grad():
+            self._given = [(k[None], v[None]) for k, v in virtual.caches()]
+        self._positions = torch.cat(
+            [
+                torch.arange(first, first + n, device=tokens.device)
+                for n, first in zip(lengths, self._firsts(), strict=True)
+            ]
+        )
         hidden, self._calls = base.prologue(tokens, self._positions)
         self._outputs = [self._room(hidden, self.rows, base.hidden_size) for _ in range(base.depth)]
         self.products: dict[str, Tensor] = {}
@@ -148,9 +75,10 @@ class Tape:
         self._values: dict[int, Tensor] = {}
         self._key_grads: dict[int, Tensor] = {}
         self._value_grads: dict[int, Tensor] = {}
+        self._given_grads: dict[int, Pair] = {}
 
     def window(self, start: int, rows: int) -> Window:
-        return Window.of(self.lengths, start, rows)
+        return Window.of(self.lengths, start, rows, self._virtual.prompt_count)
 
     def calls_for(self, window: Window) -> LayerCalls:
         """The layers' arguments for the rows of a window."""
@@ -193,21 +121,44 @@ class Tape:
                 store[layer] = self._room(given, given.shape[0], self.rows, given.shape[-1])
             store[layer][:, window.span] = given
 
-    def past_cache(self, layer: int, window: Window) -> tuple[Tensor, Tensor] | None:
-        """Keys and values [1, groups, past, width] of the rows before the window in its first example."""
-        if not window.past:
-            return None
-        return self._keys[layer][None, :, window.past_span], self._values[layer][None, :, window.past_span]
+    def past(self, layer: int, window: Window) -> Past:
+        """Keys and values that the window's rows may attend to beside their own."""
+        return Past(
+            self._given[layer] if self._given else None,
+            self._cached(layer, slice(window.before)) if window.before else None,
+            self._cached(layer, window.past_span) if window.past else None,
+        )
 
-    def add_cache_grads(self, layer: int, window: Window, dk: Tensor, dv: Tensor) -> None:
-        """Gradients [1, groups, past, width] that this window owes to earlier rows' keys and values
-        (FlexLLM 6.1, figure 10). Accumulated in at least float32."""
-        for store, given in ((self._key_grads, dk), (self._value_grads, dv)):
-            if layer not in store:
-                exact = torch.promote_types(given.dtype, torch.float32)
-                shape = (given.shape[1], self.rows, given.shape[-1])
-                store[layer] = self._arena.take(shape, exact, given.device).zero_()
-            store[layer][:, window.past_span] += given[0]
+    def add_past_grads(self, layer: int, window: Window, grads: Sequence[Tensor]) -> None:
+        """Gradients that this window owes to `Past.tensors`: to earlier rows' keys and values (FlexLLM 6.1,
+        figure 10), and to those that are given. Accumulated in at least float32."""
+        pairs = list(zip(grads[::2], grads[1::2], strict=True))
+        if self._given:
+            dk, dv = pairs.pop(0)
+            if layer not in self._given_grads:
+                self._given_grads[layer] = _exact_zeros(dk[0]), _exact_zeros(dv[0])
+            for total, given in zip(self._given_grads[layer], (dk, dv), strict=True):
+                total += given[0]
+        spans = [slice(window.before)] * bool(window.before) + [window.past_span] * bool(window.past)
+        for (dk, dv), span in zip(pairs, spans, strict=True):
+            for store, owed in ((self._key_grads, dk), (self._value_grads, dv)):
+                if layer not in store:
+                    exact = torch.promote_types(owed.dtype, torch.float32)
+                    shape = (owed.shape[1], self.rows, owed.shape[-1])
+                    store[layer] = self._arena.take(shape, exact, owed.device).zero_()
+                store[layer][:, span] += owed[0]
+
+    def given_in_graph(self) -> list[Tensor]:
+        """What `given_grads` are the gradients of, in the current graph."""
+        return [tensor for pair in self._virtual.caches() for tensor in pair]
+
+    def given_grads(self) -> list[Tensor]:
+        """What all windows so far owe to the keys and values that are given: [groups, n, width], a layer's
+        keys and its values after one another."""
+        return [gradient for layer in range(len(self._given)) for gradient in self._given_grads[layer]]
+
+    def _cached(self, layer: int, span: slice) -> Pair:
+        return self._keys[layer][None, :, span], self._values[layer][None, :, span]
 
     def cache_grads(self, layer: int, window: Window, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """What later windows have added for this window's own keys and values, [1, groups, rows, width]."""
@@ -230,6 +181,7 @@ class Tape:
         """Gives all memory back; the tape is of no use afterwards."""
         self._arena.give_back(self._kept())
         self._outputs.clear()
+        self._given_grads.clear()
         for store in self._stores():
             store.clear()
 
@@ -237,6 +189,11 @@ class Tape:
     def nbytes(self) -> int:
         """Bytes kept for the backward pass (tokens, labels and what all layers are called with excluded)."""
         return sum(t.nbytes for t in self._kept())
+
+    def _firsts(self) -> list[int]:
+        """Position of each example's first row; the prompt's rows count as an example."""
+        given, count = self._virtual.given_count, self._virtual.count
+        return [given, *[count] * (len(self.lengths) - 1)]
 
     def _kept(self) -> list[Tensor]:
         return [*self._outputs, *(t for store in self._stores() for t in store.values())]
@@ -262,47 +219,8 @@ class KeptWindow:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self.tape.keep_cache(layer, self.window, k[0], v[0])
-        return attend_window(q, k, v, self.tape.past_cache(layer, self.window), self.window, spec)
+        return attend_window(q, k, v, self.tape.past(layer, self.window), self.window, spec)
 
 
-def attend_window(
-    q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None, window: Window, spec: AttentionSpec
-) -> Tensor:
-    """Attention of a window's rows, each within its own example; differentiable.
-
-    q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv], past keys and values
-    [1, groups, past, width] of the first piece; returns [1, rows, heads, dv].
-    """
-    outputs = []
-    pieces = list(window.pieces)
-    start = 0
-    if past is not None:
-        start = pieces.pop(0)
-        first = slice(0, start)
-        keys = torch.cat([past[0], k[:, :, first]], dim=2)
-        values = torch.cat([past[1], v[:, :, first]], dim=2)
-        outputs.append(attend(q[:, :, first], keys, values, spec).transpose(1, 2))
-    if start:  # a slice of everything would cost a zeroed gradient and a copy on the way back
-        q, k, v = q[:, :, start:], k[:, :, start:], v[:, :, start:]
-    if len(pieces) == 1:
-        outputs.append(attend(q, k, v, spec).transpose(1, 2))
-    elif pieces:
-        outputs.append(_attend_side_by_side(q, k, v, pieces, spec))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-
-def _attend_side_by_side(q: Tensor, k: Tensor, v: Tensor, pieces: list[int], spec: AttentionSpec) -> Tensor:
-    """Whole examples as a batch, padded on the right: causal attention never looks there."""
-    longest, device = on_grid(max(pieces)), q.device
-    lengths = torch.tensor(pieces, device=device)
-    offsets = lengths.cumsum(0) - lengths
-    column = torch.arange(longest, device=device)
-    rows = (offsets[:, None] + column.minimum(lengths[:, None] - 1)).flatten()
-
-    def batched(x: Tensor) -> Tensor:
-        heads, width = x.shape[1], x.shape[-1]
-        return x[0].index_select(1, rows).view(heads, len(pieces), longest, width).transpose(0, 1)
-
-    out = attend(batched(q), batched(k), batched(v), spec).transpose(1, 2).flatten(0, 1)
-    real = (column < lengths[:, None]).flatten().nonzero().squeeze(1)
-    return out.index_select(0, real)[None]
+def _exact_zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))

@@ -22,8 +22,9 @@ from coserve.model.base import Base
 from coserve.train.example import IGNORED, Example, LossOn, epochs, pack, steps_per_epoch
 from coserve.train.rates import LearningRate, Schedule
 from coserve.train.state import Identity, TrainingState
-from coserve.train.tape import Keep, Tape, Window
+from coserve.train.tape import Keep, Tape
 from coserve.train.walk import Walk
+from coserve.train.window import Window
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what torch's AdamW keeps of a parameter
 
@@ -161,17 +162,28 @@ class TrainingRun:
         chosen = [self.examples[i] for i in next(self._batches)]
         step = _Step(sum(e.label_count for e in chosen), sum(len(e) for e in chosen))
         made = []
-        for indices in pack([len(e) for e in chosen], self.config.rows):
+        virtual = self.current.virtual
+        prompt = virtual.prompt_count
+        for indices in pack([len(e) for e in chosen], max(self.config.rows - prompt, 1)):
             packed = [chosen[i] for i in indices]
             lengths = tuple(len(e) for e in packed)
-            padding = _padding(lengths)
+            padding = _padding(lengths, prompt)
             missing = sum(padding)
             micro_batch = MicroBatch(
-                next(keys), self.job, self.current.key, (*lengths, *padding), self._base.depth, padding
+                key=next(keys),
+                job=self.job,
+                adapter=self.current.key,
+                lengths=(*[prompt] * bool(prompt), *lengths, *padding),
+                layers=self._base.depth,
+                padding=padding,
+                prefix=virtual.given_count,
+                prompt=prompt,
             )
             step.micro_batches[micro_batch.key] = _Travelling(
-                self._tensor([*(t for e in packed for t in e.tokens), *[0] * missing]),
-                self._tensor([*(t for e in packed for t in e.labels), *[IGNORED] * missing]),
+                self._tensor([*[0] * prompt, *(t for e in packed for t in e.tokens), *[0] * missing]),
+                self._tensor(
+                    [*[IGNORED] * prompt, *(t for e in packed for t in e.labels), *[IGNORED] * missing]
+                ),
             )
             made.append(micro_batch)
         self._under_way = step
@@ -188,6 +200,7 @@ class TrainingRun:
                 travelling.labels,
                 self.config.keep,
                 self._arena,
+                self._in_graph.virtual,
             )
         return travelling.tape
 
@@ -201,16 +214,18 @@ class TrainingRun:
         return travelling.walk
 
     def bypasses(self, micro_batch: MicroBatch, window: Window) -> Bypasses:
-        """The version being trained, as the rows of `window` see it: with their dropout."""
-        if not any(bypass.dropout for _, bypass in self._in_graph.placed()):
-            return self._in_graph.bypasses
-        assert self._under_way is not None
-        index = list(self._under_way.micro_batches).index(micro_batch.key)
-        key = f"{self.config.seed}/{self.step}/{index}"
-        return Bypasses.of(
-            (place, _dropping(bypass, f"{key}/{place.path}", window.start))
-            for place, bypass in self._in_graph.placed()
-        )
+        """The version being trained, as the rows of `window` see it: with their dropout, and its prompts in
+        place of what the first ones embed."""
+        found = self._in_graph.bypasses
+        if any(bypass.dropout for _, bypass in self._in_graph.placed()):
+            assert self._under_way is not None
+            index = list(self._under_way.micro_batches).index(micro_batch.key)
+            key = f"{self.config.seed}/{self.step}/{index}"
+            found = Bypasses.of(
+                (place, _dropping(bypass, f"{key}/{place.path}", window.start))
+                for place, bypass in self._in_graph.placed()
+            )
+        return self._in_graph.virtual.embedded(found, window.before, window.prompt)
 
     def update(self) -> Updated:
         """The optimizer's step, after every micro-batch has been there and back; publishes the next version.
@@ -323,10 +338,11 @@ class TrainingRun:
         return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
 
 
-def _padding(lengths: tuple[int, ...]) -> tuple[int, ...]:
+def _padding(lengths: tuple[int, ...], prompt: int) -> tuple[int, ...]:
     """Examples without labels that fill a micro-batch up to a row count in use, none longer than the real
     ones: positions are bounded."""
-    missing, longest = on_grid(sum(lengths)) - sum(lengths), max(lengths)
+    rows, longest = prompt + sum(lengths), max(lengths)
+    missing = on_grid(rows) - rows
     whole, rest = divmod(missing, longest)
     return (*[longest] * whole, *[rest] * bool(rest))
 

@@ -21,7 +21,8 @@ from coserve.kernels.loss import cross_entropy
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.model.graph import GraphRows
-from coserve.train.tape import Tape, Window, attend_window
+from coserve.train.tape import Tape
+from coserve.train.window import Past, Window, attend_window
 
 # Logits of one chunk of the loss in float32: 16 MiB stay in the caches and below malloc's mmap threshold
 # (a fresh mapping costs a page fault per 4 KiB).
@@ -36,7 +37,7 @@ class ReplayedRows(GraphRows):
     def __init__(self, tape: Tape, window: Window, bypasses: Bypasses) -> None:
         super().__init__(bypasses)
         self._tape, self._window = tape, window
-        self.past: tuple[Tensor, Tensor] | None = None
+        self.past = Past()
         self.current: tuple[Tensor, Tensor] | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -98,10 +99,23 @@ class Walk:
             self._through_embedding(window, bypasses, gradient)
 
     def _through_embedding(self, window: Window, bypasses: Bypasses, gradient: Tensor) -> None:
+        """To what stands before the first layer: beside the embedding, and as virtual tokens. What is owed to
+        given ones is complete when the leftmost window has come back."""
         leaves = self._leaves[EMBEDDED]
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
         with torch.enable_grad():
-            hidden = self._tape.embed(window, bypasses)
-        self._add_up(leaves, torch.autograd.grad(hidden, leaves, gradient, allow_unused=True))
+            if self._enters(bypasses):
+                outputs, gradients = [self._tape.embed(window, bypasses)], [gradient]
+            if window.start == 0:
+                outputs += self._tape.given_in_graph()
+                gradients += self._tape.given_grads()
+        if outputs:
+            self._add_up(leaves, _vjp(outputs, gradients, leaves))
+
+    def _enters(self, bypasses: Bypasses) -> bool:
+        """Whether anybody asks for the gradient of what the first layer is given for these rows."""
+        return bypasses.touches(self._base.early_sites)
 
     def _add_up(self, leaves: tuple[Tensor, ...], gradients: Sequence[Tensor | None]) -> None:
         for leaf, gradient in zip(leaves, gradients, strict=True):
@@ -115,11 +129,10 @@ class Walk:
         input [1, rows, width]. Below the lowest adapter nobody asks for that, and it stays as it is."""
         rows = ReplayedRows(self._tape, window, bypasses)
         leaves = self._leaves.get(layer, ())
-        x = self._tape.input(layer, window, bypasses).detach().requires_grad_(layer > self._lowest)
-        past = self._tape.past_cache(layer, window)
-        if past is not None:
-            past = (past[0].detach().requires_grad_(), past[1].detach().requires_grad_())
-        rows.past = past
+        asks = layer > self._lowest and (layer > 0 or self._enters(bypasses))
+        x = self._tape.input(layer, window, bypasses).detach().requires_grad_(asks)
+        rows.past = self._tape.past(layer, window).as_leaves()
+        past = rows.past.tensors
         with torch.enable_grad(), self._base.cell.set(rows):
             out = self._base.layer(layer, x, calls)
         assert rows.current is not None, "every layer attends"
@@ -128,12 +141,17 @@ class Walk:
         if owed is not None:
             outputs += rows.current
             gradients += owed
-        asked = [*leaves, *(past or ()), *((x,) if x.requires_grad else ())]
-        differentiable = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
-        found = torch.autograd.grad(
-            [o for o, _ in differentiable], asked, [g for _, g in differentiable], allow_unused=True
-        )
+        asked = [*leaves, *past, *((x,) if asks else ())]
+        found = _vjp(outputs, gradients, asked)
         self._add_up(leaves, found[: len(leaves)])
-        if past is not None:
-            self._tape.add_cache_grads(layer, window, *found[len(leaves) : len(leaves) + 2])
-        return found[-1] if x.requires_grad else gradient
+        self._tape.add_past_grads(layer, window, found[len(leaves) : len(leaves) + len(past)])
+        return found[-1] if asks else gradient
+
+
+def _vjp(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], asked: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Gradients of what is asked for, given those of the outputs; None (which torch's types do not tell) for
+    what nothing depends on."""
+    pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+    return torch.autograd.grad([o for o, _ in pairs], asked, [g for _, g in pairs], allow_unused=True)

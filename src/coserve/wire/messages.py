@@ -15,6 +15,9 @@ from coserve.core.plan import TokenLogprobs
 from coserve.core.request import SLO, FinishReason, SamplingParams
 
 
+Method = dict[str, Any] | list[dict[str, Any]]
+
+
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of all messages: msgpack maps that carry their type's name."""
 
@@ -63,13 +66,19 @@ class UnloadAdapter(Message, frozen=True):
     key: str
 
 
+class CheckMethod(Message, frozen=True):
+    """Whether these are settings of an adapter method; a `Reply` with `ref` follows."""
+
+    ref: int
+    method: Method
+
+
 class StartJob(Message, frozen=True):
     """Trains an adapter, from the newest good checkpoint under `folder` if there is one.
 
     A job that runs already goes on as it is. `data` is a checked JSONL or text file. `options` are fields of
-    TrainingConfig, `method` of an adapter method's settings, with its name as `type` ("lora" without one);
-    `parts` lists several that are one adapter together. `start_from` is the folder of an adapter to continue
-    from. `every` is how many optimizer steps lie between checkpoints.
+    TrainingConfig, `method` of an adapter method's settings (`adapters.settings`), or of several. `start_from`
+    is the folder of an adapter to continue from. `every` is how many optimizer steps lie between checkpoints.
     """
 
     job: str
@@ -77,7 +86,7 @@ class StartJob(Message, frozen=True):
     data: str
     folder: str
     options: dict[str, float | int | str | list[float] | None] = {}
-    method: dict[str, Any] = {}
+    method: Method = {}
     start_from: str | None = None
     validation: str | None = None
     every: int = 50
@@ -108,7 +117,10 @@ class Drain(Message, frozen=True):
     """Take no new work; write a checkpoint of every job, report them stopped, and then `Drained`."""
 
 
-Command = Submit | Cancel | LoadAdapter | UnloadAdapter | StartJob | StopJob | WeighJob | Acknowledge | Drain
+Command = (
+    Submit | Cancel | LoadAdapter | UnloadAdapter | CheckMethod | StartJob | StopJob | WeighJob | Acknowledge
+    | Drain
+)  # fmt: skip
 
 # Engine to server
 
@@ -123,13 +135,13 @@ class Hello(Message, frozen=True):
     parameters: int
     positions: int  # most tokens of one sequence
     vocabulary: int
+    width: int  # of the model's rows
     cache_tokens: int  # most tokens of all running sequences
     max_running: int
     eos: tuple[int, ...]
     deterministic: bool
     load_seconds: float
     jobs: tuple[str, ...] = ()  # that train right now
-    ended: tuple[str, ...] = ()  # whose end is among the news that nobody has acknowledged
 
 
 class Fault(Message, frozen=True):

@@ -41,7 +41,7 @@ from coserve.wire.messages import (
 )
 from models import letter_tokenizer, logits_of, tiny, with_lora
 
-HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 512, 64, (0,), False, 0.0)
+HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 16, 512, 64, (0,), False, 0.0)
 
 
 class Desk:

@@ -124,3 +124,21 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         list(read(tmp_path / "none.jsonl"))
     with pytest.raises(DataError, match=r"^upload: cannot be read \(Is a directory"):
         list(read(tmp_path, name="upload"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "' + b"b" * 100 + b'"}\n', "a.jsonl, line 2: expected at most 50"),
+        ("a.txt", b"a\n\n" + b"0123456789\n" * 6, "a.txt, line 8: expected a blank line"),
+    ],
+)
+def test_nothing_is_read_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes, said: str
+) -> None:
+    monkeypatch.setattr(datasets, "LONGEST", 50)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=said):
+        list(datasets.read(tmp_path / name))
+    monkeypatch.setattr(datasets, "LONGEST", 200)
+    assert len(list(datasets.read(tmp_path / name))) == 2

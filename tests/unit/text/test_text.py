@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ TEMPLATE = (
     "{% if messages[0].role != 'user' %}{{ raise_exception('chats begin with the user') }}{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 USER, ANSWER = Message("user", "Grüße 🚀?"), Message("assistant", "Hallo")
 
@@ -63,6 +68,14 @@ def test_a_request_asks_with_the_tokens_that_training_has_before_the_answer(
     if template is not None:
         turns = [{"role": "user", "content": USER.content}]
         assert list(asked) == tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+
+
+def test_jobs_that_are_read_at_once_do_not_mix_their_chats() -> None:
+    tokenizer = byte_level(MARKED)
+    chats = [(USER, Message("assistant", "hello " * (40 + i))) for i in range(60)]
+    alone = [encode_chat(chat, tokenizer) for chat in chats]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda chat: encode_chat(chat, tokenizer), chats)) == alone
 
 
 def test_prompts_are_encoded_as_the_tokenizer_does() -> None:
@@ -115,6 +128,36 @@ def test_sentence_pieces_have_their_spaces_and_bytes() -> None:
     assert text.piece(id_of["▁hi"]) == " hi" and text.piece(id_of["h"]) == "h"
     assert text.piece_bytes(id_of["<0xF0>"]) == b"\xf0"
     assert text.piece(id_of["<s>"]) == "<s>"
+
+
+@pytest.mark.parametrize(
+    ("before", "names", "said"),
+    [
+        ([], ["▁hi", "▁hi"], "hi hi"),
+        (["▁hi"], ["▁hi", "▁hi"], " hi hi"),  # where the text goes on, the space stays
+        (["▁hi", "h"], ["i", "▁hi"], "i hi"),
+        (["<s>"], ["▁hi"], "hi"),
+        (["▁hi"], ["<0xF0>", "<0x9F>", "<0x90>", "<0xB6>", "<0xF0>"], "🐶\ufffd"),
+        (["▁hi", "<0xF0>"], ["<0x9F>", "▁hi"], "\ufffd hi"),  # half a character before is left as it was
+    ],
+)
+def test_a_text_goes_on_as_if_it_had_been_decoded_at_once(
+    before: list[str], names: list[str], said: str
+) -> None:
+    tokenizer = sentence_pieces()
+    id_of = tokenizer.get_vocab()
+    stream = Text(tokenizer).stream(after=[id_of[name] for name in before])
+    assert "".join(stream.push(id_of[name]) for name in names) + stream.finish() == said
+
+
+def test_places_of_tokens_are_those_of_their_characters() -> None:
+    text = Text(byte_level())
+    tokens = (0, *text.encode("aé🚀 b"))
+    found = text.starts(tokens)
+    for token, start in zip(tokens, found, strict=True):
+        piece = text.piece_bytes(token)
+        assert token < 2 or piece in "aé🚀 b"[start:].encode()[: len(piece) + 3]
+    assert found == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4]
 
 
 def test_without_a_decoder_a_token_is_its_name() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.train.tape import Window
+from coserve.train.window import Window
 
 
 @st.composite

@@ -10,8 +10,8 @@ from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.methods.lora import DroppingLoRA
 from coserve.train.example import Example
-from coserve.train.tape import Window
 from coserve.train.trainer import TrainingRun, fresh_adapter
+from coserve.train.window import Window
 from models import tiny
 
 ROWS = 40

@@ -18,9 +18,9 @@ def methods() -> Mapping[str, Method]:
     return {method.name: method for method in found}
 
 
-def method_named(name: str) -> Method:
+def method_named(name: object) -> Method:
     """Raises AdapterError for a name that is none."""
-    if name not in methods():
+    if not isinstance(name, str) or name not in methods():
         raise AdapterError(f"there is no adapter method {name!r}, only {', '.join(sorted(methods()))}")
     return methods()[name]
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -128,6 +128,10 @@ class LoRA:
     """Low-rank bypasses beside linears."""
 
     name, peft_type, config = "lora", "LORA", LoRAConfig
+    aliases: Final = {
+        "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
+        "use_rslora": "rslora", "use_dora": "dora",
+    }  # fmt: skip
 
     def fresh(self, config: LoRAConfig, frame: Frame, generator: torch.Generator) -> Part:
         """A as PEFT draws it (Kaiming uniform with a = √5), B zero."""

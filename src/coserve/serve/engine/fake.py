@@ -18,6 +18,7 @@ from coserve.wire.messages import (
     Acknowledge,
     Answer,
     Cancel,
+    CheckMethod,
     Command,
     Drain,
     Fault,
@@ -118,7 +119,7 @@ class FakeEngine:
 
     def hello(self) -> Hello:
         return Hello(
-            self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 32768,
+            self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 256, 32768,
             self.max_running, self.eos, True, 0.1, self.jobs,
         )  # fmt: skip
 
@@ -194,6 +195,8 @@ class FakeEngine:
             case UnloadAdapter():
                 self.adapters.pop(command.key, None)
                 self._replies.append(Reply(command.ref))
+            case CheckMethod():
+                self._replies.append(Reply(command.ref, self.refusals.get("method")))
             case Acknowledge():
                 self.news = [news for news in self.news if news.number > command.number]
             case Drain():

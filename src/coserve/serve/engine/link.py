@@ -16,10 +16,12 @@ from coserve.wire.codec import decode_answer, encode_commands
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,
+    CheckMethod,
     Command,
     Drain,
     Hello,
     LoadAdapter,
+    Method,
     Numbered,
     Reply,
     Report,
@@ -134,6 +136,13 @@ class EngineLink:
             return
         with suppress(ConnectionError):
             await self._ask(connection, UnloadAdapter(next(self._refs), key))
+
+    async def check(self, method: Method) -> None:
+        """Whether these are settings of an adapter method. Raises what they are refused with."""
+        while True:
+            await self.wait_ready(self._patience)
+            with suppress(ConnectionError):
+                return await self._ask(self._current(), CheckMethod(next(self._refs), method))
 
     def send(self, command: Command) -> None:
         """Sends a command. Without an engine it is dropped: `on_connect` is the place to say it again."""
@@ -326,7 +335,9 @@ class EngineLink:
             connection.loads.pop(key, None)  # another attempt may find the folder mended
             raise
 
-    def _ask(self, connection: _Connection, command: LoadAdapter | UnloadAdapter) -> asyncio.Future[None]:
+    def _ask(
+        self, connection: _Connection, command: LoadAdapter | UnloadAdapter | CheckMethod
+    ) -> asyncio.Future[None]:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         connection.replies[command.ref] = waiting
         self._post(connection, command)

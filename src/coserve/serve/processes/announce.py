@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +33,8 @@ class Announcer:
 
     def close(self) -> None:
         self._logger.removeHandler(self._handler)
-        self._handler.close()
+        with suppress(OSError):  # a full disk, here too
+            self._handler.close()
 
     def say(self, line: str, style: str = "") -> None:
         # Text, not markup: a path may hold square brackets. Soft: a pipe has no width to fold at.

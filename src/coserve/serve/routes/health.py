@@ -67,11 +67,11 @@ def _gauge(state: State) -> None:
         return
     ended = stats.slo_met + stats.slo_missed
     metrics.slo_attainment.set(stats.slo_met / ended if ended else 1.0)
-    metrics.slo_met.set(stats.slo_met)
-    metrics.slo_missed.set(stats.slo_missed)
+    metrics.slo_met.reach(stats.slo_met)
+    metrics.slo_missed.reach(stats.slo_missed)
     metrics.cost_model_error.set(stats.cost_error)
     metrics.cost_model_margin.set(stats.cost_margin)
     metrics.kv_cache_usage.set(1.0 - stats.free_pages / stats.pages if stats.pages else 0.0)
-    metrics.engine_steps.set(stats.steps)
-    metrics.engine_fused_steps.set(stats.fused_steps)
-    metrics.num_preemptions.set(stats.preemptions)
+    metrics.engine_steps.reach(stats.steps)
+    metrics.engine_fused_steps.reach(stats.fused_steps)
+    metrics.num_preemptions.reach(stats.preemptions)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
+from coserve.errors import AdapterError, ConfigError, EngineLost
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.routes.files import find_file, unknown_cursor
@@ -23,6 +24,7 @@ from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import FINAL, Checkpoint, Event, File, Job, Tenant
 from coserve.serve.training.recipe import recipe_of
+from coserve.wire.messages import Method
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
 _NAMED = 8  # characters of a job's id in its adapter's name
@@ -33,13 +35,21 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 @router.post("", responses=error_responses(404, 409), summary="Create a fine-tuning job")
 async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObject:
-    """Trains an adapter on an uploaded file. "auto" hyperparameters follow the number of examples."""
+    """Trains an adapter on an uploaded file.
+
+    "auto" hyperparameters follow the number of examples and the width of the model.
+    """
+    if state.link.hello is None:
+        raise EngineLost("the engine is still loading the model")
     model = await state.catalog.find(caller, body.model)
     training = await _training_file(state, caller, body.training_file, "training_file")
     if body.validation_file is not None:
         await _training_file(state, caller, body.validation_file, "validation_file")
     seed = secrets.randbelow(MOST_SEED + 1) if body.seed is None else body.seed
-    recipe = recipe_of(body, training.examples or 1, seed, continues=model.adapter is not None)
+    width = state.link.hello.width
+    recipe = recipe_of(body, training.examples or 1, width, seed, continues=model.adapter is not None)
+    if body.peft is not None:
+        await _check_method(state, body.peft)
     if await state.store.jobs.count_unfinished(caller.id) >= state.settings.max_queue_tenant:
         raise ApiError(429, "You have too many jobs that are not over.", code="too_many_jobs")
     id = new_id("ftjob")
@@ -57,14 +67,21 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         every=state.settings.checkpoint_steps,
         hyperparameters=recipe.hyperparameters,
         options=recipe.options,
-        lora=recipe.lora,
-        peft=None if body.peft is None else body.peft.model_dump(exclude_unset=True),
+        peft=body.peft,
         optimizer=None if body.optimizer is None else body.optimizer.model_dump(exclude_unset=True),
         suffix=body.suffix,
         metadata=body.metadata,
         start_from=model.key,
     )
     return _shown(await state.foreman.submit(job))
+
+
+async def _check_method(state: State, peft: Method) -> None:
+    """Raises ApiError 400 where these are no settings of an adapter method that the engine has."""
+    try:
+        await state.link.check(peft)
+    except (AdapterError, ConfigError) as error:
+        raise ApiError(400, str(error), param="peft", code="invalid_value") from error
 
 
 @router.get("", responses=error_responses(), summary="List fine-tuning jobs")

@@ -45,7 +45,7 @@ async def upload_adapter(
 )
 async def download_config(name: str, caller: Caller, state: Shared) -> FileResponse:
     """PEFT's adapter_config.json."""
-    return FileResponse(await _folder_of(state, caller, name) / CONFIG, filename=CONFIG)
+    return FileResponse(await _part_of(state, caller, name, CONFIG), filename=CONFIG)
 
 
 @router.get(
@@ -56,14 +56,17 @@ async def download_config(name: str, caller: Caller, state: Shared) -> FileRespo
 )
 async def download_weights(name: str, caller: Caller, state: Shared) -> FileResponse:
     """PEFT's adapter_model.safetensors."""
-    return FileResponse(await _folder_of(state, caller, name) / WEIGHTS, filename=WEIGHTS)
+    return FileResponse(await _part_of(state, caller, name, WEIGHTS), filename=WEIGHTS)
 
 
-async def _folder_of(state: State, caller: Caller, name: str) -> Path:
+async def _part_of(state: State, caller: Caller, name: str, part: str) -> Path:
     model = await state.catalog.find(caller, name)
     if model.folder is None:
         raise not_found(f"The model '{name}' is the base: it has no adapter.", param="name")
-    return model.folder
+    path = model.folder / part
+    if not await asyncio.to_thread(path.is_file):  # deleted a moment ago, or somebody took it away
+        raise not_found(f"The files of '{name}' are gone.", param="name")
+    return path
 
 
 async def _receive(upload: UploadFile, target: Path, most: int) -> None:

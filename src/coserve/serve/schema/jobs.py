@@ -3,7 +3,8 @@
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+import msgspec
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.price import LONGEST_NAME
@@ -11,6 +12,8 @@ from coserve.serve.schema.common import Asked, Metadata
 
 MOST_SEED: Final = 2**31 - 1
 LONGEST_ID: Final = 64
+MOST_SETTINGS_BYTES: Final = 1 << 16  # of one adapter method
+MOST_PARTS: Final = 8  # methods of one adapter
 _TRAIN: Any = {
     "model": "coserve-tiny",
     "training_file": "file-abc123",
@@ -20,7 +23,6 @@ _TRAIN: Any = {
 }
 
 FileId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
-Target = Annotated[str, Field(min_length=1, max_length=256)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 
@@ -49,7 +51,7 @@ class Named(Asked):
 
 
 class Hyperparameters(Named):
-    """OpenAI's three; "auto" follows the number of examples."""
+    """OpenAI's three; "auto" follows the number of examples and the width of the model."""
 
     n_epochs: Auto | Annotated[int, Field(ge=1, le=100)] = "auto"
     batch_size: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
@@ -67,37 +69,14 @@ class Method(Asked):
     supervised: Supervised | None = None
 
 
-class Peft(Named):
-    """The adapter, in PEFT's words or in ours."""
+def _small(value: Any) -> Any:
+    if len(msgspec.json.encode(value)) > MOST_SETTINGS_BYTES:
+        raise PydanticCustomError("too_long", f"Settings may have {MOST_SETTINGS_BYTES} bytes.")
+    return value
 
-    model_config = ConfigDict(populate_by_name=True)
 
-    peft_type: Literal["LORA"] = "LORA"
-    r: int = Field(default=8, ge=1, le=512, validation_alias=AliasChoices("r", "rank"), description="Rank.")
-    lora_alpha: float = Field(
-        default=16.0, gt=0, le=1e6, validation_alias=AliasChoices("lora_alpha", "alpha")
-    )
-    lora_dropout: Share = Field(default=0.0, validation_alias=AliasChoices("lora_dropout", "dropout"))
-    target_modules: (
-        Literal["all-linear"] | Annotated[list[Target], Field(fail_fast=True, min_length=1, max_length=256)]
-    ) = Field(
-        default="all-linear",
-        validation_alias=AliasChoices("target_modules", "targets"),
-        description="Names or path endings of linears.",
-    )
-    use_rslora: bool = Field(default=False, validation_alias=AliasChoices("use_rslora", "rslora"))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """As the engine's LoRAConfig has it."""
-        targets = [] if self.target_modules == "all-linear" else list(self.target_modules)
-        return {
-            "rank": self.r,
-            "alpha": self.lora_alpha,
-            "dropout": self.lora_dropout,
-            "targets": targets,
-            "rslora": self.use_rslora,
-        }
+# What fields there are is for the engine to say: each adapter method is one file of its own.
+Settings = Annotated[dict[str, Any], AfterValidator(_small)]
 
 
 class Optimizer(Named):
@@ -139,7 +118,11 @@ class JobRequest(Named):
     method: Method | None = None
     metadata: Metadata | None = None
     integrations: Annotated[list[Any], Field(max_length=0, description="None is there.")] | None = None
-    peft: Peft | None = None
+    peft: Settings | Annotated[list[Settings], Field(min_length=1, max_length=MOST_PARTS)] | None = Field(
+        default=None,
+        description="The adapter, in PEFT's words or in ours: `peft_type`, `r`, `target_modules` and so on; "
+        "LoRA where no type is given. A list of methods is one adapter.",
+    )
     optimizer: Optimizer | None = None
 
 
@@ -187,7 +170,7 @@ class JobObject(BaseModel):
     metadata: dict[str, str] | None
     integrations: list[Any] = []
     user_provided_suffix: str | None
-    peft: dict[str, Any] | None = Field(description="As asked for.")
+    peft: dict[str, Any] | list[dict[str, Any]] | None = Field(description="As asked for.")
     optimizer: dict[str, Any] | None = Field(description="As asked for.")
 
 

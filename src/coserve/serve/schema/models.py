@@ -47,7 +47,9 @@ class LoadAdapterRequest(Asked):
 
     lora_name: AdapterName
     lora_path: str = Field(min_length=1, max_length=4096, description="Absolute, or relative to the root.")
+    load_inplace: Literal[False] | None = Field(None, description="A name that is taken is never replaced.")
 
 
 class UnloadAdapterRequest(Asked):
     lora_name: str = Field(min_length=1, max_length=LONGEST_NAME)
+    lora_int_id: int | None = Field(None, description="Accepted, not used: names are enough.")

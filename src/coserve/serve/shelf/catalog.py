@@ -40,17 +40,17 @@ class Catalog:
         self._leaving: dict[str, asyncio.Event] = {}  # set when nobody uses the adapter any more
 
     async def find(self, tenant: Tenant, name: str) -> Model:
-        """Raises ApiError 404 for a name that this tenant has nothing by."""
+        """Raises ApiError 404 for a name that this tenant has nothing by, or nothing of this base."""
         if name == self.base.name:
             return self.base
-        adapter = await self._store.adapters.find(tenant.id, name)
+        adapter = await self._store.adapters.find(tenant.id, name, self.base.name)
         if adapter is None or adapter.id in self._leaving:
             raise unknown_model(name)
         return Model(name, adapter.created, adapter)
 
     async def list(self, tenant: Tenant) -> list[Model]:
-        """The base, and the tenant's adapters."""
-        adapters = await self._store.adapters.list(tenant.id)
+        """The base, and the tenant's adapters of it."""
+        adapters = await self._store.adapters.list(tenant.id, self.base.name)
         present = [adapter for adapter in adapters if adapter.id not in self._leaving]
         return [self.base, *(Model(adapter.name, adapter.created, adapter) for adapter in present)]
 

@@ -21,21 +21,25 @@ async def import_adapter(
 
     Raises ApiError 400 for a name that is taken, and AdapterError for what is no adapter, or does not fit.
     """
+    base = state.catalog.base.name
     taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")
-    if name == state.catalog.base.name or await state.store.adapters.find(tenant.id, name) is not None:
+    if name == base or await state.store.adapters.find(tenant.id, name, base) is not None:
         raise taken
     key = new_id("adapter")
     folder = state.store.adapter_folder(key)
-    adapter = Adapter(key, name, folder, state.catalog.base.name, int(time.time()), tenant.id)
+    adapter = Adapter(key, name, folder, base, int(time.time()), tenant.id)
     try:
         await asyncio.to_thread(copy_adapter, source, folder, state.settings.max_file_bytes)
         await state.link.load(key, folder)
         if not await state.store.adapters.add(adapter):
             raise taken
-    except (ApiError, AdapterError):
+    except (ApiError, AdapterError) as error:
         await state.link.unload(key)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        raise
+        if isinstance(error, ApiError):
+            raise
+        # Where the copy lay is the server's business.
+        raise type(error)(str(error).replace(f"{folder}/", "")) from error
     return adapter
 
 

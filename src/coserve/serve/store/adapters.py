@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, delete, insert, or_, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, and_, delete, insert, or_, select
 
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database
@@ -21,24 +21,28 @@ class AdapterStore:
     def __init__(self, database: Database, clock: Callable[[], float], folder: Path) -> None:
         self._database, self._clock, self._folder = database, clock, folder
 
-    async def list(self, tenant: str) -> tuple[Adapter, ...]:
-        """The tenant's adapters and those that everybody may use, the oldest first; no checkpoints."""
-        found = select(adapters).where(_visible(tenant)).order_by(adapters.c.number)
+    async def list(self, tenant: str, base: str) -> tuple[Adapter, ...]:
+        """The tenant's adapters of a base and those that everybody may use, the oldest first; no
+        checkpoints."""
+        found = select(adapters).where(_visible(tenant, base)).order_by(adapters.c.number)
 
         def read(connection: Connection) -> tuple[Adapter, ...]:
             return tuple(self._record(row) for row in connection.execute(found).mappings())
 
         return await self._database.read(read)
 
-    async def find(self, tenant: str, name: str) -> Adapter | None:
-        """The adapter or checkpoint that this tenant calls `name`; its own come before everybody's."""
+    async def find(self, tenant: str, name: str, base: str) -> Adapter | None:
+        """The adapter or checkpoint of a base that this tenant calls `name`; its own come before
+        everybody's."""
 
         def read(connection: Connection) -> Adapter | None:
-            named = select(adapters).where(_visible(tenant), adapters.c.name == name)
+            named = select(adapters).where(_visible(tenant, base), adapters.c.name == name)
             return self._first(
                 connection,
                 named.order_by(adapters.c.tenant.is_(None)),
-                _checkpoints().where(jobs.c.tenant == tenant, checkpoints.c.name == name),
+                _checkpoints().where(
+                    jobs.c.tenant == tenant, jobs.c.base == base, checkpoints.c.name == name
+                ),
             )
 
         return await self._database.read(read)
@@ -60,7 +64,8 @@ class AdapterStore:
         return await self._database.read(lambda c: frozenset(c.execute(select(adapters.c.id)).scalars()))
 
     async def add(self, adapter: Adapter) -> bool:
-        """Names an adapter whose folder is on disk; False if this tenant has one of that name."""
+        """Names an adapter whose folder is on disk; False if this tenant has one of that name, of
+        whichever base."""
         return await self._database.write(
             lambda connection: insert_adapter(connection, adapter, self._folder)
         )
@@ -123,8 +128,8 @@ def relative(path: Path, folder: Path) -> str:
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path.absolute())
 
 
-def _visible(tenant: str) -> ColumnElement[bool]:
-    return or_(adapters.c.tenant == tenant, adapters.c.tenant.is_(None))
+def _visible(tenant: str, base: str) -> ColumnElement[bool]:
+    return and_(adapters.c.base == base, or_(adapters.c.tenant == tenant, adapters.c.tenant.is_(None)))
 
 
 def _checkpoints() -> Select[Any]:

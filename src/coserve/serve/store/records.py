@@ -66,7 +66,7 @@ class Adapter:
 class Job:
     """A fine-tuning job.
 
-    `status` is one of queued, running, paused and `FINAL`. `options` and `lora` go to the engine as they
+    `status` is one of queued, running, paused and `FINAL`. `options` and `peft` go to the engine as they
     are. `name` is what the adapter is called once there is one. `pace` is seconds per optimizer step, and
     `stepped` when the last one ended.
     """
@@ -83,8 +83,7 @@ class Job:
     every: int
     hyperparameters: dict[str, Any]
     options: dict[str, Any]
-    lora: dict[str, Any]
-    peft: dict[str, Any] | None = None  # as asked for
+    peft: dict[str, Any] | list[dict[str, Any]] | None = None  # as asked for
     optimizer: dict[str, Any] | None = None
     validation_file: str | None = None
     suffix: str | None = None

@@ -104,7 +104,6 @@ jobs: Final = Table(
     Column("every", Integer, nullable=False),
     _json("hyperparameters", nullable=False),
     _json("options", nullable=False),
-    _json("lora", nullable=False),
     _json("peft"),
     _json("optimizer"),
     Column("suffix", Text),

@@ -131,9 +131,8 @@ class Foreman:
             if self._draining:  # what is not in this engine goes on in the next server
                 return
             for job in jobs.values():
-                # The end of one that has ended is on its way.
-                if job.status == "running" and job.id not in self._inside and job.id not in hello.ended:
-                    await self._start(job)
+                if job.status == "running" and job.id not in self._inside:
+                    await self._start(job)  # which the engine ignores if the job's end is on its way
             await self._bring_in()
 
     async def _heard(self, numbered: Numbered) -> None:
@@ -228,7 +227,7 @@ class Foreman:
             data=paths.get(job.training_file, ""),
             folder=str(self._store.job_folder(job.id) / "checkpoints"),
             options=job.options,
-            method=job.lora,
+            method=job.peft or {},
             start_from=None if start is None else str(start.path),
             validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
             every=job.every,

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coserve.serve.errors import ApiError
-from coserve.serve.schema.jobs import Hyperparameters, JobRequest, Optimizer, Peft
+from coserve.serve.schema.jobs import Hyperparameters, JobRequest, Optimizer
 
-LEARNING_RATE: Final = 2e-4  # what a multiplier of 1 means
+_USUAL_RATE: Final = 2e-4  # of adapters on models whose rows are as wide as this:
+_USUAL_WIDTH: Final = 4096
 _EPOCHS: Final = 3
 _FEWEST, _MOST = 100, 25_000  # examples that should pass in all, repeated ones counted each time
 _MOST_EPOCHS: Final = 25
@@ -16,22 +17,24 @@ _LARGEST_BATCH: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`hyperparameters` as OpenAI shows them; `options` go into TrainingConfig, `lora` into LoRAConfig."""
+    """`hyperparameters` as OpenAI shows them; `options` go into TrainingConfig."""
 
     hyperparameters: dict[str, Any]
     options: dict[str, Any]
-    lora: dict[str, Any]
 
 
-def recipe_of(asked: JobRequest, examples: int, seed: int, continues: bool) -> Recipe:
-    """The recipe for a file with this many examples; `continues` says that an adapter is trained further.
+def recipe_of(asked: JobRequest, examples: int, width: int, seed: int, continues: bool) -> Recipe:
+    """The recipe for a file with this many examples, and a model whose rows have `width` numbers.
+
+    `continues` says that an adapter is trained further.
 
     What "auto" chooses:
 
     - `n_epochs`: 3, but up to 25 where that makes fewer than 100 examples pass, and less (at least 1) where
       it makes more than 25,000. This is OpenAI's published rule.
     - `batch_size`: the largest power of two, up to 32, that leaves at least 100 optimizer steps.
-    - `learning_rate_multiplier`: 1, which is a rate of 2e-4.
+    - `learning_rate_multiplier`: 1, which is a rate of 2e-4 for a width of 4096, and in inverse proportion
+      for others: 1e-4 for 8192, 3.2e-3 for the embedded model's 256.
 
     Raises ApiError 400 where two fields contradict each other.
     """
@@ -41,11 +44,11 @@ def recipe_of(asked: JobRequest, examples: int, seed: int, continues: bool) -> R
         raise ApiError(400, message, param="peft", code="invalid_value")
     epochs = auto_epochs(examples) if wanted.n_epochs == "auto" else wanted.n_epochs
     batch = auto_batch_size(examples, epochs) if wanted.batch_size == "auto" else wanted.batch_size
-    rate, multiplier = _rate(wanted, optimizer)
+    rate, multiplier = _rate(wanted, optimizer, usual_rate(width))
     options = optimizer.model_dump(exclude={"learning_rate"})
     options |= {"epochs": epochs, "batch_size": batch, "learning_rate": rate, "seed": seed}
     shown = {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": multiplier}
-    return Recipe(shown, options, {} if continues else (asked.peft or Peft()).options)
+    return Recipe(shown, options)
 
 
 def auto_epochs(examples: int) -> int:
@@ -55,6 +58,15 @@ def auto_epochs(examples: int) -> int:
     if examples * _EPOCHS > _MOST:
         return max(1, _MOST // examples)
     return _EPOCHS
+
+
+def usual_rate(width: int) -> float:
+    """The learning rate that a multiplier of 1 stands for.
+
+    With Adam a change of every weight by the same amount moves a row's sum of `width` products in proportion
+    to `width`, so the rate goes down as that goes up.
+    """
+    return _USUAL_RATE * _USUAL_WIDTH / width
 
 
 def auto_batch_size(examples: int, epochs: int) -> int:
@@ -72,13 +84,13 @@ def _hyperparameters(asked: JobRequest) -> Hyperparameters:
     return inner or asked.hyperparameters or Hyperparameters()
 
 
-def _rate(wanted: Hyperparameters, optimizer: Optimizer) -> tuple[float, float]:
-    """The learning rate, and which multiplier that is."""
+def _rate(wanted: Hyperparameters, optimizer: Optimizer, usual: float) -> tuple[float, float]:
+    """The learning rate, and which multiple of the usual one that is."""
     multiplier = wanted.learning_rate_multiplier
     if optimizer.learning_rate is None:
         multiplier = 1.0 if multiplier == "auto" else multiplier
-        return LEARNING_RATE * multiplier, multiplier
+        return usual * multiplier, multiplier
     if multiplier != "auto":
         message = "Give either 'learning_rate_multiplier' or optimizer.learning_rate, not both."
         raise ApiError(400, message, param="optimizer.learning_rate", code="invalid_value")
-    return optimizer.learning_rate, optimizer.learning_rate / LEARNING_RATE
+    return optimizer.learning_rate, optimizer.learning_rate / usual

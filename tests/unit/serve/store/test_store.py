@@ -55,7 +55,7 @@ async def a_job(store: Store, id: str = "ftjob-1", **more: Any) -> Job:
     fields: dict[str, Any] = {
         "id": id, "tenant": "local", "status": "running", "model": "tiny", "name": f"ft:{id}", "base": "tiny",
         "created": 1, "training_file": "file-1", "seed": 0, "every": 5,
-        "hyperparameters": {}, "options": {}, "lora": {}, **more,
+        "hyperparameters": {}, "options": {}, **more,
     }  # fmt: skip
     if await store.files.get("local", "file-1") is None:
         await store.files.add(a_file("file-1"))
@@ -243,9 +243,11 @@ def test_adapters_are_found_by_their_owners_and_the_folder_may_move(tmp_path: Pa
         assert not await store.adapters.add(Adapter("adapter-2", "mine", outside, "tiny", 1, ann.id))
         await store.adapters.share([Adapter("adapter-3", "ours", outside, "tiny", 1)])
         await store.adapters.share([Adapter("adapter-3", "ours", outside, "tiny", 1)])
-        assert await store.adapters.find(ann.id, "mine") == own
-        assert await store.adapters.find("local", "mine") is None
-        assert [a.name for a in await store.adapters.list("local")] == ["ours"]
+        assert await store.adapters.find(ann.id, "mine", "tiny") == own
+        assert await store.adapters.find(ann.id, "mine", "large") is None
+        assert await store.adapters.find("local", "mine", "tiny") is None
+        assert [a.name for a in await store.adapters.list("local", "tiny")] == ["ours"]
+        assert not await store.adapters.list("local", "large")
         assert await store.adapters.remove("local", "mine") is None
         assert await store.adapters.remove("local", "ours") is None
 

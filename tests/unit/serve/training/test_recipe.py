@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coserve.serve.store.records import Job
-from coserve.serve.training.recipe import auto_batch_size, auto_epochs
+from coserve.serve.training.recipe import auto_batch_size, auto_epochs, usual_rate
 from coserve.serve.training.shares import job_weights, next_job
 
 
@@ -30,8 +30,13 @@ def test_auto(examples: int, epochs: int, batch: int) -> None:
     assert auto_batch_size(examples, epochs) == batch
 
 
+@pytest.mark.parametrize(("width", "rate"), [(256, 3.2e-3), (2048, 4e-4), (4096, 2e-4), (8192, 1e-4)])
+def test_wide_models_learn_at_lower_rates(width: int, rate: float) -> None:
+    assert usual_rate(width) == pytest.approx(rate)
+
+
 def job(id: str, tenant: str, status: str) -> Job:
-    more: dict[str, Any] = {"hyperparameters": {}, "options": {}, "lora": {}, "training_file": "f"}
+    more: dict[str, Any] = {"hyperparameters": {}, "options": {}, "training_file": "f"}
     return Job(id, tenant, status, "tiny", id, "tiny", 1, seed=0, every=1, **more)
 
 

@@ -1,0 +1,171 @@
+"""P-tuning: prompt embeddings that come out of a small network, which trains with them. Liu et al. 2021."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coserve.adapters.bypass import Part, Place, Side
+from coserve.adapters.method import Written
+from coserve.adapters.prompts import (
+    EMBEDDINGS,
+    ENCODER,
+    LOST,
+    PlainPrompt,
+    count_fields,
+    expect_count,
+    expect_shape,
+    linear_shapes,
+    read_prompt,
+)
+from coserve.adapters.saved import Saved
+from coserve.adapters.sites import Frame
+from coserve.adapters.virtual import Prompt, embedding_of
+from coserve.errors import AdapterError
+
+Encoder = Literal["MLP", "LSTM"]
+
+
+@dataclass(frozen=True, slots=True)
+class PTuningConfig:
+    """`tokens` virtual tokens out of an `encoder` whose inner width is `hidden` (0 takes the model's).
+    `layers` are an LSTM's."""
+
+    tokens: int = 20
+    encoder: Encoder = "MLP"
+    hidden: int = 0
+    layers: int = 2
+
+    def __post_init__(self) -> None:
+        expect_count("P-tuning", self.tokens)
+        if self.encoder not in get_args(Encoder):
+            raise AdapterError(f"a prompt encoder is {' or '.join(get_args(Encoder))}, not {self.encoder!r}")
+        for name, least in (("hidden", 0), ("layers", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise AdapterError(f"the prompt encoder's {name} must be at least {least}, not {value!r}")
+
+    @property
+    def layers_of_lstm(self) -> int:
+        """0 where the encoder is none."""
+        return self.layers if self.encoder == "LSTM" else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPrompt(Prompt):
+    """A prompt and its encoder, by PEFT's names: `embedding.weight`, `mlp_head...`, `lstm_head...`."""
+
+    weights: Mapping[str, Tensor] = field(repr=False)
+    layers: int  # of the LSTM; 0 is an MLP
+
+    @property
+    def count(self) -> int:
+        return len(self.weights["embedding.weight"])
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self.weights
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "EncodedPrompt":
+        return replace(self, weights=parameters)
+
+    def rows(self) -> Tensor:
+        x = self.weights["embedding.weight"]
+        if self.layers:
+            return self._linear("mlp_head.2", self._linear("mlp_head.0", self._lstm(x)).relu())
+        x = self._linear("mlp_head.2", self._linear("mlp_head.0", x).relu()).relu()
+        return self._linear("mlp_head.4", x)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+
+    def _lstm(self, x: Tensor) -> Tensor:
+        """Both ways through [count, width], as torch's bidirectional LSTM."""
+        for layer in range(self.layers):
+            ways = [self._one_way(x, f"l{layer}"), self._one_way(x.flip(0), f"l{layer}_reverse").flip(0)]
+            x = torch.cat(ways, dim=-1)
+        return x
+
+    def _one_way(self, x: Tensor, of: str) -> Tensor:
+        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        w_in, w_hidden, b_in, b_hidden = (self.weights[f"lstm_head.{kind}_{of}"] for kind in kinds)
+        entering = F.linear(x, w_in, b_in)
+        hidden = cell = x.new_zeros(w_hidden.shape[1])
+        found = []
+        for row in entering:
+            i, f, g, o = (row + F.linear(hidden, w_hidden, b_hidden)).chunk(4)
+            cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+            hidden = o.sigmoid() * cell.tanh()
+            found.append(hidden)
+        return torch.stack(found)
+
+
+class PTuning:
+    """Prompts out of an encoder. PEFT's files hold what comes out and not the encoder, so training that goes
+    on from one of those trains the embeddings as they are; coserve's checkpoints keep the encoder."""
+
+    name, peft_type, config = "p_tuning", "P_TUNING", PTuningConfig
+    aliases: Final = {
+        "num_virtual_tokens": "tokens",
+        "encoder_reparameterization_type": "encoder",
+        "encoder_hidden_size": "hidden",
+        "encoder_num_layers": "layers",
+    }
+
+    def fresh(self, config: PTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
+        """As PEFT draws it: torch's defaults for an embedding, an LSTM and linears."""
+        weights = {"embedding.weight": torch.randn(config.tokens, frame.hidden_size, generator=generator)}
+        for name, (shape, bound) in _shapes(config, frame.hidden_size).items():
+            weights[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)
+
+    def read(self, saved: Saved, frame: Frame) -> Part:
+        kind = saved.take("encoder_reparameterization_type", "MLP")
+        hidden, layers = saved.take("encoder_hidden_size", 0), saved.take("encoder_num_layers", 2)
+        saved.ignore("encoder_dropout")  # of the encoder's LSTM, while PEFT trained it
+        prompt = read_prompt(saved, frame)
+        weights = saved.starting(ENCODER)
+        if not weights:
+            return self._part(PTuningConfig(prompt.count), replace(prompt, note=LOST), frame)
+        config = PTuningConfig(prompt.count, kind, hidden, layers)
+        expect_shape(saved, "embedding", weights["embedding.weight"], prompt.count, frame.hidden_size)
+        for name, (shape, _) in _shapes(config, frame.hidden_size).items():
+            expect_shape(saved, name, weights[name], *shape)
+        return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)
+
+    def write(self, part: Part) -> Written:
+        config, (prompt,) = part.config, part.bypasses.values()
+        assert isinstance(config, PTuningConfig) and isinstance(prompt, Prompt)
+        fields = count_fields(prompt.count)
+        tensors = {EMBEDDINGS: prompt.rows()}
+        if isinstance(prompt, PlainPrompt):
+            return Written(fields, tensors)
+        fields["encoder_reparameterization_type"] = config.encoder
+        fields["encoder_hidden_size"] = config.hidden or tensors[EMBEDDINGS].shape[1]
+        fields["encoder_num_layers"] = config.layers
+        own = {f"{ENCODER}{name}": weight for name, weight in prompt.parameters().items()}
+        return Written(fields, tensors, own)
+
+    def _part(self, config: PTuningConfig, prompt: Prompt, frame: Frame) -> Part:
+        return Part(self.name, config, {Place(embedding_of(frame), Side.PROMPT): prompt})
+
+
+def _shapes(config: PTuningConfig, width: int) -> dict[str, tuple[tuple[int, ...], float]]:
+    """Weights of the encoder by PEFT's names: their shapes, and the bound of what torch draws them from."""
+    hidden = config.hidden or width
+    if config.encoder == "MLP":
+        return linear_shapes("mlp_head", (0, 2, 4), (width, hidden, hidden, width))
+    bound = hidden**-0.5
+    found: dict[str, tuple[tuple[int, ...], float]] = {}
+    for layer in range(config.layers):
+        for way in (f"l{layer}", f"l{layer}_reverse"):
+            entering = 2 * hidden if layer else width
+            found[f"lstm_head.weight_ih_{way}"] = (4 * hidden, entering), bound
+            found[f"lstm_head.weight_hh_{way}"] = (4 * hidden, hidden), bound
+            found[f"lstm_head.bias_ih_{way}"] = found[f"lstm_head.bias_hh_{way}"] = (4 * hidden,), bound
+    return found | linear_shapes("mlp_head", (0, 2), (2 * hidden, 2 * hidden, width))
+
+
+METHOD = PTuning()

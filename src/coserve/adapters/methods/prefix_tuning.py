@@ -1,0 +1,193 @@
+"""Prefix tuning: keys and values of every layer before every sequence's own. Li and Liang 2021."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coserve.adapters.bypass import Part, Place, Side
+from coserve.adapters.method import Written
+from coserve.adapters.prompts import (
+    EMBEDDINGS,
+    ENCODER,
+    LOST,
+    count_fields,
+    expect_count,
+    expect_shape,
+    linear_shapes,
+    take_count,
+)
+from coserve.adapters.saved import Saved
+from coserve.adapters.sites import Frame
+from coserve.adapters.virtual import Given, Pair, embedding_of
+from coserve.errors import AdapterError, AdapterMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTuningConfig:
+    """`tokens` virtual tokens, at random or, with `zero`, all zeros. With `projection` they come out of a
+    two-layer network of inner width `hidden` (0 takes that of a layer's keys)."""
+
+    tokens: int = 20
+    projection: bool = False
+    hidden: int = 0
+    zero: bool = False
+
+    def __post_init__(self) -> None:
+        expect_count("prefix tuning", self.tokens)
+        if type(self.hidden) is not int or self.hidden < 0:
+            raise AdapterError(f"the width of a prefix's projection must be at least 0, not {self.hidden!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a row holds all keys and values, as PEFT has it: each layer's keys, then its values, group by
+    group."""
+
+    layers: int
+    groups: int
+    width: int
+
+    @staticmethod
+    def of(frame: Frame) -> "Layout":
+        """Raises AdapterMismatch for a base whose layers differ, or whose values are not as wide as keys."""
+        shapes = {(cache.groups, cache.key, cache.value) for cache in frame.caches}
+        if len(shapes) > 1 or any(key != value for _, key, value in shapes):
+            raise AdapterMismatch("prefix tuning needs keys and values of one shape in all layers")
+        ((groups, width, _),) = shapes
+        return Layout(frame.depth, groups, width)
+
+    @property
+    def token_width(self) -> int:
+        """Of a layer's keys."""
+        return self.groups * self.width
+
+    @property
+    def row_width(self) -> int:
+        return 2 * self.layers * self.token_width
+
+    def caches(self, rows: Tensor) -> list[Pair]:
+        """Keys and values [groups, n, width] of each layer, of rows [n, row_width]."""
+        split = rows.view(len(rows), 2 * self.layers, self.groups, self.width).permute(1, 2, 0, 3)
+        return [(split[2 * layer], split[2 * layer + 1]) for layer in range(self.layers)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainPrefix(Given):
+    """embeddings [count, row width], which train as they are."""
+
+    embeddings: Tensor
+    layout: Layout
+    note: str = ""
+
+    @property
+    def count(self) -> int:
+        return len(self.embeddings)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {EMBEDDINGS: self.embeddings}
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "PlainPrefix":
+        return replace(self, embeddings=parameters[EMBEDDINGS])
+
+    def flat(self) -> Tensor:
+        return self.embeddings
+
+    def caches(self) -> list[Pair]:
+        return self.layout.caches(self.embeddings)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProjectedPrefix(Given):
+    """A prefix and its projection, by PEFT's names."""
+
+    weights: Mapping[str, Tensor] = field(repr=False)
+    layout: Layout
+
+    @property
+    def count(self) -> int:
+        return len(self.weights["embedding.weight"])
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self.weights
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "ProjectedPrefix":
+        return replace(self, weights=parameters)
+
+    def flat(self) -> Tensor:
+        """[count, row width]."""
+        w = self.weights
+        inner = F.linear(w["embedding.weight"], w["transform.0.weight"], w["transform.0.bias"]).tanh()
+        return F.linear(inner, w["transform.2.weight"], w["transform.2.bias"])
+
+    def caches(self) -> list[Pair]:
+        return self.layout.caches(self.flat())
+
+
+class PrefixTuning:
+    """Given keys and values. PEFT's files hold these and not the projection they may have come out of, so
+    training that goes on from one of those trains them as they are; coserve's checkpoints keep the
+    projection."""
+
+    name, peft_type, config = "prefix_tuning", "PREFIX_TUNING", PrefixTuningConfig
+    aliases: Final = {
+        "num_virtual_tokens": "tokens",
+        "prefix_projection": "projection",
+        "encoder_hidden_size": "hidden",
+    }
+
+    def fresh(self, config: PrefixTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
+        """As PEFT draws it: torch's defaults for an embedding and linears; zeros where asked for."""
+        layout = Layout.of(frame)
+        if not config.projection:
+            rows = torch.randn(config.tokens, layout.row_width, generator=generator)
+            return self._part(config, PlainPrefix(rows * (not config.zero), layout), frame)
+        weights = {"embedding.weight": torch.randn(config.tokens, layout.token_width, generator=generator)}
+        for name, (shape, bound) in _shapes(config, layout).items():
+            weights[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            if config.zero and name.startswith("transform.2"):
+                weights[name].zero_()
+        return self._part(config, ProjectedPrefix(weights, layout), frame)
+
+    def read(self, saved: Saved, frame: Frame) -> Part:
+        layout = Layout.of(frame)
+        projected = saved.take("prefix_projection", False)
+        hidden, zero = saved.take("encoder_hidden_size", 0), saved.take("init_weights", "")
+        count = take_count(saved, frame)
+        rows = saved.tensor(EMBEDDINGS)
+        count = count or len(rows)
+        expect_shape(saved, EMBEDDINGS, rows, count, layout.row_width)
+        weights = saved.starting(ENCODER)
+        if not weights:
+            prefix = PlainPrefix(rows, layout, LOST if projected else "")
+            return self._part(PrefixTuningConfig(count, zero=zero == "zero"), prefix, frame)
+        config = PrefixTuningConfig(count, True, hidden, zero == "zero")
+        expect_shape(saved, "embedding", weights["embedding.weight"], count, layout.token_width)
+        for name, (shape, _) in _shapes(config, layout).items():
+            expect_shape(saved, name, weights[name], *shape)
+        return self._part(config, ProjectedPrefix(weights, layout), frame)
+
+    def write(self, part: Part) -> Written:
+        config, (prefix,) = part.config, part.bypasses.values()
+        assert isinstance(config, PrefixTuningConfig) and isinstance(prefix, PlainPrefix | ProjectedPrefix)
+        fields = {**count_fields(prefix.count), "prefix_projection": config.projection}
+        tensors = {EMBEDDINGS: prefix.flat()}
+        if isinstance(prefix, PlainPrefix):
+            return Written(fields, tensors)
+        fields["encoder_hidden_size"] = len(prefix.weights["transform.0.bias"])
+        own = {f"{ENCODER}{name}": weight for name, weight in prefix.weights.items()}
+        return Written(fields, tensors, own)
+
+    def _part(self, config: PrefixTuningConfig, prefix: Given, frame: Frame) -> Part:
+        return Part(self.name, config, {Place(embedding_of(frame), Side.PAST): prefix})
+
+
+def _shapes(config: PrefixTuningConfig, layout: Layout) -> dict[str, tuple[tuple[int, ...], float]]:
+    inner = config.hidden or layout.token_width
+    return linear_shapes("transform", (0, 2), (layout.token_width, inner, layout.row_width))
+
+
+METHOD = PrefixTuning()

@@ -1,0 +1,72 @@
+"""Prompt tuning: rows of input embeddings before every sequence, trained as they are. Lester et al. 2021."""
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import torch
+
+from coserve.adapters.bypass import Part, Place, Side
+from coserve.adapters.method import Written
+from coserve.adapters.prompts import EMBEDDINGS, PlainPrompt, count_fields, expect_count, read_prompt
+from coserve.adapters.saved import Saved
+from coserve.adapters.sites import Frame
+from coserve.adapters.virtual import embedding_of
+from coserve.errors import AdapterError
+
+Start = Literal["RANDOM", "SAMPLE_VOCAB"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTuningConfig:
+    """`tokens` virtual tokens. They start from the embeddings of `text`, token ids that are repeated or cut
+    to fit; without any from noise, or from tokens drawn from the vocabulary (`start`, in PEFT's words)."""
+
+    tokens: int = 20
+    start: Start = "RANDOM"
+    text: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        expect_count("prompt tuning", self.tokens)
+        if self.start not in get_args(Start):
+            raise AdapterError(f"a prompt starts from {' or '.join(get_args(Start))}, not {self.start!r}")
+        if isinstance(self.text, str) or not all(type(token) is int and token >= 0 for token in self.text):
+            raise AdapterError("the text that a prompt starts from must be given as token ids")
+
+
+class PromptTuning:
+    """Embeddings before every sequence."""
+
+    name, peft_type, config = "prompt_tuning", "PROMPT_TUNING", PromptTuningConfig
+    aliases: Final = {"num_virtual_tokens": "tokens", "prompt_tuning_init": "start"}
+
+    def fresh(self, config: PromptTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
+        """As PEFT's RANDOM, SAMPLE_VOCAB and TEXT."""
+        path = embedding_of(frame)
+        vocabulary = frame.sites[path].inputs
+        if config.text:
+            if max(config.text) >= vocabulary:
+                raise AdapterError(f"token {max(config.text)} is not one of the model's {vocabulary}")
+            ids = torch.tensor([config.text[i % len(config.text)] for i in range(config.tokens)])
+            embeddings = frame.embedded(ids)
+        elif config.start == "SAMPLE_VOCAB":
+            embeddings = frame.embedded(torch.randint(vocabulary, (config.tokens,), generator=generator))
+        else:
+            embeddings = torch.randn(config.tokens, frame.hidden_size, generator=generator)
+        return Part(self.name, config, {Place(path, Side.PROMPT): PlainPrompt(embeddings.float().cpu())})
+
+    def read(self, saved: Saved, frame: Frame) -> Part:
+        saved.ignore(
+            "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"
+        )
+        prompt = read_prompt(saved, frame)
+        config = PromptTuningConfig(prompt.count)
+        return Part(self.name, config, {Place(embedding_of(frame), Side.PROMPT): prompt})
+
+    def write(self, part: Part) -> Written:
+        (prompt,) = part.bypasses.values()
+        assert isinstance(prompt, PlainPrompt)
+        fields = {**count_fields(prompt.count), "prompt_tuning_init": "RANDOM"}
+        return Written(fields, {EMBEDDINGS: prompt.embeddings})
+
+
+METHOD = PromptTuning()

@@ -1,0 +1,87 @@
+"""What the methods with virtual tokens share: prompts that are embeddings, and PEFT's fields about them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import Tensor
+
+from coserve.adapters.saved import Saved
+from coserve.adapters.sites import Frame
+from coserve.adapters.virtual import Prompt
+from coserve.errors import AdapterError, AdapterMismatch
+
+EMBEDDINGS: Final = "prompt_embeddings"  # the only tensor that PEFT saves of these methods
+ENCODER: Final = "encoder."  # how the names of tensors begin that only coserve's own checkpoints have
+LOST: Final = "the file does not hold the encoder that its virtual tokens came out of: they train as they are"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainPrompt(Prompt):
+    """embeddings [count, width], which train as they are."""
+
+    embeddings: Tensor
+    note: str = ""
+
+    @property
+    def count(self) -> int:
+        return len(self.embeddings)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {EMBEDDINGS: self.embeddings}
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "PlainPrompt":
+        return replace(self, embeddings=parameters[EMBEDDINGS])
+
+    def rows(self) -> Tensor:
+        return self.embeddings
+
+
+def read_prompt(saved: Saved, frame: Frame) -> PlainPrompt:
+    """Embeddings as PEFT saves them, whatever they once came out of."""
+    count = take_count(saved, frame)
+    embeddings = saved.tensor(EMBEDDINGS)
+    expect_shape(saved, EMBEDDINGS, embeddings, count or len(embeddings), frame.hidden_size)
+    return PlainPrompt(embeddings)
+
+
+def expect_shape(saved: Saved, name: str, tensor: Tensor, *shape: int) -> None:
+    """Raises AdapterMismatch where a tensor of the file does not fit the base or its own configuration."""
+    found = tuple(tensor.shape)
+    if found != shape:
+        raise AdapterMismatch(f"{saved.folder}: {name} is {found}, and would have to be {shape}")
+
+
+def take_count(saved: Saved, frame: Frame) -> int:
+    """`num_virtual_tokens`, 0 where the file does not say. Raises AdapterError where other fields say that it
+    is for a base of another kind; what shapes say as well is left to them."""
+    if saved.take("num_transformer_submodules", 1) != 1:
+        raise AdapterError(f"{saved.folder}: an adapter of an encoder and a decoder is not supported")
+    if (layers := saved.take("num_layers", frame.depth)) != frame.depth:
+        raise AdapterError(f"{saved.folder}: num_layers={layers}, and the base has {frame.depth}")
+    saved.ignore("token_dim", "num_attention_heads")
+    count: int = saved.take("num_virtual_tokens", 0)
+    return count
+
+
+def count_fields(count: int) -> dict[str, Any]:
+    """The same the other way; PEFT finds the rest in the model."""
+    return {"num_virtual_tokens": count, "num_transformer_submodules": 1}
+
+
+def expect_count(method: str, tokens: object) -> None:
+    """Raises AdapterError unless it is a number of virtual tokens."""
+    if type(tokens) is not int or tokens < 1:
+        raise AdapterError(f"{method} needs a whole number of at least one virtual token, not {tokens!r}")
+
+
+def linear_shapes(
+    name: str, numbers: tuple[int, ...], widths: tuple[int, ...]
+) -> dict[str, tuple[tuple[int, ...], float]]:
+    """Weights and biases of linears one after the other, called `name.number`: their shapes, and the bound of
+    the uniform distribution that torch draws them from."""
+    found: dict[str, tuple[tuple[int, ...], float]] = {}
+    for number, ins, outs in zip(numbers, widths, widths[1:], strict=True):
+        found[f"{name}.{number}.weight"] = (outs, ins), ins**-0.5
+        found[f"{name}.{number}.bias"] = (outs,), ins**-0.5
+    return found

@@ -1,0 +1,63 @@
+"""Settings of an adapter's methods from plain fields, as a request or a command line has them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from coserve.adapters.method import Method
+from coserve.adapters.methods import method_in_file, method_named
+from coserve.errors import ConfigError
+
+_T = TypeVar("_T")
+_ALL: Final = "all-linear"  # PEFT's word for targets that are not chosen
+
+
+def settings_of(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[object, ...]:
+    """One method's settings, or those of several that are one adapter.
+
+    `peft_type` is the method as PEFT calls it, or `type` as we do; without either it is LoRA. Other fields may
+    be called what they are called in the method's settings or in PEFT's. Raises ConfigError, or AdapterError
+    for what the method itself refuses.
+    """
+    if not isinstance(fields, Mapping):
+        if not fields:
+            raise ConfigError("peft: a list of methods has at least one")
+        return tuple(_settings(own, f"peft.{number}") for number, own in enumerate(fields))
+    return (_settings(fields, "peft"),)
+
+
+def convert(fields: Mapping[str, Any], kind: type[_T], what: str) -> _T:
+    """A settings dataclass from plain fields; ConfigError names the field that does not belong or fit."""
+    known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(fields) - known):
+        near = get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+        raise ConfigError(f"{what} has no field {unknown[0]!r}; {hint}")
+    try:
+        return msgspec.convert(dict(fields), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def _settings(fields: Mapping[str, Any], what: str) -> object:
+    method = _method(fields)
+    own: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in ("type", "peft_type"):
+            continue
+        ours = method.aliases.get(name, name)
+        if ours in own:
+            raise ConfigError(f"{what} gives {ours} twice")
+        own[ours] = () if ours == "targets" and value == _ALL else value
+    return convert(own, method.config, f"{what} ({method.name})")
+
+
+def _method(fields: Mapping[str, Any]) -> Method:
+    if "type" in fields and "peft_type" in fields:
+        raise ConfigError("peft: give either type or peft_type")
+    if "peft_type" in fields:
+        return method_in_file(fields["peft_type"])
+    return method_named(fields.get("type", "lora"))

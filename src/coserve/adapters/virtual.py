@@ -1,0 +1,136 @@
+"""Virtual tokens: what an adapter puts before every sequence that it serves or learns from.
+
+There are two kinds. *Given* ones are keys and values of every layer, which no query of theirs belongs to
+(prefix tuning). *Prompts* are rows of input embeddings, which pass through the model like any tokens (prompt
+tuning, P-tuning). An adapter may have both; then the given ones come first. They stand at positions from 0
+on, a sequence's own tokens after them, and a sliding window counts them like any others.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypass, Bypasses, Chain, Operator, Place
+from coserve.adapters.sites import Frame, Kind
+from coserve.errors import AdapterMismatch
+
+Pair = tuple[Tensor, Tensor]  # keys [groups, n, dk] and values [groups, n, dv] of one layer
+
+
+class VirtualTokens(Bypass):
+    """Some virtual tokens. They stand at the embedding and leave alone what it gives to other tokens."""
+
+    operators: ClassVar[tuple[Operator, ...]] = (Operator.LINEAR,)
+
+    @property
+    @abstractmethod
+    def count(self) -> int: ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return y
+
+
+class Given(VirtualTokens):
+    """Virtual tokens that are keys and values, without rotary or with it: nothing is added to them."""
+
+    @abstractmethod
+    def caches(self) -> list[Pair]:
+        """By layer, differentiable."""
+
+
+class Prompt(VirtualTokens):
+    """Virtual tokens that are rows of input embeddings."""
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """[count, width], differentiable; what the embedding would give, before the model scales it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Embedded(Bypass):
+    """Rows of a prompt in place of what the embedding gives to the first `count` rows."""
+
+    operators: ClassVar[tuple[Operator, ...]] = ()
+    prompt: "Virtual"
+    start: int
+    count: int
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {}
+
+    def with_parameters(self, parameters: object) -> "_Embedded":
+        return self
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = self.prompt.rows()[self.start : self.start + self.count]
+        return torch.cat([rows.to(y.dtype), y[self.count :]])
+
+    def add_(self, x: Tensor, y: Tensor) -> None:
+        y[: self.count] = self.prompt.rows()[self.start : self.start + self.count]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Virtual:
+    """All virtual tokens of an adapter; `path` is the embedding's."""
+
+    path: str
+    givens: tuple[Given, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+
+    @staticmethod
+    def of(placed: Iterable[tuple[Place, Bypass]]) -> "Virtual":
+        found = [(place.path, bypass) for place, bypass in placed if isinstance(bypass, VirtualTokens)]
+        return Virtual(
+            found[0][0] if found else "",
+            tuple(bypass for _, bypass in found if isinstance(bypass, Given)),
+            tuple(bypass for _, bypass in found if isinstance(bypass, Prompt)),
+        )
+
+    @property
+    def given_count(self) -> int:
+        """How many are keys and values."""
+        return sum(given.count for given in self.givens)
+
+    @property
+    def prompt_count(self) -> int:
+        """How many have to pass through the model."""
+        return sum(prompt.count for prompt in self.prompts)
+
+    @property
+    def count(self) -> int:
+        return self.given_count + self.prompt_count
+
+    def caches(self) -> tuple[Pair, ...]:
+        """Keys and values of the given ones, by layer, differentiable; nothing where there are none."""
+        by_part = [given.caches() for given in self.givens]
+        if len(by_part) == 1:
+            return tuple(by_part[0])
+        return tuple(
+            (torch.cat([k for k, _ in pairs], dim=1), torch.cat([v for _, v in pairs], dim=1))
+            for pairs in zip(*by_part, strict=True)
+        )
+
+    def rows(self) -> Tensor:
+        """The prompts' [prompt_count, width], differentiable."""
+        return torch.cat([prompt.rows() for prompt in self.prompts])
+
+    def embedded(self, bypasses: Bypasses, start: int, count: int) -> Bypasses:
+        """`bypasses` for a run whose first `count` rows are those of the prompts from `start` on."""
+        if not count:
+            return bypasses
+        rows = _Embedded(self, start, count)
+        before = bypasses.outputs.get(self.path)
+        links = () if before is None else before.links if isinstance(before, Chain) else (before,)
+        return replace(bypasses, outputs={**bypasses.outputs, self.path: Chain((*links, rows))})
+
+
+def embedding_of(frame: Frame) -> str:
+    """Path of the base's input embedding. Raises AdapterMismatch."""
+    for path, site in frame.sites.items():
+        if site.kind is Kind.EMBEDDING:
+            return path
+    raise AdapterMismatch("virtual tokens need an input embedding, and this model's gives something else")

@@ -1,0 +1,168 @@
+"""Any adapter method against its oracle, one adapter at a time: what is served, and gradients.
+
+An oracle is a model that is called as transformers' are (`model(input_ids=…, use_cache=False).logits`) and
+shares nothing with coserve: PEFT's, or a plain torch module where PEFT has none. The adapter under test is
+whatever folder `oracle.save_pretrained` has written, so each check passes through the files as well.
+
+    adapted = with_peft("llama", IA3Config(...), torch.float32)     # PEFT's model, random trainable weights
+    error, difference = forward_errors("llama", adapted, folder)    # logits against the served ones
+    with Exact():
+        adapted = with_peft("llama", IA3Config(...), torch.float64)
+        case = case_of("llama", adapted, folder)                    # loss and gradients of whole sequences
+    errors = windowed_errors(case)                                  # and ours, by windows: under Exact() too
+
+Gradients are compared by the names that parameters have in files: ours get these from the method's own
+`write`, PEFT's from `get_peft_model_state_dict`. For an oracle that is not PEFT's, `case_of` takes its
+parameters by those names (`trainable`), and `folder` must hold the adapter (`write_adapter` of a version with
+the same values will do).
+"""
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from torch import Tensor, nn
+
+from coserve import Engine, EngineConfig, Keep, SamplingParams
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.files import read_adapter
+from coserve.adapters.methods import method_named
+from models import logits_of, tiny
+from passages import Case, Gradients, Passage, examples, mean_loss, worst
+
+SHAPES = ("llama", "gpt2", "mixtral", "gemma2")
+SMALL = 20  # a vocabulary that `prompt_logprobs` can report all of
+LENGTHS = (9, 26, 1, 14)  # packed end to end; one longer than the sliding windows
+
+
+@torch.no_grad()
+def spread(parameters: Sequence[Tensor], seed: int = 7) -> None:
+    """Moves every parameter by so much that its part in the answers shows."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        strength = 0.3 / parameter.shape[-1] ** 0.5 if min(parameter.shape) > 1 and parameter.ndim > 1 else 0.1
+        parameter.add_(strength * noise)
+
+
+def with_peft(name: str, config: PeftConfig, dtype: torch.dtype, **changes: Any) -> PeftModel:
+    """A model of architecture `name` under PEFT, all that trains moved away from where PEFT puts it."""
+    model = tiny(name, dtype, **changes)
+    model.set_attn_implementation("eager")
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    spread([p for p in adapted.parameters() if p.requires_grad])
+    return adapted.eval()
+
+
+def engine_of(name: str, dtype: torch.dtype = torch.float32, config: Any = None, **changes: Any) -> Engine:
+    """An engine on the same weights, none of it trained or calibrated."""
+    return Engine(tiny(name, dtype, **changes), EngineConfig(calibrate=False, cache_tokens=512, **config or {}))
+
+
+def served(engine: Engine, prompt: Sequence[int], adapter: str | None) -> Tensor:
+    """What the engine serves: log-probabilities [rows - 1, SMALL] after each token but the last."""
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=SMALL)
+    scored = engine.generate(list(prompt), adapter, sampling).result().prompt_logprobs
+    found = torch.full((len(prompt) - 1, SMALL), float("nan"))
+    for row, of_row in enumerate(scored):
+        for token, logprob in of_row.top:
+            found[row, token] = logprob
+    return found
+
+
+def forward_errors(
+    name: str, oracle: Any, folder: Path, engine: Engine | None = None, **changes: Any
+) -> tuple[float, float]:
+    """(largest difference of a served log-probability from the oracle's, what it is without the adapter).
+
+    The oracle must have a vocabulary of SMALL: `with_peft(..., vocab_size=SMALL)`.
+    """
+    oracle.save_pretrained(str(folder))
+    prompt = [random.Random(f"forward/{name}").randrange(1, SMALL) for _ in range(27)]
+    engine = engine or engine_of(name, vocab_size=SMALL, **changes)
+    engine.load_adapter("theirs", folder)
+    wanted = logits_of(oracle, prompt)[-len(prompt) : -1].log_softmax(-1)
+    return tuple(float((served(engine, prompt, a) - wanted).abs().max()) for a in ("theirs", None))
+
+
+def case_of(
+    name: str,
+    oracle: Any,
+    folder: Path,
+    trainable: Mapping[str, nn.Parameter] | None = None,
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> Case:
+    """Random examples, the adapter in `folder` (written by the oracle unless `trainable` is given), and the
+    oracle's loss and gradients; `wanted` are by the names of coserve's parameters."""
+    tokens, labels = examples(random.Random(f"methods/{name}"), LENGTHS)
+    oracle.zero_grad()
+    loss = mean_loss(oracle, tokens, labels)
+    loss.backward()
+    if trainable is None:
+        oracle.save_pretrained(str(folder))
+        wanted = _gradients_in_files(oracle)
+    else:
+        wanted = {name: p.grad for name, p in trainable.items() if p.grad is not None}
+    engine = engine_of(name, dtype, **changes)
+    adapter = read_adapter(folder, "probe", engine.base, dtype, engine.base.device)
+    return Case(
+        engine=engine,
+        lengths=LENGTHS,
+        tokens=torch.tensor(list(itertools.chain(*tokens))),
+        labels=torch.tensor(list(itertools.chain(*labels))),
+        adapter=adapter,
+        loss=float(loss.detach()),
+        wanted=wanted,
+    )
+
+
+def windowed_errors(
+    case: Case, sizes: Sequence[int] = (7, 1000), floor: float = 1e-6, pieces: bool = True
+) -> dict[str, float]:
+    """By window size and what the tape keeps: the worst relative error of the loss and of any parameter's
+    gradient (relative to at least `floor` times all gradients' norm). Every parameter must be there."""
+    draws = random.Random("windows")
+    errors = {}
+    for keep, size in itertools.product(Keep, sizes):
+        passage = Passage(case, keep)
+        passage.travel(size, size, draws if pieces else None)
+        loss = passage.finish()
+        got = in_files(case.adapter.with_parameters(passage.gradients))
+        assert got.keys() == case.wanted.keys(), got.keys() ^ case.wanted.keys()
+        got = {name: tensor.reshape(case.wanted[name].shape) for name, tensor in got.items()}
+        errors[f"{keep.value}/{size}"] = max(
+            worst(got, case.wanted, floor), abs(loss - case.loss) / abs(case.loss)
+        )
+    return errors
+
+
+def in_files(adapter: AdapterVersion) -> dict[str, Tensor]:
+    """All tensors of an adapter by the names that files have for them."""
+    found: dict[str, Tensor] = {}
+    for number, part in enumerate(adapter.parts):
+        written = method_named(part.method).write(part)
+        prefix = "" if len(adapter.parts) == 1 else f"{number}:"
+        found |= {prefix + name: tensor for name, tensor in {**written.tensors, **written.own}.items()}
+    return found
+
+
+def _gradients_in_files(adapted: PeftModel) -> Gradients:
+    """What PEFT would save, were its parameters their gradients; without what does not train."""
+    gradients = {
+        name: _gradient(p) if p.requires_grad else None
+        for name, p in adapted.named_parameters(remove_duplicate=False)
+    }
+    found = get_peft_model_state_dict(adapted, state_dict=gradients, save_embedding_layers=False)
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Zero where no row came by, such as at an expert that no token was routed to."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
