@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, Bypasses, Part, Place
-from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
+from coserve.adapters.lowrank import LoRABypass
+from coserve.adapters.methods.lora import LoRAConfig
 
 
 def lora_adapter(

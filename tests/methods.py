@@ -45,7 +45,9 @@ def spread(parameters: Sequence[Tensor], seed: int = 7) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        strength = 0.3 / parameter.shape[-1] ** 0.5 if min(parameter.shape) > 1 and parameter.ndim > 1 else 0.1
+        strength = (
+            0.3 / parameter.shape[-1] ** 0.5 if min(parameter.shape) > 1 and parameter.ndim > 1 else 0.1
+        )
         parameter.add_(strength * noise)
 
 
@@ -60,7 +62,9 @@ def with_peft(name: str, config: PeftConfig, dtype: torch.dtype, **changes: Any)
 
 def engine_of(name: str, dtype: torch.dtype = torch.float32, config: Any = None, **changes: Any) -> Engine:
     """An engine on the same weights, none of it trained or calibrated."""
-    return Engine(tiny(name, dtype, **changes), EngineConfig(calibrate=False, cache_tokens=512, **config or {}))
+    return Engine(
+        tiny(name, dtype, **changes), EngineConfig(calibrate=False, cache_tokens=512, **config or {})
+    )
 
 
 def served(engine: Engine, prompt: Sequence[int], adapter: str | None) -> Tensor:
@@ -164,5 +168,3 @@ def _gradients_in_files(adapted: PeftModel) -> Gradients:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     """Zero where no row came by, such as at an expert that no token was routed to."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-

@@ -18,7 +18,7 @@ from torch import Tensor
 from adapters import lora_adapter
 from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.methods.lora import LoRABypass
+from coserve.adapters.lowrank import LoRABypass
 from coserve.core.plan import Plan, Segment
 from coserve.core.sequence import Direction, Span
 from coserve.train.example import Example, epochs

@@ -63,7 +63,9 @@ Play = Callable[..., None]
 
 @asynccontextmanager
 async def world(folder: Path, engine: dict[str, Any], fields: dict[str, Any]) -> AsyncIterator[World]:
-    settings = ServerSettings(model=str(tiny.path()), state=folder / "state", name="tiny", **fields)
+    settings = ServerSettings(
+        **{"model": str(tiny.path()), "state": folder / "state", "name": "tiny", **fields}
+    )
     settings.state.mkdir(exist_ok=True)
     fake = FakeEngine(folder / "engine.sock")
     for name, value in engine.items():

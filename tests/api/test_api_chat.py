@@ -100,6 +100,21 @@ def test_stop_strings_end_the_answer_and_the_work(play: Play, stream: bool) -> N
     play(story, engine={"step_seconds": 0.001})
 
 
+def test_logprobs_end_where_the_text_does_whatever_was_in_it(play: Play) -> None:
+    async def story(world: World) -> None:
+        tokens = world.say("🐶🐶🐶 dog and cat")  # an emoji is a token for each of its bytes
+        answer = await world.client().chat.completions.create(
+            model="tiny", messages=HELLO, logprobs=True, stop="og"
+        )
+        choice = answer.choices[0]
+        assert choice.message.content == "🐶🐶🐶 d"
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        spelled = b"".join(bytes(score.bytes or []) for score in choice.logprobs.content).decode()
+        assert spelled == "🐶🐶🐶 dog" and len(choice.logprobs.content) < len(tokens)
+
+    play(story)
+
+
 def test_logprobs_name_every_token_and_its_rivals(play: Play) -> None:
     async def story(world: World) -> None:
         tokens = world.say("Hello ✓")
@@ -183,6 +198,9 @@ def test_json_schemas_become_grammars(play: Play) -> None:
         with pytest.raises(openai.BadRequestError, match="Invalid schema") as refused:
             await create(model="tiny", messages=HELLO, response_format=named)
         assert refused.value.param == "response_format"
+        named["json_schema"]["schema"] = {"enum": ["x" * 100_000]}
+        with pytest.raises(openai.BadRequestError, match="at most 65536"):
+            await create(model="tiny", messages=HELLO, response_format=named)
         assert len(world.submits()) == 3
 
     play(story)
@@ -282,6 +300,9 @@ INVALID: list[tuple[str | None, dict[str, Any]]] = [
     ("service_tier", {"service_tier": "first class"}),
     ("temperatur", {"temperatur": 1}),
     ("response_format", {"response_format": {"type": "xml"}}),
+    ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+    ("ignore_eos", {"response_format": {"type": "json_object"}, "ignore_eos": True}),
+    ("min_tokens", {"response_format": {"type": "json_object"}, "min_tokens": 2}),
 ]
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import openai
 import pytest
 
+from coserve.text import Text
 from serving import Play, World
+from spelling import sentence_pieces
 
 
 def test_a_whole_answer_and_a_stream_of_it(play: Play) -> None:
@@ -74,6 +76,40 @@ def test_echo_brings_the_prompt_and_its_scores(play: Play, stream: bool) -> None
     play(story)
 
 
+def test_offsets_are_places_in_the_text(play: Play) -> None:
+    async def story(world: World) -> None:
+        answered = world.say(" 🐱 ✓ b")
+        prompt = (1, *world.state.text.encode("é🐶 a"))  # a special token is no text
+        answer = await world.client().completions.create(
+            model="tiny", prompt=list(prompt), echo=True, logprobs=0, max_tokens=len(answered)
+        )
+        choice, pieces = answer.choices[0], [world.state.text.piece_bytes(t) for t in (*prompt, *answered)]
+        assert choice.text == "é🐶 a 🐱 ✓ b" and choice.logprobs is not None
+        assert choice.logprobs.text_offset is not None
+        begun, expected = b"", []
+        for token, piece in zip((*prompt, *answered), pieces, strict=True):
+            expected.append(len(begun.decode(errors="ignore")))
+            begun += b"" if token == 1 else piece
+        assert choice.logprobs.text_offset == expected
+
+    play(story)
+
+
+def test_an_answer_goes_on_where_its_prompt_ends(play: Play) -> None:
+    async def story(world: World) -> None:
+        world.state.text = Text(sentence_pieces())
+        hi = world.state.text.tokenizer.convert_ids_to_tokens
+        space_hi = next(token for token in range(300) if hi(token) == "▁hi")
+        world.engine.script = lambda request, place: space_hi
+        create = world.client().completions.create
+        alone = (await create(model="tiny", prompt=[space_hi], max_tokens=2)).choices[0].text
+        assert alone == " hi hi"  # after "hi", and not "hi hi"
+        echoed = await create(model="tiny", prompt=[space_hi], max_tokens=2, echo=True)
+        assert echoed.choices[0].text == "hi hi hi"
+
+    play(story)
+
+
 def test_a_prompt_can_be_scored_alone(play: Play) -> None:
     async def story(world: World) -> None:
         create = world.client().completions.create
@@ -91,7 +127,7 @@ def test_a_prompt_can_be_scored_alone(play: Play) -> None:
 INVALID: list[tuple[str | None, dict[str, Any]]] = [
     ("prompt", {"prompt": []}),
     ("prompt.0", {"prompt": [[]]}),
-    ("prompt.1", {"prompt": [1, "x"]}),
+    ("prompt.0", {"prompt": [1, "x"]}),
     ("prompt", {"prompt": [5000]}),
     ("prompt.0", {"prompt": [-1]}),
     ("prompt", {"prompt": None}),

@@ -114,6 +114,8 @@ def test_hyperparameters_peft_and_optimizer(play: Play) -> None:
         used = {"n_epochs": 3, "batch_size": 16, "learning_rate_multiplier": 1.0}
         assert job.hyperparameters.model_dump() == used
         assert job.method.supervised.hyperparameters.model_dump() == used
+        await world.until(lambda: len(started(world)) == 1)
+        assert started(world)[0].options["learning_rate"] == pytest.approx(3.2e-3)  # it is 256 wide
         top = {"n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 0.5}
         job = await create(world, training_file=file, hyperparameters=top)
         assert job.hyperparameters.n_epochs == 2 and job.hyperparameters.learning_rate_multiplier == 0.5
@@ -124,7 +126,7 @@ def test_hyperparameters_peft_and_optimizer(play: Play) -> None:
         }
         job = await create(world, training_file=file, method=inner, extra_body=more)
         assert job.peft == more["peft"]
-        assert job.hyperparameters.learning_rate_multiplier == pytest.approx(5.0)
+        assert job.hyperparameters.learning_rate_multiplier == pytest.approx(0.3125)
         await world.until(lambda: len(started(world)) == 3)
         options = started(world)[2].options
         assert started(world)[2].method == more["peft"], "for the engine to read"

@@ -127,6 +127,8 @@ def test_only_what_lies_below_the_root_is_read(play: Play, tmp_path: Path) -> No
     linked.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (linked / name).symlink_to(tmp_path / "elsewhere" / name)
+    (make_adapter(root / "folder") / "adapter_model.safetensors").unlink()
+    (root / "folder" / "adapter_model.safetensors").mkdir()
     (root / "half").mkdir()
     (root / "half" / "adapter_config.json").write_text("{")
 
@@ -144,7 +146,7 @@ def test_only_what_lies_below_the_root_is_read(play: Play, tmp_path: Path) -> No
             assert answer.status_code == 400
             told.add(answer.json()["error"]["message"].replace(repr(path), "…"))
         assert len(told) == 1  # what exists outside cannot be told from what does not
-        for path in ("linked", "half"):
+        for path in ("linked", "half", "folder"):
             assert (await load(world, "x", path)).status_code == 400
         assert not commands(world, LoadAdapter)
         assert not list((world.state.store.folder / "adapters").iterdir())
@@ -165,11 +167,13 @@ def test_an_adapter_that_the_engine_refuses_leaves_nothing_behind(play: Play, tm
     async def story(world: World) -> None:
         class Everything(dict[str, Fault]):
             def get(self, key: str, default: Any = None) -> Fault:
-                return Fault("AdapterMismatch", "layer 3 has another shape")
+                folder = world.state.store.folder / "adapters" / key
+                return Fault("AdapterMismatch", f"{folder}/adapter_config.json: layer 3 has another shape")
 
         world.engine.refusals = Everything()
         answer = await load(world, "x", "one")
-        assert answer.status_code == 400 and "layer 3" in answer.json()["error"]["message"]
+        said = answer.json()["error"]["message"]  # and nothing of where the server keeps things
+        assert answer.status_code == 400 and said == "adapter_config.json: layer 3 has another shape"
         assert len((await world.client().models.list()).data) == 1
         assert not list((world.state.store.folder / "adapters").iterdir())
 
@@ -263,6 +267,48 @@ def test_keys_may_be_required_on_loopback_and_pages_of_other_sites_are_not_local
     play(page)
 
 
+def test_adapters_of_another_base_are_not_there(play: Play, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "root" / "one")
+
+    async def before(world: World) -> None:
+        assert (await load(world, "mine", "one")).status_code == 200
+
+    async def other(world: World) -> None:
+        assert [model.id for model in (await world.client().models.list()).data] == ["large"]
+        for unknown in (
+            world.client().models.retrieve("mine"),
+            world.client().models.delete("mine"),
+            ask(world, "mine"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await unknown
+        assert (await unload(world, "mine")).status_code == 404
+        assert (await load(world, "mine", "one")).status_code == 400  # the name is taken all the same
+
+    async def after(world: World) -> None:
+        assert [model.id for model in (await world.client().models.list()).data] == ["tiny", "mine"]
+
+    play(before, adapter_root=tmp_path / "root")
+    play(other, adapter_root=tmp_path / "root", name="large")
+    play(after, adapter_root=tmp_path / "root")
+
+
+def test_what_vllms_clients_send_beside_the_name(play: Play, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "root" / "one")
+
+    async def story(world: World) -> None:
+        post = world.http.post
+        body = {"lora_name": "a", "lora_path": "one"}
+        refused = await post("/v1/load_lora_adapter", json={**body, "load_inplace": True})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "load_inplace"
+        loaded = await post("/v1/load_lora_adapter", json={**body, "load_inplace": False})
+        assert loaded.status_code == 200
+        gone = await post("/v1/unload_lora_adapter", json={"lora_name": "a", "lora_int_id": 1})
+        assert gone.status_code == 200
+
+    play(story, adapter_root=tmp_path / "root")
+
+
 def test_health_follows_the_engine(play: Play) -> None:
     async def story(world: World) -> None:
         assert (await world.http.get("/health/ready")).json() == {
@@ -307,6 +353,10 @@ def test_metrics_have_vllms_names(play: Play) -> None:
             "num_requests_waiting",
             "slo_attainment",
             "finetune_steps_total",
+            "num_preemptions_total",
+            "engine_steps_total",
+            "slo_met_total",
+            "slo_missed_total",
         ):
             assert f"# TYPE coserve_{name}" in answer.text
 

@@ -18,11 +18,12 @@ from transformers import DynamicCache
 from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Part, Place
+from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods import method_of
-from coserve.adapters.methods.lora import LoRABypass
 from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.adapters.virtual import embedding_of
 from coserve.core.plan import Plan, Segment
 from coserve.core.sequence import Direction, Span
 from coserve.train.example import Example
@@ -98,15 +99,12 @@ def peft_case(name: str, kind: str) -> Case:
     loss = loss_of(examples, lambda tokens: own_logits(adapted, tokens))
     found = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
     part = part_of(engine, OURS[kind], parameters)
-    names = [n for n, _ in part.parameters()]
-    wanted = {
-        n: found[n.partition(".weight")[0] if False else _peft_name(n, engine)] for n in names
-    }
+    wanted = {n: found[_peft_name(n, engine)] for n, _ in part.parameters()}
     return Case(engine, examples, AdapterVersion("probe", 0, (part,)), float(loss.detach()), wanted)
 
 
 def _peft_name(name: str, engine: Engine) -> str:
-    (path,) = (p for p, site in engine.base.sites.items() if site.kind.value == "embedding")
+    path = embedding_of(engine.base)
     return name.removeprefix(path + ".").replace("prompt_embeddings", "embedding.weight")
 
 
@@ -174,29 +172,29 @@ class Passage:
         return max(errors)
 
 
-WAYS = {
-    "whole": (1000, 1000, False),
-    "small": (6, 6, True),
-    "cut differently": (11, 4, True),
-    "row by row": (1, 1, False),
+# Rows of a window there and back, whether layers are cut, and what the tape keeps.
+WAYS: Mapping[str, tuple[int, int, bool, Keep]] = {
+    "whole": (1000, 1000, False, Keep.PRODUCTS),
+    "small": (6, 6, True, Keep.INPUTS),
+    "cut differently": (11, 4, True, Keep.PRODUCTS),
+    "row by row": (1, 1, False, Keep.INPUTS),
 }
 
 
-def errors_of(case: Case, ways: Sequence[str], seed: str) -> dict[tuple[str, str], float]:
+def errors_of(case: Case, ways: Sequence[str], seed: str) -> dict[str, float]:
     found = {}
     for way in ways:
-        there, back, cut = WAYS[way]
-        for keep in Keep:
-            passage = Passage(case, keep)
-            passage.travel(there, back, random.Random(f"{seed}/{way}") if cut else None)
-            found[way, keep.value] = passage.error()
+        there, back, cut, keep = WAYS[way]
+        passage = Passage(case, keep)
+        passage.travel(there, back, random.Random(f"{seed}/{way}") if cut else None)
+        found[way] = passage.error()
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_windows_give_peft_s_gradients(name: str, kind: str) -> None:
-    ways = [way for way in WAYS if way != "row by row" or name == "gemma2"]
+    ways = list(WAYS) if name == "gemma2" and "by LSTM" not in kind else list(WAYS)[1:3]
     with Exact():
         errors = errors_of(peft_case(name, kind), ways, f"{name}/{kind}")
     assert max(errors.values()) <= TOLERANCE, errors
@@ -245,5 +243,6 @@ def combined_case(name: str) -> Case:
 @pytest.mark.parametrize("name", NAMES)
 def test_prefix_prompt_and_lora_in_one_adapter(name: str) -> None:
     with Exact():
-        errors = errors_of(combined_case(name), list(WAYS), name)
+        ways = list(WAYS) if name == "llama" else list(WAYS)[:3]
+        errors = errors_of(combined_case(name), ways, name)
     assert max(errors.values()) <= TOLERANCE, errors

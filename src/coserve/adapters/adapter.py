@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses, Part, Place
@@ -52,6 +53,14 @@ class AdapterVersion:
             prefix = self._prefix(number)
             own = {name: parameters[prefix + name] for name, _ in part.parameters()}
             parts.append(part.with_parameters(own))
+        return replace(self, parts=tuple(parts))
+
+    def in_type(self, dtype: torch.dtype, copy: bool = False) -> "AdapterVersion":
+        """The same adapter for a base in `dtype`; tensors that are in it already are copied where asked."""
+        parts = (
+            replace(part, bypasses={p: b.in_type(dtype, copy) for p, b in part.bypasses.items()})
+            for part in self.parts
+        )
         return replace(self, parts=tuple(parts))
 
     @property

@@ -59,10 +59,13 @@ class Dense:
 class Bypass(ABC):
     """One adapter's side of one place. Its tensors never change; training makes a new one of them.
 
-    `operators` are f's, in order. `dropout` is the probability that training drops f's input with.
+    `operators` are f's, in order. `dropout` is the probability that training drops f's input with. `exact`
+    tensors are few, and changes to them small beside them (a scale near 1, a bias): they stay in at least
+    float32 where the base is in less.
     """
 
     operators: ClassVar[tuple[Operator, ...]]
+    exact: ClassVar[bool] = False
     dropout: float = 0.0
     note: str = ""  # what is worth saying when somebody trains it further
 
@@ -73,6 +76,11 @@ class Bypass(ABC):
     @abstractmethod
     def with_parameters(self: _Self, parameters: Mapping[str, Tensor]) -> _Self:
         """The same bypass with other tensors under the same names."""
+
+    def in_type(self: _Self, dtype: torch.dtype, copy: bool = False) -> _Self:
+        """The same bypass for a base in `dtype`."""
+        own = exact_type(dtype) if self.exact else dtype
+        return self.with_parameters({n: p.to(own, copy=copy) for n, p in self.parameters().items()})
 
     @abstractmethod
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -93,10 +101,23 @@ class Bypass(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chain:
-    """Several bypasses of one adapter at one place; each sees what the one before made of y."""
+class Chain(Bypass):
+    """Several bypasses of one adapter at one place; each sees what the one before made of y. Within a part
+    the names of their parameters differ. The operators are the links' own."""
 
+    operators = ()
     links: Sequence[Bypass]
+    dropout: float = 0.0
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {name: tensor for bypass in self.links for name, tensor in bypass.parameters().items()}
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "Chain":
+        links = [b.with_parameters({n: parameters[n] for n in b.parameters()}) for b in self.links]
+        return Chain(links, self.dropout)
+
+    def in_type(self, dtype: torch.dtype, copy: bool = False) -> "Chain":
+        return Chain([b.in_type(dtype, copy) for b in self.links], self.dropout)
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         for bypass in self.links:
@@ -107,16 +128,21 @@ class Chain:
             y = bypass.add(x, y)
         return y
 
+    def dropping(self, mask: Mask) -> "Chain":
+        return Chain([b.dropping(mask) if b.dropout else b for b in self.links])
 
-Standing = Bypass | Chain
+    def merged(self, dense: Dense, side: Side) -> Dense:
+        for bypass in self.links:
+            dense = bypass.merged(dense, side)
+        return dense
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bypasses:
     """An adapter as rows meet it: what stands where, by the path of the module."""
 
-    inputs: Mapping[str, Standing] = field(default_factory=dict)
-    outputs: Mapping[str, Standing] = field(default_factory=dict)
+    inputs: Mapping[str, Bypass] = field(default_factory=dict)
+    outputs: Mapping[str, Bypass] = field(default_factory=dict)
 
     @staticmethod
     def of(placed: Iterable[tuple[Place, Bypass]]) -> "Bypasses":
@@ -130,7 +156,7 @@ class Bypasses:
         return any(path in self.outputs or path in self.inputs for path in paths)
 
 
-def _chained(by_path: Mapping[str, list[Bypass]]) -> dict[str, Standing]:
+def _chained(by_path: Mapping[str, list[Bypass]]) -> dict[str, Bypass]:
     return {path: links[0] if len(links) == 1 else Chain(tuple(links)) for path, links in by_path.items()}
 
 

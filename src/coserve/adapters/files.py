@@ -33,7 +33,7 @@ _EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
 def read_adapter(
     folder: str | Path, name: str, frame: Frame, dtype: torch.dtype, device: torch.device
 ) -> AdapterVersion:
-    """The adapter in `folder` as version 0 of `name`, its tensors in `dtype` on `device`.
+    """The adapter in `folder` as version 0 of `name`, on `device`, for a base in `dtype`.
 
     Raises AdapterError for files that cannot be read, AdapterMismatch for what does not fit the base.
     """
@@ -45,12 +45,12 @@ def read_adapter(
         raise AdapterError(f"{folder / _WEIGHTS} cannot be read: {error}") from error
     parts = []
     for own_fields, own_tensors in _split(fields, tensors, folder):
-        saved = Saved(str(folder), own_fields, own_tensors, dtype, device)
+        saved = Saved(str(folder), own_fields, own_tensors, exact_type(dtype), device)
         parts.append(method_in_file(own_fields.get("peft_type")).read(saved, frame))
         saved.finish()
         if not parts[-1].bypasses:
             raise AdapterError(f"{folder / _WEIGHTS} holds no tensors of a {parts[-1].method} adapter")
-    return AdapterVersion(name, 0, tuple(parts))
+    return AdapterVersion(name, 0, tuple(parts)).in_type(dtype)
 
 
 def write_adapter(

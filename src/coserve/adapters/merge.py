@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from coserve.adapters.bypass import Dense, exact_type
+from coserve.adapters.bypass import Dense, Side, exact_type
 from coserve.adapters.files import read_adapter
-from coserve.adapters.sites import Site, decoder_layers, find_sites
+from coserve.adapters.sites import DenseWeights, Site, decoder_layers, find_sites, gain_of
 from coserve.errors import AdapterError, ModelNotFound
 from coserve.memory.kv import CacheShape
 
@@ -38,7 +37,8 @@ def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str
     whole = WholeModel(model)
     adapter = read_adapter(adapter_folder, "merged", whole, torch.float64, torch.device("cpu"))
     merged: dict[str, Dense] = {}
-    for place, bypass in adapter.placed():
+    # What stands at an input comes before all that stands at the output, and so is multiplied in last.
+    for place, bypass in sorted(adapter.placed(), key=lambda placed: placed[0].side is Side.INPUT):
         before = merged[place.path] if place.path in merged else whole.dense(place.path)
         merged[place.path] = bypass.merged(before, place.side)
     for path, dense in merged.items():
@@ -64,7 +64,7 @@ class WholeModel:
     def caches(self) -> Sequence[CacheShape]:
         raise AdapterError("keys and values before a sequence's own cannot be written into a model's weights")
 
-    def weights(self, path: str) -> "DenseWeights":
+    def weights(self, path: str) -> DenseWeights:
         return DenseWeights(self.dense(path))
 
     def bias(self, path: str) -> Tensor | None:
@@ -74,6 +74,9 @@ class WholeModel:
     def embedded(self, tokens: Tensor) -> Tensor:
         found: Tensor = self._model.get_input_embeddings()(tokens)
         return found
+
+    def gain(self, path: str) -> Tensor:
+        return gain_of(self._module(path))
 
     def dense(self, path: str) -> Dense:
         """The weights at `path`, [out, in], as exact as sums are made. Raises AdapterError where it has none
@@ -114,25 +117,6 @@ class WholeModel:
     def _is_tied(self, weight: Tensor) -> bool:
         head = self._model.get_output_embeddings()
         return head is not None and head.weight is weight
-
-
-class DenseWeights:
-    """`Weights` that lie there as a matrix."""
-
-    def __init__(self, dense: Dense) -> None:
-        self._dense = dense
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self._dense.bias
-
-    def row_norms(self) -> Tensor:
-        norms: Tensor = self._dense.weight.norm(dim=1)
-        return norms
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = F.linear(x.to(self._dense.weight.dtype), self._dense.weight, self._dense.bias)
-        return y
 
 
 def _turned(weight: Tensor, site: Site) -> Tensor:

@@ -12,6 +12,8 @@ from coserve.adapters.virtual import Prompt
 from coserve.errors import AdapterError, AdapterMismatch
 
 EMBEDDINGS: Final = "prompt_embeddings"  # the only tensor that PEFT saves of these methods
+# Weights of an encoder by PEFT's names: shapes, and bounds of the uniform distribution torch draws them from.
+Shapes = dict[str, tuple[tuple[int, ...], float]]
 ENCODER: Final = "encoder."  # how the names of tensors begin that only coserve's own checkpoints have
 LOST: Final = "the file does not hold the encoder that its virtual tokens came out of: they train as they are"
 
@@ -45,6 +47,20 @@ def read_prompt(saved: Saved, frame: Frame) -> PlainPrompt:
     return PlainPrompt(embeddings)
 
 
+def has_encoder(saved: Saved) -> bool:
+    """Whether the file is one of coserve's that holds what the embeddings come out of."""
+    return any(name.startswith(ENCODER) for name in saved.tensors)
+
+
+def read_encoder(saved: Saved, count: int, width: int, shapes: Shapes) -> dict[str, Tensor]:
+    """Its weights by PEFT's names. Raises AdapterMismatch where one is missing or does not fit."""
+    wanted = {"embedding.weight": (count, width), **{name: shape for name, (shape, _) in shapes.items()}}
+    found = {name: saved.tensor(f"{ENCODER}{name}") for name in wanted}
+    for name, tensor in found.items():
+        expect_shape(saved, f"{ENCODER}{name}", tensor, *wanted[name])
+    return found
+
+
 def expect_shape(saved: Saved, name: str, tensor: Tensor, *shape: int) -> None:
     """Raises AdapterMismatch where a tensor of the file does not fit the base or its own configuration."""
     found = tuple(tensor.shape)
@@ -75,13 +91,10 @@ def expect_count(method: str, tokens: object) -> None:
         raise AdapterError(f"{method} needs a whole number of at least one virtual token, not {tokens!r}")
 
 
-def linear_shapes(
-    name: str, numbers: tuple[int, ...], widths: tuple[int, ...]
-) -> dict[str, tuple[tuple[int, ...], float]]:
-    """Weights and biases of linears one after the other, called `name.number`: their shapes, and the bound of
-    the uniform distribution that torch draws them from."""
-    found: dict[str, tuple[tuple[int, ...], float]] = {}
-    for number, ins, outs in zip(numbers, widths, widths[1:], strict=True):
+def linear_shapes(name: str, numbers: tuple[int, ...], widths: tuple[int, ...]) -> Shapes:
+    """Weights and biases of linears one after the other, called `name.number`."""
+    found: Shapes = {}
+    for number, ins, outs in zip(numbers, widths[:-1], widths[1:], strict=True):
         found[f"{name}.{number}.weight"] = (outs, ins), ins**-0.5
         found[f"{name}.{number}.bias"] = (outs,), ins**-0.5
     return found

@@ -1,6 +1,6 @@
 """An adapter's two files while a method reads them: what is not taken is refused by name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ _EMPTY: Final[tuple[Any, ...]] = (None, False, {}, [], "")
 class Saved:
     """Fields and tensors of the adapter in `folder`, as they are read.
 
-    Matrices come out in `dtype` on `device`. Every error names the file's folder.
+    Tensors come out in `dtype` on `device`. Every error names the file's folder.
     """
 
     folder: str
@@ -73,10 +73,10 @@ class Saved:
                 found[path] = self._moved(name)
         return found
 
-    def starting(self, start: str) -> dict[str, Tensor]:
-        """The tensors whose names begin so, by the rest of their names; they count as taken."""
-        found = [name for name in self._tensors if name.startswith(start)]
-        return {name.removeprefix(start): self._moved(name) for name in found}
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Names of the tensors that nobody has taken yet."""
+        return tuple(self._tensors)
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this name. Raises AdapterMismatch where there is none."""
@@ -93,6 +93,12 @@ class Saved:
                 if path not in column:
                     raise AdapterMismatch(f"{self.folder}: {PREFIX}{path}.{ending} is missing")
         return {path: tuple(column[path] for column in columns) for path in paths}
+
+    def expect_targets(self, paths: Iterable[str]) -> None:
+        """For files of our own, whose `target_modules` are paths: AdapterMismatch where there are no tensors
+        for one of them."""
+        if missing := sorted(set(map(str, self.take("target_modules", []))) - set(paths)):
+            raise AdapterMismatch(f"{self.folder}: the tensors at {missing[0]!r} are missing")
 
     def finish(self) -> None:
         """Raises AdapterError for fields, AdapterMismatch for tensors that nobody took."""

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from coserve.errors import UnsupportedModel
+from coserve.adapters.bypass import Dense, exact_type
+from coserve.errors import AdapterError, UnsupportedModel
 from coserve.memory.kv import CacheShape
 
 EMBEDDED = -1  # the stage before the first layer
@@ -31,7 +34,7 @@ class Kind(Enum):
 class Site:
     """A module with a place for bypasses: `inputs` and `outputs` are widths (an embedding's inputs are its
     vocabulary), `stage` is the layer it is in (EMBEDDED before the first, the number of layers after the
-    last). `transposed` weights lie [in, out], as GPT-2's do."""
+    last). `transposed` weights lie [in, out], as GPT-2's do. An embedding multiplies its rows by `factor`."""
 
     path: str
     kind: Kind
@@ -40,6 +43,7 @@ class Site:
     outputs: int
     has_bias: bool = False
     transposed: bool = False
+    factor: float = 1.0
 
 
 Sites = Mapping[str, Site]
@@ -91,6 +95,51 @@ class Frame(Protocol):
         """What the input embedding gives to token ids [n]: [n, width]."""
         ...
 
+    def dense(self, path: str) -> Dense:
+        """The weights of the linear, norm or embedding at `path`, for what replaces them or compares."""
+        ...
+
+    def gain(self, path: str) -> Tensor:
+        """What the norm at `path` multiplies each normalized feature by, [width]. Raises AdapterError."""
+        ...
+
+
+class DenseWeights:
+    """`Weights` that lie there as a matrix."""
+
+    def __init__(self, dense: Dense) -> None:
+        self._dense = dense
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._dense.bias
+
+    def row_norms(self) -> Tensor:
+        weight = self._dense.weight
+        norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=exact_type(weight.dtype))
+        return norms
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.linear(x.to(self._dense.weight.dtype), self._dense.weight, self._dense.bias)
+        return y
+
+
+@torch.no_grad()
+def gain_of(norm: nn.Module) -> Tensor:
+    """What a norm multiplies each normalized feature by, [width] in at least float32: its weight, or one and
+    its weight (as Gemma's do), found by looking. Raises AdapterError for anything else."""
+    weight, bias = norm.weight, getattr(norm, "bias", None)
+    assert isinstance(weight, Tensor)
+    signs = torch.ones_like(weight)
+    signs[1::2] = -1  # normalized already: the mean is 0, the mean square 1
+    given = norm(signs) if bias is None else norm(signs) - bias
+    gain = weight.to(exact_type(weight.dtype), copy=True)
+    added = given * signs - gain
+    if not torch.allclose(added, added.mean().round(), rtol=0.0, atol=0.1):
+        raise AdapterError("a norm that does more than to multiply by its weight cannot be replaced")
+    gain += added.mean().round()
+    return gain
+
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The outermost checkpointable layers by path, in the order they run. Raises UnsupportedModel."""
@@ -141,7 +190,8 @@ def _site(
         stage = depth if layer is None else layer
         return Site(path, Kind.LINEAR, stage, ins, outs, module.bias is not None, transposed)
     if module is model.get_input_embeddings():
-        return Site(path, Kind.EMBEDDING, EMBEDDED, module.weight.shape[0], module.weight.shape[1])
+        vocabulary, size = module.weight.shape
+        return Site(path, Kind.EMBEDDING, EMBEDDED, vocabulary, size, factor=_factor(module))
     if sublayer is not None:
         assert layer is not None
         return Site(path, sublayer, layer, width, width)
@@ -151,6 +201,13 @@ def _site(
         stage = depth if layer is None else layer
         return Site(path, Kind.NORM, stage, size, size, getattr(module, "bias", None) is not None)
     return None
+
+
+def _factor(embedding: nn.Module) -> float:
+    """What it multiplies its rows by, rounded as it does that (Gemma's have such a thing)."""
+    factor = getattr(embedding, "embed_scale", 1.0)
+    assert isinstance(embedding.weight, Tensor)
+    return float(torch.as_tensor(factor).to(embedding.weight.dtype))
 
 
 def _sublayers(layer: nn.Module) -> dict[Kind, str]:

@@ -1,9 +1,6 @@
 """`coserve bench server`: what serving over HTTP costs, and what is left after `kill -9`."""
 
-import shlex
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,13 +8,10 @@ from typing import Any
 
 from coserve.bench import firstbyte, overhead, restart, survival
 from coserve.bench.folder import save_shape
-from coserve.bench.machine import measure_machine
+from coserve.bench.groups import begin, run_groups
 from coserve.bench.ours import CACHE_TOKENS, Bench
-from coserve.bench.results import SERVER_BARS, Results
+from coserve.bench.results import SERVER_BARS
 from coserve.bench.served import Served
-from coserve.bench.settings import settings_for
-from coserve.bench.shapes import shape_named
-from coserve.errors import ConfigError
 
 _ON_ONE_SERVER: Mapping[str, Callable[[Bench, Served], None]] = {
     "overhead": overhead.run,
@@ -40,26 +34,12 @@ def run_server(
     shape or group, and ServerError where the server does not do what it should.
     """
     groups = GROUPS if only is None else tuple(only)
-    if unknown := set(groups) - set(GROUPS):
-        raise ConfigError(f"there is no group {sorted(unknown)} in the bench; there are {', '.join(GROUPS)}")
-    chosen, settings = shape_named(shape), settings_for(shape, quick)
-    machine = measure_machine(quick=quick and shape == "tiny")
-    header = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "shape": shape,
-        "parameters": chosen.parameters,
-        "quick": quick,
-        "groups": list(groups),
-        "date": machine.date,
-        "machine": machine.as_dict(),
-    }
-    bench = Bench(chosen, settings, machine, Results(header, json_path, SERVER_BARS))
+    bench = begin(shape, quick, groups, GROUPS, json_path, SERVER_BARS)
     with tempfile.TemporaryDirectory(prefix="coserve-bench-") as folder:
-        model = save_shape(chosen, Path(folder))
+        model = save_shape(bench.shape, Path(folder))
         if set(groups) & set(_ON_ONE_SERVER):
             _on_one_server(bench, model, groups)
-        if "kills" in groups:
-            _timed(bench, "kills", partial(survival.run, bench, model))
+        run_groups(bench, groups, {"kills": partial(survival.run, bench, model)})
     return bench.results.as_dict()
 
 
@@ -70,13 +50,4 @@ def _on_one_server(bench: Bench, model: Path, groups: Collection[str]) -> None:
         Served(model, Path(folder), engine_cache_tokens=CACHE_TOKENS) as served,
     ):
         served.wait_standby()  # its imports are work too
-        for group, run in _ON_ONE_SERVER.items():
-            if group in groups:
-                _timed(bench, group, partial(run, bench, served))
-
-
-def _timed(bench: Bench, group: str, run: Callable[[], None]) -> None:
-    started = time.perf_counter()
-    run()
-    bench.results.figure(f"bench.{group}", time.perf_counter() - started, "seconds it took")
-    bench.results.save()
+        run_groups(bench, groups, {g: partial(run, bench, served) for g, run in _ON_ONE_SERVER.items()})

@@ -46,6 +46,8 @@ class Settings:
     kill_steps: int = 16  # optimizer steps of each job, with a checkpoint after every fourth
     kill_length: int = 64  # of a job's examples
 
+    curve_steps: int = 200  # optimizer steps of each method that learns
+
     seconds: float = 60.0  # of the co-serving run
     jobs: int = 2
     seed: int = 0
@@ -61,6 +63,7 @@ QUICK = Settings(
     arrivals_seconds=15.0,
     restarts=1,
     kills=3,
+    curve_steps=40,
     seconds=15.0,
 )
 TINY = Settings(
@@ -92,6 +95,7 @@ TINY = Settings(
     kill_answer=200,
     kill_steps=40,
     kill_length=32,
+    curve_steps=6,
     seconds=1.0,
 )
 

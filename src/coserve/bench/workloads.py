@@ -1,7 +1,6 @@
 """Requests and training data to measure with: seeded, and the same on every machine. Free of torch."""
 
 import csv
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,56 +130,6 @@ def scale_trace(
         for row in wanted
     )
     return ScaledTrace(rows, time_scale, prompt_scale, answer_scale)
-
-
-def trace_requests(scaled: ScaledTrace, vocabulary: int, seed: int = 0) -> list[TimedRequest]:
-    """A scaled trace as requests; a trace holds lengths only, so their tokens are random."""
-    draw = random.Random(seed)
-    return [
-        TimedRequest(row.at, tuple(draw.randrange(vocabulary) for _ in range(row.prompt)), row.answer)
-        for row in scaled.rows
-    ]
-
-
-def read_prompts(path: str | Path, field: str | None = None, limit: int | None = None) -> list[str]:
-    """Prompts from the `field` of a JSONL or CSV file; without one, `prompt`, `question` or `text`.
-
-    Raises DataError with file, line and what was expected.
-    """
-    path = Path(path)
-    prompts: list[str] = []
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        if path.suffix.lower() == ".csv":
-            reader = csv.DictReader(file)
-            records = ((reader.line_num, record) for record in reader)
-        else:
-            records = ((n, _parsed(path, n, line)) for n, line in enumerate(file, 1) if line.strip())
-        for line, record in records:
-            if limit is not None and len(prompts) >= limit:
-                break
-            prompts.append(_field_of(path, line, record, field))
-    if not prompts:
-        raise DataError(f"{path}: expected at least one prompt, found none")
-    return prompts
-
-
-def _parsed(path: Path, line: int, text: str) -> dict[str, str]:
-    try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {line}: expected a JSON object, got {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{path}, line {line}: expected a JSON object, got {type(record).__name__}")
-    return record
-
-
-def _field_of(path: Path, line: int, record: dict[str, str], field: str | None) -> str:
-    names = ("prompt", "question", "text") if field is None else (field,)
-    for name in names:
-        value = record.get(name)
-        if isinstance(value, str) and value:
-            return value
-    raise DataError(f"{path}, line {line}: expected text under {' or '.join(names)}, found {sorted(record)}")
 
 
 def _scaled(tokens: int, scale: float) -> int:

@@ -1,15 +1,19 @@
 """`coserve adapters`: what can be chatted with beside the base, and ways in and out for PEFT's files."""
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coserve.cli.complete import complete_adapters
-from coserve.cli.options import AdapterName, ApiKey, AsJson, Url, connect
+from coserve.cli.options import AdapterName, ApiKey, AsJson, ListsAlone, Url, connect
 from coserve.errors import AdapterError, ConfigError
 
-app = typer.Typer(help="Adapters: list, import, export, merge, delete.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from coserve.cli.client import Client
+
+app = typer.Typer(help="Adapters; alone it lists them.", cls=ListsAlone)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # all that an adapter is
 
 
@@ -61,16 +65,11 @@ def export(
     api_key: ApiKey = None,
 ) -> None:
     """Downloads an adapter or a checkpoint in PEFT's format."""
-    from coserve.cli.client import in_path
     from coserve.cli.output import print_json
 
     _check_empty(to)
     with connect(context, url, api_key) as client:
-        client.get(f"/v1/models/{in_path(name)}")  # a wrong name leaves no folder behind
-        to.mkdir(parents=True, exist_ok=True)
-        size = 0
-        for part, file in (("config", CONFIG), ("weights", WEIGHTS)):
-            size += client.download(f"/v1/adapters/{in_path(name)}/{part}", to / file)
+        size = _download(client, name, to)
     if as_json:
         return print_json({"id": name, "path": str(to), "bytes": size})
     print(f"{name}: {size / 1e6:.1f} MB in {to}")
@@ -118,18 +117,31 @@ def merge(
     """Adds an adapter to its base's weights and writes a model of its own. Needs no server for a folder."""
     import tempfile
 
+    from transformers.utils import logging
+
     from coserve import tiny
 
     _check_empty(to)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(adapter)
         if not folder.is_dir():
             folder = Path(scratch, "adapter")
-            export(context, adapter, folder, False, url, api_key)
+            with connect(context, url, api_key) as client:
+                _download(client, adapter, folder)
         from coserve.adapters.merge import merge_adapter
 
         merge_adapter(model or str(tiny.path()), folder, to)
     print(f"merged into {to}\n  coserve serve {to}")
+
+
+def _download(client: "Client", name: str, to: Path) -> int:
+    """An adapter's files into a folder; their bytes."""
+    from coserve.cli.client import in_path
+
+    parts = (("config", CONFIG), ("weights", WEIGHTS))
+    return sum(client.download(f"/v1/adapters/{in_path(name)}/{part}", to / file) for part, file in parts)
 
 
 def _check_empty(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line's end of the HTTP API. Every failure becomes one sentence."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ class Client:
         patience: float | None = None,
     ) -> None:
         self.url = settings.url.rstrip("/").removesuffix("/v1")
+        if not re.match(r"https?://[^/:]", self.url):
+            raise Unreachable(f"{settings.url!r} is no address of a server, such as http://127.0.0.1:8000")
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         # Answers may take as long as they take; by default only a server that is not there is given up on.
         timeout = httpx.Timeout(patience, connect=patience or CONNECT_SECONDS)
@@ -71,11 +74,16 @@ class Client:
                 stream.close()
 
     def download(self, path: str, target: Path) -> int:
-        """Writes an answer's body to a file, whole or not at all, and returns its bytes."""
+        """Writes an answer's body to a file, whole or not at all, and returns its bytes.
+
+        The file's folder is made where there is something to write.
+        """
         partial = target.with_name(target.name + ".partial")
-        with self._stream("GET", path) as answer, partial.open("wb") as file:
-            for piece in answer.iter_bytes():
-                file.write(piece)
+        with self._stream("GET", path) as answer:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                for piece in answer.iter_bytes():
+                    file.write(piece)
         partial.replace(target)
         return target.stat().st_size
 

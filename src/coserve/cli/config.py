@@ -20,13 +20,14 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
 import msgspec
 
 from coserve.config import EngineConfig
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
+from coserve.schedule.config import SchedulerConfig
 from coserve.serve.settings import TIERS, ServerSettings
 from coserve.wire.control import decode_path
 
@@ -47,6 +48,16 @@ class ClientSettings:
     api_key: str | None = None
 
 
+class _Places(TypedDict, total=False):
+    """Those of a server's settings that are looked at before all are converted; they must be text by then."""
+
+    model: str
+    name: str
+    state: str
+    adapter_root: str
+    adapters: dict[str, str]
+
+
 TABLES: Mapping[str, type] = {"server": ServerSettings, "client": ClientSettings}
 
 
@@ -60,11 +71,12 @@ def load_server_settings(
     `flags` has the shape of the file's table, without what was not given. Raises ConfigError.
     """
     merged = _layers("server", flags, config, environment)
+    _convert(merged, _Places)
     if "model" not in merged:
         from coserve import tiny
 
         merged |= {"model": str(tiny.path()), "name": merged.get("name", EMBEDDED)}
-    elif Path(merged["model"]).expanduser().exists():
+    elif merged["model"] and Path(merged["model"]).expanduser().exists():
         merged["model"] = str(Path(merged["model"]).expanduser().resolve())
     if "state" not in merged:
         merged["state"] = str(_default_state(merged.get("name") or merged["model"]))
@@ -121,15 +133,15 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_environment(table: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Settings of one table from the environment.
 
-    A variable that is no setting but looks like one that was meant is an error. Others are left alone: where
-    containers run, a service called coserve brings variables of that name.
+    An empty variable counts as none. One that is no setting but looks like one that was meant is an error.
+    Others are left alone: where containers run, a service called coserve brings variables of that name.
     """
     known = {PREFIX + "_".join(path).upper(): path for kind in TABLES.values() for path in _paths(kind)}
     mine = set(_paths(TABLES[table]))
     found: dict[str, Any] = {}
     for variable, value in environment.items():
         if variable in known:
-            if (path := known[variable]) in mine:
+            if value and (path := known[variable]) in mine:
                 _put(found, path, value)
         elif close := _meant(variable, known):
             raise ConfigError(f"the environment has an unknown {variable}: did you mean {close}?")
@@ -181,6 +193,8 @@ def _check_keys(values: Mapping[str, Any], kind: type, where: str, prefix: str) 
             continue
         if is_dataclass(hints[key]):
             _check_keys(value, hints[key], where, f"{prefix}{key}.")
+        elif key == "scheduler":
+            _check_keys(value, SchedulerConfig, where, f"{prefix}{key}.")
         elif key == "slo":
             for tier, bounds in value.items():
                 if tier in TIERS and isinstance(bounds, dict):  # other tiers are refused with the values

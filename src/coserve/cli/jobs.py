@@ -4,9 +4,9 @@ from typing import Annotated, Any
 
 import typer
 
-from coserve.cli.options import ApiKey, AsJson, JobId, Url, connect
+from coserve.cli.options import ApiKey, AsJson, JobId, ListsAlone, Url, connect
 
-app = typer.Typer(help="Fine-tuning jobs.", no_args_is_help=True)
+app = typer.Typer(help="Fine-tuning jobs; alone it lists them.", cls=ListsAlone)
 Limit = Annotated[int, typer.Option(min=1, max=100, help="The newest so many.")]
 PATH = "/v1/fine_tuning/jobs"
 
@@ -46,7 +46,13 @@ def show(
     context: typer.Context, job: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
 ) -> None:
     """Everything about one job."""
-    _show(_ask(context, url, api_key, job), as_json)
+    from coserve.cli.output import moment, print_fields, print_json
+
+    found = _ask(context, url, api_key, job)
+    if as_json:
+        return print_json(found)
+    times = {key: moment(found.get(key)) or None for key in ("created_at", "finished_at", "estimated_finish")}
+    print_fields({**found, **times})
 
 
 @app.command()
@@ -96,28 +102,24 @@ def checkpoints(
     print_table(("step", "name", "loss", "validation", "created"), rows, "no checkpoints yet")
 
 
-@app.command()
-def pause(
-    context: typer.Context, job: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
-) -> None:
-    """Stops a job's training at a checkpoint; it can go on later."""
-    _tell(context, url, api_key, job, "pause", as_json)
+def _add_verb(verb: str, help: str) -> None:
+    @app.command(verb, help=help)
+    def tell(
+        context: typer.Context, job: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
+    ) -> None:
+        from coserve.cli.client import in_path
+        from coserve.cli.output import print_json
+
+        with connect(context, url, api_key) as client:
+            found = client.post(f"{PATH}/{in_path(job)}/{verb}")
+        if as_json:
+            return print_json(found)
+        print(f"{found['id']}: {found['status']}")
 
 
-@app.command()
-def resume(
-    context: typer.Context, job: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
-) -> None:
-    """Lets a paused job go on."""
-    _tell(context, url, api_key, job, "resume", as_json)
-
-
-@app.command()
-def cancel(
-    context: typer.Context, job: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
-) -> None:
-    """Ends a job for good; its checkpoints stay."""
-    _tell(context, url, api_key, job, "cancel", as_json)
+_add_verb("pause", "Stops a job's training at a checkpoint; it can go on later.")
+_add_verb("resume", "Lets a paused job go on.")
+_add_verb("cancel", "Ends a job for good; its checkpoints stay.")
 
 
 @app.command()
@@ -141,28 +143,6 @@ def _ask(
 
     with connect(context, url, api_key) as client:
         return client.get(f"{PATH}/{in_path(job)}{'/' if part else ''}{part}", limit=limit)
-
-
-def _tell(
-    context: typer.Context, url: str | None, api_key: str | None, job: str, verb: str, as_json: bool
-) -> None:
-    from coserve.cli.client import in_path
-    from coserve.cli.output import print_json
-
-    with connect(context, url, api_key) as client:
-        found = client.post(f"{PATH}/{in_path(job)}/{verb}")
-    if as_json:
-        return print_json(found)
-    print(f"{found['id']}: {found['status']}")
-
-
-def _show(job: dict[str, Any], as_json: bool) -> None:
-    from coserve.cli.output import moment, print_fields, print_json
-
-    if as_json:
-        return print_json(job)
-    times = {key: moment(job.get(key)) or None for key in ("created_at", "finished_at", "estimated_finish")}
-    print_fields({**job, **times})
 
 
 def _loss(value: Any) -> str:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from coserve.cli.options import AsJson, State, config_of, given
+from coserve.cli.options import AsJson, ListsAlone, State, config_of, given
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from coserve.serve.store.store import Store
 
-app = typer.Typer(help="API keys, in the server's state folder.", no_args_is_help=True)
+app = typer.Typer(help="API keys, in the server's state folder; alone it lists them.", cls=ListsAlone)
 Model = Annotated[
     str | None, typer.Option(help="The model that the server serves, which decides where its state is.")
 ]

@@ -12,6 +12,10 @@ from coserve.errors import ConfigError
 bench = typer.Typer(
     help="Measures this machine, beside other ways to do the same work.", no_args_is_help=True
 )
+Figures = Annotated[Path | None, typer.Option("--json", help="File for all figures.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: a check that everything runs.")]
+Only = Annotated[list[str] | None, typer.Option(metavar="GROUP", help="A group of figures; may be repeated.")]
+Shape = Annotated[str, typer.Option(help="Name of the model shape.")]
 
 
 def demo(
@@ -40,7 +44,7 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu, or cuda, cuda:1, ...")] = "cpu",
     plain: Annotated[bool, typer.Option("--plain", help="Line by line, as when piped.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="The closing tables only.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+    json_file: Figures = None,
 ) -> None:
     """Streams conversations while two adapters are trained, and measures both."""
     _check_writable("--json", json_file)
@@ -56,14 +60,10 @@ def demo(
 
 @bench.command()
 def engine(
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: a check that everything runs.")
-    ] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="GROUP", help="A group of figures; may be repeated.")
-    ] = None,
-    shape: Annotated[str, typer.Option(help="Name of the model shape.")] = "255m",
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Shape = "255m",
     plans: Annotated[
         Path | None, typer.Option(help="File for the training in the co-serving run's plans.")
     ] = None,
@@ -78,16 +78,7 @@ def engine(
 
 
 @bench.command()
-def server(
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: a check that everything runs.")
-    ] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="GROUP", help="A group of figures; may be repeated.")
-    ] = None,
-    shape: Annotated[str, typer.Option(help="Name of the model shape.")] = "255m",
-) -> None:
+def server(json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m") -> None:
     """What HTTP costs beside the engine alone, and what is left of streams and jobs after kill -9."""
     _check_writable("--json", json_file)
     from coserve.bench.report import print_report

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from coserve.cli.complete import complete_adapters, complete_jobs, complete_models
 
@@ -37,6 +38,16 @@ ModelName = Annotated[
         "--model", help="The base model or an adapter.", metavar="NAME", autocompletion=complete_models
     ),
 ]
+
+
+class ListsAlone(TyperGroup):
+    """Commands about one kind of thing: without one of them, `list`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = args[0] if args else "--"
+        if first.startswith("-") and first not in ctx.help_option_names and not ctx.resilient_parsing:
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
 
 
 def connect(context: typer.Context, url: str | None, api_key: str | None) -> "Client":

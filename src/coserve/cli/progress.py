@@ -98,14 +98,14 @@ def summary(watched: Watched, now: float) -> str:
 
 def panel(watched: Watched, now: float, width: int) -> Panel:
     """A job as a panel for a terminal of that width."""
-    inside = max(min(width, 100) - 4, 20)
-    parts = [Text(summary(watched, now), no_wrap=True, overflow="ellipsis")]
+    inside = max(min(width, 100) - 4, 1)
+    parts = [Text(summary(watched, now))]
     if watched.steps:
         done = inside * watched.step // watched.steps
         parts.append(Text.assemble(("━" * done, "yellow"), ("━" * (inside - done), "dim")))
     values = watched.curve
-    if len(values) > 1:
-        label = 9
+    label = 9
+    if len(values) > 1 and inside >= 2 * label:
         lines = curve(values, inside - label, HEIGHT)
         edges = {0: f"{max(values):.3f}", len(lines) - 1: f"{min(values):.3f}"}
         for i, line in enumerate(lines):

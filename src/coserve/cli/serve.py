@@ -1,5 +1,6 @@
 """`coserve serve`: settings from everywhere, then the supervisor."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,6 +8,8 @@ import typer
 
 from coserve.cli.options import Config, State, config_of, given
 from coserve.errors import ConfigError
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
 
 
 def serve(
@@ -89,6 +92,7 @@ def serve(
         or None,
     )
     settings = load_server_settings(flags, config or config_of(context))
+    _check_model(settings.model)
     if show_config:
         import json
 
@@ -101,6 +105,12 @@ def serve(
     from coserve.serve.processes import supervisor
 
     raise typer.Exit(supervisor.serve(settings, Console(highlight=False)))
+
+
+def _check_model(model: str) -> None:
+    """Better here than from the hub, which takes a missing folder for a malformed name."""
+    if not Path(model).exists() and not HUB_NAME.fullmatch(model):
+        raise ConfigError(f"there is no model folder {model}")
 
 
 def _adapters(given: list[str]) -> dict[str, str]:

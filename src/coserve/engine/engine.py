@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.text import Text
-from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
+from coserve.train.example import Example, Prepared, check_fit, check_room, prepare, prepare_examples
 from coserve.train.state import TrainingState
 from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
 from coserve.wire.messages import Stats
@@ -211,6 +212,7 @@ class Engine:
             self._refuse_in_training(adapter)
             start = start_from if resume is None else resume.adapter
             first = self._first_version(adapter, method, training, start)
+            check_room(prepared.examples, self.base.max_positions, first.virtual.count)
             job = job or f"job-{len(self.jobs) + 1}"
             if job in self.runner.runs:
                 raise JobError(f"there is a job {job!r} already, and it has not ended")
@@ -352,6 +354,9 @@ class Engine:
             first = fresh_adapter(self.base, name, method, training.seed)
         else:
             first = self.bank.find(start) if isinstance(start, str) else start
+            for _, bypass in first.placed():
+                if bypass.note:
+                    warnings.warn(f"{first.name}: {bypass.note}", stacklevel=3)
         return replace(first, name=name, version=self.bank.next_version(name))
 
     def _drive(self) -> bool:

@@ -27,7 +27,7 @@ from coserve.errors import CoserveError, DataError
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example, Prepared
 from coserve.train.state import TrainingState
-from coserve.train.trainer import TrainingConfig
+from coserve.train.trainer import TrainingConfig, fresh_adapter
 from coserve.wire.messages import (
     Fault,
     JobCheckpoint,
@@ -195,6 +195,8 @@ class Jobs:
             return
         name = job.command.job
         try:
+            first = self._first(ready, _adapter_of(name))
+            check_lengths(self._engine, ready.validation, first.virtual.count)
             keeping = Keeping(job.command.every, partial(self._keep, job))
             training = dataclasses.replace(ready.training, weight=job.weight)
             job.handle = self._engine.finetune(
@@ -202,7 +204,7 @@ class Jobs:
                 _adapter_of(name),
                 ready.method,
                 training,
-                ready.start,
+                first,
                 name,
                 ready.resume,
                 keeping,
@@ -217,6 +219,12 @@ class Jobs:
             job.kept = ready.checkpoint.step
         if job.handle.status == "succeeded":  # nothing was left to do
             self._end(job, "succeeded")
+
+    def _first(self, ready: _Ready, name: str) -> AdapterVersion:
+        """What training starts from."""
+        if ready.resume is not None:
+            return ready.resume.adapter
+        return ready.start or fresh_adapter(self._engine.base, name, ready.method, ready.training.seed)
 
     def _stepped(self, job: _Job, updated: Updated) -> None:
         now = self._engine.clock()
@@ -350,7 +358,6 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
             validation = engine.prepare(Path(command.validation), training).examples
         except DataError as error:
             raise DataError(f"validation {error}") from error
-        check_lengths(engine, validation)
     exact = torch.promote_types(engine.base.dtype, torch.float32)
     name, base = _adapter_of(command.job), engine.base
     checkpoint = newest_checkpoint(Path(command.folder))

@@ -19,10 +19,11 @@ _UNDER_WAY = 2
 _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0, ignore_eos=True)
 
 
-def check_lengths(engine: Engine, examples: Sequence[Example]) -> None:
-    """Raises DataError for an example that could never be scored."""
-    config = engine.config
-    most = min(engine.base.max_positions, config.pages * config.page_size)
+def check_lengths(engine: Engine, examples: Sequence[Example], virtual: int) -> None:
+    """Raises DataError for an example that could never be scored by an adapter of so many virtual tokens."""
+    size = engine.config.page_size
+    template = virtual % size > 0  # a page of the adapter's that no sequence reads as it is
+    most = min(engine.base.max_positions, (engine.config.pages - template) * size) - virtual
     for number, example in enumerate(examples, 1):
         if len(example) > most:
             raise DataError(

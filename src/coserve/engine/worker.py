@@ -1,11 +1,13 @@
 """What the engine's process does for a server: commands in, one report a step out."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.settings import settings_of
 from coserve.core.events import Event, Finished, TokenEvent
+from coserve.core.request import SamplingParams
 from coserve.engine.aside import Aside, Outcome
 from coserve.engine.engine import Engine
 from coserve.engine.handles import Completion
@@ -160,7 +162,7 @@ class Worker:
             completion = self._engine.generate(
                 command.prompt,
                 command.adapter,
-                command.sampling,
+                self._fitting(command),
                 command.slo,
                 arrival=self._engine.clock() - command.age,
                 continued=command.continued,
@@ -171,6 +173,18 @@ class Worker:
             return
         self._answers[command.id] = completion
         self._ids[completion.sequence.key] = command.id
+
+    def _fitting(self, command: Submit) -> SamplingParams:
+        """As asked for, and no longer than the adapter's virtual tokens leave room: the server, which checked
+        the rest, does not know of them."""
+        if command.adapter is None or command.sampling.max_tokens == 0:
+            return command.sampling
+        virtual = self._engine.bank.find(command.adapter).virtual.count
+        room = self._engine.scheduler.room(len(command.prompt), virtual)
+        if not virtual or not 1 <= room < command.sampling.max_tokens:
+            return command.sampling
+        held = min(command.sampling.min_tokens, room)
+        return replace(command.sampling, max_tokens=room, min_tokens=held)
 
     def _cancel(self, name: str) -> None:
         completion = self._answers.pop(name, None)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coserve.adapters.sites import EMBEDDED, Site
+from coserve.adapters.bypass import Dense
+from coserve.adapters.sites import EMBEDDED, Site, gain_of
 from coserve.kernels.attention import AttentionSpec
 from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
@@ -75,6 +76,18 @@ class Base:
             return self.linears[path].placement.bias
         bias: Tensor | None = getattr(self.model.get_submodule(path), "bias", None)
         return bias
+
+    def dense(self, path: str) -> Dense:
+        """The weights of the linear, norm or embedding at `path`, in the base's type."""
+        if path in self.linears:
+            return Dense(self.linears[path].placement.weight(), self.linears[path].placement.bias)
+        weight = self.model.get_submodule(path).weight
+        assert isinstance(weight, Tensor)
+        return Dense(weight.detach(), self.bias(path))
+
+    def gain(self, path: str) -> Tensor:
+        """What the norm at `path` multiplies each normalized feature by. Raises AdapterError."""
+        return gain_of(self.model.get_submodule(path))
 
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypasses, Standing
+from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.kernels.attention import AttentionSpec
 
 if TYPE_CHECKING:  # linear.py needs the cell; only its type is needed here
@@ -123,7 +123,7 @@ class FusedRows:
             self._add(bypass, rows, x2, changed2)
         return changed
 
-    def _add(self, bypass: Standing, rows: slice, x: Tensor, y: Tensor) -> None:
+    def _add(self, bypass: Bypass, rows: slice, x: Tensor, y: Tensor) -> None:
         """Over some of all rows, in place."""
         bypass.add_(x[rows], y[rows])
 

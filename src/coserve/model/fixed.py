@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypasses, Standing
+from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.errors import UnsupportedModel
 from coserve.kernels.aligned import QUERIES, attend_tile, reach, tile_bias
 from coserve.kernels.attention import AttentionSpec
@@ -41,7 +41,7 @@ class FixedRows(FusedRows):
             )
         return super().linear(path, placement, x)
 
-    def _add(self, bypass: Standing, rows: slice, x: Tensor, y: Tensor) -> None:
+    def _add(self, bypass: Bypass, rows: slice, x: Tensor, y: Tensor) -> None:
         added = y.clone()
         bypass.add_(x, added)
         y[rows] = added[rows]

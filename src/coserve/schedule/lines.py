@@ -59,6 +59,14 @@ class Lines:
                 f"{self._pages.page_size}; there are {self._pages.pages} in all"
             )
 
+    def room(self, prompt: int, virtual: int) -> int:
+        """Tokens that an answer to `prompt` tokens after `virtual` virtual ones can have at most; none or fewer
+        where the prompt does not fit."""
+        size = self._pages.page_size
+        template = virtual % size > 0
+        cached = (self._pages.pages - template) * size - virtual - prompt
+        return min(self._config.max_positions - virtual - prompt, cached + 1)
+
     def join(self, sequence: Sequence) -> None:
         """Puts a sequence into the waiting line."""
         insort(self.waiting, sequence, key=self.urgency)

@@ -52,6 +52,10 @@ class Scheduler:
         """A key that no sequence and no micro-batch of this engine has."""
         return next(self._keys)
 
+    def room(self, prompt: int, virtual: int) -> int:
+        """Tokens that an answer can have (see `Lines.room`)."""
+        return self._lines.room(prompt, virtual)
+
     def submit(self, request: Request, now: float, output: Iterable[int] = ()) -> Sequence:
         """Puts a request into the waiting line; raises a RequestError if it can never be served.
 

@@ -28,7 +28,6 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
     text = await asyncio.to_thread(Text.load, settings.model)
     with Store(settings.state) as store:
         await _check_keys(settings, store)
-        await store.sweep()
         link = EngineLink(socket)
         state = State(settings, store, link, text, Foreman(settings, store, link))
         await _name_adapters(state)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 from coserve.config import EngineConfig
 from coserve.core.request import SLO
@@ -53,7 +52,7 @@ class ServerSettings:
     slo: Mapping[str, SLO] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
     standby: bool = True  # an imported engine waits: a restart is seconds faster, for some 300 MB
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: str = "info"  # or debug, warning, error
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -73,12 +72,14 @@ class ServerSettings:
         if not 0 <= self.drain_seconds < float("inf"):
             raise ConfigError(f"drain_seconds must be a number of seconds >= 0, not {self.drain_seconds}")
         if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"log_level must be {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         for adapter in self.adapters:
             if not adapter or adapter != adapter.strip():
                 raise ConfigError(
                     f"adapters has the name {adapter!r}: it may not be empty or edged by spaces"
                 )
+        if self.base_name in self.adapters:
+            raise ConfigError(f"adapters has the name {self.base_name!r}, which is the base model's")
         if unknown := set(self.slo) - set(TIERS):
             raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
         object.__setattr__(self, "slo", {**DEFAULT_SLO, **self.slo})

@@ -145,6 +145,17 @@ def check_fit(prepared: Prepared, positions: int, vocabulary: int) -> None:
             raise DataError(f"example {number} has a token that is not one of the model's {vocabulary}")
 
 
+def check_room(examples: Sequence[Example], positions: int, virtual: int) -> None:
+    """Raises DataError where an example after an adapter's virtual tokens is longer than the model's
+    positions."""
+    for number, example in enumerate(examples, 1):
+        if virtual + len(example) > positions:
+            raise DataError(
+                f"example {number} has {len(example)} tokens, which come after {virtual} of the adapter's, and "
+                f"the model {positions} positions: split it, or set training.max_length"
+            )
+
+
 def steps_per_epoch(examples: int, batch_size: int) -> int:
     """Optimizer steps in which every example is seen once; the last may be smaller."""
     return -(-examples // batch_size)

@@ -29,6 +29,7 @@ class Keep(Enum):
     PRODUCTS = "products"
 
 
+_Grads = tuple[dict[int, Tensor], dict[int, Tensor]]  # for keys and for values, by layer
 _NOTHING = Virtual("")
 
 
@@ -73,9 +74,8 @@ class Tape:
         self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._key_grads: dict[int, Tensor] = {}
-        self._value_grads: dict[int, Tensor] = {}
-        self._given_grads: dict[int, Pair] = {}
+        self._grads: _Grads = ({}, {})
+        self._given_grads: _Grads = ({}, {})
 
     def window(self, start: int, rows: int) -> Window:
         return Window.of(self.lengths, start, rows, self._virtual.prompt_count)
@@ -132,21 +132,13 @@ class Tape:
     def add_past_grads(self, layer: int, window: Window, grads: Sequence[Tensor]) -> None:
         """Gradients that this window owes to `Past.tensors`: to earlier rows' keys and values (FlexLLM 6.1,
         figure 10), and to those that are given. Accumulated in at least float32."""
-        pairs = list(zip(grads[::2], grads[1::2], strict=True))
+        pairs = iter(zip(grads[::2], grads[1::2], strict=True))
         if self._given:
-            dk, dv = pairs.pop(0)
-            if layer not in self._given_grads:
-                self._given_grads[layer] = _exact_zeros(dk[0]), _exact_zeros(dv[0])
-            for total, given in zip(self._given_grads[layer], (dk, dv), strict=True):
-                total += given[0]
-        spans = [slice(window.before)] * bool(window.before) + [window.past_span] * bool(window.past)
-        for (dk, dv), span in zip(pairs, spans, strict=True):
-            for store, owed in ((self._key_grads, dk), (self._value_grads, dv)):
-                if layer not in store:
-                    exact = torch.promote_types(owed.dtype, torch.float32)
-                    shape = (owed.shape[1], self.rows, owed.shape[-1])
-                    store[layer] = self._arena.take(shape, exact, owed.device).zero_()
-                store[layer][:, span] += owed[0]
+            self._owe(self._given_grads, layer, self._virtual.given_count, slice(None), next(pairs))
+        if window.before:
+            self._owe(self._grads, layer, self.rows, slice(window.before), next(pairs))
+        if window.past:
+            self._owe(self._grads, layer, self.rows, window.past_span, next(pairs))
 
     def given_in_graph(self) -> list[Tensor]:
         """What `given_grads` are the gradients of, in the current graph."""
@@ -155,19 +147,26 @@ class Tape:
     def given_grads(self) -> list[Tensor]:
         """What all windows so far owe to the keys and values that are given: [groups, n, width], a layer's
         keys and its values after one another."""
-        return [gradient for layer in range(len(self._given)) for gradient in self._given_grads[layer]]
+        return [grads[layer] for layer in range(len(self._given)) for grads in self._given_grads]
+
+    def _owe(self, grads: _Grads, layer: int, rows: int, span: slice, owed: Pair) -> None:
+        """Adds [1, groups, n, width] to rows `span` of what is owed to `rows` keys and as many values."""
+        for store, given in zip(grads, owed, strict=True):
+            if layer not in store:
+                exact = torch.promote_types(given.dtype, torch.float32)
+                shape = (given.shape[1], rows, given.shape[-1])
+                store[layer] = self._arena.take(shape, exact, given.device).zero_()
+            store[layer][:, span] += given[0]
 
     def _cached(self, layer: int, span: slice) -> Pair:
         return self._keys[layer][None, :, span], self._values[layer][None, :, span]
 
     def cache_grads(self, layer: int, window: Window, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """What later windows have added for this window's own keys and values, [1, groups, rows, width]."""
-        if layer not in self._key_grads:
+        keys, values = self._grads
+        if layer not in keys:
             return None
-        return (
-            self._key_grads[layer][None, :, window.span].to(dtype),
-            self._value_grads[layer][None, :, window.span].to(dtype),
-        )
+        return keys[layer][None, :, window.span].to(dtype), values[layer][None, :, window.span].to(dtype)
 
     def put_down(self, window: Window, gradient: Tensor) -> None:
         """Leaves a window between two layers, with the gradient [1, rows, width] it has there."""
@@ -181,7 +180,6 @@ class Tape:
         """Gives all memory back; the tape is of no use afterwards."""
         self._arena.give_back(self._kept())
         self._outputs.clear()
-        self._given_grads.clear()
         for store in self._stores():
             store.clear()
 
@@ -199,7 +197,7 @@ class Tape:
         return [*self._outputs, *(t for store in self._stores() for t in store.values())]
 
     def _stores(self) -> tuple[dict[Any, Tensor], ...]:
-        return self.products, self._keys, self._values, self._key_grads, self._value_grads
+        return self.products, self._keys, self._values, *self._grads, *self._given_grads
 
     def _room(self, like: Tensor, *shape: int) -> Tensor:
         return self._arena.take(shape, like.dtype, like.device)
@@ -220,7 +218,3 @@ class KeptWindow:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self.tape.keep_cache(layer, self.window, k[0], v[0])
         return attend_window(q, k, v, self.tape.past(layer, self.window), self.window, spec)
-
-
-def _exact_zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))

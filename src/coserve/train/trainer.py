@@ -300,10 +300,10 @@ class TrainingRun:
         self.step, self.loss = state.step, state.loss
 
     def _publish(self, version: int) -> None:
-        copies = {n: p.detach().to(self._base.dtype, copy=True) for n, p in self._masters.items()}
-        self.current = replace(self.current.with_parameters(copies), version=version)
+        masters = self.current.with_parameters({n: p.detach() for n, p in self._masters.items()})
+        self.current = replace(masters.in_type(self._base.dtype, copy=True), version=version)
         self._bank.publish(self.current)
-        self._take_leaves(copies)
+        self._take_leaves(self.current.parameters())
 
     def _take_leaves(self, published: Mapping[str, Tensor]) -> None:
         """Graph leaves that share storage with the published version, and where their gradients go."""
@@ -318,7 +318,8 @@ class TrainingRun:
     def _accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
         master = self._master_of[id(leaf)]
         if master.grad is None:
-            master.grad = gradient.to(self._exact, copy=True)
+            # In the master's layout: a fused optimizer goes through both as they lie in memory.
+            master.grad = torch.empty_like(master).copy_(gradient)
         else:
             master.grad += gradient
 
@@ -378,4 +379,5 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _master(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return parameter.detach().to(device=device, dtype=dtype, copy=True).requires_grad_()
+    dense = torch.empty(parameter.shape, device=device, dtype=dtype)
+    return dense.copy_(parameter.detach()).requires_grad_()

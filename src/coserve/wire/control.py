@@ -27,7 +27,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     config: EngineConfig = EngineConfig()
     threads: int | None = None
     calibration: str | None = None
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: str = "info"
 
 
 class Status(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -6,7 +6,8 @@ import torch
 from adapters import lora_adapter
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
-from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
+from coserve.adapters.lowrank import LoRABypass
+from coserve.adapters.methods.lora import LoRAConfig
 from coserve.errors import AdapterError, AdapterNotFound
 
 

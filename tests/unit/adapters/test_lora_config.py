@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from coserve.adapters.bypass import Place
+from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.merge import WholeModel
 from coserve.adapters.method import chosen
-from coserve.adapters.methods.lora import LoRA, LoRABypass, LoRAConfig
+from coserve.adapters.methods.lora import LoRA, LoRAConfig
 from coserve.errors import AdapterError, AdapterMismatch
 from models import tiny
 

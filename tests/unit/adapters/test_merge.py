@@ -6,8 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from coserve.adapters.merge import merge_adapter
+from coserve import LoRAConfig, SamplingParams
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.files import write_adapter
+from coserve.adapters.merge import WholeModel, merge_adapter
+from coserve.adapters.methods import method_of
+from coserve.adapters.methods.ia3 import IA3Config
 from coserve.errors import AdapterError, AdapterMismatch, ModelNotFound
+from methods import engine_of
 from models import edit_config, logits_of, save, tiny, with_lora
 
 PROMPT = [5, 9, 2, 40, 33]
@@ -72,3 +78,25 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="use_dora"):
         merge_adapter(base, adapter, tmp_path / "c")
     assert not any((tmp_path / name).exists() for name in "abc")
+
+
+def test_scaled_inputs_are_those_of_every_other_part(tmp_path: Path) -> None:
+    """IA3 at what a linear is given comes before a LoRA at what it gives, whichever is listed first."""
+    base = save(tiny("llama"), tmp_path / "base")
+    frame = WholeModel(tiny("llama"))
+    draws = torch.Generator().manual_seed(5)
+    configs = [IA3Config(), LoRAConfig(rank=2, targets=("k_proj", "down_proj"))]
+    for number, order in enumerate((configs, configs[::-1])):
+        parts = tuple(method_of(config).fresh(config, frame, draws) for config in order)
+        adapter = AdapterVersion("mine", 0, parts)
+        moved = {n: t + 0.1 * torch.randn(t.shape, generator=draws) for n, t in adapter.parameters().items()}
+        folder = tmp_path / f"adapter-{number}"
+        write_adapter(adapter.with_parameters(moved), folder)
+        merged = loaded(merge_adapter(base, folder, tmp_path / f"out-{number}"))
+        engine = engine_of("llama")
+        engine.load_adapter("mine", folder)
+        tokens = [5, 9, 2, 40, 33, 7]
+        scored = engine.generate(tokens, "mine", SamplingParams(max_tokens=1, prompt_logprobs=1)).result()
+        wanted = logits_of(merged, tokens).log_softmax(-1)
+        for row, (token, found) in enumerate(zip(tokens[1:], scored.prompt_logprobs, strict=True)):
+            assert found.chosen == pytest.approx(float(wanted[row, token]), abs=1e-5)

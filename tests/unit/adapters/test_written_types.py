@@ -7,7 +7,8 @@ from safetensors.torch import load_file
 
 from adapters import lora_adapter
 from coserve.adapters.files import write_adapter
-from coserve.adapters.methods.lora import LoRABypass, LoRAConfig
+from coserve.adapters.lowrank import LoRABypass
+from coserve.adapters.methods.lora import LoRAConfig
 
 
 def test_low_precision_matrices_are_written_in_float32(tmp_path: Path) -> None:

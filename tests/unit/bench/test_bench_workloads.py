@@ -59,16 +59,6 @@ def test_scaled_lengths_are_at_least_one(trace: Path) -> None:
     assert all((row.prompt, row.answer) == (1, 1) for row in scaled.rows)
 
 
-def test_trace_requests_have_the_traces_lengths(trace: Path) -> None:
-    rows = workloads.read_trace(trace)
-    scaled = workloads.scale_trace(rows, rate=1.0, seconds=3.0, longest_prompt=1000, longest_answer=200)
-    requests = workloads.trace_requests(scaled, vocabulary=50)
-    assert [(r.at, len(r.prompt), r.answer) for r in requests] == [
-        (row.at, row.prompt, row.answer) for row in scaled.rows
-    ]
-    assert requests == workloads.trace_requests(scaled, vocabulary=50)
-
-
 def test_poisson_offers_exactly_the_load_asked_for() -> None:
     times = workloads.poisson_times(rate=4.0, seconds=60.0, seed=3)
     assert len(times) == 240
@@ -100,32 +90,6 @@ def test_training_tokens_have_the_lengths_given() -> None:
 def test_a_load_needs_a_rate_and_a_duration(rate: float, seconds: float) -> None:
     with pytest.raises(ConfigError, match="positive rate"):
         workloads.poisson_times(rate, seconds)
-
-
-def test_prompts_from_jsonl_and_csv(tmp_path: Path) -> None:
-    lines = tmp_path / "questions.jsonl"
-    lines.write_text('{"question": "one?", "answer": "1"}\n\n{"question": "two?", "answer": "2"}\n')
-    assert workloads.read_prompts(lines) == ["one?", "two?"]
-    assert workloads.read_prompts(lines, field="answer", limit=1) == ["1"]
-    table = tmp_path / "prompts.csv"
-    table.write_text('act,prompt\npoet,"Write\na verse"\ncook,Cook\n')
-    assert workloads.read_prompts(table) == ["Write\na verse", "Cook"]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"prompt": "a"}\nnot json\n', "line 2: expected a JSON object"),
-        ("[1]\n", "line 1: expected a JSON object, got list"),
-        ('{"other": "a"}\n', "line 1: expected text under prompt or question or text"),
-        ("", "at least one prompt"),
-    ],
-)
-def test_bad_prompts_are_named(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(text)
-    with pytest.raises(DataError, match=expected):
-        workloads.read_prompts(path)
 
 
 def test_needs_no_torch() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
+from coserve.jobs import datasets
 from coserve.jobs.datasets import ChatRecord, Message, PromptRecord, TextRecord, parse, read
 
 Write = Callable[..., Path]
@@ -129,7 +130,11 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "' + b"b" * 100 + b'"}\n', "a.jsonl, line 2: expected at most 50"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "' + b"b" * 100 + b'"}\n',
+            "a.jsonl, line 2: expected at most 50",
+        ),
         ("a.txt", b"a\n\n" + b"0123456789\n" * 6, "a.txt, line 8: expected a blank line"),
     ],
 )
@@ -139,6 +144,6 @@ def test_nothing_is_read_as_a_whole(
     monkeypatch.setattr(datasets, "LONGEST", 50)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=said):
-        list(datasets.read(tmp_path / name))
+        list(read(tmp_path / name))
     monkeypatch.setattr(datasets, "LONGEST", 200)
-    assert len(list(datasets.read(tmp_path / name))) == 2
+    assert len(list(read(tmp_path / name))) == 2

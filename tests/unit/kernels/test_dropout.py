@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.adapters.methods.lora import LoRABypass
+from coserve.adapters.lowrank import LoRABypass
 from coserve.kernels.dropout import Mask
 
 

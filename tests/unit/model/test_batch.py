@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from adapters import at_outputs
-from coserve.adapters.methods.lora import LoRABypass
+from coserve.adapters.lowrank import LoRABypass
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.batch import BatchCell, FusedRows, LayerCalls, RowArguments
 from coserve.model.linear import PlainPlacement

@@ -91,6 +91,17 @@ def test_what_can_never_run_is_refused_with_its_virtual_tokens() -> None:
     it.check(request("a@1", 10, 15, 4))
 
 
+@pytest.mark.parametrize("virtual", [0, 3, 4, 10])
+@pytest.mark.parametrize(("pages", "positions"), [(8, 64), (30, 64)])
+def test_an_answer_has_room_for_what_is_not_refused(virtual: int, pages: int, positions: int) -> None:
+    it = Lines(SchedulerConfig(layers=4, max_positions=positions), PagePool(pages, PAGE))
+    for prompt in (1, 2, 7, 15):
+        room = it.room(prompt, virtual)
+        it.check(request("a@1", virtual, prompt, room))
+        with pytest.raises((PromptTooLong, OutOfPages)):
+            it.check(request("a@1", virtual, prompt, room + 1))
+
+
 def test_growth_may_take_the_pages_of_somebody_else_s_virtual_tokens() -> None:
     pool = PagePool(7, PAGE)
     it = Lines(SchedulerConfig(layers=4, max_positions=64), pool)

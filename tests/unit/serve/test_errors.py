@@ -1,10 +1,10 @@
 import asyncio
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx2
 import pytest
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from coserve import errors
 from coserve.serve.answering.price import MOST_HEADER_BYTES
@@ -12,8 +12,22 @@ from coserve.serve.errors import ApiError, fault_error, install
 from coserve.serve.http.middleware import Draining, Limits, RequestIds
 
 
+class Round(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    kind: Literal["round"]
+    radius: float
+
+
+class Square(BaseModel):
+    kind: Literal["square"]
+    square: int
+
+
 class Body(BaseModel):
     size: int
+    shape: Annotated[Round | Square, Field(discriminator="kind")] | None = None
+    often: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    names: str | list[Annotated[str, Field(max_length=3)]] = ""
 
 
 def make_app(raised: Exception | None = None, draining: bool = False) -> FastAPI:
@@ -28,6 +42,10 @@ def make_app(raised: Exception | None = None, draining: bool = False) -> FastAPI
     @app.post("/body")
     async def _body(body: Body) -> int:
         return body.size
+
+    @app.get("/query")
+    async def _query(limit: Annotated[int, Field(ge=1)]) -> int:
+        return limit
 
     app.add_middleware(Draining, is_draining=lambda: draining)
     app.add_middleware(Limits, body_limit=lambda path: 100)
@@ -97,6 +115,43 @@ def test_what_fastapi_refuses_is_said_as_openai_says_it(
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and words in error["message"]
     assert code is None or error["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"often": 0}, "often", "greater than or equal to 1"),  # not that it should be 'auto'
+        ({"often": []}, "often", "Input should be 'auto' or a valid integer"),
+        ({"names": ["a", "long"]}, "names.1", "at most 3 characters"),
+        ({"names": ["a", 5]}, "names.1", "a valid string"),
+        ({"names": 5}, "names", "Input should be a valid string or a valid list"),
+        ({"shape": {"kind": "round", "radius": "x"}}, "shape.radius", "Invalid value for 'shape.radius'"),
+        ({"shape": {"kind": "square"}}, "shape.square", "Missing required parameter: 'shape.square'"),
+        ({"shape": {"kind": "round", "radius": 1, "x": 2}}, "shape.x", "Unknown parameter: 'shape.x'"),
+    ],
+)
+def test_what_is_wrong_is_told_of_what_was_meant(
+    fields: dict[str, Any], param: str | None, words: str
+) -> None:
+    error = ask(make_app(), "POST", "/body", json={"size": 1, **fields}).json()["error"]
+    assert error["param"] == param and words in error["message"]
+
+
+def test_bodies_that_are_no_objects_are_told_what_to_be() -> None:
+    for content, kind in ((b"[]", "application/json"), (b"null", "application/json"), (b"{}", "text/plain")):
+        answer = ask(make_app(), "POST", "/body", content=content, headers={"content-type": kind})
+        assert answer.status_code == 400 and "must be a JSON object" in answer.json()["error"]["message"]
+
+
+def test_places_in_a_query_are_named() -> None:
+    error = ask(make_app(), "GET", "/query?limit=0").json()["error"]
+    assert error["param"] == "limit" and "'limit'" in error["message"]
+
+
+def test_what_is_repeated_of_a_request_is_short_and_is_text() -> None:
+    name = "\ud800" + "x" * 5000
+    error = ApiError(400, f"Unknown parameter: '{name}'.", param=name).response()
+    assert len(bytes(error.body)) < 3000 and rb"\\ud800xxx" in bytes(error.body)
 
 
 def test_unknown_places_and_methods() -> None:

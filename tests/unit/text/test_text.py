@@ -14,15 +14,18 @@ from coserve.jobs.datasets import ChatRecord, Message
 from coserve.text import Text
 from coserve.text.chat import encode_chat
 from coserve.text.pieces import byte_letters
+from spelling import sentence_pieces
 
 TEMPLATE = (
     "{% if messages[0].role != 'user' %}{{ raise_exception('chats begin with the user') }}{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+SLOWLY = "{% for j in range(6) %}{% for i in range(50000) %}{% endfor %}{% endfor %}"
 MARKED = (
-    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
+    "{% generation %}" + SLOWLY + "{{ m.content }}</s>{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 USER, ANSWER = Message("user", "Grüße 🚀?"), Message("assistant", "Hallo")
 
@@ -45,17 +48,6 @@ def byte_level(template: str | None = None, bos: bool = True) -> PreTrainedToken
     return made
 
 
-def sentence_pieces() -> PreTrainedTokenizerFast:
-    """Llama's kind: spaces are written as U+2581, and unknown characters as their bytes."""
-    names = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "▁hi"]
-    bpe = models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
-    tokenizer = Tokenizer(bpe)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
-
-
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_a_request_asks_with_the_tokens_that_training_has_before_the_answer(
@@ -72,9 +64,9 @@ def test_a_request_asks_with_the_tokens_that_training_has_before_the_answer(
 
 def test_jobs_that_are_read_at_once_do_not_mix_their_chats() -> None:
     tokenizer = byte_level(MARKED)
-    chats = [(USER, Message("assistant", "hello " * (40 + i))) for i in range(60)]
+    chats = [(USER, Message("assistant", "hello " * i)) for i in range(1, 7)]
     alone = [encode_chat(chat, tokenizer) for chat in chats]
-    with ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda chat: encode_chat(chat, tokenizer), chats)) == alone
 
 
@@ -137,7 +129,7 @@ def test_sentence_pieces_have_their_spaces_and_bytes() -> None:
         (["▁hi"], ["▁hi", "▁hi"], " hi hi"),  # where the text goes on, the space stays
         (["▁hi", "h"], ["i", "▁hi"], "i hi"),
         (["<s>"], ["▁hi"], "hi"),
-        (["▁hi"], ["<0xF0>", "<0x9F>", "<0x90>", "<0xB6>", "<0xF0>"], "🐶\ufffd"),
+        (["▁hi"], ["<0xF0>", "<0x9F>", "<0x90>", "<0xB6>", "▁hi", "<0xF0>"], "🐶 hi\ufffd"),
         (["▁hi", "<0xF0>"], ["<0x9F>", "▁hi"], "\ufffd hi"),  # half a character before is left as it was
     ],
 )

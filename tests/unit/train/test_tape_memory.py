@@ -42,7 +42,7 @@ def test_what_windows_owe_to_earlier_rows_is_summed_in_float32_from_zero(base: B
     assert window.past == 3 and tape.cache_grads(1, window, torch.float32) is None
     owed = torch.ones(1, 2, 3, 16, dtype=torch.bfloat16)
     for _ in range(300):
-        tape.add_cache_grads(1, window, owed, -owed)
+        tape.add_past_grads(1, window, (owed, -owed))
     found = tape.cache_grads(1, tape.window(0, ROWS), torch.float32)
     assert found is not None
     wanted = torch.zeros(1, 2, ROWS, 16)
@@ -61,7 +61,7 @@ def test_all_that_a_tape_holds_is_counted_and_goes_back(base: Base) -> None:
     tape.keep_cache(0, window, cache, cache)
     sizes.append(tape.nbytes)
     owed = cache[None, :, :3]
-    tape.add_cache_grads(0, tape.window(8, 3), owed, owed)
+    tape.add_past_grads(0, tape.window(8, 3), (owed, owed))
     sizes.append(tape.nbytes)
     outputs, product, cached = base.depth * ROWS * base.hidden_size * 2, ROWS * 96 * 2, 2 * cache.nbytes
     assert sizes == [outputs, outputs + product, outputs + product + cached, outputs + product + 3 * cached]

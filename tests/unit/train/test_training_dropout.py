@@ -8,7 +8,7 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
-from coserve.adapters.methods.lora import DroppingLoRA
+from coserve.adapters.lowrank import DroppingLoRA
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun, fresh_adapter
 from coserve.train.window import Window

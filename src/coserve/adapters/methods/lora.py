@@ -1,31 +1,48 @@
-"""LoRA: y + (alpha / rank) · dropout(x) Aᵀ Bᵀ (rsLoRA: alpha / √rank). Hu et al. 2021; Kalajdzievski 2023."""
+"""LoRA: y + (alpha / rank) · dropout(x) Aᵀ Bᵀ (rsLoRA: alpha / √rank). Hu et al. 2021; Kalajdzievski 2023.
+
+With `dora` the rows of W + BA get lengths that are learnt (`adapters/dora.py`).
+"""
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Dense, Operator, Part, Place, Side, exact_type
+from coserve.adapters.bypass import Bypass, Chain, Dense, Part, Place, exact_type
+from coserve.adapters.dora import MAGNITUDE, DoRABypass
+from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
 from coserve.adapters.method import Written, chosen
+from coserve.adapters.methods.bitfit import BitFitBypass
+from coserve.adapters.replace import (
+    expect_copies,
+    fresh_replacements,
+    take_replacements,
+    written_replacements,
+)
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, site_at
-from coserve.adapters.sites import Frame, Kind
-from coserve.errors import AdapterError
-from coserve.kernels import lora
-from coserve.kernels.dropout import Mask
+from coserve.adapters.sites import DenseWeights, Frame, Kind, Site, Weights
+from coserve.errors import AdapterError, AdapterMismatch
 
 _Number = TypeVar("_Number", int, float)
+Biases = Literal["none", "lora_only", "all"]
+
+# Where B or A A start matters to whoever draws them; once trained, only what has changed the base's weights.
+_HARMLESS: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
     """Which linears get a low-rank bypass, and how strong it is.
 
-    `targets` are names or path endings of linears; empty means all in the decoder layers. The patterns give
-    other ranks and alphas to some of them, by name, path ending or regular expression, as in PEFT.
+    `targets` are names or path endings of linears and of the input embedding; empty means all linears in the
+    decoder layers. The patterns give other ranks and alphas to some of them, by name, path ending or regular
+    expression, as in PEFT. `bias` says which of the base's biases train too: those of the targets, or all;
+    `lora_bias` gives each B one of its own. `modules_to_save` are endings of paths of linears, norms and
+    embeddings that train whole.
     """
 
     rank: int = 8
@@ -35,18 +52,27 @@ class LoRAConfig:
     rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    dora: bool = False
+    bias: Biases = "none"
+    lora_bias: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *self.rank_pattern.values()):
-            if not isinstance(rank, int) or rank < 1:
+            if type(rank) is not int or rank < 1:
                 raise AdapterError(f"a LoRA adapter needs a whole rank of at least 1, not {rank!r}")
-        if isinstance(self.targets, str):
-            raise AdapterError(f"LoRA targets are several names, not one: ({self.targets!r},)")
+        for name in ("targets", "modules_to_save"):
+            if isinstance(names := getattr(self, name), str):
+                raise AdapterError(f"LoRA {name} are several names, not one: ({names!r},)")
         if not 0.0 <= self.dropout < 1.0:
             raise AdapterError(f"LoRA dropout must be in [0, 1), not {self.dropout}")
         for alpha in (self.alpha, *self.alpha_pattern.values()):
-            if not math.isfinite(alpha):
-                raise AdapterError(f"LoRA alpha must be a finite number, not {alpha}")
+            if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+                raise AdapterError(f"LoRA alpha must be a finite number, not {alpha!r}")
+        if self.bias not in get_args(Biases):
+            raise AdapterError(f"LoRA trains the biases {', '.join(get_args(Biases))}, not {self.bias!r}")
+        if self.dora and self.lora_bias:  # PEFT takes the bias for a part of the weights then
+            raise AdapterError("dora and lora_bias together are not supported")
         for pattern in (*self.rank_pattern, *self.alpha_pattern):
             try:
                 re.compile(pattern)
@@ -73,59 +99,8 @@ def _matching(pattern: Mapping[str, _Number], path: str, default: _Number) -> _N
     return default
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoRABypass(Bypass):
-    """a [rank, in], b [out, rank]."""
-
-    operators = (Operator.LINEAR, Operator.LINEAR)
-    a: Tensor
-    b: Tensor
-    scale: float
-    dropout: float = 0.0
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        return {"lora_A": self.a, "lora_B": self.b}
-
-    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "LoRABypass":
-        return replace(self, a=parameters["lora_A"], b=parameters["lora_B"])
-
-    def add_(self, x: Tensor, y: Tensor) -> None:
-        lora.add_(x, y, self.a, self.b, self.scale)
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return lora.add(x, y, self.a, self.b, self.scale)
-
-    def dropping(self, mask: Mask) -> "DroppingLoRA":
-        return DroppingLoRA(self, mask)
-
-    def merged(self, dense: Dense, side: Side) -> Dense:
-        exact = exact_type(dense.weight.dtype)
-        return replace(dense, weight=dense.weight + self.scale * (self.b.to(exact) @ self.a.to(exact)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DroppingLoRA(Bypass):
-    """A LoRA bypass while it trains with dropout."""
-
-    operators = LoRABypass.operators
-    bypass: LoRABypass
-    mask: Mask
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        return self.bypass.parameters()
-
-    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "DroppingLoRA":
-        return replace(self, bypass=self.bypass.with_parameters(parameters))
-
-    def add_(self, x: Tensor, y: Tensor) -> None:
-        self.bypass.add_(self.mask(x), y)
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.bypass.add(self.mask(x), y)
-
-
 class LoRA:
-    """Low-rank bypasses beside linears."""
+    """Low-rank bypasses beside linears and the embedding, and what PEFT lets train with them."""
 
     name, peft_type, config = "lora", "LORA", LoRAConfig
     aliases: Final = {
@@ -134,58 +109,140 @@ class LoRA:
     }  # fmt: skip
 
     def fresh(self, config: LoRAConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """A as PEFT draws it (Kaiming uniform with a = √5), B zero."""
+        """A as PEFT draws it (Kaiming uniform with a = √5), B zero; beside an embedding A zero, B normal."""
+        replaced = fresh_replacements(config.modules_to_save, frame)
+        sites = chosen(frame, config.targets, (Kind.LINEAR, Kind.EMBEDDING))
         bypasses: dict[Place, Bypass] = {}
-        for path, site in chosen(frame, config.targets).items():
-            rank = config.rank_of(path)
-            bound = 1 / math.sqrt(site.inputs)
-            a = torch.empty(rank, site.inputs).uniform_(-bound, bound, generator=generator)
-            b = torch.zeros(site.outputs, rank)
-            bypasses[Place(path)] = LoRABypass(a, b, config.scale(path, rank), config.dropout)
-        return Part(self.name, config, bypasses)
+        for path, site in sites.items():
+            if Place(path) in replaced:
+                continue
+            low = _draw(config, site, generator)
+            norms = _weights(frame, site).row_norms().cpu() if config.dora else None
+            bypasses[Place(path)] = _with_magnitude(frame, site, low, norms)
+        return Part(
+            self.name, config, {**_with_biases(bypasses, _fresh_biases(config, frame, sites)), **replaced}
+        )
 
     def read(self, saved: Saved, frame: Frame) -> Part:
         config = _read_config(saved)
+        magnitudes = saved.ending(MAGNITUDE) if config.dora else {}
         bypasses: dict[Place, Bypass] = {}
-        for path, (a, b) in saved.pairs("lora_A.weight", "lora_B.weight").items():
-            site = site_at(frame.sites, path, Kind.LINEAR)
-            rank = len(a)
-            expect_shape(site, "lora_A", a, max(rank, 1), site.inputs)
-            expect_shape(site, "lora_B", b, site.outputs, rank)
-            bypasses[Place(path)] = LoRABypass(a, b, config.scale(path, rank), config.dropout)
-        return Part(self.name, config, bypasses)
+        found: list[tuple[Site, LowRank]] = [
+            *take_linears(saved, frame, config.scale, config.dropout, config.lora_bias),
+            *take_embeddings(saved, frame, config.scale),
+        ]
+        for site, low in found:
+            magnitude = magnitudes.pop(site.path, None)
+            if config.dora and magnitude is None:
+                raise AdapterMismatch(f"{saved.folder}: {PREFIX}{site.path}.{MAGNITUDE} is missing")
+            bypasses[Place(site.path)] = _with_magnitude(frame, site, low, magnitude)
+        for path in magnitudes:
+            raise AdapterMismatch(f"{saved.folder}: tensor '{PREFIX}{path}.{MAGNITUDE}' would go unused")
+        replaced = take_replacements(saved, frame)
+        expect_copies(saved, frame)
+        biases = {} if config.bias == "none" else _read_biases(saved, frame)
+        return Part(self.name, config, {**_with_biases(bypasses, biases), **replaced})
 
     def write(self, part: Part) -> Written:
         config = part.config
         assert isinstance(config, LoRAConfig)
+        ranks: dict[str, int] = {}
+        paths, tensors = written_replacements(part.bypasses)
+        for place, bypass in part.bypasses.items():
+            links = bypass.links if isinstance(bypass, Chain) else (bypass,)
+            for link in links:
+                if isinstance(link, BitFitBypass):
+                    owner = f"{place.path}.base_layer" if len(links) > 1 else place.path
+                    tensors[f"{PREFIX}{owner}.bias"] = link.bias
+                if isinstance(link, LoRABypass | EmbeddingLoRA | DoRABypass):
+                    ranks[place.path] = len((link.lora if isinstance(link, DoRABypass) else link).a)
+                    for name, tensor in link.parameters().items():
+                        ending = f"{name}.weight" if name in ("lora_A", "lora_B") else name
+                        tensors[f"{PREFIX}{place.path}.{ending}"] = tensor
         fields = {
             "r": config.rank,
             "lora_alpha": config.alpha,
             "lora_dropout": config.dropout,
             "use_rslora": config.rslora,
-            "rank_pattern": {
-                _anchored(path): len(b.a) for path, b in _linears(part) if len(b.a) != config.rank
-            },
+            "use_dora": config.dora,
+            "rank_pattern": {f"^{re.escape(p)}$": rank for p, rank in ranks.items() if rank != config.rank},
             "alpha_pattern": dict(config.alpha_pattern),
-            "bias": "none",
-            "target_modules": sorted(place.path for place in part.bypasses),
-        }
-        tensors = {
-            f"{PREFIX}{path}.{name}.weight": tensor
-            for path, bypass in _linears(part)
-            for name, tensor in bypass.parameters().items()
+            "bias": config.bias,
+            "lora_bias": config.lora_bias,
+            "target_modules": sorted(ranks),
+            "modules_to_save": sorted(paths) or None,
         }
         return Written(fields, tensors)
 
 
+def _draw(config: LoRAConfig, site: Site, generator: torch.Generator) -> LowRank:
+    rank = config.rank_of(site.path)
+    scale = config.scale(site.path, rank)
+    if site.kind is Kind.EMBEDDING:
+        if config.lora_bias:
+            raise AdapterError("lora_bias is not supported beside an embedding")
+        b = torch.empty(site.outputs, rank).normal_(generator=generator)
+        return EmbeddingLoRA(torch.zeros(rank, site.inputs), b, scale, site.factor)
+    bound = 1 / math.sqrt(site.inputs)
+    a = torch.empty(rank, site.inputs).uniform_(-bound, bound, generator=generator)
+    bias = torch.zeros(site.outputs) if config.lora_bias else None
+    return LoRABypass(a, torch.zeros(site.outputs, rank), scale, config.dropout, bias)
+
+
+def _weights(frame: Frame, site: Site) -> Weights:
+    """With a row for each output, which an embedding's own have not."""
+    if site.kind is Kind.EMBEDDING:
+        return DenseWeights(Dense(frame.dense(site.path).weight.t(), None))
+    return frame.weights(site.path)
+
+
+def _with_magnitude(frame: Frame, site: Site, low: LowRank, magnitude: Tensor | None) -> Bypass:
+    if magnitude is None:
+        return low
+    expect_shape(site, MAGNITUDE, magnitude, site.outputs)
+    return DoRABypass.of(low, magnitude, _weights(frame, site))
+
+
+def _fresh_biases(config: LoRAConfig, frame: Frame, targets: Mapping[str, Site]) -> dict[str, BitFitBypass]:
+    """The base's own that are to train."""
+    if config.bias == "none":
+        return {}
+    sites = frame.sites if config.bias == "all" else targets
+    found = {path: frame.bias(path) for path, site in sites.items() if site.has_bias}
+    return {
+        path: BitFitBypass(base.detach().to("cpu", exact_type(base.dtype), copy=True), base)
+        for path, base in found.items()
+        if base is not None
+    }
+
+
+def _with_biases(bypasses: Mapping[Place, Bypass], biases: Mapping[str, BitFitBypass]) -> dict[Place, Bypass]:
+    """Low-rank parts come first: DoRA's scales the product without any bias."""
+    both = dict(bypasses)
+    for path, bias in biases.items():
+        first = both.get(Place(path))
+        both[Place(path)] = bias if first is None else Chain((first, bias), first.dropout)
+    return both
+
+
+def _read_biases(saved: Saved, frame: Frame) -> dict[str, BitFitBypass]:
+    """Those of linears that are targets are called `base_layer.bias` in PEFT's files."""
+    found = {}
+    for path, bias in {**saved.ending("base_layer.bias"), **saved.ending("bias")}.items():
+        site = site_at(frame.sites, path, Kind.LINEAR, Kind.NORM)
+        expect_shape(site, "bias", bias, *[site.outputs] * site.has_bias)
+        found[path] = BitFitBypass(bias, frame.bias(path))
+    return found
+
+
 def _read_config(saved: Saved) -> LoRAConfig:
-    saved.ignore("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying")
+    # `fan_in_fan_out` is read off the model; the others say how something else that is refused would be done.
+    saved.ignore("fan_in_fan_out", "megatron_core", "qalora_group_size", "eva_config")
     init = saved.fields.get("init_lora_weights")
-    if isinstance(init, str) and init != "gaussian":
+    if isinstance(init, str) and init not in _HARMLESS:
         raise AdapterError(f"{saved.folder}: init_lora_weights={init!r} changes the base's weights")
     saved.ignore("init_lora_weights")
-    if saved.take("bias", "none") != "none":
-        raise AdapterError(f"{saved.folder}: bias={saved.fields['bias']!r} is not supported")
+    replaced = saved.fields.get("modules_to_save") or []
     return LoRAConfig(
         rank=saved.take("r", 8),
         alpha=saved.take("lora_alpha", 8.0),
@@ -193,15 +250,11 @@ def _read_config(saved: Saved) -> LoRAConfig:
         rslora=saved.take("use_rslora", False),
         rank_pattern=saved.take("rank_pattern", {}),
         alpha_pattern=saved.take("alpha_pattern", {}),
+        dora=saved.take("use_dora", False),
+        bias=saved.take("bias", "none"),
+        lora_bias=saved.take("lora_bias", False),
+        modules_to_save=tuple(replaced) if isinstance(replaced, list) else (),
     )
-
-
-def _linears(part: Part) -> "list[tuple[str, LoRABypass]]":
-    return [(place.path, b) for place, b in part.bypasses.items() if isinstance(b, LoRABypass)]
-
-
-def _anchored(path: str) -> str:
-    return f"^{re.escape(path)}$"
 
 
 METHOD = LoRA()

@@ -15,10 +15,12 @@ from coserve.adapters.prompts import (
     ENCODER,
     LOST,
     PlainPrompt,
+    Shapes,
     count_fields,
     expect_count,
-    expect_shape,
+    has_encoder,
     linear_shapes,
+    read_encoder,
     read_prompt,
 )
 from coserve.adapters.saved import Saved
@@ -126,13 +128,10 @@ class PTuning:
         hidden, layers = saved.take("encoder_hidden_size", 0), saved.take("encoder_num_layers", 2)
         saved.ignore("encoder_dropout")  # of the encoder's LSTM, while PEFT trained it
         prompt = read_prompt(saved, frame)
-        weights = saved.starting(ENCODER)
-        if not weights:
+        if not has_encoder(saved):
             return self._part(PTuningConfig(prompt.count), replace(prompt, note=LOST), frame)
-        config = PTuningConfig(prompt.count, kind, hidden, layers)
-        expect_shape(saved, "embedding", weights["embedding.weight"], prompt.count, frame.hidden_size)
-        for name, (shape, _) in _shapes(config, frame.hidden_size).items():
-            expect_shape(saved, name, weights[name], *shape)
+        config, width = PTuningConfig(prompt.count, kind, hidden, layers), frame.hidden_size
+        weights = read_encoder(saved, prompt.count, width, _shapes(config, width))
         return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)
 
     def write(self, part: Part) -> Written:
@@ -152,13 +151,12 @@ class PTuning:
         return Part(self.name, config, {Place(embedding_of(frame), Side.PROMPT): prompt})
 
 
-def _shapes(config: PTuningConfig, width: int) -> dict[str, tuple[tuple[int, ...], float]]:
-    """Weights of the encoder by PEFT's names: their shapes, and the bound of what torch draws them from."""
+def _shapes(config: PTuningConfig, width: int) -> Shapes:
     hidden = config.hidden or width
     if config.encoder == "MLP":
         return linear_shapes("mlp_head", (0, 2, 4), (width, hidden, hidden, width))
     bound = hidden**-0.5
-    found: dict[str, tuple[tuple[int, ...], float]] = {}
+    found: Shapes = {}
     for layer in range(config.layers):
         for way in (f"l{layer}", f"l{layer}_reverse"):
             entering = 2 * hidden if layer else width

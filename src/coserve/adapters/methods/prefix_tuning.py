@@ -14,10 +14,13 @@ from coserve.adapters.prompts import (
     EMBEDDINGS,
     ENCODER,
     LOST,
+    Shapes,
     count_fields,
     expect_count,
     expect_shape,
+    has_encoder,
     linear_shapes,
+    read_encoder,
     take_count,
 )
 from coserve.adapters.saved import Saved
@@ -160,14 +163,11 @@ class PrefixTuning:
         rows = saved.tensor(EMBEDDINGS)
         count = count or len(rows)
         expect_shape(saved, EMBEDDINGS, rows, count, layout.row_width)
-        weights = saved.starting(ENCODER)
-        if not weights:
+        if not has_encoder(saved):
             prefix = PlainPrefix(rows, layout, LOST if projected else "")
             return self._part(PrefixTuningConfig(count, zero=zero == "zero"), prefix, frame)
         config = PrefixTuningConfig(count, True, hidden, zero == "zero")
-        expect_shape(saved, "embedding", weights["embedding.weight"], count, layout.token_width)
-        for name, (shape, _) in _shapes(config, layout).items():
-            expect_shape(saved, name, weights[name], *shape)
+        weights = read_encoder(saved, count, layout.token_width, _shapes(config, layout))
         return self._part(config, ProjectedPrefix(weights, layout), frame)
 
     def write(self, part: Part) -> Written:
@@ -185,7 +185,7 @@ class PrefixTuning:
         return Part(self.name, config, {Place(embedding_of(frame), Side.PAST): prefix})
 
 
-def _shapes(config: PrefixTuningConfig, layout: Layout) -> dict[str, tuple[tuple[int, ...], float]]:
+def _shapes(config: PrefixTuningConfig, layout: Layout) -> Shapes:
     inner = config.hidden or layout.token_width
     return linear_shapes("transform", (0, 2), (layout.token_width, inner, layout.row_width))
 

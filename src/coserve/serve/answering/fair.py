@@ -103,6 +103,8 @@ class FairQueue:
             raise self._full()
         if not line.is_active:
             line.counter = self._bounded(max(line.counter, self._floor()))
+        if not self.waiting and not self.inside:
+            self._ended = self._clock()  # that nobody came before tells nothing of how fast this goes
         loop = asyncio.get_running_loop()
         tickets = [Ticket(line, self, loop.create_future(), cost) for cost in prompt_costs]
         for ticket in tickets:

@@ -1,5 +1,6 @@
 """`/v1/fine_tuning/jobs`."""
 
+import json
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal
 
@@ -14,6 +15,8 @@ MOST_SEED: Final = 2**31 - 1
 LONGEST_ID: Final = 64
 MOST_SETTINGS_BYTES: Final = 1 << 16  # of one adapter method
 MOST_PARTS: Final = 8  # methods of one adapter
+HIGHEST_RANK: Final = 512
+LARGEST: Final = 4096  # of other whole numbers: sizes, virtual tokens; memory grows with each
 _TRAIN: Any = {
     "model": "coserve-tiny",
     "training_file": "file-abc123",
@@ -69,14 +72,27 @@ class Method(Asked):
     supervised: Supervised | None = None
 
 
-def _small(value: Any) -> Any:
-    if len(msgspec.json.encode(value)) > MOST_SETTINGS_BYTES:
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuses what could not be passed on as it is (to the engine as msgpack, and back to clients as JSON),
+    and what no machine has the memory for."""
+    try:
+        written = msgspec.msgpack.encode(value)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise PydanticCustomError("not_plain", "Settings hold a value that no field takes.") from error
+    if len(written) > MOST_SETTINGS_BYTES:
         raise PydanticCustomError("too_long", f"Settings may have {MOST_SETTINGS_BYTES} bytes.")
+    for name, number in value.items():
+        most = HIGHEST_RANK if name in ("r", "rank") else LARGEST
+        if isinstance(number, int) and number > most:
+            raise PydanticCustomError(
+                "too_large", f"Settings: {{name}} may be {most} at most.", {"name": name}
+            )
     return value
 
 
 # What fields there are is for the engine to say: each adapter method is one file of its own.
-Settings = Annotated[dict[str, Any], AfterValidator(_small)]
+Settings = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 class Optimizer(Named):
@@ -219,4 +235,5 @@ class CheckpointList(BaseModel):
 def _unknown(name: str, known: list[str]) -> PydanticCustomError:
     near = get_close_matches(name, known, 1)
     hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
-    return PydanticCustomError("unknown_parameter", "{hint}", {"name": name, "hint": hint})
+    shown = name.encode(errors="backslashreplace").decode()  # JSON may hold half a surrogate pair
+    return PydanticCustomError("unknown_parameter", "{hint}", {"name": shown, "hint": hint})

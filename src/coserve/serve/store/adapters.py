@@ -59,10 +59,6 @@ class AdapterStore:
 
         return await self._database.read(read)
 
-    async def ids(self) -> frozenset[str]:
-        """Ids of all adapters, whoever owns them; no checkpoints."""
-        return await self._database.read(lambda c: frozenset(c.execute(select(adapters.c.id)).scalars()))
-
     async def add(self, adapter: Adapter) -> bool:
         """Names an adapter whose folder is on disk; False if this tenant has one of that name, of
         whichever base."""

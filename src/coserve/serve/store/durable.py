@@ -6,7 +6,7 @@ killed server leaves behind is known by that dot.
 
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -46,13 +46,9 @@ def drop_resume_state(checkpoint: Path) -> None:
         (checkpoint / name).unlink(missing_ok=True)
 
 
-def sweep(folder: Path, kind: str, known: Collection[str]) -> None:
-    """Removes what a killed server has left in `folder`: what it was making, and what it had made or was
-    deleting when it died, which are named by an id of this `kind` that is not `known`."""
-    for entry in folder.iterdir():
-        id = entry.name.partition(".")[0]
-        if id and (id in known or not id.startswith(f"{kind}-")):
-            continue
+def sweep(folder: Path) -> None:
+    """Removes what a killed server was making in `folder`."""
+    for entry in folder.glob(".*"):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         else:

@@ -65,10 +65,6 @@ class FileStore:
 
         return await self._database.write(write)
 
-    async def ids(self) -> frozenset[str]:
-        """Ids of all files, whoever owns them."""
-        return await self._database.read(lambda c: frozenset(c.execute(select(files.c.id)).scalars()))
-
 
 def insert_file(connection: Connection, file: File) -> None:
     """Adds the row."""

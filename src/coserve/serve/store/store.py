@@ -9,7 +9,6 @@ Whatever is on disk for a row is there before the row is, and goes after it. One
 command line) may look, and write a key.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from types import TracebackType
 from coserve.errors import StateError
 from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.database import Database
-from coserve.serve.store.durable import sweep
 from coserve.serve.store.files import FileStore
 from coserve.serve.store.jobs import JobStore
 from coserve.serve.store.news import NewsStore
@@ -52,12 +50,6 @@ class Store:
     async def tenant_of(self, secret: str) -> Tenant | None:
         """Whose API key this is; None for one that is wrong or revoked."""
         return await self.tenants.of_key(secret)
-
-    async def sweep(self) -> None:
-        """Removes what a killed server has left without a row. Nobody may be adding anything meanwhile."""
-        for part, kind, rows in (("files", "file", self.files), ("adapters", "adapter", self.adapters)):
-            known = await rows.ids()
-            await asyncio.to_thread(sweep, self.folder / part, kind, known)
 
     def file_path(self, file: File) -> Path:
         """Where a file's bytes are."""

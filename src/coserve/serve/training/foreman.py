@@ -18,7 +18,7 @@ from typing import Final
 from coserve.errors import AdapterError, ConflictError
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.settings import ServerSettings
-from coserve.serve.store.durable import drop_resume_state
+from coserve.serve.store.durable import drop_resume_state, sweep
 from coserve.serve.store.news import Mark
 from coserve.serve.store.records import FINAL, Job
 from coserve.serve.store.store import Store
@@ -67,6 +67,8 @@ class Foreman:
         self._weights: dict[str, float] = {}  # as the engine was told them
         link.on_connect.append(self._connected)
         link.on_news = self._heard
+        for part in ("files", "adapters"):
+            sweep(store.folder / part)
 
     # For routes
 

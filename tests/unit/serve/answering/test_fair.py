@@ -152,6 +152,22 @@ def test_lines_are_bounded_and_say_when_to_come_back() -> None:
     play(story)
 
 
+def test_a_quiet_hour_makes_nobody_wait_longer() -> None:
+    async def story() -> None:
+        clock = Clock()
+        queue = FairQueue(10, 6, clock)
+        queue.resize(1)
+        for _ in range(3):
+            with queue.enter(A, [0.0]):
+                clock.now += 0.5
+            clock.now += 3600.0
+        with queue.enter(A, [0.0] * 4), pytest.raises(ApiError) as refused, queue.enter(A, [0.0] * 6):
+            pass
+        assert refused.value.headers["Retry-After"] == "1"
+
+    play(story)
+
+
 def test_tiers_order_a_tenants_own_requests() -> None:
     async def story() -> None:
         queue = FairQueue(100, 50)

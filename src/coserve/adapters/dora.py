@@ -1,0 +1,124 @@
+"""DoRA: a linear with a low-rank bypass whose rows are brought to lengths that are learnt.
+
+y = g ⊙ (W + s B A) x + b, with g = m / ‖W + s B A‖ for each row. Gradients leave the norm out: it counts as a
+constant (Liu et al. 2024, 2402.09353, section 4.3).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypass, Dense, Operator, Side, exact_type
+from coserve.adapters.lowrank import EmbeddingLoRA, LowRank
+from coserve.adapters.sites import Weights
+from coserve.kernels.dropout import Mask
+
+MAGNITUDE = "lora_magnitude_vector"
+_LARGE = 1024.0
+
+
+@dataclass(frozen=True, eq=False)
+class Norms:
+    """‖W + scale · B A‖ of each output, computed when first asked for; the matrices never change.
+
+    The dense W is never asked for, only its norms and its products with A's rows, so it may be packed,
+    quantized or elsewhere.
+    """
+
+    weights: Weights
+    lora: LowRank
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[out], in at least float32."""
+        with torch.no_grad():
+            own = self.weights.row_norms()
+            a, b = self.lora.a.to(own.dtype), self.lora.b.to(own.dtype)
+            s = self.lora.scale
+            crossed = (b * self._products().to(own.dtype)).sum(dim=1)
+            squared = own.square() + 2 * s * crossed + s * s * ((b @ (a @ a.t())) * b).sum(dim=1)
+            return squared.clamp_min(torch.finfo(own.dtype).tiny).sqrt()
+
+    def _products(self) -> Tensor:
+        """W Aᵀ, [out, rank]. A is made large first, by a power of two: the product comes with the bias, and
+        in a short type little would be left of a small one beside it."""
+        a = self.lora.a
+        largest = float(a.abs().max())
+        exponent = math.floor(math.log2(_LARGE / largest)) if 0.0 < largest < math.inf else 0
+        factor = 2.0 ** min(max(exponent, 0), 64)
+        y = self.weights.forward(a * factor)
+        exact = y.to(exact_type(y.dtype))
+        if self.weights.bias is not None:
+            exact = exact - self.weights.bias
+        return exact.t() / factor
+
+
+@dataclass(frozen=True, eq=False)
+class DoRABypass(Bypass):
+    """`lora` and magnitude [out], beside the linear (or embedding) that `norms` are about.
+
+    Dropout reaches the low-rank part alone, so that the base's product is computed once. PEFT also drops that
+    one's input where the rows' lengths change it, which is the same in the mean.
+    """
+
+    operators = (Operator.LINEAR, Operator.LINEAR, Operator.ELEMENTWISE)
+    lora: LowRank
+    magnitude: Tensor
+    norms: Norms
+    dropout: float = 0.0
+    mask: Mask | None = None
+
+    @staticmethod
+    def of(lora: LowRank, magnitude: Tensor, weights: Weights) -> "DoRABypass":
+        return DoRABypass(lora, magnitude, Norms(weights, lora), lora.dropout)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {**self.lora.parameters(), MAGNITUDE: self.magnitude}
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "DoRABypass":
+        lora = self.lora.with_parameters(parameters)
+        norms = Norms(self.norms.weights, lora)
+        return replace(self, lora=lora, magnitude=parameters[MAGNITUDE], norms=norms)
+
+    def dropping(self, mask: Mask) -> "DoRABypass":
+        return replace(self, mask=mask)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        gain = self._gain()
+        product = y if self._bias is None else y - self._bias
+        y = y + product * (gain - 1).to(y.dtype)
+        return self.lora.with_outputs_scaled(gain).add(self._given(x), y)
+
+    def add_(self, x: Tensor, y: Tensor) -> None:
+        change, lora = self._constant
+        product = y if self._bias is None else y - self._bias
+        y.addcmul_(product, change)
+        lora.add_(self._given(x), y)
+
+    def merged(self, dense: Dense, side: Side) -> Dense:
+        both, gain = self.lora.merged(dense, side), self._gain()
+        per_row = gain if isinstance(self.lora, EmbeddingLoRA) else gain[:, None]
+        return replace(both, weight=both.weight * per_row)
+
+    @cached_property
+    def _constant(self) -> tuple[Tensor, LowRank]:
+        """g − 1 and the low-rank part with g in it, outside of any graph."""
+        with torch.no_grad():
+            gain = self._gain()
+            return (gain - 1).to(self.lora.b.dtype), self.lora.with_outputs_scaled(gain)
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return self.norms.weights.bias
+
+    def _gain(self) -> Tensor:
+        """g [out], differentiable in the magnitude, in at least float32."""
+        values = self.norms.values
+        return self.magnitude.to(values.dtype) / values
+
+    def _given(self, x: Tensor) -> Tensor:
+        return x if self.mask is None else self.mask(x)

@@ -1,0 +1,140 @@
+"""Low-rank bypasses: f(x) = scale · B (A x) beside a linear, and beside the input embedding."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypass, Dense, Operator, Side, exact_type
+from coserve.adapters.saved import Saved, expect_shape, site_at
+from coserve.adapters.sites import Frame, Kind, Site
+from coserve.kernels import lora
+from coserve.kernels.dropout import Mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoRABypass(Bypass):
+    """a [rank, in], b [out, rank], and maybe a bias [out] on b, which is scaled as well."""
+
+    operators = (Operator.LINEAR, Operator.LINEAR)
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float = 0.0
+    bias: Tensor | None = None
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        matrices = {"lora_A": self.a, "lora_B": self.b}
+        return matrices if self.bias is None else {**matrices, "lora_B.bias": self.bias}
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "LoRABypass":
+        return replace(
+            self, a=parameters["lora_A"], b=parameters["lora_B"], bias=parameters.get("lora_B.bias")
+        )
+
+    def add_(self, x: Tensor, y: Tensor) -> None:
+        lora.add_(x, y, self.a, self.b, self.scale)
+        if self.bias is not None:
+            y.add_(self.bias, alpha=self.scale)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        y = lora.add(x, y, self.a, self.b, self.scale)
+        return y if self.bias is None else y.add(self.bias, alpha=self.scale)
+
+    def with_outputs_scaled(self, factors: Tensor) -> "LoRABypass":
+        """The same with each output times a factor of its own, [out]; differentiable. It has no bias."""
+        return replace(self, b=(self.b * factors[:, None]).to(self.b.dtype))
+
+    def dropping(self, mask: Mask) -> "DroppingLoRA":
+        return DroppingLoRA(self, mask)
+
+    def merged(self, dense: Dense, side: Side) -> Dense:
+        exact = exact_type(dense.weight.dtype)
+        weight = dense.weight + self.scale * (self.b.to(exact) @ self.a.to(exact))
+        if self.bias is None:
+            return replace(dense, weight=weight)
+        added = self.scale * self.bias.to(exact)
+        return Dense(weight, added if dense.bias is None else dense.bias + added)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DroppingLoRA(Bypass):
+    """A LoRA bypass while it trains with dropout."""
+
+    operators = LoRABypass.operators
+    bypass: LoRABypass
+    mask: Mask
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self.bypass.parameters()
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "DroppingLoRA":
+        return replace(self, bypass=self.bypass.with_parameters(parameters))
+
+    def add_(self, x: Tensor, y: Tensor) -> None:
+        self.bypass.add_(self.mask(x), y)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.bypass.add(self.mask(x), y)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingLoRA(Bypass):
+    """a [rank, vocabulary], b [width, rank], beside an embedding that multiplies its rows by `factor`.
+    x [rows] are token ids. PEFT drops nothing out here, and nor does this."""
+
+    operators = (Operator.LINEAR, Operator.LINEAR)
+    a: Tensor
+    b: Tensor
+    scale: float
+    factor: float = 1.0
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {"lora_embedding_A": self.a, "lora_embedding_B": self.b}
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "EmbeddingLoRA":
+        return replace(self, a=parameters["lora_embedding_A"], b=parameters["lora_embedding_B"])
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return y.addmm(F.embedding(x, self.a.t()), self.b.t(), alpha=self.scale * self.factor)
+
+    def add_(self, x: Tensor, y: Tensor) -> None:
+        y.addmm_(F.embedding(x, self.a.t()), self.b.t(), alpha=self.scale * self.factor)
+
+    def with_outputs_scaled(self, factors: Tensor) -> "EmbeddingLoRA":
+        """The same with each output times a factor of its own, [width]; differentiable."""
+        return replace(self, b=(self.b * factors[:, None]).to(self.b.dtype))
+
+    def merged(self, dense: Dense, side: Side) -> Dense:
+        exact = exact_type(dense.weight.dtype)
+        return replace(dense, weight=dense.weight + self.scale * (self.b.to(exact) @ self.a.to(exact)).t())
+
+
+LowRank = LoRABypass | EmbeddingLoRA
+Scale = Callable[[str, int], float]  # of the bypass at a path, whose matrices have this rank
+
+
+def take_linears(
+    saved: Saved, frame: Frame, scale: Scale, dropout: float, with_bias: bool
+) -> Iterator[tuple[Site, LoRABypass]]:
+    """A file's matrices beside linears. Raises AdapterMismatch."""
+    endings = ["lora_A.weight", "lora_B.weight", *["lora_B.bias"] * with_bias]
+    for path, (a, b, *rest) in saved.pairs(*endings).items():
+        site = site_at(frame.sites, path, Kind.LINEAR)
+        rank = len(a)
+        expect_shape(site, "lora_A", a, max(rank, 1), site.inputs)
+        expect_shape(site, "lora_B", b, site.outputs, rank)
+        for bias in rest:
+            expect_shape(site, "lora_B.bias", bias, site.outputs)
+        yield site, LoRABypass(a, b, scale(path, rank), dropout, *rest)
+
+
+def take_embeddings(saved: Saved, frame: Frame, scale: Scale) -> Iterator[tuple[Site, EmbeddingLoRA]]:
+    """A file's matrices beside the embedding. Raises AdapterMismatch."""
+    for path, (a, b) in saved.pairs("lora_embedding_A", "lora_embedding_B").items():
+        site = site_at(frame.sites, path, Kind.EMBEDDING)
+        rank = len(a)
+        expect_shape(site, "lora_embedding_A", a, max(rank, 1), site.inputs)
+        expect_shape(site, "lora_embedding_B", b, site.outputs, rank)
+        yield site, EmbeddingLoRA(a, b, scale(path, rank), site.factor)

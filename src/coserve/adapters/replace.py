@@ -1,0 +1,177 @@
+"""Modules of an adapter's own in the place of the base's: PEFT's `modules_to_save`, for any method.
+
+What the base's module gives to the adapter's rows is not used.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypass, Dense, Operator, Place, Side, exact_type
+from coserve.adapters.saved import PREFIX, Saved, expect_shape, site_at
+from coserve.adapters.sites import Frame, Kind, Site
+from coserve.errors import AdapterError, AdapterMismatch
+
+_KINDS = (Kind.LINEAR, Kind.NORM, Kind.EMBEDDING)
+_Self = TypeVar("_Self", bound="Replacement")
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement(Bypass):
+    """weight [out, in] and maybe a bias [out], of a linear. Files have the weight of a linear that is
+    `transposed` the other way round."""
+
+    operators = (Operator.LINEAR,)
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool = False
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+
+    def with_parameters(self: _Self, parameters: Mapping[str, Tensor]) -> _Self:
+        return replace(self, weight=parameters["weight"], bias=parameters.get("bias"))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        given: Tensor = F.linear(x, self.weight, self.bias)
+        return given
+
+    def merged(self, dense: Dense, side: Side) -> Dense:
+        exact = exact_type(self.weight.dtype)
+        return Dense(self.weight.to(exact), None if self.bias is None else self.bias.to(exact))
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingReplacement(Replacement):
+    """weight [vocabulary, width], of an embedding that multiplies its rows by `factor`."""
+
+    factor: float = 1.0
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.embedding(x, self.weight) * self.factor
+
+
+@dataclass(frozen=True, eq=False)
+class NormReplacement(Replacement):
+    """weight [width] and maybe a bias, of a norm. What is normalized is found in what the base's norm gives,
+    (y − base.bias) / gain, where `gain` [width] is what that multiplies features by; it has no zeros."""
+
+    operators = (Operator.ELEMENTWISE,)
+    base: Dense | None = None
+    gain: Tensor | None = None
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        assert self.base is not None and self.gain is not None
+        ratio = 1 + (self.weight.to(self.gain.dtype) - self.base.weight) / self.gain
+        normed = y if self.base.bias is None else y - self.base.bias
+        scaled = normed * ratio.to(y.dtype)
+        return scaled if self.bias is None else scaled + self.bias
+
+
+def fresh_replacements(names: Iterable[str], frame: Frame) -> dict[Place, Bypass]:
+    """The base's own weights, float32 on the CPU, at every module whose path ends with one of the names, as
+    PEFT reads them. Raises AdapterMismatch for a name that is none."""
+    found: dict[Place, Bypass] = {}
+    for name in names:
+        sites = [site for path, site in frame.sites.items() if path.endswith(name) and site.kind in _KINDS]
+        if not sites:
+            raise AdapterMismatch(
+                f"modules_to_save: no linear, norm or embedding of the model is called {name!r}"
+            )
+        for site in sites:
+            dense = frame.dense(site.path)
+            bias = None if dense.bias is None else _trainable(dense.bias)
+            found[Place(site.path)] = _replacement(frame, site, _trainable(dense.weight), bias)
+    return found
+
+
+def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
+    """The modules that a file's `modules_to_save` names. Raises AdapterMismatch for what is missing or does
+    not fit the base."""
+    names: list[str] = saved.take("modules_to_save", [])
+    tensors: dict[str, dict[str, Tensor]] = {}
+    unseen = set(names)
+    for full in saved.left:
+        path, _, kind = full.removeprefix(PREFIX).rpartition(".")
+        own = [name for name in names if _is_within(path, name)]
+        if own and kind in ("weight", "bias"):
+            tensors.setdefault(path, {})[kind] = saved.tensor(full)
+            unseen -= set(own)
+    if unseen:
+        raise AdapterMismatch(f"{saved.folder}: the tensors of modules_to_save={sorted(unseen)} are missing")
+    found: dict[Place, Bypass] = {}
+    for path, given in tensors.items():
+        site = site_at(frame.sites, path, *_KINDS)
+        for kind in ("weight", *["bias"] * site.has_bias):
+            if kind not in given:
+                raise AdapterMismatch(f"{saved.folder}: {PREFIX}{path}.{kind} is missing")
+        expect_shape(site, "weight", given["weight"], *_shape(site))
+        if "bias" in given:
+            expect_shape(site, "bias", given["bias"], *[site.outputs] * site.has_bias)
+        weight = given["weight"].t() if site.transposed else given["weight"]
+        found[Place(path)] = _replacement(frame, site, weight, given.get("bias"))
+    return found
+
+
+def written_replacements(bypasses: Mapping[Place, Bypass]) -> tuple[list[str], dict[str, Tensor]]:
+    """`modules_to_save` and tensors, by their names in files."""
+    paths, tensors = [], {}
+    for place, bypass in bypasses.items():
+        if isinstance(bypass, Replacement):
+            paths.append(place.path)
+            for name, tensor in bypass.parameters().items():
+                turned = tensor.t() if bypass.transposed and name == "weight" else tensor
+                tensors[f"{PREFIX}{place.path}.{name}"] = turned
+    return paths, tensors
+
+
+def expect_copies(saved: Saved, frame: Frame) -> None:
+    """Takes embeddings and heads that PEFT has saved along with what stands beside them, which it does
+    unasked. Raises AdapterMismatch where one is not the base's own."""
+    for full in saved.left:
+        path = full.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".base_layer")
+        site = frame.sites.get(path)
+        if site is None or not full.endswith(".weight") or 0 <= site.stage < frame.depth:
+            continue
+        if site.kind is Kind.NORM:
+            continue
+        copy, own = saved.tensor(full), frame.dense(path).weight
+        if copy.shape != own.shape or not bool((copy == own.to(copy)).all()):
+            raise AdapterMismatch(
+                f"{saved.folder}: tensor {full!r} {tuple(copy.shape)} is not the base's own, and "
+                "modules_to_save does not say that it replaces that"
+            )
+
+
+def _replacement(frame: Frame, site: Site, weight: Tensor, bias: Tensor | None) -> Replacement:
+    if site.kind is Kind.EMBEDDING:
+        return EmbeddingReplacement(weight, None, factor=site.factor)
+    if site.kind is Kind.LINEAR:
+        return Replacement(weight, bias, site.transposed)
+    gain = frame.gain(site.path)
+    if not bool(gain.all()):
+        raise AdapterError(
+            f"{site.path} multiplies features by zero, and cannot be replaced for some rows only"
+        )
+    return NormReplacement(weight, bias, base=frame.dense(site.path), gain=gain)
+
+
+def _shape(site: Site) -> Sequence[int]:
+    """Of its weight, as files have it."""
+    if site.kind is Kind.NORM:
+        return (site.outputs,)
+    is_turned = site.transposed or site.kind is Kind.EMBEDDING
+    return (site.inputs, site.outputs) if is_turned else (site.outputs, site.inputs)
+
+
+def _is_within(path: str, name: str) -> bool:
+    """Whether a module is called so, or one that it is in: by how paths end, as in PEFT."""
+    parts = path.split(".")
+    return any(".".join(parts[:count]).endswith(name) for count in range(1, len(parts) + 1))
+
+
+def _trainable(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", exact_type(tensor.dtype), copy=True)

@@ -1,0 +1,158 @@
+"""Answers behind virtual tokens against PEFT, one adapter at a time; float32."""
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.engine.handles import Completion
+from coserve.train.example import Example
+from models import logits_of, prompts, tiny, with_lora
+from virtual import KINDS, own_logits, with_virtual
+
+NAMES = ("llama", "gpt2", "gemma2", "mixtral")
+PAGE = 4  # the adapters have 4 to 9 virtual tokens: a page, and pages with and without a rest
+TOLERANCE = 1e-5
+ADAPTERS = (None, "lora", *KINDS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    made = {}
+    for name in NAMES:
+        for kind in KINDS:
+            made[name, kind] = tmp_path_factory.mktemp("adapter")
+            with torch.no_grad():
+                with_virtual(tiny(name), kind).save_pretrained(str(made[name, kind]))
+        made[name, "lora"] = tmp_path_factory.mktemp("adapter")
+        with_lora(tiny(name), 1, 0.6).save_pretrained(str(made[name, "lora"]))
+    return made
+
+
+def engine_of(name: str, folders: dict[tuple[str, str], Path], **settings: object) -> Engine:
+    options = {"calibrate": False, "page_size": PAGE, "cache_tokens": 2048, **settings}
+    engine = Engine(tiny(name), EngineConfig(**options))
+    for (architecture, kind), folder in folders.items():
+        if architecture == name:
+            engine.load_adapter(kind, folder)
+    return engine
+
+
+@cache
+def logits(name: str, adapter: str | None, tokens: tuple[int, ...]) -> torch.Tensor:
+    """[rows, vocabulary] of a sequence, by PEFT."""
+    with torch.no_grad():
+        if adapter is None or adapter == "lora":
+            return logits_of(tiny(name) if adapter is None else with_lora(tiny(name), 1, 0.6), tokens)
+        return own_logits(with_virtual(tiny(name), adapter), list(tokens))
+
+
+@cache
+def greedy(name: str, adapter: str | None, prompt: tuple[int, ...], count: int) -> list[int]:
+    tokens = list(prompt)
+    model = tiny(name)
+    if adapter == "lora":
+        model = with_lora(model, 1, 0.6)
+    elif adapter is not None:
+        model = with_virtual(model, adapter)
+    with torch.no_grad():
+        for _ in range(count):
+            found = logits_of(model, tokens) if adapter in (None, "lora") else own_logits(model, tokens)
+            tokens.append(int(found[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def check_scores(name: str, adapter: str | None, prompt: tuple[int, ...], answer: Completion) -> None:
+    """Log-probabilities of the prompt's tokens and of the first one answered."""
+    tokens = (*prompt, answer.tokens[0])
+    wanted = logits(name, adapter, prompt).log_softmax(-1)[range(len(prompt)), tokens[1:]].tolist()
+    got = [score.chosen for score in (*answer.prompt_logprobs, answer.logprobs[0])]
+    assert got == pytest.approx(wanted, abs=TOLERANCE)
+
+
+SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_peft_s(name: str, kind: str, folders: dict[tuple[str, str], Path]) -> None:
+    engine = engine_of(name, folders)
+    for length in (1, 6, 31):
+        prompt = tuple(prompts(random.Random(length), [length])[0])
+        check_scores(name, kind, prompt, engine.generate(prompt, kind, SCORED).result())
+
+
+@pytest.mark.parametrize(("name", "pages"), [("gemma2", 500), ("gemma2", 22), ("gpt2", 22)])
+def test_any_mix_is_one_at_a_time(name: str, pages: int, folders: dict[tuple[str, str], Path]) -> None:
+    """All methods and the base in the same steps, while a prefix and a prompt train beside them; with few
+    pages sequences are preempted, and virtual tokens freed and filled again."""
+    cuts = {"max_prefill_rows": 24, "min_prefill_rows": 4, "max_training_rows": 24, "min_training_rows": 3}
+    engine = engine_of(name, folders, cache_tokens=pages * PAGE, scheduler={**cuts, "ride_along": 20.0})
+    draws = random.Random(f"mix/{name}")
+    data = [
+        Example(tuple(p), (*p[1:], -100)) for p in prompts(draws, [draws.randint(2, 50) for _ in range(16)])
+    ]
+    for job, method in (("a", PrefixTuningConfig(5)), ("b", [LoRAConfig(rank=2), PromptTuningConfig(6)])):
+        engine.finetune(data, job, method, TrainingConfig(batch_size=4, epochs=500, learning_rate=1e-3))
+    asked = [
+        (tuple(prompt), ADAPTERS[n % len(ADAPTERS)], draws.randint(2, 12))
+        for n, prompt in enumerate(prompts(draws, [draws.randint(1, 30) for _ in range(21)]))
+    ]
+    answers = []
+    for prompt, adapter, count in asked:
+        answers.append(engine.generate(prompt, adapter, SamplingParams(max_tokens=count, ignore_eos=True)))
+        engine.step()
+    for answer in answers:
+        answer.result()
+    assert [a.tokens for a in answers] == [greedy(name, adapter, p, n) for p, adapter, n in asked]
+    stats = engine.scheduler.stats
+    assert (stats.preemptions > 0) is (pages < 100) and stats.fused_steps > 5 and stats.backward_rows > 0
+
+
+def test_an_answer_goes_on_where_another_engine_left_it(folders: dict[tuple[str, str], Path]) -> None:
+    engine = engine_of("llama", folders)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=4, min_tokens=9)
+    for kind in ("prefix", "prompt"):
+        whole = engine.generate([5, 9, 33], kind, params).result().tokens
+        for cut in (1, 7, len(whole) - 1):
+            assert engine.generate([5, 9, 33], kind, params, continued=whole[:cut]).result().tokens == whole
+
+
+def test_a_nan_in_virtual_tokens_harms_nobody_else(folders: dict[tuple[str, str], Path]) -> None:
+    """Not while they are in use, and not in the pages that they leave behind."""
+    engine = engine_of("llama", folders, cache_tokens=48)
+    for kind in ("prefix", "prompt"):
+        broken = engine.bank.find(kind)
+        nan = {name: torch.full_like(tensor, float("nan")) for name, tensor in broken.parameters().items()}
+        engine.add_adapter(broken.with_parameters(nan))
+    prompt = (3, 1, 4, 1, 5)
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    asked = ["prefix", None, "prompt", "lora", "p-tuning", None, "lora"]
+    answers = [engine.generate(prompt, adapter, sampling) for adapter in asked]
+    for adapter, answer in zip(asked, answers, strict=True):
+        answer.result()
+        if adapter not in ("prefix", "prompt"):
+            assert answer.tokens == greedy("llama", adapter, prompt, 6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_what_is_written_peft_reads(
+    name: str, kind: str, folders: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    engine = engine_of(name, folders)
+    engine.save_adapter(kind, tmp_path)
+    assert set(load_file(tmp_path / "adapter_model.safetensors")) == {"prompt_embeddings"}
+    read = PeftModel.from_pretrained(tiny(name), str(tmp_path)).eval()
+    tokens = [7, 2, 50, 3, 3, 8]
+    with torch.no_grad():
+        found = own_logits(read, tokens)
+    assert torch.allclose(found, logits(name, kind, tuple(tokens)), rtol=0, atol=TOLERANCE)

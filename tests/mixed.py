@@ -1,0 +1,182 @@
+"""Adapters of every method, each with a model that knows it alone, and an engine that serves and trains all
+of them at once.
+
+What is served is compared with models that share nothing with coserve: PEFT's, and plain torch modules where
+PEFT has none. (PEFT's own mixed batches are silently wrong for IA3 and prefixes.) What is trained is compared
+with an engine that does nothing else.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import IA3Config as PeftIA3Config
+from peft import LoraConfig
+from torch import Tensor
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.methods.bitfit import BitFitConfig
+from coserve.adapters.methods.bottleneck import BottleneckConfig
+from coserve.adapters.methods.ia3 import IA3Config
+from coserve.adapters.methods.p_tuning import PTuningConfig
+from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.core.plan import Plan, StepResult
+from coserve.core.sequence import MicroBatch
+from coserve.core.sequence import Sequence as Answer
+from coserve.engine.handles import Completion, FineTuning
+from coserve.train.example import Example
+from methods import SMALL, with_peft
+from models import logits_of, tiny
+from plain import with_biases, with_bottlenecks, with_ia3_and_lora
+from virtual import own_logits, with_virtual
+
+VIRTUAL = ("prefix", "projected prefix", "prompt", "p-tuning")
+TRAINED: Mapping[str, Any] = {
+    "lora": LoRAConfig(rank=4),
+    "larger lora": LoRAConfig(rank=9, rslora=True, dropout=0.2),
+    "ia3": IA3Config(),
+    "bottleneck": BottleneckConfig(width=5, activation="gelu"),
+    "bitfit": BitFitConfig(),
+    "prefix": PrefixTuningConfig(5),
+    "prompt": PromptTuningConfig(6),
+    "p-tuning": PTuningConfig(4, hidden=16),
+    "ia3 and lora": (IA3Config(), LoRAConfig(rank=3)),
+    "prefix, bottleneck and bitfit": (PrefixTuningConfig(3), BottleneckConfig(width=4), BitFitConfig("all")),
+}
+STEPS = 2
+TRAINING = TrainingConfig(
+    learning_rate=5e-3, batch_size=2, max_steps=STEPS, warmup_ratio=0.0, rows=48, weight_decay=0.01,
+    epsilon=1e-3,  # a bias of keys has no gradient but rounding, which AdamW would blow up to full steps
+)  # fmt: skip
+_SCALED = {
+    "llama": ["k_proj", "v_proj", "down_proj"],
+    "gpt2": ["c_attn", "mlp.c_proj"],
+    "mixtral": ["k_proj", "v_proj"],
+    "gemma2": ["q_proj", "v_proj", "down_proj"],
+}
+_CUTS = {"max_training_rows": 24, "min_training_rows": 3, "max_prefill_rows": 24, "min_prefill_rows": 4}
+_SAMPLING = SamplingParams(max_tokens=4, logprobs=SMALL, prompt_logprobs=SMALL, ignore_eos=True)
+
+Logits = Callable[[Sequence[int]], Tensor]  # [rows, vocabulary] of a sequence's own tokens
+
+
+def oracles(name: str, dtype: torch.dtype, folder: Path) -> dict[str | None, Logits]:
+    """Models with one adapter each, which are saved in `folder`; None is the base alone."""
+    fields: dict[str, Any] = {"dtype": dtype, "vocab_size": SMALL}
+    targets, task = _SCALED[name], "CAUSAL_LM"
+    lora = LoraConfig(task_type=task, r=4, lora_alpha=12, target_modules=targets)
+    larger = LoraConfig(task_type=task, r=11, lora_alpha=5, target_modules=targets[-1:])
+    ia3 = PeftIA3Config(task_type=task, target_modules=targets, feedforward_modules=targets[-1:])
+    norms = [n.removesuffix(".weight") for n, _ in tiny(name).named_parameters() if n.endswith("norm.weight")]
+    norms += [path for path, _ in tiny(name).named_modules() if "ln_" in path]
+    made: dict[str, Any] = {
+        "lora": with_peft(name, lora, **fields),
+        "larger lora": with_peft(name, larger, **fields),
+        "ia3": with_peft(name, ia3, **fields),
+        "houlsby": with_bottlenecks(name, layout="houlsby", activation="relu", **fields),
+        "pfeiffer": with_bottlenecks(name, layout="pfeiffer", activation="silu", **fields),
+        "bitfit": with_biases(name, paths=norms, **fields),
+        "ia3 and lora": with_ia3_and_lora(name, **fields),
+    }
+    for kind in VIRTUAL:
+        made[kind] = with_virtual(tiny(name, dtype, vocab_size=SMALL), kind)
+    for kind, model in made.items():
+        model.save_pretrained(str(folder / kind))
+    alone = {kind: _logits(model, kind in VIRTUAL) for kind, model in made.items()}
+    return {None: _logits(tiny(name, dtype, vocab_size=SMALL), False), **alone}
+
+
+@torch.no_grad()
+def _logits(model: Any, virtual: bool) -> Logits:
+    def of(tokens: Sequence[int]) -> Tensor:
+        with torch.no_grad():
+            return own_logits(model, list(tokens)) if virtual else logits_of(model, tokens)
+
+    return of
+
+
+def make_engine(name: str, dtype: torch.dtype, folder: Path | None = None) -> Engine:
+    """Small windows and chunks, so that everything is cut; all adapters of `folder` are loaded."""
+    config = EngineConfig(calibrate=False, cache_tokens=2048, page_size=4, scheduler=_CUTS)
+    engine = Engine(tiny(name, dtype, vocab_size=SMALL), config)
+    for adapter in sorted(folder.iterdir()) if folder else ():
+        engine.load_adapter(adapter.name, adapter)
+    return engine
+
+
+def make_examples(kind: str) -> list[Example]:
+    draws = random.Random(f"mixed/{kind}")
+    made = []
+    for _ in range(2 * STEPS):
+        tokens = [draws.randrange(1, SMALL) for _ in range(draws.randint(3, 30))]
+        labels = [t if draws.random() < 0.8 else -100 for t in tokens[1:]]
+        made.append(Example(tuple(tokens), (*labels[:-1], tokens[-1], -100)))
+    return made
+
+
+def start(engine: Engine, kind: str) -> FineTuning:
+    """A job that trains `tuned kind`."""
+    return engine.finetune(make_examples(kind), f"tuned {kind}", TRAINED[kind], TRAINING)
+
+
+def trained(engine: Engine, kind: str) -> dict[str, Tensor]:
+    return engine.bank.find(f"tuned {kind}").parameters()
+
+
+@dataclass
+class Mixture:
+    """An engine's run, and what was in its steps together: (adapters answering, jobs training)."""
+
+    engine: Engine
+    answers: list[tuple[str | None, Completion]] = field(default_factory=list)
+    steps: list[tuple[set[str | None], set[str]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        run = self.engine.runner.run
+
+        def watched(plan: Plan) -> StepResult:
+            sequences = [segment.sequence for segment in plan.inference]
+            answering = {s.request.adapter for s in sequences if isinstance(s, Answer)}
+            training = [segment.sequence for segment in plan.training]
+            self.steps.append((answering, {m.job for m in training if isinstance(m, MicroBatch)}))
+            return run(plan)
+
+        self.engine.runner.run = watched  # type: ignore[method-assign]
+
+    def run(self, kinds: Sequence[str | None], jobs: Sequence[FineTuning] = (), prompts: int = 2) -> None:
+        """At least `prompts` answers for each adapter, and more while jobs are running."""
+        draws = random.Random("mixed/prompts")
+        waiting = itertools.cycle(kinds)
+        while len(self.answers) < prompts * len(kinds) or any(job.status == "running" for job in jobs):
+            if len(self.engine.completions) < len(kinds):
+                kind = next(waiting)
+                prompt = [draws.randrange(1, SMALL) for _ in range(draws.randint(2, 30))]
+                self.answers.append((kind, self.engine.generate(prompt, kind, _SAMPLING)))
+            if len(self.engine.completions) == len(kinds) or len(self.answers) >= prompts * len(kinds):
+                self.engine.step()
+        self.engine.run()
+
+    def errors(self, alone: Mapping[str | None, Logits]) -> dict[str | None, float]:
+        """The largest difference of any log-probability, of all of the vocabulary, by adapter."""
+        found: dict[str | None, float] = {}
+        for kind, completion in self.answers:
+            if kind in alone:
+                found[kind] = max(found.get(kind, 0.0), _error(completion, alone[kind]))
+        return found
+
+
+def _error(completion: Completion, logits: Logits) -> float:
+    tokens = [*completion.sequence.request.prompt, *completion.tokens]
+    wanted = logits(tokens[:-1]).log_softmax(-1)
+    rows = [*completion.prompt_logprobs, *completion.logprobs]
+    got = torch.full(wanted.shape, float("nan"), dtype=wanted.dtype)
+    for row, of_row in enumerate(rows):
+        for token, logprob in of_row.top:
+            got[row, token] = logprob
+    assert len(rows) == len(wanted)
+    return float((got - wanted).abs().max())
