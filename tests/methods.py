@@ -62,9 +62,8 @@ def with_peft(name: str, config: PeftConfig, dtype: torch.dtype, **changes: Any)
 
 def engine_of(name: str, dtype: torch.dtype = torch.float32, config: Any = None, **changes: Any) -> Engine:
     """An engine on the same weights, none of it trained or calibrated."""
-    return Engine(
-        tiny(name, dtype, **changes), EngineConfig(calibrate=False, cache_tokens=512, **config or {})
-    )
+    fields = {"calibrate": False, "cache_tokens": 512, **(config or {})}
+    return Engine(tiny(name, dtype, **changes), EngineConfig(**fields))
 
 
 def served(engine: Engine, prompt: Sequence[int], adapter: str | None) -> Tensor:
@@ -102,7 +101,7 @@ def case_of(
     **changes: Any,
 ) -> Case:
     """Random examples, the adapter in `folder` (written by the oracle unless `trainable` is given), and the
-    oracle's loss and gradients; `wanted` are by the names of coserve's parameters."""
+    oracle's loss and gradients, by the names that parameters have in files."""
     tokens, labels = examples(random.Random(f"methods/{name}"), LENGTHS)
     oracle.zero_grad()
     loss = mean_loss(oracle, tokens, labels)

@@ -59,14 +59,15 @@ _SCALED = {
     "mixtral": ["k_proj", "v_proj"],
     "gemma2": ["q_proj", "v_proj", "down_proj"],
 }
-_CUTS = {"max_training_rows": 24, "min_training_rows": 3, "max_prefill_rows": 24, "min_prefill_rows": 4}
+_CUTS = {"max_training_rows": 24, "min_training_rows": 6, "max_prefill_rows": 24, "min_prefill_rows": 4}
 _SAMPLING = SamplingParams(max_tokens=4, logprobs=SMALL, prompt_logprobs=SMALL, ignore_eos=True)
 
 Logits = Callable[[Sequence[int]], Tensor]  # [rows, vocabulary] of a sequence's own tokens
 
 
-def oracles(name: str, dtype: torch.dtype, folder: Path) -> dict[str | None, Logits]:
-    """Models with one adapter each, which are saved in `folder`; None is the base alone."""
+def oracles(name: str, folder: Path) -> dict[str | None, Logits]:
+    """Models with one adapter each, in float64, which are saved in `folder`; None is the base alone."""
+    dtype = torch.float64
     fields: dict[str, Any] = {"dtype": dtype, "vocab_size": SMALL}
     targets, task = _SCALED[name], "CAUSAL_LM"
     lora = LoraConfig(task_type=task, r=4, lora_alpha=12, target_modules=targets)
@@ -91,7 +92,6 @@ def oracles(name: str, dtype: torch.dtype, folder: Path) -> dict[str | None, Log
     return {None: _logits(tiny(name, dtype, vocab_size=SMALL), False), **alone}
 
 
-@torch.no_grad()
 def _logits(model: Any, virtual: bool) -> Logits:
     def of(tokens: Sequence[int]) -> Tensor:
         with torch.no_grad():
@@ -119,9 +119,10 @@ def make_examples(kind: str) -> list[Example]:
     return made
 
 
-def start(engine: Engine, kind: str) -> FineTuning:
-    """A job that trains `tuned kind`."""
-    return engine.finetune(make_examples(kind), f"tuned {kind}", TRAINED[kind], TRAINING)
+def start(engine: Engine, kind: str, start_from: str | None = None) -> FineTuning:
+    """A job that trains `tuned kind`, on from another adapter where one is given."""
+    config = TRAINED.get(kind, ())
+    return engine.finetune(make_examples(kind), f"tuned {kind}", config, TRAINING, start_from)
 
 
 def trained(engine: Engine, kind: str) -> dict[str, Tensor]:
@@ -162,7 +163,8 @@ class Mixture:
         self.engine.run()
 
     def errors(self, alone: Mapping[str | None, Logits]) -> dict[str | None, float]:
-        """The largest difference of any log-probability, of all of the vocabulary, by adapter."""
+        """The largest difference of any log-probability, of all of the vocabulary, by adapter; relative to it
+        where it is beyond one."""
         found: dict[str | None, float] = {}
         for kind, completion in self.answers:
             if kind in alone:
@@ -179,4 +181,4 @@ def _error(completion: Completion, logits: Logits) -> float:
         for token, logprob in of_row.top:
             got[row, token] = logprob
     assert len(rows) == len(wanted)
-    return float((got - wanted).abs().max())
+    return float(((got - wanted) / wanted.abs().clamp_min(1.0)).abs().max())

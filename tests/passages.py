@@ -33,7 +33,8 @@ Gradients = dict[str, Tensor]
 
 @dataclass
 class Case:
-    """Packed examples, an adapter, and the oracle's loss and gradients by the names of its parameters."""
+    """Packed examples, an adapter, and the oracle's loss and gradients by name: by those of the adapter's
+    parameters, or of these in files (`methods.py`)."""
 
     engine: Engine  # idle; its runner is driven by hand
     lengths: tuple[int, ...]

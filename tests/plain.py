@@ -127,7 +127,7 @@ def _frozen(name: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
 @torch.no_grad()
 def _draw(parameter: Tensor, generator: torch.Generator) -> None:
     noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.3))
+    parameter.copy_(noise * (0.7 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2))
 
 
 def _after(bottleneck: nn.Module) -> Any:

@@ -13,7 +13,7 @@ from peft import (
     get_peft_model,
 )
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 KINDS: Mapping[str, tuple[type[PeftConfig], dict[str, Any]]] = {
     "prefix": (PrefixTuningConfig, {"num_virtual_tokens": 7}),
@@ -50,3 +50,17 @@ def own_logits(adapted: PeftModel, tokens: list[int]) -> Tensor:
         input_ids=torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens), dtype=torch.long)
     ).logits[0]
     return logits[-len(tokens) :]
+
+
+def logits_behind(adapted: PeftModel, prefix: Tensor, prompt: Tensor, tokens: list[int]) -> Tensor:
+    """The same under LoRA, behind a prefix [n, 2 * layers * key width] and a prompt [m, width] that
+    transformers is given by hand, as PEFT has no such adapter."""
+    config = adapted.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    past = prefix.view(len(prefix), 2 * config.num_hidden_layers, -1, head).permute(1, 2, 0, 3)[:, None]
+    cache = DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        cache.update(past[2 * layer], past[2 * layer + 1], layer)
+    embeds = torch.cat([prompt, adapted.get_input_embeddings()(torch.tensor(tokens))])[None]
+    logits: Tensor = adapted(inputs_embeds=embeds, past_key_values=cache, use_cache=True).logits[0]
+    return logits[len(prompt) :]

@@ -58,6 +58,34 @@ def test_a_stream_says_the_same_as_a_whole_answer(play: Play) -> None:
     play(story)
 
 
+def test_an_answer_can_be_sent_back_as_the_client_holds_it(play: Play) -> None:
+    async def story(world: World) -> None:
+        said = world.told(world.say("Hello!"))
+        create = world.client().chat.completions.create
+        answer = (await create(model="tiny", messages=HELLO)).choices[0].message
+        thanks = {"role": "user", "content": "Thanks."}
+        for turn in (answer, answer.model_dump()):
+            chat: Any = [*HELLO, turn, thanks]
+            await create(model="tiny", messages=chat)
+            plain = [*HELLO, {"role": "assistant", "content": said}, thanks]
+            assert world.submits()[-1].prompt == world.state.text.chat(plain)
+
+    play(story)
+
+
+def test_the_clients_own_stream_helper_takes_several_answers(play: Play) -> None:
+    async def story(world: World) -> None:
+        slow, quick = (world.say(said) for said in ("🐶", "Hello"))  # bytes of an emoji are no text yet
+        world.engine.script = lambda request, place: [
+            *(slow if request.id.endswith("-0") else quick), *world.engine.eos
+        ][place]  # fmt: skip
+        async with world.client().chat.completions.stream(model="tiny", messages=HELLO, n=3) as stream:
+            final = await stream.get_final_completion()
+        assert [choice.message.content for choice in final.choices] == ["🐶", "Hello", "Hello"]
+
+    play(story)
+
+
 def test_streams_are_well_formed_to_the_byte(play: Play) -> None:
     async def story(world: World) -> None:
         world.say("Yes.")

@@ -361,6 +361,19 @@ def test_another_tenants_job_is_one_that_does_not_exist(play: Play) -> None:
     play(story)
 
 
+def test_before_the_first_engine_nobody_knows_how_wide_the_model_is(play: Play) -> None:
+    async def story(world: World) -> None:
+        file = await upload(world)
+        hello, world.state.link.hello = world.state.link.hello, None
+        with pytest.raises(openai.InternalServerError) as refused:
+            await create(world, training_file=file)
+        assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
+        world.state.link.hello = hello
+        await create(world, training_file=file)
+
+    play(story)
+
+
 def test_a_tenant_has_only_so_many_open_jobs(play: Play) -> None:
     async def story(world: World) -> None:
         file = await upload(world)

@@ -161,19 +161,22 @@ def test_without_a_root_nothing_is_loaded_by_path(play: Play) -> None:
     play(story)
 
 
-def test_an_adapter_that_the_engine_refuses_leaves_nothing_behind(play: Play, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["/adapter_config.json: ", ": "])
+def test_an_adapter_that_the_engine_refuses_leaves_nothing_behind(
+    play: Play, tmp_path: Path, place: str
+) -> None:
     make_adapter(tmp_path / "root" / "one")
 
     async def story(world: World) -> None:
         class Everything(dict[str, Fault]):
             def get(self, key: str, default: Any = None) -> Fault:
                 folder = world.state.store.folder / "adapters" / key
-                return Fault("AdapterMismatch", f"{folder}/adapter_config.json: layer 3 has another shape")
+                return Fault("AdapterMismatch", f"{folder}{place}layer 3 has another shape")
 
         world.engine.refusals = Everything()
         answer = await load(world, "x", "one")
         said = answer.json()["error"]["message"]  # and nothing of where the server keeps things
-        assert answer.status_code == 400 and said == "adapter_config.json: layer 3 has another shape"
+        assert answer.status_code == 400 and said == f"{place[1:].lstrip()}layer 3 has another shape"
         assert len((await world.client().models.list()).data) == 1
         assert not list((world.state.store.folder / "adapters").iterdir())
 

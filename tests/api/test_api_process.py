@@ -89,6 +89,38 @@ def test_a_process_serves_survives_kill_9_and_drains(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_answers_that_take_too_long_end_with_the_drain(tmp_path: Path) -> None:
+    """And a server whose engine is not there does not wait for it."""
+    settings = ServerSettings(model=str(tiny.path()), state=tmp_path, name="tiny", drain_seconds=0.1)
+
+    async def story() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        fake = FakeEngine(settings.socket, step_seconds=0.01)
+        async with (
+            asyncio.timeout(40),
+            served(settings, listener) as server,
+            fake,
+            httpx2.AsyncClient(base_url=server.url, timeout=20) as http,
+        ):
+            assert (await server.status())["state"] == "ready"
+            endless = {**BODY, "max_tokens": 2000}
+            asked = [asyncio.create_task(http.post("/v1/completions", json=endless)) for _ in range(40)]
+            while len(fake.running) < fake.max_running:
+                await asyncio.sleep(0.005)
+            server.process.terminate()
+            answers = await asyncio.gather(*asked)
+            assert {answer.status_code for answer in answers} == {503}
+            assert "shutting down" in answers[0].text
+            assert await server.process.wait() == 0
+            assert not fake.running and fake.said[-1] == Drain()
+        async with asyncio.timeout(20), served(settings, listener) as lonely:
+            assert (await lonely.status())["state"] == "ready"
+            lonely.process.terminate()
+            assert await lonely.process.wait() == 0
+
+    asyncio.run(story())
+
+
 def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path: Path) -> None:
     settings = ServerSettings(model=str(tmp_path / "nothing"), state=tmp_path / "state")
     settings.state.mkdir()

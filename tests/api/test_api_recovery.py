@@ -1,12 +1,20 @@
 """Jobs through the deaths of engines and servers."""
 
 import asyncio
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
+import openai
+import pytest
+
+from coserve.errors import StateError
 from coserve.serve.compose import build_state
+from coserve.serve.engine import link as link_module
 from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.store.records import Job
-from coserve.wire.messages import JobCheckpoint, JobEnded, JobStep, Numbered, StartJob
+from coserve.wire.messages import JobCheckpoint, JobEnded, JobStep, Numbered, StartJob, StopJob
 from serving import SECONDS, Play, World, world
 from training import Trainer, checkpoint_folder, create, started, stopped, upload, weighed
 
@@ -199,6 +207,28 @@ def test_jobs_share_the_machine_by_tenants(play: Play) -> None:
     play(story, max_jobs=3)
 
 
+def test_giant_jobs_of_one_tenant_make_room_for_anothers(play: Play) -> None:
+    async def story(world: World) -> None:
+        (_, ann), (_, bob) = [await world.state.store.tenants.create_key(name) for name in ("ann", "bob")]
+        giants = [(await create(world, ann)).id for _ in range(3)]
+        small = (await create(world, bob)).id
+        await world.until(lambda: bool(stopped(world)))
+        again = (await create(world, bob)).id  # one change of places at a time
+        assert stopped(world) == [StopJob(giants[1], keep=True)]
+        trainer = Trainer(world)
+        await trainer.end(giants[1], "stopped", 4)
+        await world.until(lambda: len(started(world)) == 3)
+        assert started(world)[2].job == small and len(stopped(world)) == 1
+        await trainer.end(small, "failed")
+        await world.until(lambda: len(started(world)) == 4)
+        assert started(world)[3].job == again
+        await trainer.end(again, "failed")
+        await world.until(lambda: len(started(world)) == 5)
+        assert started(world)[4].job == giants[1] and len(stopped(world)) == 1  # the oldest goes on
+
+    play(story, max_jobs=2)
+
+
 def test_nothing_starts_while_the_server_drains(play: Play) -> None:
     async def story(world: World) -> None:
         job = await create(world)
@@ -222,6 +252,47 @@ def test_half_made_files_are_swept_when_a_server_starts(tmp_path: Path, play: Pl
         assert not list((state / "adapters").iterdir())
 
     play(story)
+
+
+def test_a_full_disk_is_said_and_passes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def story(world: World) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(openai.InternalServerError, match="disk is full") as refused:
+                await upload(world)
+        assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
+        assert not list(world.state.settings.files.iterdir())
+        assert await upload(world)
+
+    play(story)
+
+
+def test_the_next_job_starts_though_the_disk_was_full_for_a_moment(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the first is written down, and bringing in the second fails: that is tried again."""
+    monkeypatch.setattr(link_module, "WRITE_SECONDS", 0.01)
+
+    async def story(world: World) -> None:
+        file = await upload(world)
+        first, second = [(await create(world, training_file=file)).id for _ in range(2)]
+        move, moves = world.state.store.jobs.move, []
+
+        async def failing_once(*arguments: Any) -> Job | None:
+            moves.append(arguments)
+            if len(moves) == 1:
+                raise StateError("the disk is full")
+            return await move(*arguments)
+
+        monkeypatch.setattr(world.state.store.jobs, "move", failing_once)
+        await Trainer(world).end(first, "failed")
+        await world.until(lambda: len(started(world)) == 2)
+        assert started(world)[1].job == second and await status_of(world, second) == "running"
+
+    play(story, max_jobs=1)
 
 
 async def known(world: World, id: str) -> Job:

@@ -17,7 +17,8 @@ from models import Exact, logits_of, save, tiny
 TARGETS: dict[str, dict[str, Any]] = {
     "llama": {"target_modules": ["k_proj", "v_proj", "q_proj", "o_proj", "down_proj"],
               "feedforward_modules": ["o_proj", "down_proj"]},
-    "gpt2": {"target_modules": ["c_attn", "attn.c_proj", "mlp.c_proj"], "feedforward_modules": ["mlp.c_proj"]},
+    "gpt2": {"target_modules": ["c_attn", "attn.c_proj", "mlp.c_proj"],
+             "feedforward_modules": ["mlp.c_proj"]},
     "mixtral": {"target_modules": ["k_proj", "v_proj", "o_proj"], "feedforward_modules": []},
     "gemma2": {"target_modules": r".*\.(q_proj|v_proj|o_proj|down_proj)",
                "feedforward_modules": r".*\.(o_proj|down_proj)"},
@@ -45,6 +46,28 @@ def test_gradients(name: str, tmp_path: Path) -> None:
 def test_windowed_gradients(name: str, tmp_path: Path) -> None:
     with Exact():
         errors = windowed_errors(case_of(name, adapted(name, torch.float64), tmp_path))
+    assert max(errors.values()) <= 1e-10, errors
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_modules_that_train_whole(name: str, tmp_path: Path) -> None:
+    """A linear, a norm of each layer, and (untied) the head, beside what is scaled."""
+    whole = (
+        ["layers.1.self_attn.q_proj", "post_attention_layernorm", "lm_head"] if name == "llama" else ["ln_2"]
+    )
+    fields = {"target_modules": ["k_proj", "c_attn"], "feedforward_modules": [], "modules_to_save": whole}
+    config = IA3Config(task_type="CAUSAL_LM", **fields)
+    theirs = with_peft(name, config, torch.float32, vocab_size=SMALL)
+    error, difference = forward_errors(name, theirs, tmp_path / "served")
+    assert error <= 1e-5 and difference > 1e-2
+    engine = engine_of(name, vocab_size=SMALL)
+    engine.load_adapter("mine", tmp_path / "served")
+    engine.save_adapter("mine", tmp_path / "mine")
+    again = PeftModel.from_pretrained(tiny(name, vocab_size=SMALL), str(tmp_path / "mine")).eval()
+    assert float((logits_of(again, PROMPT) - logits_of(theirs, PROMPT)).abs().max()) <= 1e-5
+    with Exact():
+        case = case_of(name, with_peft(name, config, torch.float64), tmp_path / "trained")
+        errors = windowed_errors(case)
     assert max(errors.values()) <= 1e-10, errors
 
 

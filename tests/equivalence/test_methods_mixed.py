@@ -2,9 +2,11 @@
 steps, and what comes of it is what each gives alone. Faults put into the engine show that this would be seen.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from coserve.core.sequence import Sequence as Answer
 from coserve.engine.table import Chunk, SequenceTable
 from coserve.kernels import lora
 from coserve.model.batch import FusedRows, Part
-from methods import SHAPES
-from mixed import STEPS, TRAINED, VIRTUAL, Mixture, make_engine, oracles, start, trained
+from methods import SHAPES, SMALL, engine_of
+from mixed import STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
 from models import Exact
 
 ANSWERS = 1e-5
@@ -41,23 +43,119 @@ def test_every_method_is_in_the_mixture() -> None:
 )  # fmt: skip
 def test_each_is_what_it_is_alone(name: str, dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
     with Exact() if dtype == torch.float64 else nullcontext():
-        alone = oracles(name, dtype, tmp_path)
+        alone = oracles(name, tmp_path)
         mixture = Mixture(make_engine(name, dtype, tmp_path))
         jobs = [start(mixture.engine, kind) for kind in TRAINED]
         before = {kind: trained(mixture.engine, kind) for kind in TRAINED}
         mixture.run(list(alone), jobs)
         errors = mixture.errors(alone)
         changes, misses = {}, {}
+        other = engine_of(name, dtype, vocab_size=SMALL)  # whole windows, nothing cut
         for kind in TRAINED:
-            other = make_engine(name, dtype)
             start(other, kind).result()
             changes[kind] = difference(before[kind], trained(other, kind))
             misses[kind] = difference(trained(mixture.engine, kind), trained(other, kind))
-    print(name, dtype, max(errors.values()), misses, changes)
     assert errors.keys() == alone.keys() and max(errors.values()) <= ANSWERS, errors
     assert max(misses.values()) <= tolerance, misses
     assert min(changes.values()) > 1e-3, "nothing was learnt, so nothing was shown"
     assert all(job.status == "succeeded" and len(job.history) == STEPS for job in jobs)
     together = [(len(answering), len(training)) for answering, training in mixture.steps]
     assert any(answering >= 6 and training >= 2 for answering, training in together), together
-    assert {job for _, training in mixture.steps for job in training} == {job.id for job in jobs}
+    assert {job for _, training in mixture.steps for job in training} == {job.job for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str | None, Logits], Path]:
+    folder = tmp_path_factory.mktemp("llama")
+    return oracles("llama", folder), folder
+
+
+def test_numbers_that_are_none_harm_their_own_adapter_only(
+    llama: tuple[dict[str | None, Logits], Path],
+) -> None:
+    """A broken adapter of each method answers and trains among the others, and is all NaN."""
+    alone, folder = llama
+    mixture = Mixture(make_engine("llama", torch.float32, folder))
+    engine = mixture.engine
+    broken = []
+    for kind in alone:
+        if kind is not None:
+            adapter = engine.bank.find(kind)
+            spoilt = {name: torch.full_like(t, torch.nan) for name, t in adapter.parameters().items()}
+            engine.add_adapter(replace(adapter.with_parameters(spoilt), name=f"broken {kind}"))
+            broken.append(f"broken {kind}")
+    jobs = {name: start(engine, name, start_from=name) for name in broken}
+    healthy = start(engine, "bitfit")
+    mixture.run([*broken, *alone], [*jobs.values(), healthy])
+    errors = mixture.errors(alone)
+    assert errors.keys() == alone.keys() and max(errors.values()) <= ANSWERS, errors
+    for kind, answer in mixture.answers:
+        scores = torch.tensor([score.chosen for score in answer.logprobs])
+        assert bool(scores.isnan().all()) == (kind in broken), kind
+    assert {job.status for job in jobs.values()} == {"failed"} and healthy.status == "succeeded"
+
+
+def swapped_rows(patch: pytest.MonkeyPatch) -> None:
+    """Each adapter of a run is given the rows of another."""
+    init = FusedRows.__init__
+
+    def swapping(self: FusedRows, parts: Sequence[Part], adapters: Sequence[tuple[slice, Bypasses]]) -> None:
+        others = [bypasses for _, bypasses in adapters]
+        others = [*others[1:], *others[:1]]
+        init(self, parts, [(rows, other) for (rows, _), other in zip(adapters, others, strict=True)])
+
+    patch.setattr(FusedRows, "__init__", swapping)
+
+
+def missing_lora_scale(patch: pytest.MonkeyPatch) -> None:
+    added = lora.add_
+
+    def unscaled(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+        added(x, y, a, b, 1.0)
+
+    patch.setattr(lora, "add_", unscaled)
+
+
+def missing_ia3_scale(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(IA3Bypass, "add_", lambda self, x, y: None)
+
+
+def dropped_offset(patch: pytest.MonkeyPatch) -> None:
+    """Tokens of a prompt stand at the positions that they would have without the adapter's virtual ones."""
+    prefill = SequenceTable.prefill
+
+    def from_zero(self: SequenceTable, segment: Segment, row: Tensor) -> Chunk:
+        chunk = prefill(self, segment, row)
+        assert isinstance(segment.sequence, Answer)
+        return replace(chunk, positions=chunk.positions - segment.sequence.virtual)
+
+    patch.setattr(SequenceTable, "prefill", from_zero)
+
+
+LORAS, SCALES = {"lora", "larger lora", "ia3 and lora"}, {"ia3", "ia3 and lora"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "harmed"),
+    [
+        (swapped_rows, None),  # all adapters
+        (missing_lora_scale, LORAS),
+        (missing_ia3_scale, SCALES),
+        (dropped_offset, set(VIRTUAL)),
+    ],
+)
+def test_faults_are_seen(
+    fault: Any,
+    harmed: set[str] | None,
+    llama: tuple[dict[str | None, Logits], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The comparison fails for those that the fault harms, by far, and for nobody else."""
+    alone, folder = llama
+    mixture = Mixture(make_engine("llama", torch.float32, folder))
+    fault(monkeypatch)
+    mixture.run(list(alone))
+    errors = mixture.errors(alone)
+    expected = {kind for kind in alone if kind is not None} if harmed is None else harmed
+    assert {kind for kind, error in errors.items() if not error <= ANSWERS} == expected, errors
+    assert min(errors[kind] for kind in expected) > 100 * ANSWERS

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
 
 from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
@@ -29,7 +28,7 @@ from coserve.core.sequence import Direction, Span
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun
 from models import Exact, lora_parameters, prompts, tiny, with_lora
-from virtual import KINDS, encoder_of, own_logits, with_virtual
+from virtual import KINDS, encoder_of, logits_behind, own_logits, with_virtual
 
 TOLERANCE = 1e-10
 NAMES = ("llama", "gpt2", "gemma2", "mixtral")  # gemma2: sliding windows of 20 and capped scores
@@ -212,21 +211,9 @@ def combined_case(name: str) -> Case:
         for config in (PrefixTuningConfig(5), PromptTuningConfig(6))
     ]
     flat, rows = (next(part.parameters())[1].double().requires_grad_() for part in parts)
-    caches = engine.base.caches
-    layout = (5, 2 * len(caches), caches[0].groups, caches[0].key)
-
-    def logits(tokens: list[int]) -> Tensor:
-        past = flat.view(layout).permute(1, 2, 0, 3)[:, None]
-        cache = DynamicCache(config=oracle.config)
-        for layer in range(len(caches)):
-            cache.update(past[2 * layer], past[2 * layer + 1], layer)
-        embeds = torch.cat([rows, oracle.get_input_embeddings()(torch.tensor(tokens))])[None]
-        found: Tensor = lora(inputs_embeds=embeds, past_key_values=cache, use_cache=True).logits[0]
-        return found[len(rows) :]
-
     pairs = lora_parameters(lora)
     leaves = [flat, rows, *(p.requires_grad_() for pair in pairs.values() for p in pair)]
-    loss = loss_of(examples, logits)
+    loss = loss_of(examples, lambda tokens: logits_behind(lora, flat, rows, tokens))
     gradients = torch.autograd.grad(loss, leaves)
     config = LoRAConfig(rank=4, alpha=6.0)
     placed = {

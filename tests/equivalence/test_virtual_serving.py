@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.handles import Completion
 from coserve.train.example import Example
+from coserve.train.trainer import fresh_adapter
 from models import logits_of, prompts, tiny, with_lora
-from virtual import KINDS, own_logits, with_virtual
+from virtual import KINDS, logits_behind, own_logits, with_virtual
 
 NAMES = ("llama", "gpt2", "gemma2", "mixtral")
 PAGE = 4  # the adapters have 4 to 9 virtual tokens: a page, and pages with and without a rest
@@ -68,10 +71,10 @@ def greedy(name: str, adapter: str | None, prompt: tuple[int, ...], count: int) 
     return tokens[len(prompt) :]
 
 
-def check_scores(name: str, adapter: str | None, prompt: tuple[int, ...], answer: Completion) -> None:
-    """Log-probabilities of the prompt's tokens and of the first one answered."""
+def check_scores(found: torch.Tensor, prompt: tuple[int, ...], answer: Completion) -> None:
+    """Log-probabilities of the prompt's tokens and of the first one answered; found [rows, vocabulary]."""
     tokens = (*prompt, answer.tokens[0])
-    wanted = logits(name, adapter, prompt).log_softmax(-1)[range(len(prompt)), tokens[1:]].tolist()
+    wanted = found.log_softmax(-1)[range(len(prompt)), tokens[1:]].tolist()
     got = [score.chosen for score in (*answer.prompt_logprobs, answer.logprobs[0])]
     assert got == pytest.approx(wanted, abs=TOLERANCE)
 
@@ -85,7 +88,30 @@ def test_logits_are_peft_s(name: str, kind: str, folders: dict[tuple[str, str], 
     engine = engine_of(name, folders)
     for length in (1, 6, 31):
         prompt = tuple(prompts(random.Random(length), [length])[0])
-        check_scores(name, kind, prompt, engine.generate(prompt, kind, SCORED).result())
+        found = logits(name, kind, prompt)
+        check_scores(found, prompt, engine.generate(prompt, kind, SCORED).result())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_prefix_prompt_and_lora_are_one_adapter(
+    name: str, deterministic: bool, folders: dict[tuple[str, str], Path]
+) -> None:
+    """The prompt stands behind the prefix and is changed by the LoRA, like any token; some pages and a rest,
+    and more rows of a prompt than one pass of the deterministic mode has."""
+    scheduler = {"training_window": 16} if deterministic else {}
+    engine = engine_of(name, folders, deterministic=deterministic, scheduler=scheduler)
+    configs = (PrefixTuningConfig(5), PromptTuningConfig(18))
+    adapter = fresh_adapter(engine.base, "both", configs, 7)
+    lora = engine.bank.find("lora").parts
+    engine.add_adapter(AdapterVersion("both", 0, (*adapter.parts, *lora)))
+    prefix, prompt = adapter.parameters().values()
+    oracle = with_lora(tiny(name), 1, 0.6)
+    for length in (1, 6, 31):
+        tokens = prompts(random.Random(length), [length])[0]
+        with torch.no_grad():
+            found = logits_behind(oracle, prefix, prompt, tokens)
+        check_scores(found, tuple(tokens), engine.generate(tokens, "both", SCORED).result())
 
 
 @pytest.mark.parametrize(("name", "pages"), [("gemma2", 500), ("gemma2", 22), ("gpt2", 22)])
@@ -124,16 +150,20 @@ def test_an_answer_goes_on_where_another_engine_left_it(folders: dict[tuple[str,
             assert engine.generate([5, 9, 33], kind, params, continued=whole[:cut]).result().tokens == whole
 
 
-def test_a_nan_in_virtual_tokens_harms_nobody_else(folders: dict[tuple[str, str], Path]) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_nan_in_virtual_tokens_harms_nobody_else(
+    deterministic: bool, folders: dict[tuple[str, str], Path]
+) -> None:
     """Not while they are in use, and not in the pages that they leave behind."""
-    engine = engine_of("llama", folders, cache_tokens=48)
+    scheduler = {"training_window": 16} if deterministic else {}
+    engine = engine_of("llama", folders, cache_tokens=48, deterministic=deterministic, scheduler=scheduler)
     for kind in ("prefix", "prompt"):
         broken = engine.bank.find(kind)
         nan = {name: torch.full_like(tensor, float("nan")) for name, tensor in broken.parameters().items()}
         engine.add_adapter(broken.with_parameters(nan))
     prompt = (3, 1, 4, 1, 5)
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
-    asked = ["prefix", None, "prompt", "lora", "p-tuning", None, "lora"]
+    asked = ["prefix", None, "p-tuning", "prompt", "lora", "p-tuning", None, "p-tuning by LSTM", "lora"]
     answers = [engine.generate(prompt, adapter, sampling) for adapter in asked]
     for adapter, answer in zip(asked, answers, strict=True):
         answer.result()
@@ -141,13 +171,28 @@ def test_a_nan_in_virtual_tokens_harms_nobody_else(folders: dict[tuple[str, str]
             assert answer.tokens == greedy("llama", adapter, prompt, 6)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_pages_that_held_nan_are_good_for_virtual_tokens(
+    deterministic: bool, folders: dict[tuple[str, str], Path]
+) -> None:
+    """A pass of the deterministic mode multiplies what is masked too, and 0 x NaN is NaN."""
+    scheduler = {"training_window": 16} if deterministic else {}
+    engine = engine_of("llama", folders, deterministic=deterministic, scheduler=scheduler)
+    pool = engine.runner.pool
+    slots = pool.slots(torch.arange(engine.config.pages))
+    for layer, cache in enumerate(engine.base.caches):
+        nan = torch.full((cache.groups, len(slots), cache.key), float("nan"))
+        pool.write(layer, slots, nan, nan[..., : cache.value])
+    prompt, sampling = (3, 1, 4, 1, 5), SamplingParams(max_tokens=4, ignore_eos=True)
+    for kind in KINDS:
+        assert engine.generate(prompt, kind, sampling).result().tokens == greedy("llama", kind, prompt, 4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_what_is_written_peft_reads(
     name: str, kind: str, folders: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:
-    from peft import PeftModel
-
     engine = engine_of(name, folders)
     engine.save_adapter(kind, tmp_path)
     assert set(load_file(tmp_path / "adapter_model.safetensors")) == {"prompt_embeddings"}

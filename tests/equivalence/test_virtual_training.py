@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,10 @@ METHODS: dict[str, object] = {
 }
 TRAINING = TrainingConfig(batch_size=4, epochs=2, learning_rate=1e-2, rows=48)
 PAGE = 4
+EXACTLY: dict[str, Any] = {
+    "deterministic": True,
+    "scheduler": {"training_window": 23, "min_training_rows": 1},
+}
 
 
 def engine_of(name: str, dtype: torch.dtype, **settings: object) -> Engine:
@@ -85,15 +90,14 @@ def test_all_methods_train_side_by_side_as_they_do_alone(name: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_keeps_all_that_trains(method: str, tmp_path: Path) -> None:
     """Encoders too: what goes on from the disk is what would have been, bit by bit."""
-    one_window = {"training_window": 24}
     states: list[TrainingState] = []
-    engine = engine_of("llama", torch.float32, scheduler=one_window)
+    engine = engine_of("llama", torch.float32, **EXACTLY)
     engine.finetune(examples(), "mine", METHODS[method], TRAINING, keeping=Keeping(2, states.append))
     engine.run()
     wanted = weights(engine, "mine")
     state = next(state for state in states if state.step == 2)
     kept = write_checkpoint(tmp_path, state)
-    again = engine_of("llama", torch.float32, scheduler=one_window)
+    again = engine_of("llama", torch.float32, **EXACTLY)
     resume = read_checkpoint(kept.path, "mine", again.base, torch.float32)
     again.finetune(examples(), "mine", METHODS[method], TRAINING, resume=resume)
     again.run()
@@ -139,7 +143,6 @@ def test_examples_have_to_fit_behind_the_virtual_tokens() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_the_same_in_a_crowd_where_that_is_promised(dtype: torch.dtype) -> None:
     """Deterministic mode: answers alone and among others with few pages, training alone and beside them."""
-    settings = {"deterministic": True, "scheduler": {"training_window": 23, "min_training_rows": 1}}
     draws = random.Random("bits")
     asked = [
         (prompt, name, SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=0))
@@ -151,7 +154,7 @@ def test_bits_are_the_same_in_a_crowd_where_that_is_promised(dtype: torch.dtype)
     ]
 
     def make(cache_tokens: int) -> Engine:
-        engine = engine_of("llama", dtype, **settings, cache_tokens=cache_tokens)  # type: ignore[arg-type]
+        engine = engine_of("llama", dtype, **EXACTLY, cache_tokens=cache_tokens)
         for n, method in METHODS.items():
             adapter = fresh_adapter(engine.base, n, method, 3)
             own = {name: tensor.to(dtype) for name, tensor in adapter.parameters().items()}

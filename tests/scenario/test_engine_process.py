@@ -10,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coserve import tiny as embedded
 from coserve.core.request import FinishReason, SamplingParams
 from coserve.train.checkpoint import newest_checkpoint
 from coserve.wire.child import ORPHANED
 from coserve.wire.messages import (
     Cancel,
+    Drain,
     JobCheckpoint,
+    JobEnded,
     JobStarted,
     JobStep,
     LoadAdapter,
@@ -193,7 +196,10 @@ def test_pause_resume_and_drain(engine: EngineProcess, data: Path, tmp_path: Pat
     server.until(lambda s: len(s.of(JobStarted, "p1")) == 2 and s.of(JobStep, "p1")[-1].step > ended.step)
     server.submit("answer", [1, 2, 3], max_tokens=60)
     server.until(lambda s: s.tokens.get("answer"))
-    engine.process.send_signal(signal.SIGTERM)
+    engine.process.send_signal(signal.SIGTERM)  # its server knows when to end, and says so
+    server.submit("late", [4, 5, 6], max_tokens=5)
+    server.finished("late")
+    server.send(Drain())
     server.until(lambda s: s.drained)
     assert server.ended("p1").status == "stopped"
     assert server.tokens["answer"] == greedy(tiny("llama"), [1, 2, 3], 60)
@@ -201,6 +207,31 @@ def test_pause_resume_and_drain(engine: EngineProcess, data: Path, tmp_path: Pat
     assert engine.process.wait(10) == 0
     kept = newest_checkpoint(tmp_path / "job")
     assert kept is not None and kept.step == server.of(JobCheckpoint, "p1")[-1].step > ended.step
+
+
+def test_sigterm_ends_an_engine_once_its_server_has_gone(model: Path, data: Path, tmp_path: Path) -> None:
+    with EngineProcess(tmp_path) as engine:
+        server = engine.launch(model, threads=1)
+        server.send(job("p1", data, tmp_path / "job", every=100))
+        server.until(lambda s: s.of(JobStep, "p1"))
+        engine.process.send_signal(signal.SIGTERM)
+        server.submit("answer", [1, 2, 3], max_tokens=5)
+        server.finished("answer")
+        assert not server.of(JobEnded, "p1")
+        server.close()
+        assert engine.phase().state == "drained"
+        assert engine.process.wait(10) == 0
+    kept = newest_checkpoint(tmp_path / "job")
+    assert kept is not None and kept.step >= server.of(JobStep, "p1")[-1].step
+
+
+def test_sigterm_ends_an_engine_that_is_loading_at_once(tmp_path: Path) -> None:
+    with EngineProcess(tmp_path, calibrate=True) as engine:
+        engine.feed(embedded.path(), threads=1)
+        while engine.phase().state != "measuring":
+            pass
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.process.wait(10) == -signal.SIGTERM
 
 
 def test_an_engine_that_comes_after_another_does_not_measure_again(model: Path, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _split(
 
 def _warn_of_peft(part: Part) -> None:
     """A target that PEFT mistakes: named like the routed experts', where shared ones are targets too."""
-    paths = [place.path for place in part.bypasses]
+    paths = [place.path for place in part.bypasses] if part.method == "lora" else []
     found = [path for path in paths if path.rpartition(".")[2] in _EXPERTS]
     if found and any(".shared_expert" in path for path in paths):
         warnings.warn(

@@ -141,8 +141,8 @@ def expect_copies(saved: Saved, frame: Frame) -> None:
         copy, own = saved.tensor(full), frame.dense(path).weight
         if copy.shape != own.shape or not bool((copy == own.to(copy)).all()):
             raise AdapterMismatch(
-                f"{saved.folder}: tensor {full!r} {tuple(copy.shape)} is not the base's own, and "
-                "modules_to_save does not say that it replaces that"
+                f"{saved.folder}: tensor {full!r} {tuple(copy.shape)} would go unused: it is not the base's "
+                "own, and modules_to_save does not name it"
             )
 
 

@@ -46,7 +46,7 @@ class Settings:
     kill_steps: int = 16  # optimizer steps of each job, with a checkpoint after every fourth
     kill_length: int = 64  # of a job's examples
 
-    curve_steps: int = 200  # optimizer steps of each method that learns
+    curve_steps: int = 120  # optimizer steps of each method that learns
 
     seconds: float = 60.0  # of the co-serving run
     jobs: int = 2

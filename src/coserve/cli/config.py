@@ -231,7 +231,8 @@ def _anchor(server: dict[str, Any], folder: Path) -> None:
     for key in ("state", "adapter_root"):
         if isinstance(server.get(key), str):
             server[key] = str(folder / Path(server[key]).expanduser())
-    if isinstance(model := server.get("model"), str) and (folder / Path(model).expanduser()).exists():
+    model = server.get("model")
+    if isinstance(model, str) and model and (folder / Path(model).expanduser()).exists():
         server["model"] = str(folder / Path(model).expanduser())
     if isinstance(adapters := server.get("adapters"), dict):
         server["adapters"] = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Arena:
-    """Hands out tensors and takes them back. What it holds never exceeds what was in use at once."""
+    """Hands out tensors and takes them back; it never gives anything back to the system."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}  # flat, smallest first

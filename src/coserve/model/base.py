@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import EMBEDDED, Site, gain_of
+from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec
 from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
@@ -216,6 +217,8 @@ def attention_function(cell: BatchCell, caches: dict[int, CacheShape]) -> Callab
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
+        if attention_mask is not None:
+            raise UnsupportedModel("the model makes attention masks of its own, which rows of many do not fit")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         spec = AttentionSpec(scale, sliding_window, softcap, s_aux)
         assert cell.rows is not None, "attention runs inside a run of the base"

@@ -60,8 +60,8 @@ class Lines:
             )
 
     def room(self, prompt: int, virtual: int) -> int:
-        """Tokens that an answer to `prompt` tokens after `virtual` virtual ones can have at most; none or fewer
-        where the prompt does not fit."""
+        """Tokens that an answer to `prompt` tokens after `virtual` virtual ones can have at most; less than
+        one where the prompt does not fit."""
         size = self._pages.page_size
         template = virtual % size > 0
         cached = (self._pages.pages - template) * size - virtual - prompt

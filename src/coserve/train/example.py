@@ -151,8 +151,8 @@ def check_room(examples: Sequence[Example], positions: int, virtual: int) -> Non
     for number, example in enumerate(examples, 1):
         if virtual + len(example) > positions:
             raise DataError(
-                f"example {number} has {len(example)} tokens, which come after {virtual} of the adapter's, and "
-                f"the model {positions} positions: split it, or set training.max_length"
+                f"example {number} has {len(example)} tokens, which come after {virtual} of the adapter's, "
+                f"and the model {positions} positions: split it, or set training.max_length"
             )
 
 

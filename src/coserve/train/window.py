@@ -83,9 +83,7 @@ def _leaves(pair: Pair) -> Pair:
     return pair[0].detach().requires_grad_(), pair[1].detach().requires_grad_()
 
 
-def attend_window(
-    q: Tensor, k: Tensor, v: Tensor, past: Past, window: Window, spec: AttentionSpec
-) -> Tensor:
+def attend_window(q: Tensor, k: Tensor, v: Tensor, past: Past, window: Window, spec: AttentionSpec) -> Tensor:
     """Attention of a window's rows, each within its own example and what stands before all; differentiable.
 
     q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv]; returns [1, rows, heads, dv].

@@ -95,14 +95,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_dora", True),
-        ("modules_to_save", ["lm_head"]),
-        ("bias", "all"),
-        ("lora_bias", True),
         ("target_parameters", ["experts.gate_up_proj"]),
         ("trainable_token_indices", [1, 2]),
+        ("alora_invocation_tokens", [1, 2]),
+        ("layer_replication", [[0, 2]]),
+        ("ensure_weight_tying", True),
         ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}),
         ("megatron_config", {"a": 1}),
+        ("arrow_config", {"top_k": 2}),
+        ("kasa_config", {"beta": 1}),
+        ("velora_config", {"num_groups": 2}),
+        ("of_a_later_version", 0.5),
     ],
 )  # fmt: skip
 def test_what_would_change_the_result_is_refused_by_name(folder: Path, field: str, value: object) -> None:
@@ -117,7 +121,7 @@ def test_other_methods_are_refused(folder: Path, kind: object) -> None:
     assert repr(kind) in refusal(folder)
 
 
-@pytest.mark.parametrize("name", ["pissa", "olora", "loftq"])
+@pytest.mark.parametrize("name", ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga"])
 def test_adapters_that_changed_their_base_are_refused(folder: Path, name: str) -> None:
     edit_config(folder, init_lora_weights=name)
     assert name in refusal(folder)
@@ -141,8 +145,12 @@ def test_bytes_that_are_no_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("r", "8"), ("lora_alpha", None), ("lora_alpha", "x"), ("r", 2.5)]
-)
+    ("field", "value"),
+    [
+        ("r", "8"), ("lora_alpha", None), ("lora_alpha", "x"), ("r", 2.5), ("r", True), ("lora_dropout", "x"),
+        ("lora_dropout", True),
+    ],
+)  # fmt: skip
 def test_numbers_that_are_none(folder: Path, field: str, value: object) -> None:
     edit_config(folder, **{field: value})
     assert repr(value) in refusal(folder)
@@ -153,6 +161,20 @@ def test_rank_zero_and_bad_dropout(folder: Path) -> None:
     assert "rank" in refusal(folder)
     edit_config(folder, r=3, lora_dropout=1.5)
     assert "dropout" in refusal(folder)
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_that_lead_to_no_number(folder: Path, field: str) -> None:
+    edit_config(folder, **{field: {"q_proj": "two"}})
+    assert "'two'" in refusal(folder)
+
+
+def test_whole_numbers_are_no_weights(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, f"{Q0}.lora_A.weight": torch.ones(3, 64, dtype=torch.int8)}, file)
+    sentence = refusal(folder, AdapterMismatch)
+    assert f"{Q0}.lora_A.weight" in sentence and "int8" in sentence
 
 
 def test_missing_files(folder: Path, tmp_path: Path) -> None:
@@ -178,7 +200,10 @@ def test_no_matrices(folder: Path) -> None:
     "name",
     [
         "base_model.model.lm_head.weight",
-        f"{Q0}.lora_magnitude_vector.weight",
+        "base_model.model.model.embed_tokens.base_layer.weight",
+        f"{Q0}.lora_magnitude_vector",
+        f"{Q0}.lora_B.bias",
+        f"{Q0}.base_layer.bias",
         f"{Q0}.lora_C.weight",
         f"{Q0}.base_layer.weight",
         "model.layers.0.self_attn.q_proj.lora_A.weight",

@@ -15,7 +15,7 @@ from coserve.adapters.merge import WholeModel
 from coserve.adapters.methods.ia3 import IA3, IA3Bypass, IA3Config
 from coserve.adapters.settings import settings_of
 from coserve.errors import AdapterError, AdapterMismatch
-from models import tiny
+from models import edit_config, tiny
 
 
 def fresh(name: str, config: IA3Config = IA3Config()) -> Part:
@@ -144,6 +144,24 @@ def test_shapes_that_do_not_fit_are_named(folder: Path, name: str, shape: tuple[
     with pytest.raises(AdapterMismatch, match=r"ia3_l is \(") as error:
         read_adapter(folder, "a", FRAME, torch.float32, torch.device("cpu"))
     assert name.split(".")[-2] in str(error.value) and str(shape) in str(error.value)
+
+
+def test_a_tensor_that_is_missing(folder: Path) -> None:
+    """By the lists in the file, as PEFT reads them: names, endings or paths, and exceptions."""
+
+    def read() -> AdapterVersion:
+        return read_adapter(folder, "a", FRAME, torch.float32, torch.device("cpu"))
+
+    file = folder / "adapter_model.safetensors"
+    whole = load_file(file)
+    save_file({name: t for name, t in whole.items() if name != V0}, file)
+    for targets in (None, ["k_proj", "v_proj"], ["layers.0.self_attn.v_proj"]):
+        if targets is not None:
+            edit_config(folder, target_modules=targets)
+        with pytest.raises(AdapterMismatch, match=rf"{V0} is missing"):
+            read()
+    edit_config(folder, target_modules=["v_proj"], exclude_modules=["layers.0.self_attn.v_proj"])
+    assert len(read().parts[0].bypasses) == 8
 
 
 def test_what_is_written_is_read_again(folder: Path) -> None:

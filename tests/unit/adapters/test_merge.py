@@ -1,6 +1,7 @@
 """Merging against PEFT's `merge_and_unload`, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,10 +75,26 @@ def test_what_is_refused(tmp_path: Path) -> None:
         merge_adapter(other, adapter, tmp_path / "b")
     with pytest.raises(AdapterError, match="not empty"):
         merge_adapter(base, adapter, base)
-    edit_config(adapter, use_dora=True)
-    with pytest.raises(AdapterError, match="use_dora"):
+    edit_config(adapter, use_qalora=True)
+    with pytest.raises(AdapterError, match="use_qalora"):
         merge_adapter(base, adapter, tmp_path / "c")
     assert not any((tmp_path / name).exists() for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"lora_bias": True, "target_modules": ["q_proj"]}, "q_proj has no bias in this model"),
+        ({"target_modules": ["lm_head"]}, "shares its weight"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "shares its weight"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "shares its weight"),
+    ],
+)
+def test_what_the_model_has_no_room_for(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    base = save(tiny("gemma2"), tmp_path / "base")
+    with_lora(tiny("gemma2"), 3, **fields).save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(AdapterError, match=said):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "out")
 
 
 def test_scaled_inputs_are_those_of_every_other_part(tmp_path: Path) -> None:

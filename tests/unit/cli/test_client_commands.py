@@ -103,6 +103,29 @@ def test_exporting_what_does_not_exist_leaves_nothing(run: Run, stub: Stub, tmp_
     assert not (tmp_path / "o").exists()
 
 
+def test_exporting_the_base_leaves_nothing(run: Run, stub: Stub, tmp_path: Path) -> None:
+    stub.answers["GET /v1/models/base"] = {"id": "base", "parent": None}
+    stub.answers["GET /v1/adapters/base/config"] = (404, {"error": {"message": "No adapter."}})
+    assert isinstance(run("adapters", "export", "base", "out", fails=True).exception, ServerError)
+    assert not (tmp_path / "out").exists()
+
+
+def test_alone_they_list(run: Run, stub: Stub, tmp_path: Path) -> None:
+    stub.answers[f"GET {JOBS}"] = {"data": [job()]}
+    stub.answers["GET /v1/models"] = MODELS
+    assert "ftjob-1" in run("jobs").stdout
+    assert json.loads(run("jobs", "--json", "--limit", "5").stdout)[0]["id"] == "ftjob-1"
+    assert [one["id"] for one in json.loads(run("adapters", "--json").stdout)] == ["ft:base:me:poet:1"]
+    assert json.loads(run("keys", "--state", str(tmp_path), "--json").stdout) == []
+    assert "Lets a paused job go on." in run("jobs", "--help").stdout
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://", "ftp://x", "http://:8000", "http://[::1"])
+def test_what_is_no_address_is_said(url: str, run: Run) -> None:
+    error = run("jobs", "--url", url, fails=True).exception
+    assert isinstance(error, Unreachable) and "address" in str(error) and "\n" not in str(error)
+
+
 def test_deleting_asks_first(run: Run, stub: Stub) -> None:
     stub.answers["DELETE /v1/models/poet"] = {"id": "poet", "deleted": True}
     assert run("adapters", "delete", "poet", text="n\n").exit_code == 1
@@ -261,3 +284,9 @@ def test_serve_shows_its_settings(run: Run, tmp_path: Path) -> None:
     assert shown["engine"]["device"] == "cuda" and shown["standby"] is False
     with pytest.raises(ConfigError, match="expected NAME=PATH"):
         run("serve", "--adapter", "poet")
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./there", "a b", "a/b/c"])
+def test_a_model_folder_that_is_not_there_is_said_at_once(model: str, run: Run) -> None:
+    with pytest.raises(ConfigError, match="there is no model folder"):
+        run("serve", model, "--show-config")

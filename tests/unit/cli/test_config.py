@@ -93,6 +93,19 @@ def test_a_hub_name_is_left_as_it_is(tmp_path: Path) -> None:
         ("[server.engine]\npage_size = 0\n", "engine.page_size must be at least 1"),
         ("server = 1\n", "[server] must be a table"),
         ("[server", "is not TOML"),
+        (
+            "[server.engine.scheduler]\nquantumm = 1\n",
+            "server.engine.scheduler.quantumm: did you mean quantum?",
+        ),
+        ("[server]\nlog_level = 'loud'\n", "log_level must be one of debug, info, warning, error"),
+        ("[server]\nmodel = 3\n", "model: expected str, got int"),
+        ("[server]\nname = 3\n", "name: expected str, got int"),
+        ("[server]\nstate = 3\n", "state: expected str, got int"),
+        ("[server]\nadapter_root = 3\n", "adapter_root: expected str, got int"),
+        ("[server]\nadapters = 3\n", "adapters: expected object, got int"),
+        ("[server.adapters]\nx = 3\n", "expected str, got int"),
+        ("[server]\nname = 'x'\n[server.adapters]\nx = '.'\n", "the name 'x', which is the base model's"),
+        ("[server]\nmodel = ''\n", "model must be a folder or a hub name, not empty"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, says: str) -> None:
@@ -154,3 +167,10 @@ def test_a_deep_state_folder_has_its_socket_elsewhere(tmp_path: Path) -> None:
     assert len(os.fsencode(deep.socket)) < 100
     other = load_server_settings({"state": str(tmp_path / ("y" * 120))}, None, {})
     assert deep.socket != other.socket
+
+
+def test_an_empty_variable_counts_as_none(tmp_path: Path) -> None:
+    """Not as the folder that the command is run in."""
+    empty = {"COSERVE_MODEL": "", "COSERVE_STATE": "", "COSERVE_PORT": "", "COSERVE_API_KEY": ""}
+    assert load_server_settings({}, None, empty) == load_server_settings({}, None, {})
+    assert load_client_settings({}, None, empty) == ClientSettings()

@@ -15,7 +15,7 @@ from coserve.cli.config import ClientSettings
 from coserve.cli.follow import PAGE, Follower, Watched
 from coserve.cli.output import duration
 from coserve.cli.plot import BLANK, curve, resample
-from coserve.cli.progress import LineProgress, LiveProgress, summary
+from coserve.cli.progress import LineProgress, LiveProgress, panel, summary
 
 
 class Job:
@@ -135,6 +135,18 @@ def test_a_panel_has_the_curve_and_a_pipe_has_lines() -> None:
     assert "a message" in panel.getvalue() and "3.000" in panel.getvalue() and "1.000" in panel.getvalue()
     LineProgress(Console(file=lines, width=80), lambda: 0.0).show(watched)
     assert lines.getvalue() == "a message\nsucceeded | step 2/2 | loss 1.0000\n"
+
+
+@pytest.mark.parametrize("width", [1, 8, 20, 30, 40, 200])
+def test_a_panel_fits_any_terminal(width: int) -> None:
+    watched = Watched({"id": "j", "status": "running"}, losses={1: 3.0, 2: 1.0}, steps=9, pace=[(80, 2.0)])
+    shown = io.StringIO()
+    console = Console(file=shown, width=width)
+    console.print(panel(watched, 0.0, width))
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and len(lines) <= 30 if width > 8 else lines
+    if width >= 20:
+        assert "40 tokens/s" in " ".join(line.strip("│ ") for line in lines)
 
 
 def test_a_falling_curve_falls() -> None:

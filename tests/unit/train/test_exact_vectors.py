@@ -62,6 +62,15 @@ def test_matrices_are_in_the_type_of_the_base(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_at_one_place_each_has_its_own_type() -> None:
+    """A LoRA and a bias, both of one part, beside the same linear."""
+    engine = engine_of("qwen2", torch.bfloat16)
+    config = LoRAConfig(rank=2, targets=("q_proj",), bias="lora_only")
+    adapter = fresh_adapter(engine.base, "mine", config, 0).in_type(torch.bfloat16)
+    found = {name.rpartition(".")[2]: tensor.dtype for name, tensor in adapter.parameters().items()}
+    assert found == {"lora_A": torch.bfloat16, "lora_B": torch.bfloat16, "bias": torch.float32}
+
+
 def test_a_published_version_is_no_view_of_what_trains() -> None:
     engine = engine_of("llama", torch.float32)
     training = TrainingConfig(learning_rate=1e-2, batch_size=2, max_steps=3, warmup_ratio=0.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Dense, Operator, Part, Place, Side
 from coserve.adapters.method import Written, chosen, named
+from coserve.adapters.replace import fresh_replacements, take_replacements, written_replacements
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
@@ -31,14 +32,16 @@ class IA3Config:
     `targets` are names or path endings of linears, empty for all in the decoder layers. None stands for
     what the paper scales: keys, values, and the inner activations of feed-forward networks. Those of them
     that `feedforward` names are scaled at their inputs, others at their outputs; None for the linears that
-    feed-forward networks end with.
+    feed-forward networks end with. `modules_to_save` are endings of paths of linears, norms and embeddings
+    that train whole.
     """
 
     targets: tuple[str, ...] | None = None
     feedforward: tuple[str, ...] | None = None
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("targets", "feedforward"):
+        for name in ("targets", "feedforward", "modules_to_save"):
             if isinstance(names := getattr(self, name), str):
                 raise AdapterError(f"IA3 {name} are several names, not one: ({names!r},)")
 
@@ -77,10 +80,13 @@ class IA3:
 
     def fresh(self, config: IA3Config, frame: Frame, generator: torch.Generator) -> Part:
         """Ones, as PEFT starts."""
+        replaced = fresh_replacements(config.modules_to_save, frame)
         sites = _targets(config, frame)
         entered = _entered(config, frame, sites)
-        bypasses: dict[Place, Bypass] = {}
+        bypasses: dict[Place, Bypass] = dict(replaced)
         for path, site in sites.items():
+            if Place(path) in replaced:
+                continue
             side = Side.INPUT if path in entered else Side.OUTPUT
             width = site.inputs if path in entered else site.outputs
             bypasses[Place(path, side)] = IA3Bypass(torch.ones(width))
@@ -89,9 +95,12 @@ class IA3:
     def read(self, saved: Saved, frame: Frame) -> Part:
         """A vector's shape says on which side it stands: [width, 1] scales outputs, [1, width] inputs."""
         saved.ignore("feedforward_modules", "fan_in_fan_out", "init_ia3_weights")
-        bypasses: dict[Place, Bypass] = {}
+        replaced = take_replacements(saved, frame)
+        bypasses: dict[Place, Bypass] = dict(replaced)
         for path, scales in saved.ending("ia3_l").items():
             site = site_at(frame.sites, path, Kind.LINEAR)
+            if Place(path) in replaced:
+                raise AdapterMismatch(f"{saved.folder}: {path!r} is replaced, and yet a target")
             if scales.ndim == 2 and len(scales) == 1:
                 expect_shape(site, "ia3_l", scales, 1, site.inputs)
                 place = Place(path, Side.INPUT)
@@ -99,19 +108,33 @@ class IA3:
                 expect_shape(site, "ia3_l", scales, site.outputs, 1)
                 place = Place(path)
             bypasses[place] = IA3Bypass(scales.flatten())
-        return Part(self.name, IA3Config(), bypasses)
+        _expect_targets(saved, frame, {place.path for place in bypasses})
+        names = tuple(place.path for place in replaced)
+        return Part(self.name, IA3Config(modules_to_save=names), bypasses)
 
     def write(self, part: Part) -> Written:
+        replaced, tensors = written_replacements(part.bypasses)
+        scaled = {p: b.scales for p, b in part.bypasses.items() if isinstance(b, IA3Bypass)}
+        for place, scales in scaled.items():
+            turned = scales[None] if place.side is Side.INPUT else scales[:, None]
+            tensors[f"{PREFIX}{place.path}.ia3_l"] = turned
         fields = {
-            "target_modules": sorted(place.path for place in part.bypasses),
-            "feedforward_modules": sorted(p.path for p in part.bypasses if p.side is Side.INPUT),
-        }
-        tensors = {
-            f"{PREFIX}{place.path}.ia3_l": scales[None] if place.side is Side.INPUT else scales[:, None]
-            for place, bypass in part.bypasses.items()
-            for scales in bypass.parameters().values()
+            "target_modules": sorted(place.path for place in scaled),
+            "feedforward_modules": sorted(place.path for place in scaled if place.side is Side.INPUT),
+            "modules_to_save": sorted(replaced) or None,
         }
         return Written(fields, tensors)
+
+
+def _expect_targets(saved: Saved, frame: Frame, found: Collection[str]) -> None:
+    """Raises AdapterMismatch for a linear without a tensor that the file's lists name, as PEFT reads them."""
+    targets, excluded = (saved.fields.get(name) or [] for name in ("target_modules", "exclude_modules"))
+    if not isinstance(targets, list) or not isinstance(excluded, list):
+        return  # a regular expression, or PEFT's own choice
+    for path, site in frame.sites.items():
+        wanted = named(path, map(str, targets)) and not named(path, map(str, excluded))
+        if site.kind is Kind.LINEAR and wanted and path not in found:
+            raise AdapterMismatch(f"{saved.folder}: {PREFIX}{path}.ia3_l is missing")
 
 
 def _targets(config: IA3Config, frame: Frame) -> dict[str, Site]:

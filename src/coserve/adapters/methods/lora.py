@@ -5,7 +5,7 @@ With `dora` the rows of W + BA get lengths that are learnt (`adapters/dora.py`).
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar, get_args
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypass, Chain, Dense, Part, Place, exact_type
 from coserve.adapters.dora import MAGNITUDE, DoRABypass
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
-from coserve.adapters.method import Written, chosen
+from coserve.adapters.method import Written, chosen, named
 from coserve.adapters.methods.bitfit import BitFitBypass
 from coserve.adapters.replace import (
     expect_copies,
@@ -30,7 +30,7 @@ from coserve.errors import AdapterError, AdapterMismatch
 _Number = TypeVar("_Number", int, float)
 Biases = Literal["none", "lora_only", "all"]
 
-# Where B or A A start matters to whoever draws them; once trained, only what has changed the base's weights.
+# Ways to draw the first A and B that leave the base's weights as they are.
 _HARMLESS: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 
 
@@ -119,9 +119,8 @@ class LoRA:
             low = _draw(config, site, generator)
             norms = _weights(frame, site).row_norms().cpu() if config.dora else None
             bypasses[Place(path)] = _with_magnitude(frame, site, low, norms)
-        return Part(
-            self.name, config, {**_with_biases(bypasses, _fresh_biases(config, frame, sites)), **replaced}
-        )
+        biases = _fresh_biases(frame, _biased(config, frame, bypasses, replaced))
+        return Part(self.name, config, {**_with_biases(bypasses, biases), **replaced})
 
     def read(self, saved: Saved, frame: Frame) -> Part:
         config = _read_config(saved)
@@ -140,7 +139,12 @@ class LoRA:
             raise AdapterMismatch(f"{saved.folder}: tensor '{PREFIX}{path}.{MAGNITUDE}' would go unused")
         replaced = take_replacements(saved, frame)
         expect_copies(saved, frame)
-        biases = {} if config.bias == "none" else _read_biases(saved, frame)
+        _expect_targets(saved, frame, bypasses.keys() | replaced.keys())
+        if twice := sorted(bypasses.keys() & replaced.keys()):
+            raise AdapterMismatch(f"{saved.folder}: {twice[0].path!r} is replaced, and yet a target")
+        biases = {}
+        if config.bias != "none":
+            biases = _read_biases(saved, frame, _biased(config, frame, bypasses, replaced))
         return Part(self.name, config, {**_with_biases(bypasses, biases), **replaced})
 
     def write(self, part: Part) -> Written:
@@ -203,12 +207,19 @@ def _with_magnitude(frame: Frame, site: Site, low: LowRank, magnitude: Tensor | 
     return DoRABypass.of(low, magnitude, _weights(frame, site))
 
 
-def _fresh_biases(config: LoRAConfig, frame: Frame, targets: Mapping[str, Site]) -> dict[str, BitFitBypass]:
-    """The base's own that are to train."""
+def _biased(
+    config: LoRAConfig, frame: Frame, targets: Iterable[Place], replaced: Collection[Place]
+) -> list[str]:
+    """Where the base has a bias that trains by itself."""
     if config.bias == "none":
-        return {}
-    sites = frame.sites if config.bias == "all" else targets
-    found = {path: frame.bias(path) for path, site in sites.items() if site.has_bias}
+        return []
+    paths = frame.sites if config.bias == "all" else [place.path for place in targets]
+    return [path for path in paths if frame.sites[path].has_bias and Place(path) not in replaced]
+
+
+def _fresh_biases(frame: Frame, paths: Iterable[str]) -> dict[str, BitFitBypass]:
+    """The base's own."""
+    found = {path: frame.bias(path) for path in paths}
     return {
         path: BitFitBypass(base.detach().to("cpu", exact_type(base.dtype), copy=True), base)
         for path, base in found.items()
@@ -225,23 +236,37 @@ def _with_biases(bypasses: Mapping[Place, Bypass], biases: Mapping[str, BitFitBy
     return both
 
 
-def _read_biases(saved: Saved, frame: Frame) -> dict[str, BitFitBypass]:
+def _read_biases(saved: Saved, frame: Frame, expected: Collection[str]) -> dict[str, BitFitBypass]:
     """Those of linears that are targets are called `base_layer.bias` in PEFT's files."""
     found = {}
     for path, bias in {**saved.ending("base_layer.bias"), **saved.ending("bias")}.items():
         site = site_at(frame.sites, path, Kind.LINEAR, Kind.NORM)
         expect_shape(site, "bias", bias, *[site.outputs] * site.has_bias)
         found[path] = BitFitBypass(bias, frame.bias(path))
+    if missing := sorted(set(expected) - found.keys()):
+        raise AdapterMismatch(f"{saved.folder}: the bias of {missing[0]!r} is missing")
     return found
 
 
+def _expect_targets(saved: Saved, frame: Frame, found: Collection[Place]) -> None:
+    """Raises AdapterMismatch where the file has something, but nothing for one of its own targets."""
+    targets = saved.fields.get("target_modules") or []
+    leaves_out = saved.fields.get("layers_to_transform") is not None or saved.fields.get("exclude_modules")
+    if leaves_out or not found:
+        return
+    for path, site in frame.sites.items():
+        is_target = re.fullmatch(targets, path) if isinstance(targets, str) else named(path, targets)
+        if is_target and site.kind in (Kind.LINEAR, Kind.EMBEDDING) and Place(path) not in found:
+            raise AdapterMismatch(f"{saved.folder}: the tensors at {path!r} are missing")
+
+
 def _read_config(saved: Saved) -> LoRAConfig:
-    # `fan_in_fan_out` is read off the model; the others say how something else that is refused would be done.
-    saved.ignore("fan_in_fan_out", "megatron_core", "qalora_group_size", "eva_config")
+    # `fan_in_fan_out` is read off the model; the others say how what is refused, or long done, would be done.
+    saved.ignore("fan_in_fan_out", "megatron_core", "qalora_group_size")
     init = saved.fields.get("init_lora_weights")
     if isinstance(init, str) and init not in _HARMLESS:
         raise AdapterError(f"{saved.folder}: init_lora_weights={init!r} changes the base's weights")
-    saved.ignore("init_lora_weights")
+    saved.ignore("init_lora_weights", "eva_config", "corda_config", "lora_ga_config", "loftq_config")
     replaced = saved.fields.get("modules_to_save") or []
     return LoRAConfig(
         rank=saved.take("r", 8),

@@ -24,17 +24,19 @@ from coserve.train.trainer import TrainingConfig, fresh_adapter
 
 _VOCABULARY: Final = 96
 _LENGTHS: Final = (23, 31, 17)
-_SIZES: Final[Mapping[str, Any]] = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "vocab_size": _VOCABULARY, "max_position_embeddings": 128,
-    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+_COMMON: Final[Mapping[str, Any]] = {
+    "vocab_size": _VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+_LLAMA: Final[Mapping[str, Any]] = {
+    **_COMMON, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 128,
 }  # fmt: skip
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "llama": {},
-    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0,
+    "llama": _LLAMA,
+    "gpt2": {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0,
              "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma2": {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
+    "mixtral": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {**_LLAMA, "head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
 }  # fmt: skip
 # An optimizer step of plain descent: with an epsilon that dwarfs every gradient and no memory, AdamW
 # subtracts learning rate / epsilon times the gradient.
@@ -89,7 +91,7 @@ def _model(shape: str) -> PreTrainedModel:
     """A small model with weights that make answers depend on their prompts; always the same."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape, **{**_SIZES, **SHAPES[shape]}))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape, **SHAPES[shape]))
         with torch.no_grad():
             for parameter in model.parameters():
                 noise = torch.randn_like(parameter)

@@ -49,14 +49,14 @@ async def create_chat_completion(
 class _Shape:
     def __init__(self, text: Text, wanted: Wanted, tells_usage: bool) -> None:
         self._text, self._wanted = text, wanted
-        self._greeted: set[int] = set()  # answers whose role has been told
+        self._has_begun = False
         self._common = common_fields(wanted)
         self._usage: dict[str, Any] = {"usage": None} if tells_usage else {}
 
     def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
-        if piece.index not in self._greeted:
-            self._greeted.add(piece.index)
-            yield self._first_chunk(piece.index)
+        if not self._has_begun:  # clients count on hearing of all answers in order, whichever speaks first
+            self._has_begun = True
+            yield from map(self._first_chunk, range(len(self._wanted)))
         delta = Delta(content=piece.text) if piece.text else Delta()
         finish = None if piece.finish is None else finish_name(piece.finish)
         choice = ChatChunkChoice(

@@ -25,6 +25,7 @@ _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "tool_call_id": (),
     "audio": (),
     "refusal": (),
+    "annotations": ([],),
 }
 
 

@@ -39,7 +39,7 @@ async def import_adapter(
         if isinstance(error, ApiError):
             raise
         # Where the copy lay is the server's business.
-        raise type(error)(str(error).replace(f"{folder}/", "")) from error
+        raise type(error)(str(error).replace(f"{folder}/", "").removeprefix(f"{folder}: ")) from error
     return adapter
 
 

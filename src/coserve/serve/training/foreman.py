@@ -23,7 +23,7 @@ from coserve.serve.store.news import Mark
 from coserve.serve.store.records import FINAL, Job
 from coserve.serve.store.store import Store
 from coserve.serve.training.harvest import Harvest
-from coserve.serve.training.shares import job_weights, next_job
+from coserve.serve.training.shares import job_weights, next_job, next_to_wait
 from coserve.wire.messages import (
     Fault,
     Hello,
@@ -64,6 +64,7 @@ class Foreman:
         self._draining = False
         self._generation = ""
         self._inside: set[str] = set()  # jobs that the engine has, those that it is stopping included
+        self._leaving = ""  # the job that was asked to wait for another tenant's
         self._weights: dict[str, float] = {}  # as the engine was told them
         link.on_connect.append(self._connected)
         link.on_news = self._heard
@@ -119,7 +120,7 @@ class Foreman:
     async def _connected(self, hello: Hello) -> None:
         """Brings an engine, new or not, to do what the database says."""
         async with self._turn:
-            self._generation, self._weights = hello.generation, {}
+            self._generation, self._weights, self._leaving = hello.generation, {}, ""
             self._inside = set(hello.jobs)
             await self._store.news.forget_engines_before(hello.generation)
             jobs = {job.id: job for job in await self._unfinished()}
@@ -157,6 +158,7 @@ class Foreman:
                 await self._drop_resume_state(news.job, keep=_GOOD_CHECKPOINTS)
             case JobEnded():
                 self._inside.discard(news.job)
+                self._leaving = "" if self._leaving == news.job else self._leaving
                 self._weights.pop(news.job, None)
                 await self._ended(mark, news)
 
@@ -210,6 +212,11 @@ class Foreman:
             assert running is not None, "only one at a time changes jobs"
             jobs = [running if job.id == chosen.id else job for job in jobs]
             await self._start(running, job_weights(jobs, weights)[running.id])
+        if not self._leaving and len(self._inside) >= self._settings.max_jobs:
+            last = next_to_wait(jobs, weights)
+            if last is not None and last.id in self._inside:
+                self._leaving = last.id  # once it has stopped, the other one is brought in
+                self._link.send(StopJob(last.id, keep=True))
         for id, weight in job_weights(jobs, weights).items():
             if id in self._inside and self._weights.get(id) != weight:
                 self._link.send(WeighJob(id, weight))

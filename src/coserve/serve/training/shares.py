@@ -16,6 +16,25 @@ def next_job(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | None:
     return min(queued, key=lambda job: running[job.tenant] / weights[job.tenant], default=None)
 
 
+def next_to_wait(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | None:
+    """The running job that gives up its place for a queued one of another tenant, where all places are taken.
+
+    It is the newest one of the tenant that has the most running for its weight, if that tenant still has no
+    less than the other once they have changed places, so that nobody changes places to and fro; or has at
+    least one, where the other has none at all.
+    """
+    chosen = next_job(jobs, weights)
+    running = [job for job in jobs if job.status == "running"]
+    if chosen is None or not running:
+        return None
+    counts = Counter(job.tenant for job in running)
+    # The newest of several that are equal: `max` takes the first that it meets.
+    last = max(reversed(running), key=lambda job: counts[job.tenant] / weights[job.tenant])
+    left, gained = counts[last.tenant] - 1, counts[chosen.tenant] + 1
+    is_even = left / weights[last.tenant] >= gained / weights[chosen.tenant]
+    return last if is_even or left >= gained == 1 else None
+
+
 def job_weights(jobs: Sequence[Job], weights: Mapping[str, float]) -> dict[str, float]:
     """The share of each running job: its tenant's, divided among that tenant's running jobs."""
     running = [job for job in jobs if job.status == "running"]

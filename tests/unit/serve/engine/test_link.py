@@ -8,13 +8,15 @@ import pytest
 
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason, SamplingParams
-from coserve.errors import AdapterMismatch, AdapterNotFound, EngineLost
+from coserve.errors import AdapterMismatch, AdapterNotFound, EngineLost, StateError
+from coserve.serve.engine import link as link_module
 from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.engine.link import MOST_LIVES, EngineLink
 from coserve.serve.engine.live import AnswerRequest
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,
+    Drain,
     Fault,
     Hello,
     JobEnded,
@@ -289,3 +291,76 @@ def test_commands_without_an_engine_are_dropped(tmp_path: Path) -> None:
         await until(lambda: bool(said(fake, StopJob)))
 
     assert said(play(tmp_path, story), StopJob) == [StopJob("late", keep=True)]
+
+
+def test_news_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told again until they are written down; answers go on meanwhile."""
+    monkeypatch.setattr(link_module, "WRITE_SECONDS", 0.01)
+    attempts: list[int] = []
+
+    async def story(fake: FakeEngine, link: EngineLink) -> None:
+        async def on_news(numbered: Numbered) -> None:
+            attempts.append(numbered.number)
+            if len(attempts) < 4:
+                raise StateError("the disk is full")
+
+        link.on_news = on_news
+        await link.wait_ready(1)
+        for number in (1, 2):
+            fake.tell(Numbered(number, JobEnded("job", "succeeded", number)))
+        await until(lambda: len(attempts) == 2)
+        assert len(await answer(link, request())) == 8
+        assert not said(fake, Acknowledge)
+        await until(lambda: not fake.news)
+
+    fake = play(tmp_path, story)
+    assert attempts == [1, 1, 1, 1, 2]
+    assert [command.number for command in said(fake, Acknowledge)] == [1, 2]
+
+
+def test_refusing_ends_answers_and_frees_the_engine(tmp_path: Path) -> None:
+    async def story(fake: FakeEngine, link: EngineLink) -> None:
+        task = asyncio.create_task(answer(link, request(most=10_000)))
+        await until(lambda: fake.steps > 3)
+        link.refuse(EngineLost("no more"))
+        for ended in (task, answer(link, request("late"))):
+            with pytest.raises(EngineLost, match="no more"):
+                await ended
+        await until(lambda: not fake.running)
+        assert link.live == 0
+
+    fake = play(tmp_path, story, step_seconds=0.001)
+    assert [command.id for command in said(fake, Cancel)] == ["r"]
+    assert [command.id for command in said(fake, Submit)] == ["r"]
+
+
+def test_a_drain_is_over_when_the_engine_has_nothing_more_to_say(tmp_path: Path) -> None:
+    told: list[int] = []
+
+    async def story(fake: FakeEngine, link: EngineLink) -> None:
+        async def on_news(numbered: Numbered) -> None:
+            await asyncio.sleep(0.02)
+            told.append(numbered.number)
+
+        link.on_news = on_news
+        await link.wait_ready(1)
+        fake.tell(Numbered(1, JobEnded("job", "stopped", 1)))
+        await link.drain(1.0)
+        assert said(fake, Drain) and told == [1]
+        await fake.die()
+        await until(lambda: not link.ready)
+        await asyncio.wait_for(link.drain(0.01), 1)  # there is none that could be waited for
+
+    play(tmp_path, story)
+
+
+def test_a_drain_ends_with_the_engine(tmp_path: Path) -> None:
+    async def story(fake: FakeEngine, link: EngineLink) -> None:
+        await link.wait_ready(1)
+        draining = asyncio.create_task(link.drain(1.0))
+        await until(lambda: bool(said(fake, Drain)))
+        assert not draining.done()
+        await fake.die()
+        await asyncio.wait_for(draining, 1)
+
+    play(tmp_path, story, step_seconds=30.0)

@@ -35,6 +35,10 @@ def main() -> None:
     if mode == "dies":
         print("out of luck", file=sys.stderr)
         sys.exit(7)
+    if "--gently" in sys.argv and mode == "imports":
+        note("imports")
+        while not (folder / "imported").exists():
+            time.sleep(0.01)
     if role == "engine":
         note("stands by")
         pipes.say(Status("standby"))

@@ -1,5 +1,8 @@
 """The supervisor with children that do nothing: who is started, promoted, ended, and in which order."""
 
+import asyncio
+import errno
+import io
 import os
 import signal
 import socket
@@ -10,9 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from coserve.serve.processes.claim import find_running
+from coserve.errors import ConfigError
+from coserve.serve.processes.announce import Announcer
+from coserve.serve.processes.claim import Running, claim_state, find_running
+from coserve.serve.processes.process import Process
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
+from coserve.serve.processes.supervisor import listen
 
 CHILD = Path(__file__).with_name("fake_child.py")
 RUN = """
@@ -24,6 +32,9 @@ from coserve.serve.processes import supervisor
 from coserve.serve.processes.restarts import RestartPolicy
 from coserve.serve.settings import ServerSettings
 child, folder = sys.argv[1:3]
+if "--unprivileged" in sys.argv:
+    from coserve.serve.processes.process import Process
+    Process.hurry = lambda self: False
 engine = (sys.executable, child, "engine", folder)
 commands = supervisor.Commands((sys.executable, child, "api", folder), engine, (*engine, "--gently"))
 settings = ServerSettings(model="m", name="base", state=Path(folder) / "state", port=0, drain_seconds=1)
@@ -54,10 +65,10 @@ def is_alive(pid: int) -> bool:
 class Server:
     """A supervisor in a process of its own, and what its children noted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, str(CHILD), str(folder)],
+            [sys.executable, "-c", RUN, str(CHILD), str(folder), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -99,11 +110,11 @@ class Server:
 
 
 @pytest.fixture
-def make_server(tmp_path: Path) -> Iterator[Callable[[], Server]]:
+def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     made: list[Server] = []
 
-    def make() -> Server:
-        made.append(Server(tmp_path))
+    def make(*flags: str) -> Server:
+        made.append(Server(tmp_path, *flags))
         return made[-1]
 
     yield make
@@ -159,6 +170,89 @@ def test_a_killed_engine_is_replaced_by_the_one_standing_by(make_server: Callabl
     assert server.wait_for("engine", "ready", 2) == [first, second]
     assert server.wait_for("engine", "stands by", 3)[2] not in (first, second)
     assert len(server.events("api", "starts")) == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--unprivileged",)])
+def test_a_standby_that_still_imports_is_taken_only_at_the_usual_priority(
+    flags: tuple[str, ...], tmp_path: Path, make_server: Callable[..., Server]
+) -> None:
+    (tmp_path / "engine.mode").write_text("imports")
+    server = make_server(*flags)
+    (first,) = server.wait_for("engine", "ready")
+    (imports,) = server.wait_for("engine", "imports")
+    os.kill(first, signal.SIGKILL)
+    if flags:
+        until(lambda: not is_alive(imports), "its end")
+    else:
+        (tmp_path / "imported").touch()
+    second = server.wait_for("engine", "ready", 2)[1]
+    assert (second == imports) is not bool(flags)
+
+
+def test_an_importing_child_is_hurried_or_says_that_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps = (sys.executable, "-c", "import time; time.sleep(60)")
+
+    async def story() -> None:
+        child = await Process.start("engine", sleeps, tmp_path / "log")
+        try:
+            os.setpriority(os.PRIO_PROCESS, child.pid, 19)
+            usual = os.getpriority(os.PRIO_PROCESS, 0)
+            expected = usual if child.hurry() else 19
+            assert os.getpriority(os.PRIO_PROCESS, child.pid) == expected
+
+            def forbidden(*_: int) -> None:
+                raise PermissionError(13, "Permission denied")
+
+            monkeypatch.setattr(os, "setpriority", forbidden)
+            assert not child.hurry()
+        finally:
+            child.kill()
+            await child.wait()
+        assert child.hurry(), "one that has ended is seen elsewhere"
+
+    asyncio.run(story())
+
+
+def test_a_standby_that_ends_with_all_others_is_not_replaced(
+    tmp_path: Path, make_server: Callable[[], Server]
+) -> None:
+    """Whoever stops a service may signal every process of it."""
+    (tmp_path / "api.mode").write_text("drains")
+    server = make_server().started()
+    standby = server.events("engine", "stands by")[1]
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("api", "ends")
+    os.kill(standby, signal.SIGTERM)
+    code, out, _ = server.end()
+    assert code == 0 and "the standby engine" not in out
+    assert len(server.events("engine", "stands by")) == 2
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 80, "no.such.host.invalid", ""])
+def test_an_address_that_there_cannot_be_is_a_deliberate_error(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        listen(host, 0)
+
+
+def test_a_full_disk_stops_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with claim_state(tmp_path / "state") as claim:
+        claim.note(Running(1, "http://before"))
+        monkeypatch.setattr(os, "pwrite", full)
+        claim.note(Running(1, "http://after"))
+        assert find_running(tmp_path / "state") == Running(1, "http://before")
+    console = io.StringIO()
+    full_disk = Path("/dev/full")
+    if full_disk.exists():
+        (tmp_path / "supervisor.log").symlink_to(full_disk)
+        announcer = Announcer(Console(file=console), tmp_path)
+        announcer.say("on with it")
+        announcer.close()
+        assert console.getvalue() == "on with it\n"
 
 
 def test_a_killed_standby_is_replaced(make_server: Callable[[], Server]) -> None:

@@ -16,6 +16,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine
 
 from coserve.errors import ConfigError, ConflictError, StateError
+from coserve.serve.store import database
 from coserve.serve.store.news import Mark
 from coserve.serve.store.records import Adapter, File, Job
 from coserve.serve.store.store import Store
@@ -269,5 +270,23 @@ def test_an_adapter_stays_while_a_job_begins_with_it(tmp_path: Path) -> None:
             await store.adapters.remove("local", "mine")
         await store.jobs.move(job.id, ("running",), "cancelled")
         assert await store.adapters.remove("local", "mine") is not None
+
+    run(tmp_path, story)
+
+
+def test_a_file_that_another_process_holds_is_a_deliberate_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.01)
+
+    async def story(store: Store) -> None:
+        other = sqlite3.connect(tmp_path / "coserve.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StateError, match="cannot be used now: database is locked"):
+            await store.files.add(a_file("file-1"))
+        assert await store.files.get("local", "file-1") is None  # reading never waits
+        other.execute("ROLLBACK")
+        other.close()
+        await store.files.add(a_file("file-1"))
 
     run(tmp_path, story)

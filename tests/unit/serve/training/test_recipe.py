@@ -6,7 +6,7 @@ import pytest
 
 from coserve.serve.store.records import Job
 from coserve.serve.training.recipe import auto_batch_size, auto_epochs, usual_rate
-from coserve.serve.training.shares import job_weights, next_job
+from coserve.serve.training.shares import job_weights, next_job, next_to_wait
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,24 @@ def test_a_tenants_flood_does_not_stand_before_anothers_job() -> None:
     assert next_job([*flood, running, job("c", "bob", "queued")], {"ann": 1.0, "bob": 2.0}) is not None
     assert next_job([*flood, running, job("c", "bob", "queued")], {"ann": 1.0, "bob": 2.0}).id == "c"  # type: ignore[union-attr]
     assert next_job([job("p", "ann", "paused"), running], weights) is None
+
+
+def test_a_tenant_with_several_jobs_gives_a_place_to_one_that_has_none() -> None:
+    ann = [job(f"a{i}", "ann", "running") for i in range(2)]
+    bob, more = job("b", "bob", "queued"), job("a2", "ann", "queued")
+    weights = {"ann": 1.0, "bob": 1.0}
+    waits = next_to_wait([*ann, more, bob], weights)
+    assert waits is ann[1]
+    assert next_to_wait([*ann, more], weights) is None  # its own do not displace each other
+    assert next_to_wait([ann[0], bob], weights) is None  # one each: bob waits for its end
+    shared = [ann[0], job("a1", "ann", "queued"), job("b", "bob", "running"), job("b2", "bob", "queued")]
+    assert next_to_wait(shared, weights) is None  # and nobody comes back
+    heavy = {"ann": 3.0, "bob": 1.0}
+    assert next_to_wait([*ann, bob], heavy) is ann[1]  # each has one place at least; weights share the rest
+    third = job("a2", "ann", "running")
+    assert next_to_wait([*ann, third, job("b0", "bob", "running"), bob], heavy) is None
+    assert next_to_wait([ann[0], job("b0", "bob", "running"), more], heavy) is None
+    assert next_to_wait([bob], weights) is None
 
 
 def test_shares_of_running_jobs() -> None:
