@@ -55,12 +55,13 @@ TRAINING = TrainingConfig(
 )  # fmt: skip
 _SCALED = {
     "llama": ["k_proj", "v_proj", "down_proj"],
+    "qwen3": ["k_proj", "v_proj", "down_proj"],
     "gpt2": ["c_attn", "mlp.c_proj"],
     "mixtral": ["k_proj", "v_proj"],
     "gemma2": ["q_proj", "v_proj", "down_proj"],
 }
 _CUTS = {"max_training_rows": 24, "min_training_rows": 6, "max_prefill_rows": 24, "min_prefill_rows": 4}
-_SAMPLING = SamplingParams(max_tokens=4, logprobs=SMALL, prompt_logprobs=SMALL, ignore_eos=True)
+SAMPLING = SamplingParams(max_tokens=4, logprobs=SMALL, prompt_logprobs=SMALL, ignore_eos=True)
 
 Logits = Callable[[Sequence[int]], Tensor]  # [rows, vocabulary] of a sequence's own tokens
 
@@ -157,7 +158,7 @@ class Mixture:
             if len(self.engine.completions) < len(kinds):
                 kind = next(waiting)
                 prompt = [draws.randrange(1, SMALL) for _ in range(draws.randint(2, 30))]
-                self.answers.append((kind, self.engine.generate(prompt, kind, _SAMPLING)))
+                self.answers.append((kind, self.engine.generate(prompt, kind, SAMPLING)))
             if len(self.engine.completions) == len(kinds) or len(self.answers) >= prompts * len(kinds):
                 self.engine.step()
         self.engine.run()

@@ -309,6 +309,9 @@ def test_lists_are_in_order_and_in_pages(play: Play) -> None:
         assert [job.id async for job in jobs.list(metadata={"n": "1"})] == [ids[1]]
         assert [job.id async for job in jobs.list(metadata={"n": "0", "x": "y"})] == [ids[0]]
         assert not [job async for job in jobs.list(metadata={"n": "2"})]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await jobs.list(metadata={str(n): "x" for n in range(17)})
+        assert refused.value.param == "metadata"
         none = [job.id async for job in jobs.list(extra_query={"metadata": "null"})]
         assert none == [ids[3], ids[2]]
         with pytest.raises(openai.BadRequestError):

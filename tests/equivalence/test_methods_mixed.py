@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve import Engine, EngineConfig
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
@@ -20,9 +21,10 @@ from coserve.core.sequence import Sequence as Answer
 from coserve.engine.table import Chunk, SequenceTable
 from coserve.kernels import lora
 from coserve.model.batch import FusedRows, Part
-from methods import SHAPES, SMALL, engine_of
-from mixed import STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
-from models import Exact
+from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
+from mixed import SAMPLING, STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
+from models import Exact, tiny
+from plain import with_ia3_and_lora
 
 ANSWERS = 1e-5
 
@@ -62,6 +64,40 @@ def test_each_is_what_it_is_alone(name: str, dtype: torch.dtype, tolerance: floa
     together = [(len(answering), len(training)) for answering, training in mixture.steps]
     assert any(answering >= 6 and training >= 2 for answering, training in together), together
     assert {job for _, training in mixture.steps for job in training} == {job.job for job in jobs}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_of_parts_that_meet_at_the_same_linears(name: str, tmp_path: Path) -> None:
+    """IA3 and LoRA as one adapter, window by window, against plain torch."""
+    with Exact():
+        plain = with_ia3_and_lora(name, torch.float64)
+        plain.save_pretrained(tmp_path)
+        errors = windowed_errors(case_of(name, plain, tmp_path, plain.trainable))
+    assert max(errors.values()) <= 1e-10, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_the_deterministic_mode_bits_are_the_same(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Alone or among all others: log-probabilities, and trained weights. Qwen 3 has norms over heads."""
+    config = EngineConfig(deterministic=True, calibrate=False, cache_tokens=2048, page_size=4)
+    oracles("qwen3", tmp_path)
+    made = []
+    for _ in range(2):
+        engine = Engine(tiny("qwen3", dtype, vocab_size=SMALL), config)
+        for adapter in sorted(tmp_path.iterdir()):
+            engine.load_adapter(adapter.name, adapter)
+        made.append(engine)
+    mixture = Mixture(made[0])
+    kinds = [None, *(folder.name for folder in tmp_path.iterdir())]
+    mixture.run(kinds, [start(made[0], kind) for kind in TRAINED])
+    for kind, answer in mixture.answers:
+        again = made[1].generate(answer.sequence.request.prompt, kind, SAMPLING)
+        made[1].run()
+        assert again.tokens == answer.tokens and again.logprobs == answer.logprobs, kind
+        assert again.prompt_logprobs == answer.prompt_logprobs, kind
+    for kind in TRAINED:
+        start(made[1], kind).result()
+        assert difference(trained(made[0], kind), trained(made[1], kind)) == 0.0, kind
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"bench", "tiny", "demo", "serve"}),
     frozenset({"cli"}),
 )
-# The nouns and settings are one foundation; scheduling counts pages; the demo shows the embedded model; the
-# bench starts servers.
+# The nouns and settings are one foundation; scheduling counts pages; the demo shows the embedded model, and
+# the bench trains it and starts servers.
 ALSO = {
     ("core", "errors"),
     ("config", "errors"),
@@ -38,6 +38,7 @@ ALSO = {
     ("demo", "tiny"),
     ("demo", "bench"),
     ("bench", "serve"),
+    ("bench", "tiny"),
 }
 
 

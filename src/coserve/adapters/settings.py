@@ -18,9 +18,9 @@ _ALL: Final = "all-linear"  # PEFT's word for targets that are not chosen
 def settings_of(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[object, ...]:
     """One method's settings, or those of several that are one adapter.
 
-    `peft_type` is the method as PEFT calls it, or `type` as we do; without either it is LoRA. Other fields may
-    be called what they are called in the method's settings or in PEFT's. Raises ConfigError, or AdapterError
-    for what the method itself refuses.
+    `peft_type` is the method as PEFT calls it, or `type` as we do; without either it is LoRA. Other fields
+    may be called what they are called in the method's settings or in PEFT's. Raises ConfigError, or
+    AdapterError for what the method itself refuses.
     """
     if not isinstance(fields, Mapping):
         if not fields:

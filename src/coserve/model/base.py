@@ -218,7 +218,7 @@ def attention_function(cell: BatchCell, caches: dict[int, CacheShape]) -> Callab
         **_: Any,
     ) -> tuple[Tensor, None]:
         if attention_mask is not None:
-            raise UnsupportedModel("the model makes attention masks of its own, which rows of many do not fit")
+            raise UnsupportedModel("it makes attention masks of its own, which rows of many do not fit")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         spec = AttentionSpec(scale, sliding_window, softcap, s_aux)
         assert cell.rows is not None, "attention runs inside a run of the base"

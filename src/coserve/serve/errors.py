@@ -109,7 +109,7 @@ def fault_error(kind: str, text: str) -> errors.CoserveError:
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For a route's `responses`: these statuses, and those that any route may answer."""
-    every = sorted({400, 401, 413, 429, 431, 503, *statuses})
+    every = sorted({400, 401, 413, 414, 429, 431, 503, *statuses})
     return {
         status: {
             "model": ErrorBody,

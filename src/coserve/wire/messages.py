@@ -14,7 +14,6 @@ import msgspec
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import SLO, FinishReason, SamplingParams
 
-
 Method = dict[str, Any] | list[dict[str, Any]]
 
 
@@ -77,8 +76,9 @@ class StartJob(Message, frozen=True):
     """Trains an adapter, from the newest good checkpoint under `folder` if there is one.
 
     A job that runs already goes on as it is. `data` is a checked JSONL or text file. `options` are fields of
-    TrainingConfig, `method` of an adapter method's settings (`adapters.settings`), or of several. `start_from`
-    is the folder of an adapter to continue from. `every` is how many optimizer steps lie between checkpoints.
+    TrainingConfig, `method` of an adapter method's settings (`adapters.settings`), or of several.
+    `start_from` is the folder of an adapter to continue from. `every` is how many optimizer steps lie between
+    checkpoints.
     """
 
     job: str

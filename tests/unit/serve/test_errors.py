@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
 from coserve import errors
-from coserve.serve.answering.price import MOST_HEADER_BYTES
+from coserve.serve.answering.price import MOST_HEADER_BYTES, MOST_URL_BYTES
 from coserve.serve.errors import ApiError, fault_error, install
 from coserve.serve.http.middleware import Draining, Limits, RequestIds
 
@@ -172,6 +172,7 @@ def test_ids_of_clients_are_kept_only_if_they_are_sane(given: str) -> None:
 def test_headers_and_bodies_are_bounded() -> None:
     large = {"x-large": "a" * MOST_HEADER_BYTES}
     assert ask(make_app(), "GET", "/nowhere", headers=large).status_code == 431
+    assert ask(make_app(), "GET", "/query?limit=1&x=" + "x" * MOST_URL_BYTES).status_code == 414
     body = b'{"size": 1' + b" " * 100 + b"}"
     plain = {"content-type": "application/json"}
     assert ask(make_app(), "POST", "/body", content=body, headers=plain).status_code == 413

@@ -55,17 +55,18 @@ class BitFitBypass(Bypass):
         return replace(self, bias=parameters["bias"])
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return y + self._change().to(y.dtype)
+        return y + self._change(y.dtype)
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        y += self._change()
+        y.add_(self._change(y.dtype))
 
     def merged(self, dense: Dense, side: Side) -> Dense:
-        change = self._change()
+        change = self._change(dense.weight.dtype)
         return replace(dense, bias=change if dense.bias is None else dense.bias + change)
 
-    def _change(self) -> Tensor:
-        return self.bias if self.base is None else self.bias - self.base
+    def _change(self, dtype: torch.dtype) -> Tensor:
+        change = self.bias if self.base is None else self.bias - self.base
+        return change.to(dtype)
 
 
 class BitFit:

@@ -1,7 +1,7 @@
 """IA3: y + y ⊙ (l − 1), at what linears give or, in feed-forward networks, at what they are given.
 Liu et al. 2022, 2205.05638.
 
-Both are y ⊙ l, and computed so. Fresh vectors are ones and change nothing.
+Computed as it is written: in low precision l − 1 is as exact as a change of l should be, and l is not.
 """
 
 from collections.abc import Collection, Mapping
@@ -60,16 +60,19 @@ class IA3Bypass(Bypass):
         return IA3Bypass(parameters["ia3_l"])
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return (y * self.scales).to(y.dtype)
+        return torch.addcmul(y, y, self._change(y.dtype))
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        y *= self.scales
+        y.addcmul_(y, self._change(y.dtype))
 
     def merged(self, dense: Dense, side: Side) -> Dense:
         if side is Side.INPUT:
             return replace(dense, weight=dense.weight * self.scales)
         bias = None if dense.bias is None else dense.bias * self.scales
         return Dense(dense.weight * self.scales[:, None], bias)
+
+    def _change(self, dtype: torch.dtype) -> Tensor:
+        return (self.scales - 1).to(dtype)
 
 
 class IA3:

@@ -29,6 +29,7 @@ MOST_BIASES = 1024
 MOST_ALTERNATIVES = 20
 MOST_GRAMMAR_BYTES = 64 * 1024
 MOST_HEADER_BYTES = 32 * 1024
+MOST_URL_BYTES = 16 * 1024
 MOST_BODY_BYTES = 8 * 2**20  # of everything but uploads
 MOST_CHARACTERS = (
     128  # of a token; a prompt with more for each of the model's positions is not even tokenized

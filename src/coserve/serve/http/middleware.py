@@ -11,7 +11,7 @@ from fastapi import HTTPException
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coserve.serve.answering.price import MOST_HEADER_BYTES
+from coserve.serve.answering.price import MOST_HEADER_BYTES, MOST_URL_BYTES
 from coserve.serve.errors import ApiError
 
 _LONGEST_ID = 128
@@ -39,7 +39,7 @@ class RequestIds:
 
 
 class Limits:
-    """Refuses headers and bodies that are too large, before anything parses them.
+    """Refuses URLs, headers and bodies that are too large, before anything parses them.
 
     `body_limit` gives the most bytes for a path. A body that lies about its length or brings none is
     counted as it comes.
@@ -55,6 +55,10 @@ class Limits:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADER_BYTES:
             message = f"The headers are larger than {MOST_HEADER_BYTES} bytes."
             await ApiError(431, message).response()(scope, receive, send)
+            return
+        if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MOST_URL_BYTES:
+            message = f"The URL is longer than {MOST_URL_BYTES} bytes."
+            await ApiError(414, message).response()(scope, receive, send)
             return
         most = self.body_limit(scope["path"])
         message = f"The body is larger than {most} bytes."

@@ -10,6 +10,7 @@ from coserve.errors import AdapterError, ConfigError, EngineLost
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.routes.files import find_file, unknown_cursor
+from coserve.serve.schema.common import MOST_METADATA
 from coserve.serve.schema.jobs import (
     MOST_SEED,
     CheckpointList,
@@ -168,7 +169,10 @@ def _name_of(state: State, tenant: Tenant, suffix: str | None, id: str) -> str:
 
 
 def _metadata(request: Request) -> dict[str, str] | None:
-    """The filter in the query: an empty one for jobs without metadata, None for no filter."""
+    """The filter in the query: an empty one for jobs without metadata, None for no filter.
+
+    Raises ApiError 400 for one that no job could pass.
+    """
     pairs = request.query_params.multi_items()
     if ("metadata", "null") in pairs:
         return {}
@@ -177,6 +181,9 @@ def _metadata(request: Request) -> dict[str, str] | None:
         for name, value in pairs
         if name.startswith("metadata[") and name.endswith("]")
     }
+    if len(found) > MOST_METADATA:
+        message = f"Invalid value for 'metadata': {len(found)} pairs; a job has {MOST_METADATA} at most."
+        raise ApiError(400, message, param="metadata", code="invalid_value")
     return found or None
 
 
