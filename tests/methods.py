@@ -55,7 +55,9 @@ def with_peft(name: str, config: PeftConfig, dtype: torch.dtype, **changes: Any)
     """A model of architecture `name` under PEFT, all that trains moved away from where PEFT puts it."""
     model = tiny(name, dtype, **changes)
     model.set_attn_implementation("eager")
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     spread([p for p in adapted.parameters() if p.requires_grad])
     return adapted.eval()
 
@@ -85,7 +87,8 @@ def forward_errors(
     The oracle must have a vocabulary of SMALL: `with_peft(..., vocab_size=SMALL)`.
     """
     oracle.save_pretrained(str(folder))
-    prompt = [random.Random(f"forward/{name}").randrange(1, SMALL) for _ in range(27)]
+    draws = random.Random(f"forward/{name}")
+    prompt = [draws.randrange(1, SMALL) for _ in range(27)]
     engine = engine or engine_of(name, vocab_size=SMALL, **changes)
     engine.load_adapter("theirs", folder)
     wanted = logits_of(oracle, prompt)[-len(prompt) : -1].log_softmax(-1)

@@ -60,7 +60,7 @@ _SCALED = {
     "mixtral": ["k_proj", "v_proj"],
     "gemma2": ["q_proj", "v_proj", "down_proj"],
 }
-_CUTS = {"max_training_rows": 24, "min_training_rows": 6, "max_prefill_rows": 24, "min_prefill_rows": 4}
+_CUTS = {"max_training_rows": 32, "min_training_rows": 12, "max_prefill_rows": 32, "min_prefill_rows": 4}
 SAMPLING = SamplingParams(max_tokens=4, logprobs=SMALL, prompt_logprobs=SMALL, ignore_eos=True)
 
 Logits = Callable[[Sequence[int]], Tensor]  # [rows, vocabulary] of a sequence's own tokens
@@ -89,8 +89,8 @@ def oracles(name: str, folder: Path) -> dict[str | None, Logits]:
         made[kind] = with_virtual(tiny(name, dtype, vocab_size=SMALL), kind)
     for kind, model in made.items():
         model.save_pretrained(str(folder / kind))
-    alone = {kind: _logits(model, kind in VIRTUAL) for kind, model in made.items()}
-    return {None: _logits(tiny(name, dtype, vocab_size=SMALL), False), **alone}
+    alone: dict[str | None, Logits] = {None: _logits(tiny(name, dtype, vocab_size=SMALL), False)}
+    return alone | {kind: _logits(model, kind in VIRTUAL) for kind, model in made.items()}
 
 
 def _logits(model: Any, virtual: bool) -> Logits:

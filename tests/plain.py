@@ -73,7 +73,7 @@ def with_biases(name: str, dtype: torch.dtype, paths: Sequence[str], **changes: 
     trainable: dict[str, nn.Parameter] = {}
     for path in paths:
         module = model.get_submodule(path)
-        bias = getattr(module, "bias", None)
+        bias: Any = getattr(module, "bias", None)
         if bias is None:
             width = len(module.weight)  # of a linear the outputs, of a norm its features
             bias = nn.Parameter(torch.zeros(width, dtype=dtype))

@@ -25,8 +25,8 @@ PROMPT = [5, 9, 2, 14, 3, 3, 18]
 
 
 def example() -> str:
-    (found,) = re.findall(r"```python\n(\"\"\"LayerScale.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    return found
+    (found,) = re.finditer(r"```python\n(\"\"\"LayerScale.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    return found[1]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     package.methods.cache_clear()
     yield importlib.import_module("coserve.adapters.methods.layer_scale")
     del sys.modules["coserve.adapters.methods.layer_scale"]
-    del package.layer_scale
+    delattr(package, "layer_scale")
     package.methods.cache_clear()
 
 

@@ -84,6 +84,12 @@ class DoRABypass(Bypass):
         norms = Norms(self.norms.weights, lora)
         return replace(self, lora=lora, magnitude=parameters[MAGNITUDE], norms=norms)
 
+    def in_type(self, dtype: torch.dtype, copy: bool = False) -> "DoRABypass":
+        """The magnitude stays exact: what counts is how little it differs from the norm."""
+        lora = self.lora.in_type(dtype, copy)
+        magnitude = self.magnitude.to(exact_type(dtype), copy=copy)
+        return replace(self, lora=lora, magnitude=magnitude, norms=Norms(self.norms.weights, lora))
+
     def dropping(self, mask: Mask) -> "DoRABypass":
         return replace(self, mask=mask)
 

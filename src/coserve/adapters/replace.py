@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -60,6 +61,7 @@ class NormReplacement(Replacement):
     (y − base.bias) / gain, where `gain` [width] is what that multiplies features by; it has no zeros."""
 
     operators = (Operator.ELEMENTWISE,)
+    exact = True
     base: Dense | None = None
     gain: Tensor | None = None
 
@@ -68,7 +70,7 @@ class NormReplacement(Replacement):
         ratio = 1 + (self.weight.to(self.gain.dtype) - self.base.weight) / self.gain
         normed = y if self.base.bias is None else y - self.base.bias
         scaled = normed * ratio.to(y.dtype)
-        return scaled if self.bias is None else scaled + self.bias
+        return scaled if self.bias is None else scaled + self.bias.to(y.dtype)
 
 
 def fresh_replacements(names: Iterable[str], frame: Frame) -> dict[Place, Bypass]:
@@ -139,7 +141,7 @@ def expect_copies(saved: Saved, frame: Frame) -> None:
         if site.kind is Kind.NORM:
             continue
         copy, own = saved.tensor(full), frame.dense(path).weight
-        if copy.shape != own.shape or not bool((copy == own.to(copy)).all()):
+        if copy.shape != own.shape or not torch.equal(copy.to(own.dtype), own):
             raise AdapterMismatch(
                 f"{saved.folder}: tensor {full!r} {tuple(copy.shape)} would go unused: it is not the base's "
                 "own, and modules_to_save does not name it"

@@ -78,10 +78,11 @@ def test_settings_from_plain_fields() -> None:
 
 
 def test_a_fresh_one_changes_nothing_and_learns() -> None:
-    bypasses = list(fresh(BottleneckConfig(5)).bypasses.values())
+    found = fresh(BottleneckConfig(5)).bypasses.values()
+    bypasses = [bypass for bypass in found if isinstance(bypass, BottleneckBypass)]
+    assert len(bypasses) == len(found) == 6
     y = torch.randn(3, 64)
     for bypass in bypasses:
-        assert isinstance(bypass, BottleneckBypass)
         assert torch.equal(bypass.add(y, y), y)
         assert 0.8 / 8 < float(bypass.down.abs().max()) <= 1 / 8
     assert not torch.equal(bypasses[0].down, bypasses[1].down)
@@ -90,8 +91,9 @@ def test_a_fresh_one_changes_nothing_and_learns() -> None:
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_in_place_is_the_same(activation: Any) -> None:
     draws = torch.Generator().manual_seed(3)
-    tensors = [torch.randn(shape, generator=draws) for shape in ((4, 16), (4,), (16, 4), (16,))]
-    bypass = BottleneckBypass(*tensors, activation=activation)
+    shapes: tuple[tuple[int, ...], ...] = ((4, 16), (4,), (16, 4), (16,))
+    down, down_bias, up, up_bias = (torch.randn(shape, generator=draws) for shape in shapes)
+    bypass = BottleneckBypass(down, down_bias, up, up_bias, activation)
     rows = torch.randn(9, 16, generator=draws)
     given = torch.zeros(9, 16)  # what another bypass made the rows of
     wanted = bypass.add(given, rows)

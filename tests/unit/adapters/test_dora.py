@@ -115,6 +115,16 @@ def test_the_norm_is_a_constant_in_gradients() -> None:
     assert torch.allclose(leaves["lora_B"].grad, wanted)
 
 
+def test_the_magnitude_stays_exact() -> None:
+    """In bfloat16 it could not be told from the norm it began as."""
+    bypass, _ = make(torch.float32)
+    short = bypass.in_type(torch.bfloat16)
+    assert torch.equal(short.magnitude, bypass.magnitude) and short.lora.b.dtype == torch.bfloat16
+    assert torch.equal(short.norms.lora.a, bypass.lora.a.bfloat16())
+    whole = short.in_type(torch.float64)
+    assert {tensor.dtype for tensor in whole.parameters().values()} == {torch.float64}
+
+
 def test_dropout_reaches_the_low_rank_part_alone() -> None:
     bypass, weights = make()
     x, mask = drawn(ROWS, INPUTS, seed=6), Mask(0.5, "key", 0)

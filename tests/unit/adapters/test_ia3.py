@@ -1,9 +1,11 @@
 """Which linears IA3 scales and on which side, and what is refused. Numbers are compared elsewhere."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import IA3Config as PeftIA3Config
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
@@ -82,9 +84,10 @@ def test_targets_and_feedforward_choose() -> None:
     assert not endings(fresh("llama", IA3Config(targets=(), feedforward=())), Side.INPUT)
     with pytest.raises(AdapterMismatch, match="up_proj"):
         fresh("llama", IA3Config(targets=("k_proj",), feedforward=("up_proj",)))
-    for name in ("targets", "feedforward"):
+    one: Any = "k_proj"
+    for name in ("targets", "feedforward", "modules_to_save"):
         with pytest.raises(AdapterError, match="several names"):
-            IA3Config(**{name: "k_proj"})
+            IA3Config(**{name: one})
 
 
 def test_settings_in_peft_s_words() -> None:
@@ -119,14 +122,12 @@ def test_in_low_precision_the_change_is_rounded_and_not_the_scale() -> None:
 
 
 def test_merged_weights() -> None:
-    dense, scales = Dense(torch.randn(5, 3), torch.randn(5)), torch.randn(5)
-    x = torch.randn(2, 3)
+    weight, bias, scales, x = (torch.randn(shape).double() for shape in ((5, 3), (5,), (5,), (2, 3)))
+    dense = Dense(weight, bias)
     after = IA3Bypass(scales).merged(dense, Side.OUTPUT)
-    assert torch.allclose(x @ after.weight.t() + after.bias, (x @ dense.weight.t() + dense.bias) * scales)
+    assert torch.allclose(F.linear(x, after.weight, after.bias), F.linear(x, weight, bias) * scales)
     before = IA3Bypass(scales[:3]).merged(dense, Side.INPUT)
-    assert torch.allclose(
-        x @ before.weight.t() + before.bias, (x * scales[:3]) @ dense.weight.t() + dense.bias
-    )
+    assert torch.allclose(F.linear(x, before.weight, before.bias), F.linear(x * scales[:3], weight, bias))
     assert IA3Bypass(scales).merged(Dense(dense.weight, None), Side.OUTPUT).bias is None
 
 

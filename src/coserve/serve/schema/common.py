@@ -87,10 +87,14 @@ class Generation(Asked):
         None,
         description="How soon: `priority` before `default` before `flex`, whose answers may be put off.",
     )
-    top_k: int | None = Field(None, ge=-1, description="Keeps the likeliest k tokens; 0 and -1 keep all.")
+    top_k: int | None = Field(
+        None, ge=-1, le=MOST_TOKEN_ID, description="Keeps the likeliest k tokens; 0 and -1 keep all."
+    )
     min_p: float | None = Field(None, ge=0, lt=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    min_tokens: int | None = Field(None, ge=0, description="No end before this many tokens.")
+    min_tokens: int | None = Field(
+        None, ge=0, le=MOST_TOKEN_ID, description="No end before this many tokens."
+    )
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     return_token_ids: bool | None = Field(None, description="Tells the token ids of prompt and answer.")
