@@ -225,6 +225,8 @@ def test_giant_jobs_of_one_tenant_make_room_for_anothers(play: Play) -> None:
         await trainer.end(again, "failed")
         await world.until(lambda: len(started(world)) == 5)
         assert started(world)[4].job == giants[1] and len(stopped(world)) == 1  # the oldest goes on
+        await create(world, bob)
+        await world.until(lambda: len(stopped(world)) == 2)
 
     play(story, max_jobs=2)
 

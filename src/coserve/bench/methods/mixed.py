@@ -40,8 +40,7 @@ def run(bench: Bench) -> None:
 
 def _add(engine: Engine, name: str, method: str, seed: int) -> str:
     drawn = fresh_adapter(engine.base, name, settings_of(METHODS[method]), seed)
-    served = {parameter: tensor.to(engine.base.dtype) for parameter, tensor in drawn.parameters().items()}
-    engine.add_adapter(drawn.with_parameters(served))
+    engine.add_adapter(drawn.in_type(engine.base.dtype))
     return name
 
 

@@ -152,8 +152,7 @@ class EngineLink:
     def refuse(self, error: EngineLost) -> None:
         """Ends every answer with this error, those under way and those still to come."""
         self._refusal = error
-        for live in list(self._live.values()):
-            self._forget(live)
+        for live in self._live.values():
             live.arrived.put_nowait(error)
 
     async def drain(self, reconnect: float) -> None:
