@@ -296,7 +296,12 @@ class Engine:
 
     def _make_runner(self) -> LocalRunner:
         config, base = self.config, self.base
-        pool = KVPool(base.caches, config.pages, config.page_size, base.dtype, base.device)
+        try:
+            pool = KVPool(base.caches, config.pages, config.page_size, base.dtype, base.device)
+        except RuntimeError as error:  # what torch raises for want of memory
+            raise ConfigError(
+                f"engine.cache_tokens: keys and values of {config.cache_tokens} tokens do not fit into memory"
+            ) from error
         most = -(-min(config.cache_tokens, base.max_positions) // config.page_size)
         eos = self.eos_ids
         grammars = None if self.text is None else Grammars(self.text.tokenizer, base.vocabulary, eos)

@@ -14,6 +14,11 @@ from models import tiny
 SMALL = LoRAConfig(rank=2)
 
 
+def test_a_cache_that_no_machine_holds() -> None:
+    with pytest.raises(ConfigError, match=r"cache_tokens.*do not fit"):
+        Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=10**14))
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine(tiny("gpt2", max_position_embeddings=64), EngineConfig(calibrate=False, cache_tokens=256))
