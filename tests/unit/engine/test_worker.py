@@ -245,7 +245,7 @@ def test_stopped_just_after_a_checkpoint_was_due(
     stopped_at = len(desk.news(JobStep))
     desk.send(StopJob("j", keep=True))
     assert desk.ended().status == "stopped"
-    assert steps == sorted({2, stopped_at})
+    assert steps == sorted({*range(2, stopped_at, 2), stopped_at})
     assert [told.step for told in desk.news(JobCheckpoint)] == steps
 
 

@@ -37,7 +37,8 @@ def main() -> None:
         sys.exit(7)
     if "--gently" in sys.argv and mode == "imports":
         note("imports")
-        while not (folder / "imported").exists():
+        supervisor = os.getppid()
+        while not (folder / "imported").exists() and os.getppid() == supervisor:
             time.sleep(0.01)
     if role == "engine":
         note("stands by")
