@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _INK = {"alone": "#7a7a7a", "together": "#0b6e99", "training": "#d1495b"}
@@ -25,7 +26,7 @@ def print_report(results: Mapping[str, Any], console: Console | None = None) -> 
     console.print(_keys_table(results))
     console.print(_figures_table(results))
     for name, text in results["notes"].items():
-        console.print(f"[bold]{name}[/bold]: {text}", highlight=False)
+        console.print(f"[bold]{escape(name)}[/bold]: {escape(text)}", highlight=False)
 
 
 def _keys_table(results: Mapping[str, Any]) -> Table:
@@ -36,10 +37,10 @@ def _keys_table(results: Mapping[str, Any]) -> Table:
     verdicts = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: ""}
     for key, bar in results["bars"].items():
         if key not in results:
-            table.add_row(key, "not run", "", bar, "")
+            table.add_row(escape(key), "not run", "", bar, "")
             continue
         spread = _range(results["spreads"].get(key))
-        table.add_row(key, f"{results[key]:.3f}", spread, bar, verdicts[results["met"].get(key)])
+        table.add_row(escape(key), _value(results[key]), spread, bar, verdicts[results["met"].get(key)])
     return table
 
 
@@ -53,7 +54,7 @@ def _figures_table(results: Mapping[str, Any]) -> Table:
         low, high, floor = figure["low"], figure["high"], figure["floor"]
         spread = "" if low is None else _range((low, high))
         floor = "" if floor is None else _number(floor)
-        table.add_row(name, _number(figure["value"]), spread, floor, figure["unit"])
+        table.add_row(escape(name), _number(figure["value"]), spread, floor, figure["unit"])
     return table
 
 
@@ -107,6 +108,11 @@ def _bound(axes: Any, figure: Mapping[str, Any] | None) -> None:
 
 def _range(spread: Sequence[float] | None) -> str:
     return "" if spread is None else f"{_number(spread[0])} – {_number(spread[1])}"
+
+
+def _value(value: float) -> str:
+    """Three digits after the point, unless all that matters lies behind them."""
+    return f"{value:.3f}" if not value or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
 def _number(value: float) -> str:

@@ -87,6 +87,29 @@ def server(json_file: Figures = None, quick: Quick = False, only: Only = None, s
     print_report(run_server(shape, quick, only or None, json_file))
 
 
+@bench.command()
+def methods(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Shape = "255m",
+    picture: Annotated[
+        Path | None, typer.Option(help="File for the loss curves, as SVG or PNG by its ending.")
+    ] = None,
+) -> None:
+    """Every adapter method: against its oracle, beside the others in one step, and while it learns."""
+    _check_writable("--json", json_file)
+    _check_writable("--picture", picture)
+    from coserve.bench.methods.curves import draw
+    from coserve.bench.methods.run import run_methods
+    from coserve.bench.report import print_report
+
+    results = run_methods(shape, quick, only or None, json_file)
+    if picture is not None:
+        draw(results, picture)
+    print_report(results)
+
+
 def _check_writable(flag: str, path: Path | None) -> None:
     """Better to find out before minutes of work than after."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):

@@ -76,7 +76,17 @@ def test_a_malformed_trace_is_one_line_with_its_place(tmp_path: Path) -> None:
     assert "line 2" in one_line(result.stderr)
 
 
-@pytest.mark.parametrize("flag", ["demo --json", "bench engine --json", "bench engine --plans"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "demo --json",
+        "bench engine --json",
+        "bench engine --plans",
+        "bench server --json",
+        "bench methods --json",
+        "bench methods --picture",
+    ],
+)
 def test_a_file_that_cannot_be_written_is_found_out_first(flag: str, tmp_path: Path) -> None:
     result = coserve(*flag.split(), str(tmp_path / "no" / "such.json"))
     assert result.returncode == 1
