@@ -177,6 +177,14 @@ def test_whole_numbers_are_no_weights(folder: Path) -> None:
     assert f"{Q0}.lora_A.weight" in sentence and "int8" in sentence
 
 
+def test_a_rank_that_is_not_the_matrices_own(folder: Path) -> None:
+    """Whoever edited either meant another scale."""
+    edit_config(folder, r=5)
+    assert "of rank 3, and its configuration says 5" in refusal(folder, AdapterMismatch)
+    edit_config(folder, rank_pattern={"q_proj": 3, "v_proj": 3})
+    assert read(folder).bypasses.outputs["model.layers.0.self_attn.q_proj"].scale == 2.0
+
+
 def test_missing_files(folder: Path, tmp_path: Path) -> None:
     assert "nowhere" in refusal(tmp_path / "nowhere")
     (folder / "adapter_model.safetensors").unlink()

@@ -131,6 +131,11 @@ class LoRA:
             *take_embeddings(saved, frame, config.scale),
         ]
         for site, low in found:
+            if len(low.a) != config.rank_of(site.path):
+                raise AdapterMismatch(
+                    f"{saved.folder}: {site.path} has matrices of rank {len(low.a)}, and its configuration "
+                    f"says {config.rank_of(site.path)}: how strong it is cannot be told"
+                )
             magnitude = magnitudes.pop(site.path, None)
             if config.dora and magnitude is None:
                 raise AdapterMismatch(f"{saved.folder}: {PREFIX}{site.path}.{MAGNITUDE} is missing")
