@@ -1,6 +1,7 @@
 """What each method's adapter should compute: PEFT's model, or a plain one with hooks where PEFT has none."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,7 +65,7 @@ class PeftOracle:
         return self._parameters
 
 
-class HookedOracle:
+class HookedOracle(ABC):
     """A model whose modules' outputs pass through `change(path, y)`."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, fields: Mapping[str, Any]) -> None:
@@ -81,8 +82,9 @@ class HookedOracle:
 
     marker: str  # what the name of one of a module's tensors ends with
 
+    @abstractmethod
     def change(self, path: str, module: nn.Module, y: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What the module at `path` should give, where it gave y."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits
