@@ -4,6 +4,7 @@ import json
 import queue
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,8 +125,8 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
-def job(data: Path, folder: Path, name: str = "j", **fields: object) -> StartJob:
-    options = {"batch_size": 2, "learning_rate": 1e-2, "keep": "products"}
+def job(data: Path, folder: Path, name: str = "j", **fields: Any) -> StartJob:
+    options = {"batch_size": 2, "learning_rate": 1e-2, "keep": "products"} | fields.pop("options", {})
     return StartJob(name, "a", str(data), str(folder), options, {"rank": 2, "targets": ["q_proj"]}, **fields)
 
 
@@ -240,7 +241,8 @@ def test_stopped_just_after_a_checkpoint_was_due(
     monkeypatch.setattr(
         jobs_module, "write_checkpoint", lambda *given: (steps.append(given[1].step), write(*given))[1]
     )
-    desk.send(job(data, tmp_path / "j", every=2))
+    # So long that it cannot end while a busy machine still writes the first one.
+    desk.send(job(data, tmp_path / "j", every=2, options={"epochs": 1000}))
     desk.until(lambda: len(desk.news(JobCheckpoint if written else JobStep)) == (1 if written else 2))
     stopped_at = len(desk.news(JobStep))
     desk.send(StopJob("j", keep=True))
