@@ -1,5 +1,6 @@
 """Whatever happens in whatever order: nothing leaks, nothing is lost, and the answers are the same."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,13 +12,20 @@ from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.fake import FakeRunner, next_token, virtual_tokens
-from coserve.schedule.policies import make_policy
+from coserve.schedule.policies import POLICIES, make_policy
 from coserve.schedule.scheduler import Scheduler
 
 DEPTH, PAGE, VOCABULARY, EOS = 3, 3, 13, 2
 OPTIMIZER_STEPS = 2
 # Adapter versions and their virtual tokens: none, less than a page, some pages, some pages and a rest.
 VIRTUAL: dict[str | None, int] = {None: 0, "plain@1": 0, "short@2": 2, "full@1": 6, "long@1": 7}
+
+# Every policy, with its defaults; and those that hold requests back again, so that they do it often here.
+SCHEDULES = [
+    *sorted(POLICIES),
+    *("deferred:0.05", "deferred:0.2,together=1", "enhanced-temporal:2,0.3", "spatial:0.8"),
+    *("temporal:2,batch", "temporal:3,batch,2,0.3", "temporal:2,request,3,0.3"),
+]
 
 submits = st.fixed_dictionaries(
     {
@@ -171,9 +179,9 @@ class World:
         raise AssertionError("the work does not end")
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("policy", SCHEDULES)
+@settings(max_examples=150, deadline=None)
 @given(
-    policy=st.sampled_from(["hybrid", "temporal"]),
     pages=st.integers(4, 9),
     max_running=st.integers(2, 5),
     quantum=st.sampled_from([1e-3, 0.025, 1.0]),
@@ -228,12 +236,13 @@ def test_the_tiny_pool_does_preempt() -> None:
     assert [s.output for s in world.sequences] == [answer_alone(s.request) for s in world.sequences]
 
 
+@pytest.mark.parametrize("policy", SCHEDULES)
 @settings(max_examples=30, deadline=None)
 @given(burst=bursts, script=st.lists(actions, max_size=20))
-def test_the_same_script_gives_the_same_plans(burst: Script, script: Script) -> None:
+def test_the_same_script_gives_the_same_plans(policy: str, burst: Script, script: Script) -> None:
     runs = []
     for _ in range(2):
-        world = World("hybrid", pages=6, max_running=3, quantum=0.025)
+        world = World(policy, pages=6, max_running=3, quantum=0.025)
         for name, argument in burst + script:
             getattr(world, name)(argument)
         world.drain()

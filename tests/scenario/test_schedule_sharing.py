@@ -1,4 +1,4 @@
-"""Who gets the machine: several jobs by weight, and time slices of whole micro-batches."""
+"""Who gets the machine: several jobs by weight, and time slices of whole mini-batches."""
 
 import pytest
 
@@ -83,8 +83,8 @@ def test_jobs_may_share_a_step_in_both_directions() -> None:
     assert any(len({segment.sequence.job for segment in plan.training}) == 2 for plan in runner.plans)  # type: ignore[union-attr]
 
 
-def test_time_slices_are_whole_micro_batches_alone() -> None:
-    it, runner = scheduler("temporal", n=3), FakeRunner(16)
+def test_time_slices_are_whole_mini_batches_alone() -> None:
+    it, runner = scheduler("temporal", n=3, grain="batch"), FakeRunner(16)
     jobs = {"a": (1.0, 700, 2), "b": (1.0, 300, 1)}
     for name, job in jobs.items():
         give(it, name, *job)
@@ -96,32 +96,41 @@ def test_time_slices_are_whole_micro_batches_alone() -> None:
                 give(it, event.job, *jobs[event.job])
         if not it.running and not it.waiting:
             break
-    plans = [plan for plan in runner.plans if plan.inference or plan.training]
+    plans = [plan for plan in runner.plans if plan.inference or plan.training or plan.updates]
     assert it.stats.fused_steps == 0 and it.stats.finished == 24
-    training = [plan.training for plan in plans if plan.training]
-    assert len(training) >= 3 * 6
-    assert all(len(segments) == 1 for segments in training)
+    slices = [n for n, plan in enumerate(plans) if plan.training or plan.updates]
+    assert len(slices) >= 4 * 6
+    assert not any(plans[n].inference for n in slices)
     ways = (Direction.KEEP, Direction.LOSS, Direction.BACKWARD)
-    for (keep,), (loss,), (back,) in zip(training[::3], training[1::3], training[2::3], strict=False):
-        assert (keep.direction, loss.direction, back.direction) == ways
-        assert keep.sequence is loss.sequence is back.sequence
-        assert isinstance(keep.sequence, MicroBatch)
-        assert keep.length == loss.length == back.length == keep.sequence.length
-        assert len(keep.span) == len(back.span) == DEPTH
-    slices = [n for n, plan in enumerate(plans) if plan.training]
-    of_three = zip(slices[::3], slices[1::3], slices[2::3], strict=True)
-    assert all((b, c) == (a + 1, a + 2) for a, b, c in of_three)
+    trained = []
+    for first in slices[::4]:
+        *passes, update = plans[first : first + 4]
+        (name,) = update.updates
+        assert not update.training and not any(plan.updates for plan in passes)
+        trained.append(name)
+        batches = [segment.sequence for segment in passes[0].training]
+        assert len(batches) == jobs[name][2]
+        for plan, way in zip(passes, ways, strict=True):
+            assert [segment.sequence for segment in plan.training] == batches
+            for segment in plan.training:
+                assert isinstance(segment.sequence, MicroBatch) and segment.sequence.job == name
+                assert segment.direction is way and segment.length == segment.sequence.length == jobs[name][1]
+                assert way is Direction.LOSS or len(segment.span) == DEPTH
+    assert {*trained} == {"a", "b"}
+    assert slices == [n for first in slices[::4] for n in range(first, first + 4)]
 
 
 def test_time_slices_follow_the_count_of_finished_requests() -> None:
-    it, runner = scheduler("temporal", n=4), FakeRunner(16)
-    give(it, "a", 1.0, 100, 50)
+    it, runner = scheduler("temporal", n=4, grain="batch"), FakeRunner(16)
+    give(it, "a", 1.0, 100, 1)
     for n in range(12):
         it.submit(Request(str(n), (1,) * 20, SamplingParams(max_tokens=5 * (n + 1))), 0.0)
     finished_at_slice = []
     while it.running or it.waiting:
         before = it.stats.finished
-        runner.step(it)
+        for event in runner.step(it):
+            if isinstance(event, StepDone):
+                give(it, "a", 1.0, 100, 1)
         if any(segment.direction is Direction.KEEP for segment in runner.plans[-1].training):
             finished_at_slice.append(before)
     assert finished_at_slice == [4, 8]

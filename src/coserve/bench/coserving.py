@@ -13,7 +13,7 @@ from coserve.bench.ours import Bench, make_engine, start_training, warm_training
 from coserve.bench.plans import RecordedStep, record_plans, save_plans
 from coserve.bench.results import BARS
 from coserve.bench.timing import percentile
-from coserve.bench.workloads import poisson_requests
+from coserve.bench.workloads import Workload, poisson_requests
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 from coserve.train.tape import Keep
@@ -25,14 +25,14 @@ _ONLY_WHEN_IDLE = 1_000_000  # finished requests between two micro-batches: neve
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """Time-slicing as it was run: `n` finished requests buy one micro-batch of at most `rows` rows."""
+    """Time-slicing as it was run: `n` finished requests buy one mini-batch of `examples` examples."""
 
     n: int
-    rows: int
+    examples: int
 
     def describe(self) -> str:
         when = "only when idle" if self.n == _ONLY_WHEN_IDLE else f"n={self.n}"
-        return f"{when}, {self.rows} rows at once"
+        return f"{when}, {self.examples} examples at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,10 @@ def _serve(bench: Bench, engine: Engine, rate: float, slo: SLO = SLO()) -> Load:
     """The workload: the same arrivals and prompts whoever serves them."""
     settings = bench.settings
     requests = poisson_requests(
-        rate, settings.seconds, settings.prompt, settings.answer, bench.shape.vocabulary, settings.seed
+        rate, settings.seconds, settings.prompt, settings.answer, bench.shape.vocabulary, settings.seed, slo
     )
-    return serve(engine, requests, settings.seconds, slo)
+    title = "requests at half of the capacity"
+    return serve(engine, Workload("half", title, settings.seconds, tuple(requests), ()))
 
 
 def _bounds(bench: Bench, alone: Load) -> SLO:
@@ -108,7 +109,7 @@ def _bounds(bench: Bench, alone: Load) -> SLO:
 
 def _ours(bench: Bench, engine: Engine, terms: _Terms) -> tuple[_Scored, float, list[RecordedStep]]:
     """The default policy, on the engine that served alone: (score, share of fused steps, its plans)."""
-    _start_jobs(bench, engine, rows=2048)
+    _start_jobs(bench, engine, bench.settings.batch)
     stats = engine.scheduler.stats
     fused, possible = stats.fused_steps, stats.fused_possible
     with record_plans(engine) as steps:
@@ -144,24 +145,20 @@ def _slicings(bench: Bench) -> list[Slicing]:
     """Whole mini-batches often, and only while nobody is there; then single examples, which make the
     shortest slices that whole sequences allow. (A slice that somebody's answer waits for breaks its bound
     whenever it comes, so larger `n` differ little from never.)"""
-    whole = bench.settings.batch * bench.settings.length
-    return [
-        Slicing(8, whole),
-        Slicing(_ONLY_WHEN_IDLE, whole),
-        Slicing(_ONLY_WHEN_IDLE, bench.settings.length),
-    ]
+    whole = bench.settings.batch
+    return [Slicing(8, whole), Slicing(_ONLY_WHEN_IDLE, whole), Slicing(_ONLY_WHEN_IDLE, 1)]
 
 
 def _sliced(bench: Bench, slicing: Slicing, terms: _Terms) -> _Scored:
-    engine = make_engine(bench, policy="temporal", policy_options={"n": slicing.n})
-    _start_jobs(bench, engine, slicing.rows)
+    engine = make_engine(bench, policy="temporal", policy_options={"n": slicing.n, "grain": "batch"})
+    _start_jobs(bench, engine, slicing.examples)
     return terms.score(slicing.describe(), _serve(bench, engine, terms.rate, terms.slo))
 
 
-def _start_jobs(bench: Bench, engine: Engine, rows: int) -> None:
-    """Jobs that train throughout, past their first step; a micro-batch holds at most `rows` rows."""
+def _start_jobs(bench: Bench, engine: Engine, examples: int) -> None:
+    """Jobs that train throughout, past their first step; a mini-batch holds so many examples."""
     names = [f"adapter-{index + 1}" for index in range(bench.settings.jobs)]
-    jobs = [start_training(engine, bench, name, Keep.PRODUCTS, rows=rows) for name in names]
+    jobs = [start_training(engine, bench, name, Keep.PRODUCTS, batch=examples) for name in names]
     warm_training(engine, jobs)
 
 

@@ -1,15 +1,15 @@
 """Puts a timed load on an engine and watches the wall clock, not the scheduler's own book."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from coserve.bench.ours import greedy
-from coserve.bench.workloads import TimedRequest
-from coserve.core.events import TokenEvent, TrainingProgress
+from coserve.bench.ours import greedy, start_job
+from coserve.bench.workloads import TimedRequest, Workload
+from coserve.core.events import StepDone, TokenEvent, TrainingProgress
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
+from coserve.engine.handles import Completion, FineTuning
 
 _NAP = 0.001  # seconds; the wait for an arrival is cut into so many
 
@@ -20,6 +20,8 @@ class Answered:
 
     arrival: float
     tokens: list[float] = field(default_factory=list)
+    slo: SLO = field(default_factory=SLO)  # its own bounds
+    deferred: float = 0.0  # seconds that training held it up, where the engine says so
 
     @property
     def first_token(self) -> float:
@@ -34,9 +36,14 @@ class Answered:
         return [after - before for before, after in pairwise(self.tokens)]
 
     def keeps(self, slo: SLO) -> bool:
-        """Whether the first token and every gap between two tokens came within their bounds."""
-        first, between = slo.first_token, slo.between_tokens
-        if first is not None and self.first_token > first:
+        """Whether the first token, every gap between two tokens, the whole, and how long training held it up
+        came within their bounds. Who got no token kept none of them."""
+        first, between, whole = slo.first_token, slo.between_tokens, slo.end_to_end
+        if slo.deferral is not None and self.deferred > slo.deferral:
+            return False
+        if not self.tokens or (first is not None and self.first_token > first):
+            return False
+        if whole is not None and self.latency > whole:
             return False
         return between is None or all(gap <= between for gap in self.gaps)
 
@@ -49,6 +56,9 @@ class Load:
     seconds: float
     answers: list[Answered] = field(default_factory=list)
     trained: list[tuple[float, float]] = field(default_factory=list)  # (when, tokens)
+    losses: list[float] = field(default_factory=list)  # of optimizer steps, in order, over all jobs
+    processor: float = 0.0  # processor seconds used, by all processes that took part
+    finished_at: float = 0.0  # when the last answer was complete, on the same clock
 
     @property
     def gaps(self) -> list[float]:
@@ -90,36 +100,88 @@ class Load:
         return begin * self.seconds <= at - self.started < end * self.seconds
 
 
-def serve(engine: Engine, requests: Sequence[TimedRequest], seconds: float, slo: SLO = SLO()) -> Load:
+def serve(engine: Engine, workload: Workload, patience: float = float("inf")) -> Load:
     """Runs the engine until every request has its answer; training goes on meanwhile if there is some.
 
     A request counts as arrived at its instant, even where a step was under way: what that step still took
     is part of its wait. A token counts when the step that made it has returned. A training token counts
-    half when its rows were kept and half when they came back, layer by layer.
+    half when its rows were kept and half when they came back, layer by layer. Who has no answer `patience`
+    seconds after the load is over is given up, and so are its jobs.
     """
-    load = Load(engine.clock(), seconds)
-    answers: dict[int, Answered] = {}
-    coming = list(reversed(requests))
-    open_answers = 0
-    while coming or open_answers:
-        now = engine.clock()
-        while coming and load.started + coming[-1].at <= now:
-            request = coming.pop()
-            arrival = load.started + request.at
-            sampling = greedy(request.answer)
-            handle = engine.generate(request.prompt, sampling=sampling, slo=slo, arrival=arrival)
-            answers[handle.sequence.key] = Answered(arrival)
-            open_answers += 1
-        if not engine.scheduler.has_work:
-            time.sleep(min(_NAP, max(0.0, load.started + coming[-1].at - now)))
-            continue
-        events = engine.step()
-        now = engine.clock()
+    return _Run(engine, workload).until(workload.seconds + patience)
+
+
+class _Run:
+    """A load on its way."""
+
+    def __init__(self, engine: Engine, workload: Workload) -> None:
+        self._engine, self._workload = engine, workload
+        self._requests = sorted(workload.requests, key=lambda request: -request.at)  # the next one last
+        self._jobs = sorted(workload.jobs, key=lambda job: -job.at)
+        self._open: dict[int, tuple[Answered, Completion]] = {}
+        self._started_jobs: list[FineTuning] = []
+        self._load = Load(engine.clock(), workload.seconds)
+
+    def until(self, end: float) -> Load:
+        """All of it, or what there is `end` seconds after the beginning."""
+        engine, load = self._engine, self._load
+        used = time.process_time()
+        while self._is_going_on and (now := engine.clock()) < load.started + end:
+            self._arrive(now - load.started)
+            if engine.scheduler.has_work:
+                self._step()
+            else:
+                time.sleep(min(_NAP, max(0.0, self._next_at - (now - load.started))))
+        load.finished_at = engine.clock()
+        load.processor = time.process_time() - used
+        self._give_up()
+        return load
+
+    @property
+    def _is_going_on(self) -> bool:
+        is_early = bool(self._jobs) or self._engine.clock() < self._load.started + self._workload.seconds
+        return bool(self._requests or self._open) or (bool(self._workload.jobs) and is_early)
+
+    @property
+    def _next_at(self) -> float:
+        coming = [line[-1].at for line in (self._requests, self._jobs) if line]
+        return min(coming, default=self._workload.seconds)
+
+    def _arrive(self, now: float) -> None:
+        while self._jobs and self._jobs[-1].at <= now:
+            self._started_jobs.append(start_job(self._engine, self._jobs.pop()))
+        while self._requests and self._requests[-1].at <= now:
+            self._ask(self._requests.pop())
+
+    def _ask(self, request: TimedRequest) -> None:
+        arrival = self._load.started + request.at
+        handle = self._engine.generate(
+            request.prompt, request.adapter, greedy(request.answer), request.slo, arrival
+        )
+        answered = Answered(arrival, slo=request.slo)
+        self._load.answers.append(answered)
+        self._open[handle.sequence.key] = answered, handle
+
+    def _step(self) -> None:
+        events = self._engine.step()
+        now = self._engine.clock()
         for event in events:
             if isinstance(event, TokenEvent) and event.token is not None:
-                answers[event.key].tokens.append(now)
-                open_answers -= event.finish_reason is not None
+                answered, handle = self._open[event.key]
+                answered.tokens.append(now)
+                if event.finish_reason is not None:
+                    answered.deferred = handle.sequence.deferred
+                    del self._open[event.key]
             elif isinstance(event, TrainingProgress):
-                load.trained.append((now, event.rows / 2))
-    load.answers = list(answers.values())
-    return load
+                self._load.trained.append((now, event.rows / 2))
+            elif isinstance(event, StepDone):
+                self._load.losses.append(event.updated.loss)
+
+    def _give_up(self) -> None:
+        """Ends what is left, so that the engine can go on with something else."""
+        for answered, handle in self._open.values():
+            answered.tokens.clear()
+            handle.cancel()
+        for job in self._started_jobs:
+            job.cancel()
+        self._engine.step()

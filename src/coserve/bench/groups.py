@@ -41,7 +41,7 @@ def begin(
     return Bench(chosen, settings, machine, Results(header, json_path, bars))
 
 
-def run_groups(bench: Bench, groups: Collection[str], runs: Mapping[str, Callable[[], None]]) -> None:
+def run_groups(bench: Bench, groups: Collection[str], runs: Mapping[str, Callable[[], object]]) -> None:
     """Runs those of `runs` that are asked for, in their own order, and notes how long each took."""
     for group, run in runs.items():
         if group in groups:

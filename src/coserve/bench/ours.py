@@ -11,7 +11,7 @@ from coserve.bench.machine import Machine
 from coserve.bench.results import Results
 from coserve.bench.settings import Settings
 from coserve.bench.shapes import Shape
-from coserve.bench.workloads import Tokens, training_tokens
+from coserve.bench.workloads import TimedJob, Tokens, training_tokens
 from coserve.config import EngineConfig
 from coserve.core.events import StepDone
 from coserve.core.request import SamplingParams
@@ -88,6 +88,21 @@ def start_training(
         seed=settings.seed,
     )
     return engine.finetune(examples(data), name, LoRAConfig(rank=settings.rank), training)
+
+
+def start_job(engine: Engine, job: TimedJob, keep: Keep = Keep.PRODUCTS) -> FineTuning:
+    """The job of a workload, with AdamW at a constant rate."""
+    training = TrainingConfig(
+        schedule="constant",
+        warmup_ratio=0.0,
+        batch_size=job.batch,
+        epochs=job.epochs,
+        rows=job.rows,
+        keep=keep,
+        weight=job.weight,
+    )
+    method = LoRAConfig(job.rank, targets=job.targets or ())
+    return engine.finetune(examples(job.examples), job.adapter, method, training)
 
 
 def one_optimizer_step(engine: Engine) -> float:

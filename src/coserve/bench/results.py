@@ -76,6 +76,7 @@ class Results:
         self._spreads: dict[str, tuple[float, float]] = {}
         self._notes: dict[str, str] = {}
         self._series: dict[str, list[Any]] = {}
+        self._sections: dict[str, Any] = {}
         self.figures: dict[str, Figure] = {}
 
     def row(self, key: str, value: float, spread: tuple[float, float] | None = None, note: str = "") -> None:
@@ -115,6 +116,11 @@ class Results:
         """Adds points to draw from, such as every latency of a run."""
         self._series[name] = list(values)
 
+    def section(self, name: str, content: Any) -> None:
+        """Adds a part of its own to the JSON, and writes everything down."""
+        self._sections[name] = content
+        self.save()
+
     def as_dict(self) -> dict[str, Any]:
         """The whole run so far, ready for JSON."""
         return {
@@ -127,6 +133,7 @@ class Results:
             "floors": {n: f.floor for n, f in self.figures.items() if f.floor is not None},
             "notes": self._notes,
             "series": self._series,
+            **self._sections,
         }
 
     def _met(self) -> dict[str, bool]:

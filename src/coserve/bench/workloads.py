@@ -3,10 +3,11 @@
 import csv
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from coserve.core.request import SLO
 from coserve.errors import ConfigError, DataError
 
 Tokens = tuple[int, ...]
@@ -14,11 +15,52 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A prompt, the tokens of its answer, and when it arrives: seconds after the load begins."""
+    """A prompt, the tokens of its answer, and when it arrives: seconds after the load begins.
+
+    `slo` are its own bounds: what a scheduler may know, and what it is judged by.
+    """
 
     at: float
     prompt: Tokens
     answer: int
+    adapter: str | None = None
+    slo: SLO = field(default_factory=SLO)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedJob:
+    """Fine-tuning that is asked for `at` seconds after the load begins, of a LoRA adapter of its own.
+
+    An optimizer step takes `batch` of the `examples`, which pass `epochs` times; `targets` are the ends of
+    the linears' names, None for all of them. A micro-batch is a whole mini-batch, of at most `rows` rows.
+    """
+
+    at: float
+    adapter: str
+    examples: tuple[Tokens, ...]
+    batch: int
+    rank: int = 8
+    targets: tuple[str, ...] | None = None
+    epochs: int = 1
+    rows: int = 2048
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Everything that is asked of a machine for `seconds`: requests, jobs, and the adapters that are there.
+
+    `served` are LoRA adapters (name, rank) that requests may name. `title` says in one line what it is and
+    whose, `scale` by how much it was changed to fit the machine.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    requests: tuple[TimedRequest, ...]
+    jobs: tuple[TimedJob, ...]
+    served: tuple[tuple[str, int], ...] = ()
+    scale: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +114,18 @@ def poisson_times(rate: float, seconds: float, seed: int = 0) -> list[float]:
 
 
 def poisson_requests(
-    rate: float, seconds: float, prompt: int, answer: int, vocabulary: int, seed: int = 0
+    rate: float,
+    seconds: float,
+    prompt: int,
+    answer: int,
+    vocabulary: int,
+    seed: int = 0,
+    slo: SLO = SLO(),
 ) -> list[TimedRequest]:
     """Requests of one shape (`prompt` tokens in, `answer` out) that arrive as `poisson_times` says."""
     times = poisson_times(rate, seconds, seed)
     prompts = fixed_prompts(len(times), prompt, vocabulary, seed + 1)
-    return [TimedRequest(at, tokens, answer) for at, tokens in zip(times, prompts, strict=True)]
+    return [TimedRequest(at, tokens, answer, slo=slo) for at, tokens in zip(times, prompts, strict=True)]
 
 
 def read_trace(path: str | Path) -> list[TraceRow]:
@@ -123,13 +171,21 @@ def scale_trace(
     span = wanted[-1].at
     # The last of n arrivals comes, on average, n / (n + 1) of the way.
     time_scale = seconds * len(wanted) / (len(wanted) + 1) / span if span > 0 else 1.0
-    prompt_scale = min(1.0, longest_prompt / max(1, *(row.prompt for row in wanted)))
-    answer_scale = min(1.0, longest_answer / max(1, *(row.answer for row in wanted)))
-    rows = tuple(
+    return fit_trace(wanted, time_scale, longest_prompt, longest_answer)
+
+
+def fit_trace(
+    rows: Sequence[TraceRow], time_scale: float, longest_prompt: int, longest_answer: int
+) -> ScaledTrace:
+    """Rows with every instant multiplied by `time_scale`, and lengths so that the longest ones become those
+    given; none is stretched, and none falls below one token."""
+    prompt_scale = min(1.0, longest_prompt / max(1, *(row.prompt for row in rows)))
+    answer_scale = min(1.0, longest_answer / max(1, *(row.answer for row in rows)))
+    scaled = tuple(
         TraceRow(row.at * time_scale, _scaled(row.prompt, prompt_scale), _scaled(row.answer, answer_scale))
-        for row in wanted
+        for row in rows
     )
-    return ScaledTrace(rows, time_scale, prompt_scale, answer_scale)
+    return ScaledTrace(scaled, time_scale, prompt_scale, answer_scale)
 
 
 def _scaled(tokens: int, scale: float) -> int:

@@ -110,6 +110,45 @@ def methods(
     print_report(results)
 
 
+@bench.command()
+def policies(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Shape = "19m",
+    trace: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, readable=True, help="Azure LLM trace to replay too."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True, help="CSV or JSONL with texts that requests ask."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds that requests arrive in, each run.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(help="File for the report, as HTML.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="File for the summary picture, as SVG or PNG by its ending.")
+    ] = None,
+) -> None:
+    """Every scheduling policy on the papers' traffic and a recorded one, and what one would do instead."""
+    for flag, path in (("--json", json_file), ("--page", page), ("--picture", picture)):
+        _check_writable(flag, path)
+    from coserve.bench.policies.page import draw, write_page
+    from coserve.bench.policies.run import run_policies
+    from coserve.bench.report import print_report
+
+    results = run_policies(shape, quick, only or None, json_file, trace, prompts, seconds)
+    if page is not None:
+        write_page(results, page)
+    if picture is not None:
+        draw(results, picture)
+    print_report(results)
+
+
 def _check_writable(flag: str, path: Path | None) -> None:
     """Better to find out before minutes of work than after."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):

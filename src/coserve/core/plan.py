@@ -39,13 +39,24 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
+class Lane:
+    """What runs on a `share` (up to 1) of the machine, in one pass over the weights."""
+
+    share: float
+    inference: tuple[Segment, ...]
+    training: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step's work.
 
     `prefixes` have got their pages just now and are filled before any sequence is looked at.
     `updates` are jobs whose optimizer steps after the segments have run; `released` are keys of sequences
     and micro-batches that ended since the last plan, whose device state the runner drops before anything
-    else. `predicted` is what the cost model expects, in seconds.
+    else. `predicted` is what the cost model expects, in seconds. `split` is the share of the machine that
+    inference has, beside training in a lane of its own; None fuses them. `pause` is how long nothing runs
+    although somebody waits, seconds.
     """
 
     inference: tuple[Segment, ...] = ()
@@ -54,6 +65,15 @@ class Plan:
     released: tuple[int, ...] = ()
     predicted: float = 0.0
     prefixes: tuple[Prefix, ...] = ()
+    split: float | None = None
+    pause: float = 0.0
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """What runs side by side."""
+        if self.split is None:
+            return (Lane(1.0, self.inference, self.training),)
+        return Lane(self.split, self.inference, ()), Lane(1 - self.split, (), self.training)
 
     @property
     def is_empty(self) -> bool:
@@ -61,8 +81,8 @@ class Plan:
 
     @property
     def is_fused(self) -> bool:
-        """Whether inference and training share this step."""
-        return bool(self.inference) and bool(self.training)
+        """Whether inference and training share a pass over the weights."""
+        return bool(self.inference) and bool(self.training) and self.split is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +119,14 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The runner's answer. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`)."""
+    """The runner's answer. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`); `lanes` are
+    the seconds of each lane, where the plan was split."""
 
     seconds: float
     sampled: Mapping[int, Sampled] = field(default_factory=dict)
     updated: Mapping[str, Updated] = field(default_factory=dict)
     failed: Mapping[str, CoserveError] = field(default_factory=dict)
+    lanes: tuple[float, ...] = ()
 
 
 class Runner(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
-from coserve.core.plan import Plan, Sampled, Segment, TokenLogprobs
+from coserve.core.plan import Lane, Sampled, Segment, TokenLogprobs
 from coserve.core.sequence import Direction
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.runner import Inference, LocalRunner, Travel, answer_of
@@ -37,15 +37,15 @@ class DeterministicRunner(LocalRunner):
         super().__init__(base, bank, pool, table)
         fixed.prove_fixed(base)
 
-    def _pass(self, plan: Plan) -> dict[int, Sampled]:
+    def _pass(self, lane: Lane) -> dict[int, Sampled]:
         found: dict[int, Sampled] = {}
-        for group in _groups(plan.inference):
+        for group in _groups(lane.inference):
             inference = self._inference_rows(group)
             self._forward(inference, [])
             for key, sampled in self._sample(inference).items():
                 earlier = found[key].prompt_logprobs if key in found else ()
                 found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
-        for segment in plan.training:
+        for segment in lane.training:
             if segment.direction is Direction.KEEP:
                 self._forward(None, [segment])
         return found

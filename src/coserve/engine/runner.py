@@ -3,7 +3,9 @@
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, groupby
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +14,10 @@ from torch import Tensor
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.core.grid import on_grid
-from coserve.core.plan import Plan, Prefix, Sampled, Segment, StepResult, TokenLogprobs, Updated
+from coserve.core.plan import Lane, Plan, Prefix, Sampled, Segment, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.core.sequence import Sequence as Answer
+from coserve.engine.lanes import Lanes
 from coserve.engine.table import SequenceTable
 from coserve.errors import CoserveError, LossNotFinite
 from coserve.memory.arena import Arena
@@ -25,6 +28,8 @@ from coserve.model.sample import sample, token_logprobs
 from coserve.train.tape import KeptWindow, Tape
 from coserve.train.trainer import TrainingRun
 from coserve.train.window import Window
+
+_NAP: Final = 0.001  # seconds; a pause is cut into so many, for whoever arrives meanwhile
 
 
 @dataclass(slots=True)
@@ -57,6 +62,7 @@ class LocalRunner:
     def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
         self.base, self.bank, self.pool, self.table = base, bank, pool, table
         self.arena = Arena()
+        self._lanes = Lanes(base.device)
         self.runs: dict[str, TrainingRun] = {}
 
     @torch.no_grad()
@@ -66,14 +72,25 @@ class LocalRunner:
             self.table.release(key)
         for prefix in plan.prefixes:
             self._fill(prefix)
-        sampled = self._pass(plan)
-        for segment in plan.training:
-            if segment.direction is not Direction.KEEP:
-                self._walk(segment)
+        ran = self._lanes.run([(lane.share, partial(self._run_lane, lane)) for lane in plan.lanes])
+        sampled = ran[0][0]  # inference is in the first lane
+        if plan.pause:
+            time.sleep(min(plan.pause, _NAP))
         updated, failed = self._update(plan.updates)
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
-        return StepResult(time.perf_counter() - started, sampled, updated, failed)
+        lanes = () if plan.split is None else tuple(seconds for _, seconds in ran)
+        return StepResult(time.perf_counter() - started, sampled, updated, failed, lanes)
+
+    @torch.no_grad()  # of this thread: every lane has its own
+    def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], float]:
+        """The tokens that come of a lane, and the seconds it took."""
+        started = time.perf_counter()
+        sampled = self._pass(lane)
+        for segment in lane.training:
+            if segment.direction is not Direction.KEEP:
+                self._walk(segment)
+        return sampled, time.perf_counter() - started
 
     def _fill(self, prefix: Prefix) -> None:
         """Virtual tokens into their pages: given ones as they are, then prompts in a pass of their own."""
@@ -106,10 +123,10 @@ class LocalRunner:
         part = InferenceRows(self.pool, slots, None, [rows], missing)
         return Inference(part, (), slots, (), hidden, calls, adapters)
 
-    def _pass(self, plan: Plan) -> dict[int, Sampled]:
+    def _pass(self, lane: Lane) -> dict[int, Sampled]:
         """Everything that goes forward, in one fused pass, and the tokens that come of it."""
-        inference = self._inference_rows(plan.inference) if plan.inference else None
-        self._forward(inference, [s for s in plan.training if s.direction is Direction.KEEP])
+        inference = self._inference_rows(lane.inference) if lane.inference else None
+        self._forward(inference, [s for s in lane.training if s.direction is Direction.KEEP])
         return self._sample(inference) if inference is not None else {}
 
     def _forward(self, inference: Inference | None, kept: Sequence[Segment]) -> None:

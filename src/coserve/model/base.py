@@ -5,6 +5,7 @@ with; `Base.layer` runs one of them; `Base.tail` is final norm, head and whateve
 its logits. Design decision 1: drive, do not patch.
 """
 
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -56,6 +57,7 @@ class Base:
         self.vocabulary = 0
         self._arguments: RowArguments | None = None
         self._decoder: Any = model.get_decoder()
+        self._standing_aside = threading.RLock()  # two lanes of a step have one model
 
     @property
     def depth(self) -> int:
@@ -174,13 +176,14 @@ class Base:
     def _run_model(
         self, module: Any, answer: Callable[[Tensor, Call], Tensor], tokens: Tensor, positions: Tensor
     ) -> Any:
-        for slot in self.slots:
-            slot.answer_with(answer)
-        try:
-            return module(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        finally:
+        with self._standing_aside:
             for slot in self.slots:
-                slot.answer_with(None)
+                slot.answer_with(answer)
+            try:
+                return module(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+            finally:
+                for slot in self.slots:
+                    slot.answer_with(None)
 
 
 def _distinct(calls: list[Call]) -> LayerCalls:

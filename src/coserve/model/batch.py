@@ -5,6 +5,7 @@ training window, another), and each part knows its own keys and values; adapters
 A linear or an attention never learns of this through keyword arguments: it asks the base's `BatchCell`.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ class Rows(Protocol):
         ...
 
 
-class BatchCell:
-    """Holds the rows of the run that is under way on one base, None between runs."""
+class BatchCell(threading.local):
+    """Holds the rows of the run that is under way on one base, None between runs; each thread has its own."""
 
     def __init__(self) -> None:
         self.rows: Rows | None = None

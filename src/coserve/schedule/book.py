@@ -16,6 +16,7 @@ class Job:
     micro_batches: deque[MicroBatch] = field(default_factory=deque)
     is_due: bool = False  # all micro-batches are done and the optimizer has not stepped yet
     progress: float = 0.0
+    steps: int = 0  # optimizer steps since it was added
     served_at: float | None = None  # when it last got a piece, or began to wait for one
 
     @property
@@ -101,6 +102,7 @@ class Book:
     def updated(self, name: str) -> None:
         """Notes that a job's optimizer has stepped."""
         self._jobs[name].is_due = False
+        self._jobs[name].steps += 1
 
 
 def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:

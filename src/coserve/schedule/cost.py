@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Self
 
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan, Segment, StepResult
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.lanes import LaneCosts
 from coserve.schedule.margin import Margin
 
 # What one unit of each feature is. The numbers are the seconds per unit assumed before any measurement:
@@ -226,6 +227,7 @@ class CostModel:
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
         self.misses = Margin()
+        self.lanes = LaneCosts()
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
 
     @property
@@ -241,6 +243,16 @@ class CostModel:
         """Seconds that a step of these features will take."""
         seconds: float = sum(map(mul, self._effective, features.values))
         return seconds
+
+    def predict_iteration(self, batches: Iterable[MicroBatch]) -> float:
+        """Seconds of an optimizer step on these micro-batches, from its beginning: FineInfer's t_f."""
+        features = Features()
+        features.add_update()
+        for batch in batches:
+            pairs = window_pairs(batch, 0, batch.length)
+            for way in (Direction.KEEP, Direction.LOSS, Direction.BACKWARD):
+                features.add_training(batch, batch.length, pairs, way, Span(0, batch.layers))
+        return self.predict_features(features)
 
     def margin(self, config: SchedulerConfig, trains: bool) -> float:
         """What to add to the prediction of a step that trains, or does not, relative to it."""
@@ -281,6 +293,16 @@ class CostModel:
         self._correct_weights(values, taken, predicted)
         self._correct_factors(values, taken, predicted)
         self._apply_factors()
+
+    def observe_lanes(self, plan: Plan, result: StepResult) -> None:
+        """Learns from a step whose lanes ran side by side: what each takes more than alone."""
+        if not (plan.inference and plan.training and result.lanes):
+            return
+        self.misses.observe(result.seconds / max(plan.predicted, 1e-9), trains=True)
+        alone = [
+            self.predict_features(Features.of_segments(lane)) for lane in (plan.inference, plan.training)
+        ]
+        self.lanes.observe(*(took / max(one, 1e-9) for took, one in zip(result.lanes, alone, strict=True)))
 
     @property
     def learned(self) -> Costs:

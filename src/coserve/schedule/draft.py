@@ -4,18 +4,36 @@ from dataclasses import dataclass, field
 
 from coserve.core.plan import Segment
 from coserve.core.sequence import Sequence
-from coserve.schedule.cost import Features
+from coserve.schedule.cost import CostModel, Features
 
 
 @dataclass(slots=True)
 class Draft:
-    """The segments chosen so far and what is in them; `now` is when the planning began, seconds."""
+    """The segments chosen so far and what is in them; `now` is when the planning began, seconds.
+
+    `split` gives training a lane of its own, whose features are in `beside`; None has all in one pass.
+    """
 
     now: float
     features: Features = field(default_factory=Features)
     inference: list[Segment] = field(default_factory=list)
     training: list[Segment] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
+    split: float | None = None
+    beside: Features = field(default_factory=Features)
+
+    @property
+    def trained(self) -> Features:
+        """Where training is counted."""
+        return self.features if self.split is None else self.beside
+
+    def predict(self, cost: CostModel) -> float:
+        """Seconds of the step; of two lanes the longer one counts."""
+        if self.split is None:
+            return cost.predict_features(self.features)
+        inference = cost.predict_features(self.features) * cost.lanes.inference if self.inference else 0.0
+        training = cost.predict_features(self.beside) * cost.lanes.training
+        return max(inference, training if self.training or self.updates else 0.0)
 
     def add(self, segment: Segment, filled: int = 0) -> None:
         """Takes an inference segment in, whose adapter's last `filled` virtual tokens pass before it."""

@@ -83,7 +83,7 @@ class FakeRunner:
         for segment in plan.training:
             self._travel(segment)
         updated = {job: self._update(job) for job in plan.updates if job not in failed}
-        self.now += seconds
+        self.now += seconds + plan.pause
         self.plans.append(plan)
         self.results.append(StepResult(seconds, sampled, updated, failed))
         return self.results[-1]

@@ -21,24 +21,27 @@ class Filler:
         self._cost = cost
         self._config = config
         self._pairs: dict[tuple[int, int, int], int] = {}  # of windows that were considered
-        self._before = cost.predict_features(draft.features) if draft.inference else 0.0
+        self._before = (
+            cost.predict_features(draft.trained) if draft.inference and draft.split is None else 0.0
+        )
 
     def update(self, job: str) -> bool:
         """Adds a job's optimizer step, if it fits."""
-        features = self._draft.features.copy()
+        if not self._may_train(job):
+            return False
+        features = self._draft.trained.copy()
         features.add_update()
         seconds = self._cost.predict_features(features) - self._before
         if seconds > max(self.left, self._pop_minimum()):
             return False
         self._draft.updates.append(job)
-        self._draft.features.add_update()
+        self._draft.trained.add_update()
         self._spend(seconds)
         return True
 
     def window(self, batch: MicroBatch) -> bool:
         """Adds the next piece of a micro-batch: as much as fits, or its smallest part within the minimum."""
-        allowed = self._allowance
-        if allowed.rows == 0 or (allowed.only is not None and batch.key not in allowed.only):
+        if self._allowance.rows == 0 or not self._may_train(batch.job):
             return False
         minimum, sizes = self._pop_minimum(), self._sizes(batch)
         chosen = self._largest(batch, sizes, self.left)
@@ -48,6 +51,9 @@ class Filler:
             return False
         self._add(batch, *chosen)
         return True
+
+    def _may_train(self, job: str) -> bool:
+        return self._allowance.job in (None, job)
 
     def _pop_minimum(self) -> float:
         """The minimum is for the first piece in turn only."""
@@ -97,7 +103,7 @@ class Filler:
 
     def _seconds(self, batch: MicroBatch, rows: int, layers: int) -> float:
         """What a piece would add to the step."""
-        features = self._draft.features.copy()
+        features = self._draft.trained.copy()
         window = (batch.key, *batch.next_window(rows))
         if window not in self._pairs:
             self._pairs[window] = window_pairs(batch, *window[1:])
@@ -109,7 +115,7 @@ class Filler:
         start, rows = batch.next_window(rows)
         segment = Segment(batch, start, rows, batch.direction, batch.next_span(layers))
         self._draft.training.append(segment)
-        self._draft.features.add(segment)
+        self._draft.trained.add(segment)
         self._spend(seconds)
 
     def _spend(self, seconds: float) -> None:

@@ -143,7 +143,8 @@ class Scheduler:
             self._prefill(draft, view)
         if jobs:
             self._train(draft, view, jobs)
-        return self._close(draft)
+        plan = self._close(draft)
+        return replace(plan, pause=self._pause(view)) if plan.is_empty else plan
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> list[Event]:
         """Takes the runner's answer in; `now` is when the step ended. Returns what it brought about."""
@@ -172,8 +173,7 @@ class Scheduler:
             cost=self.cost,
             waiting=self.waiting,
             running=self.running,
-            training=tuple(batch for job in jobs for batch in self._book.ready(job)),
-            updates=tuple(job.name for job in jobs if job.is_due),
+            jobs=tuple(jobs),
             finished=self.stats.finished,
             starving=starving,
         )
@@ -252,6 +252,7 @@ class Scheduler:
                 deferral=slack.deferral,
             )
         )
+        draft.split = allowance.split
         filler = Filler(draft, allowance, self.cost, self.config)
         for job in jobs:
             served = filler.update(job.name) if job.is_due else False
@@ -259,6 +260,10 @@ class Scheduler:
                 served |= filler.window(batch)
             if served:
                 self._book.serve(job.name, draft.now)
+
+    def _pause(self, view: View) -> float:
+        """How long the policy lets everybody wait for nothing that this step could do."""
+        return max(self.policy.wake(view) - view.now, 0.0) if view.waiting else 0.0
 
     def _close(self, draft: Draft) -> Plan:
         released = (*self._lines.released, *self._book.released)
@@ -270,7 +275,8 @@ class Scheduler:
             training=in_order(draft.training),
             updates=tuple(draft.updates),
             released=released,
-            predicted=self.cost.predict_features(draft.features),
+            predicted=draft.predict(self.cost),
+            split=draft.split,
         )
 
     # Applying
@@ -283,7 +289,10 @@ class Scheduler:
         for sequence in self._lines:
             sequence.deferred += training
         self._last_training = (now, training)
-        self.cost.observe(plan, result.seconds)
+        if plan.split is None:
+            self.cost.observe(plan, result.seconds)
+        else:
+            self.cost.observe_lanes(plan, result)
         self.stats.steps += 1
         self.stats.fused_steps += plan.is_fused
 

@@ -39,29 +39,29 @@ def measure(draft: Draft, lines: Lines, cost: CostModel, config: SchedulerConfig
             if rest and _is_bound(sequence)
             else 0.0
         )
-        limits = _limits(sequence, draft.now, ahead, step, margin)
-        training = min(training, *limits) if limits else min(training, config.ride_along * step)
+        left = limits(sequence, draft.now, ahead, step, margin)
+        training = min(training, *left) if left else min(training, config.ride_along * step)
         if sequence.request.slo.deferral is not None:
             deferral = min(deferral, _deferral(sequence, margin))
     return Slack(step, max(training, 0.0), max(deferral, 0.0))
 
 
-def _limits(sequence: Sequence, now: float, ahead: float, step: float, margin: float) -> list[float]:
+def limits(sequence: Sequence, now: float, ahead: float, step: float, margin: float) -> list[float]:
     """What each bound that still applies leaves for training, when the next token is `ahead` seconds off."""
     slo, arrival = sequence.request.slo, sequence.request.arrival
-    limits = []
+    found = []
     if slo.first_token is not None and sequence.first_token_at is None:
-        limits.append((arrival + slo.first_token - now) / (1 + margin) - ahead)
+        found.append((arrival + slo.first_token - now) / (1 + margin) - ahead)
     if slo.between_tokens is not None and sequence.last_token_at is not None:
-        limits.append((sequence.last_token_at + slo.between_tokens - now) / (1 + margin) - ahead)
+        found.append((sequence.last_token_at + slo.between_tokens - now) / (1 + margin) - ahead)
     if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # nothing saves one that has passed
         # Shared out evenly: what is spent at once is missing when requests that arrive make steps longer.
         tokens = max(sequence.request.sampling.max_tokens - len(sequence.output), 1)
         whole = (arrival + slo.end_to_end - now) / (1 + margin) - ahead - (tokens - 1) * step
-        limits.append(whole / tokens)
+        found.append(whole / tokens)
     if slo.deferral is not None:
-        limits.append(_deferral(sequence, margin))
-    return limits
+        found.append(_deferral(sequence, margin))
+    return found
 
 
 def _deferral(sequence: Sequence, margin: float) -> float:

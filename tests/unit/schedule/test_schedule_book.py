@@ -70,3 +70,14 @@ def test_forgetting_a_job_releases_what_is_left_of_it() -> None:
     it.remove("b")
     it.remove("b")
     assert it.released == [1] and order(it) == ["a"] and "b" not in it
+
+
+def test_optimizer_steps_are_counted_as_long_as_the_job_is_there() -> None:
+    it = book(a=1.0)
+    (job,), _ = it.turns(0.0, None)
+    for steps in (1, 2):
+        it.updated("a")
+        assert job.steps == steps
+    it.remove("a")
+    it.add("a", [MicroBatch(7, "a", "a@0", (10,), LAYERS)], 1.0)
+    assert it.turns(0.0, None)[0][0].steps == 0

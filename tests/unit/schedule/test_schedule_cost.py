@@ -266,3 +266,28 @@ def test_another_model_goes_on_from_what_one_has_learned() -> None:
 def test_what_no_model_can_have_learned_is_not_sound(change: dict[str, Any]) -> None:
     learned = CostModel().learned
     assert learned.is_sound and not replace(learned, **change).is_sound
+
+
+def test_an_iteration_is_there_and_back_and_the_optimizer() -> None:
+    """By hand, from the assumed weights: 100 rows and 50 of two micro-batches of one adapter."""
+    batches = [MicroBatch(1, "job", "a@0", (60, 40), DEPTH), MicroBatch(2, "job", "a@0", (50,), DEPTH)]
+    pairs = (60 * 61 + 40 * 41 + 50 * 51) / 2
+    there = 1e-2 + 150 * 1e-4 + pairs * 1e-8
+    back = 2 * 2e-2 + 150 * 3e-4 + pairs * 4e-8
+    rest = 1e-3 + 2e-4 + 150 * 2e-4 + 5e-3  # the step, the adapter, the loss, the update
+    assert CostModel().predict_iteration(batches) == pytest.approx(there + back + rest)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_iteration_is_what_its_steps_take(count: int) -> None:
+    """Where the micro-batches travel together: what is paid for in every step is all that is missing."""
+    batches = [MicroBatch(n, "job", "a@0", (100,), DEPTH) for n in range(count)]
+    whole = [Span(0, DEPTH), Span(DEPTH, DEPTH + 1), Span(0, DEPTH)]
+    ways = [Direction.KEEP, Direction.LOSS, Direction.BACKWARD]
+    plans = [
+        Plan(training=tuple(Segment(batch, 0, 100, way, span) for batch in batches))
+        for way, span in zip(ways, whole, strict=True)
+    ]
+    model = CostModel()
+    taken = sum(model.predict(plan) for plan in (*plans, Plan(updates=("job",))))
+    assert model.predict_iteration(batches) == pytest.approx(taken - 3 * 1e-3 - 2e-4)

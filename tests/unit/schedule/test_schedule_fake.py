@@ -114,3 +114,9 @@ def test_an_update_needs_all_gradients() -> None:
         runner.run(Plan(updates=("job",)))
     runner.run(Plan(training=(train(it, 0, 8, Direction.BACKWARD, Span(0, 1)),)))
     assert runner.run(Plan(updates=("job",))).updated["job"].labels == 8
+
+
+def test_a_pause_takes_its_time() -> None:
+    runner = FakeRunner(2)
+    assert runner.run(Plan(pause=2.5)).seconds == 0.0
+    assert runner.now == 2.5

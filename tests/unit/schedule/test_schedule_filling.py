@@ -112,9 +112,9 @@ def test_whole_micro_batches() -> None:
     assert (segment.length, segment.span) == (700, Span(0, DEPTH))
 
 
-def test_only_some_may_travel() -> None:
-    assert fill(micro_batch(), INFINITE, only=frozenset({8})).training == []
-    assert len(fill(micro_batch(), INFINITE, only=frozenset({9})).training) == 1
+def test_only_one_job_may_travel() -> None:
+    assert fill(micro_batch(), INFINITE, job="other").training == []
+    assert len(fill(micro_batch(), INFINITE, job="job").training) == 1
 
 
 def test_an_update_is_paid_for() -> None:

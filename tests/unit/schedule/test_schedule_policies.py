@@ -1,34 +1,49 @@
+from collections import deque
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 
+import coserve.schedule.policies
 from coserve.core.request import Request
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import ConfigError
+from coserve.schedule.book import Job
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.policies import POLICIES, View, make_policy, register
+from coserve.schedule.policies import POLICIES, Allowance, Policy, View, make_policy, register
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING
+from timetable import Ask, Tune, play, table
 
 CONFIG = SchedulerConfig(layers=4, max_positions=64)
 
 
-def view(requests: int = 0, batches: int = 1, **changes: object) -> View:
+def job(batches: int = 1, steps: int = 0, is_due: bool = False) -> Job:
+    training = deque(MicroBatch(100 + n, "job", "a@0", (8,), 4) for n in range(batches))
+    return Job("job", 1.0, training, is_due, steps=steps)
+
+
+def view(requests: int = 0, jobs: tuple[Job, ...] | None = None, **changes: object) -> View:
     state: dict[str, object] = {
         "now": 0.0,
         "config": CONFIG,
         "cost": CostModel(),
         "waiting": tuple(Sequence(key, Request("r", (1,))) for key in range(requests)),
         "running": (),
-        "training": tuple(MicroBatch(100 + n, "job", "a@0", (8,), 4) for n in range(batches)),
-        "updates": (),
+        "jobs": (job(),) if jobs is None else jobs,
         "finished": 0,
     }
     return View(**(state | changes))  # type: ignore[arg-type]
 
 
 def test_policies_are_found_by_name() -> None:
-    assert {"hybrid", "temporal"} <= POLICIES.keys()
-    assert type(make_policy("hybrid")) is POLICIES["hybrid"]
-    with pytest.raises(ConfigError, match=r"no policy 'fifo'.*hybrid, temporal"):
+    assert POLICIES.keys() >= {
+        "continuous", "deferred", "enhanced-temporal", "hybrid",
+        "idle-only", "postpone-all", "spatial", "temporal",
+    }  # fmt: skip
+    for name in POLICIES:
+        assert type(make_policy(name)) is POLICIES[name]
+    with pytest.raises(ConfigError, match=r"no policy 'fifo'.*hybrid, idle-only"):
         make_policy("fifo")
     with pytest.raises(ConfigError, match="does not take"):
         make_policy("hybrid", n=3)
@@ -36,9 +51,106 @@ def test_policies_are_found_by_name() -> None:
         make_policy("temporal", n=0)
 
 
+class Told(Policy):
+    """Remembers what it was built with."""
+
+    def __init__(self, n: int = 1, grain: str = "whole", share: float = 0.5) -> None:
+        self.options = (n, grain, share)
+
+    def allow(self, view: View) -> Allowance:
+        return NO_TRAINING
+
+
+@pytest.mark.parametrize(
+    ("written", "options"),
+    [
+        ("told", (1, "whole", 0.5)),
+        ("told:", (1, "whole", 0.5)),
+        ("told:5", (5, "whole", 0.5)),
+        ("told:5,half", (5, "half", 0.5)),
+        ("told:5,half,0.25", (5, "half", 0.25)),
+        ("told:share=1e-3", (1, "whole", 0.001)),
+        ("told:5,share=2,grain=x", (5, "x", 2)),
+    ],
+)
+def test_options_are_written_behind_the_name(written: str, options: tuple[object, ...]) -> None:
+    with patch.dict(POLICIES, told=Told):
+        policy = make_policy(written)
+    assert isinstance(policy, Told) and policy.options == options
+    assert [type(option) for option in policy.options] == [type(option) for option in options]
+
+
+@pytest.mark.parametrize(
+    ("written", "more", "message"),
+    [
+        ("told:5,x,0.5,7", {}, r"takes 3 options \(n, grain, share\), not '7' too"),
+        ("told:seed=7", {}, "does not take these options.*seed"),
+        ("told:5", {"n": 6}, "does not take these options.*n"),
+        ("hybrid:5", {}, "policy 'hybrid' takes 0 options"),
+        ("temporal:x", {}, "temporal"),
+        ("spatial:x", {}, "spatial"),
+        ("deferred:x", {}, "deferred"),
+        ("enhanced-temporal:2,x", {}, "enhanced-temporal"),
+        (":5", {}, "no policy ''"),
+    ],
+)
+def test_options_that_are_refused(written: str, more: dict[str, object], message: str) -> None:
+    with patch.dict(POLICIES, told=Told), pytest.raises(ConfigError, match=message):
+        make_policy(written, **more)
+
+
+@pytest.mark.parametrize("written", ["isolated", "isolated:2"])
+def test_isolation_is_a_topology(written: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"not a policy of one engine: run one server for answers and one for"
+    ):
+        make_policy(written)
+
+
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(AssertionError, match="two policies"):
         register("hybrid")(POLICIES["hybrid"])
+
+
+def test_a_policy_is_one_class_with_a_name() -> None:
+    """The scheduler takes whatever is registered: here one that answers two at a time and trains at noon."""
+    with patch.dict(POLICIES):
+
+        @register("noon")
+        class Noon(Policy):
+            def __init__(self, noon: float = 12.0) -> None:
+                self.noon = noon
+
+            def admit(self, view: View) -> tuple[Sequence, ...]:
+                return view.waiting[: 2 - len(view.running)]
+
+            def allow(self, view: View) -> Allowance:
+                return Allowance(INFINITE, None) if view.now >= self.noon else NO_TRAINING
+
+            def wake(self, view: View) -> float:
+                return self.noon
+
+        asks = {"x": Ask(0, 2), "y": Ask(0, 1), "z": Ask(0, 2)}
+        assert play("noon:2", asks, {"a": Tune(steps=1)}) == table("""
+            0  prefill x y
+            1  decode x, prefill z
+            2  decode z, train a     # a step of both takes as long as the training in it
+            3  train a
+            5  end
+        """)
+    assert "noon" not in POLICIES
+
+
+def test_every_file_of_policies_is_found_without_being_named() -> None:
+    """A new strategy is a new file: no list of them is kept anywhere."""
+    folder = Path(coserve.schedule.policies.__file__).parent
+    registering = {path.stem for path in folder.glob("*.py") if "@register(" in path.read_text()}
+    assert registering - {"base"} == {policy.__module__.rpartition(".")[2] for policy in POLICIES.values()}
+    sources = [path.read_text() for path in (folder.parent.glob("*.py"))] + [
+        (folder / "__init__.py").read_text()
+    ]
+    named = {stem for stem in registering - {"base"} for text in sources if f"policies.{stem} import" in text}
+    assert not named
 
 
 def test_hybrid_runs_a_quantum_alone_and_at_least_something() -> None:
@@ -49,7 +161,7 @@ def test_hybrid_runs_a_quantum_alone_and_at_least_something() -> None:
 @pytest.mark.parametrize(("slack", "seconds"), [(0.003, 0.003), (1.0, CONFIG.quantum_with_inference)])
 def test_hybrid_rides_along_within_the_slack(slack: float, seconds: float) -> None:
     allowance = make_policy("hybrid").allow(view(1, inference_seconds=0.01, slack=slack, deferral=0.2))
-    assert (allowance.seconds, allowance.minimum) == (seconds, 0.0)
+    assert (allowance.seconds, allowance.minimum, allowance.job) == (seconds, 0.0, None)
 
 
 def test_hybrid_feeds_the_starving_up_to_the_deferral_bound() -> None:
@@ -58,33 +170,62 @@ def test_hybrid_feeds_the_starving_up_to_the_deferral_bound() -> None:
     assert (allowance.seconds, allowance.minimum) == (0.0, 0.2)
 
 
-def test_hybrid_holds_nobody() -> None:
-    policy, asked = make_policy("hybrid"), view(3)
+@pytest.mark.parametrize("name", ["hybrid", "spatial"])
+def test_those_who_do_both_at_once_hold_nobody(name: str) -> None:
+    policy, asked = make_policy(name), view(3)
     assert not policy.holds(asked)
     assert list(policy.admit(asked)) == list(asked.waiting)
 
 
+@pytest.mark.parametrize(("share", "seconds"), [(0.25, 0.03), (0.5, 0.01), (0.8, 0.0025)])
+def test_spatial_training_is_what_fits_beside_the_inference(share: float, seconds: float) -> None:
+    """inference / share * (1 - share), in seconds of the whole machine; alone the same of a quantum."""
+    policy, cost = make_policy("spatial", share=share), CostModel()
+    cost.lanes.inference, cost.lanes.training = 1 / share, 1 / (1 - share)
+    allowance = policy.allow(view(1, cost=cost, inference_seconds=0.01, slack=0.0))
+    assert allowance.seconds == pytest.approx(seconds)
+    assert (allowance.rows, allowance.minimum, allowance.job) == (512, INFINITE, None)
+    alone = policy.allow(view(0, cost=cost))
+    assert alone.seconds == pytest.approx(CONFIG.quantum * (1 - share))
+    assert allowance.split == alone.split == share
+    assert make_policy("hybrid").allow(view(1, inference_seconds=0.01)).split is None
+
+
 def test_temporal_gives_training_the_machine_after_n_requests() -> None:
-    policy = make_policy("temporal", n=2)
+    policy = make_policy("temporal", n=2, grain="batch")
     assert not policy.holds(view(1, finished=1))
     assert policy.allow(view(1, finished=1)) == NO_TRAINING
-    assert policy.holds(view(1, finished=2, batches=2))
-    allowance = policy.allow(view(1, finished=2, batches=2))
-    assert (allowance.seconds, allowance.rows, allowance.only) == (INFINITE, None, frozenset({100}))
-    assert policy.holds(view(1, finished=9, batches=1))  # until that very micro-batch is done
-    gone = view(1, finished=9, batches=0)
-    assert not policy.holds(gone)
-    assert not policy.holds(view(1, finished=10))
-    assert policy.holds(view(1, finished=11))
+    assert policy.holds(view(1, (job(2),), finished=2))
+    allowance = policy.allow(view(1, (job(2),), finished=2))
+    assert (allowance.seconds, allowance.rows, allowance.job) == (INFINITE, None, "job")
+    assert policy.holds(view(1, (job(1),), finished=9))  # until that very optimizer step is done
+    assert not policy.holds(view(1, (job(steps=1),), finished=9))
+    assert policy.allow(view(1, (job(steps=1),), finished=9)) == NO_TRAINING
+    assert not policy.holds(view(1, (job(steps=1),), finished=10))
+    assert policy.holds(view(1, (job(steps=1),), finished=11))
+    assert not policy.holds(view(1, (), finished=11))  # it went away
+
+
+def test_temporal_gives_a_job_the_machine_to_its_end() -> None:
+    policy = make_policy("temporal", n=2)
+    assert policy.holds(view(1, finished=2))
+    for steps in range(5):
+        assert policy.holds(view(1, (job(steps=steps),), finished=2))
+        assert policy.allow(view(1, (job(steps=steps),), finished=2)).job == "job"
+    assert not policy.holds(view(1, (), finished=2))
+    assert not policy.holds(view(1, finished=3))
+    assert policy.holds(view(1, finished=4))
 
 
 def test_temporal_trains_when_nobody_is_there() -> None:
     assert make_policy("temporal").holds(view(0))
-    assert not make_policy("temporal").holds(view(0, batches=0))
+    assert not make_policy("temporal").holds(view(0, ()))
 
 
-def test_temporal_lets_an_update_finish() -> None:
-    policy = make_policy("temporal")
-    asked = view(1, batches=0, updates=("job",))
+@pytest.mark.parametrize("grain", ["batch", "request"])
+def test_temporal_lets_an_update_finish(grain: str) -> None:
+    policy = make_policy("temporal", grain=grain)
+    assert policy.holds(view(0))
+    asked = view(1, (job(0, is_due=True),))
     assert policy.holds(asked)
-    assert policy.allow(asked).only == frozenset()
+    assert policy.allow(asked).job == "job"

@@ -15,10 +15,10 @@ from coserve.schedule.scheduler import Scheduler
 DEPTH = 4
 
 
-def world(pages: int = 64, **config: object) -> tuple[Scheduler, FakeRunner]:
+def world(pages: int = 64, policy: str = "hybrid", **config: object) -> tuple[Scheduler, FakeRunner]:
     settings: dict[str, object] = {"layers": DEPTH, "max_positions": 512} | config
     pool = PagePool(pages, 4)
-    it = Scheduler(SchedulerConfig(**settings), pool, CostModel(), make_policy("hybrid"))  # type: ignore[arg-type]
+    it = Scheduler(SchedulerConfig(**settings), pool, CostModel(), make_policy(policy))  # type: ignore[arg-type]
     return it, FakeRunner(4)
 
 
@@ -302,6 +302,45 @@ def test_the_cost_model_learns_from_each_step() -> None:
     drain(it, runner)
     assert runner.plans[150].predicted == pytest.approx(0.2, rel=0.05)
     assert it.cost.error < 0.05
+
+
+def test_what_a_lane_takes_teaches_nothing_of_the_whole_machine() -> None:
+    it, _ = world(policy="spatial:0.25")
+    runner = FakeRunner(4, seconds=lambda plan: 0.2)
+    before = it.cost.learned
+    it.submit(request(answer=20), 0.0)
+    it.add_training("job", micro_batches(it, rows=4000))
+    for _ in range(40):
+        runner.step(it)
+    assert {plan.split for plan in runner.plans} == {0.25}
+    assert it.cost.learned == before
+    assert (it.stats.fused_steps, it.stats.finished) == (0, 1)
+
+
+def test_a_lane_is_predicted_to_take_longer_than_alone() -> None:
+    alone, _ = world()
+    alone.submit(request(), 0.0)
+    it, _ = world(policy="spatial")
+    it.submit(request(), 0.0)
+    it.add_training("job", micro_batches(it))
+    it.cost.lanes.inference, it.cost.lanes.training = 3.0, 1.5
+    assert it.plan(0.0).predicted == pytest.approx(3 * alone.plan(0.0).predicted)
+
+
+def test_a_plan_pauses_only_where_it_does_nothing_and_somebody_waits() -> None:
+    it, runner = world(policy="enhanced-temporal:2,5")
+    assert it.plan(1.0).pause == 0.0
+    first = it.submit(request(answer=2, arrival=1.0), 1.0)
+    plan = it.plan(2.5)
+    assert plan.is_empty and plan.pause == pytest.approx(3.5)
+    it.cancel(first.key)
+    assert it.plan(2.5).pause == 0.0
+    for _ in range(2):
+        it.submit(request(answer=2, arrival=2.5), 2.5)
+    plan = it.plan(2.5)
+    assert len(plan.inference) == 2 and plan.pause == 0.0
+    it.apply(plan, runner.run(plan), 3.0)
+    assert runner.now == pytest.approx(plan.predicted)
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:

@@ -1,10 +1,12 @@
 """What a policy is asked, what it may look at, and what it answers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from coserve.core.sequence import MicroBatch, Sequence
+from coserve.core.sequence import Sequence
+from coserve.schedule.book import Job
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 
@@ -15,8 +17,8 @@ INFINITE = float("inf")
 class View:
     """The state of the schedule at one moment. Times and budgets are in seconds.
 
-    `admit` and `holds` are asked before the step's inference is planned, `allow` after: only then do
-    `inference_seconds` (what the inference in this step will take), `slack` and `deferral` mean anything.
+    `holds`, `admit` and `wake` are asked before the step's inference is planned, `allow` after: only then
+    do `inference_seconds` (what the inference in this step will take), `slack` and `deferral` mean anything.
     """
 
     now: float
@@ -24,13 +26,22 @@ class View:
     cost: CostModel
     waiting: tuple[Sequence, ...]  # most urgent first
     running: tuple[Sequence, ...]  # in order of arrival
-    training: tuple[MicroBatch, ...]  # could travel now; the job whose turn it is first
-    updates: tuple[str, ...]  # jobs whose optimizer could step now
+    jobs: tuple[Job, ...]  # that have something to run; the one whose turn it is first
     finished: int  # sequences that ended since the start
     starving: bool = False  # whether the first in turn got nothing for as long as it may
     inference_seconds: float = 0.0
     slack: float = INFINITE  # most training that breaks no bound of any request
     deferral: float = INFINITE  # most training that breaks no request's bound on all its deferral
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is there."""
+        return not self.waiting and not self.running
+
+    @property
+    def preempted(self) -> tuple[Sequence, ...]:
+        """Those who had entered and lost their pages: their answers are under way, though they wait."""
+        return tuple(sequence for sequence in self.waiting if sequence.admitted_at is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +50,45 @@ class Allowance:
 
     `rows` is the largest window; None makes a whole micro-batch the unit. If the first piece in turn does
     not fit into `seconds`, its smallest part (few rows through one layer or the tail) still runs when it
-    takes at most `minimum`.
-    `only` names the micro-batches that may travel; None lets all of them.
+    takes at most `minimum`. `job` is the only one that trains; None lets all of them. `split` is the share of
+    the machine that inference has to itself, beside training in a lane of its own; None has both in one pass
+    over the weights.
     """
 
     seconds: float
     rows: int | None
     minimum: float = 0.0
-    only: frozenset[int] | None = None
+    job: str | None = None
+    split: float | None = None
 
 
 NO_TRAINING = Allowance(seconds=0.0, rows=0)
 
 
-class Policy(Protocol):
-    """Decides who enters and how much training rides along. May keep state of its own between steps."""
+class Policy(ABC):
+    """Decides who enters and how much training rides along. May keep state of its own between steps.
+
+    A step asks, in this order: `holds`, then `admit` unless it holds, then `allow` if a job is there.
+    """
 
     def holds(self, view: View) -> bool:
-        """Whether no inference at all runs in this step."""
-        ...
+        """Whether no inference at all runs in this step. Asked once a step, first."""
+        return False
 
     def admit(self, view: View) -> Iterable[Sequence]:
         """Waiting sequences that may enter now. The most urgent enter first, while pages and rows last."""
-        ...
+        return view.waiting
 
+    @abstractmethod
     def allow(self, view: View) -> Allowance:
         """The training of this step. Asked only if there is some."""
-        ...
+
+    def wake(self, view: View) -> float:
+        """When to ask again, where it lets nothing run although requests wait."""
+        return view.now
 
 
-_P = TypeVar("_P", bound=Callable[..., "Policy"])
+_P = TypeVar("_P", bound=Callable[..., Policy])
 POLICIES: dict[str, Callable[..., Policy]] = {}
 
 

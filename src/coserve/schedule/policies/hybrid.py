@@ -1,13 +1,10 @@
 """Token-level co-serving (FlexLLM, section 6.2): inference first, then as much training as bounds allow."""
 
-from collections.abc import Iterable
-
-from coserve.core.sequence import Sequence
-from coserve.schedule.policies.base import INFINITE, Allowance, View, register
+from coserve.schedule.policies.base import INFINITE, Allowance, Policy, View, register
 
 
 @register("hybrid")
-class Hybrid:
+class Hybrid(Policy):
     """Everybody enters at once; training fills each step up to the smallest slack in it.
 
     Alone, training runs for a quantum at a time (at least one window through one layer or the tail),
@@ -15,14 +12,6 @@ class Hybrid:
     the bounds on latency say, at most once in `config.starvation` seconds, but never beyond a request's
     bound on all its deferral: who states that one means it.
     """
-
-    def holds(self, view: View) -> bool:
-        """Inference never stands still."""
-        return False
-
-    def admit(self, view: View) -> Iterable[Sequence]:
-        """Everybody."""
-        return view.waiting
 
     def allow(self, view: View) -> Allowance:
         """argmax f(c, s) <= SLO, and at most a quantum."""

@@ -1,46 +1,59 @@
-"""Temporal sharing (FlexLLM, section 3 and 8; "temporal sharing" of the multi-LoRA report, 4.4.1).
-
-The machine changes hands between inference and training: after every `n` finished requests, and whenever
-no request is there, one whole micro-batch goes forward and back, alone. Requests wait until it is done.
-"""
+"""Temporal sharing (FlexLLM, section 3 and 8.3; the multi-LoRA report, 4.4.1): requests and jobs in turns."""
 
 from collections.abc import Iterable
+from typing import Literal, get_args
 
 from coserve.core.sequence import Sequence
 from coserve.errors import ConfigError
-from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
+from coserve.schedule.policies.base import View, register
+from coserve.schedule.policies.batches import StaticBatches
+from coserve.schedule.policies.whole import WholeBatches
+
+Grain = Literal["request", "batch"]
 
 
 @register("temporal")
-class Temporal:
-    """`n` finished requests buy one micro-batch; smaller trains more and makes requests wait longer."""
+class Temporal(WholeBatches):
+    """One fine-tuning request after every `n` inference requests, and whenever no request is there.
 
-    def __init__(self, n: int = 8) -> None:
-        if n < 1:
-            raise ConfigError(f"policy temporal needs n >= 1 requests between micro-batches, not {n}")
+    What is a fine-tuning request: with the grain `request` a whole job, as the report has it (4.4.2: "if
+    fine-tuning requires four minutes, requests wait for two on average"); with `batch` one mini-batch, which
+    are FlexLLM's slices of time. With `batch` (their number) and `delay` (seconds) requests are served in the
+    report's static batches, of which none takes more than the rest of the `n` while a job waits; without,
+    all enter at once and pause where they are while training has the machine.
+    """
+
+    def __init__(
+        self, n: int = 8, grain: Grain = "request", batch: int | None = None, delay: float = 0.0
+    ) -> None:
+        super().__init__()
+        if not isinstance(n, int) or n < 1:
+            raise ConfigError(f"policy temporal needs n >= 1 requests between two of training, not {n}")
+        if grain not in get_args(Grain):
+            raise ConfigError(f"policy temporal has the grains {', '.join(get_args(Grain))}, not {grain!r}")
+        self.whole_jobs = grain == "request"
         self._n = n
-        self._last = 0  # how many had finished when the last slice of training ended
-        self._slice: int | None = None  # the micro-batch that has the machine
+        self._batches = None if batch is None else StaticBatches(batch, delay)
+        self._last = 0  # how many had finished when training last gave the machine back
 
-    def holds(self, view: View) -> bool:
-        """While a micro-batch has the machine, and while an optimizer step that it led to is due."""
-        if self._slice is not None and self._slice not in {batch.key for batch in view.training}:
-            self._slice, self._last = None, view.finished
-        if self._slice is None and view.training and self._is_due(view):
-            self._slice = view.training[0].key
-        return self._slice is not None or bool(view.updates)
+    def begins(self, view: View) -> bool:
+        """After n requests, or while nobody is there; a static batch is served to its end first."""
+        if self._batches is not None and self._batches.is_under_way(view):
+            return False
+        return view.is_idle or view.finished - self._last >= self._n
+
+    def ended(self, view: View) -> None:
+        self._last = view.finished
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Everybody."""
-        return view.waiting
+        """Everybody, or the next batch."""
+        if self._batches is None:
+            return view.waiting
+        return self._batches.next(view, self._most(view))
 
-    def allow(self, view: View) -> Allowance:
-        """The whole of the micro-batch that has the machine, or an optimizer step, or nothing."""
-        if self._slice is None and not view.updates:
-            return NO_TRAINING
-        only = frozenset[int]() if self._slice is None else frozenset({self._slice})
-        return Allowance(INFINITE, rows=None, only=only)
+    def wake(self, view: View) -> float:
+        """When the next batch leaves."""
+        return view.now if self._batches is None else self._batches.due_at(view)
 
-    def _is_due(self, view: View) -> bool:
-        idle = not view.waiting and not view.running
-        return idle or view.finished - self._last >= self._n
+    def _most(self, view: View) -> int | None:
+        return self._n - (view.finished - self._last) if view.jobs else None

@@ -1,0 +1,1 @@
+"""`coserve bench policies`: every scheduling strategy, and what one would do without."""

@@ -1,0 +1,176 @@
+"""Contestants on one workload, in one engine: the same weights, the same cost model, another policy each."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+
+from coserve.adapters.methods.lora import LoRAConfig
+from coserve.bench.drive import Answered, Load, serve
+from coserve.bench.ours import Bench, make_engine
+from coserve.bench.policies.isolated import isolated
+from coserve.bench.timing import percentile
+from coserve.bench.workloads import Workload
+from coserve.core.request import SLO
+from coserve.engine.engine import Engine
+from coserve.schedule.policies import make_policy
+from coserve.train.trainer import fresh_adapter
+
+OURS: Final = "adaptive"
+PROMISED: Final = 0.99  # share of requests within their bounds
+PATIENCE: Final = 5.0  # seconds after a load, for the last answers
+
+Judge = Callable[[Answered], bool]
+
+
+@dataclass(slots=True)
+class Contest:
+    """A workload, by whom and how it was served. `judges` are the bounds that are looked at, by their labels;
+    the first one counts where one must. `peak` is what the machine trains alone, tokens/s."""
+
+    workload: Workload
+    bounds: Mapping[str, str]
+    judges: Mapping[str, Judge]
+    peak: float
+    latency_bounds: Mapping[str, float] = field(default_factory=dict)  # on whole answers, seconds
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, name: str, load: Load, note: str = "") -> dict[str, Any]:
+        """Takes a round in."""
+        found = summary(load, self.workload, self.judges, self.peak, note)
+        self.runs[name] = found
+        kept = ", ".join(f"{share:.1%} {label}" for label, share in found["attainment"].items())
+        print(
+            f"{self.workload.name}: {name}: {kept}; {found['training']:,.0f} fine-tuning tokens/s",
+            file=sys.stderr,
+        )
+        return found
+
+    def attainment(self, name: str) -> float:
+        """Share of the requests that the first judge is content with."""
+        share: float = next(iter(self.runs[name]["attainment"].values()))
+        return share
+
+    def training(self, name: str) -> float:
+        """Fine-tuning tokens/s."""
+        rate: float = self.runs[name]["training"]
+        return rate
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, and for the page."""
+        return {
+            "title": self.workload.title,
+            "scale": self.workload.scale,
+            "seconds": self.workload.seconds,
+            "bounds": dict(self.bounds),
+            "latency_bounds": dict(self.latency_bounds),
+            "runs": self.runs,
+        }
+
+
+class Arena:
+    """The engine that all policies are tried in, with the adapters that a workload's requests name."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._threads = torch.get_num_threads()
+        self.engine: Engine = make_engine(bench)
+
+    def alone(self, workload: Workload) -> Load:
+        """The workload's requests without its jobs, and without bounds: what they take by themselves."""
+        requests = tuple(replace(request, slo=SLO()) for request in workload.requests)
+        return self.run("hybrid", replace(workload, requests=requests, jobs=()))
+
+    def peak(self, workload: Workload, seconds: float) -> float:
+        """Fine-tuning tokens/s of the workload's jobs without its requests, whole mini-batches one by one."""
+        first = replace(workload.jobs[0], at=0.0, epochs=1_000_000)
+        load = self.run("idle-only", replace(workload, seconds=seconds, requests=(), jobs=(first,)))
+        return load.training_rate(0.2)
+
+    def run(self, policy: str, workload: Workload, patience: float = PATIENCE) -> Load:
+        """One round under a policy."""
+        self._load_adapters(workload)
+        self.engine.scheduler.policy = make_policy(policy)
+        try:
+            return serve(self.engine, workload, patience)
+        finally:
+            torch.set_num_threads(self._threads)  # lanes have had threads of their own
+
+    def isolated(self, workload: Workload, judge: Judge) -> tuple[Load, str]:
+        """The fewest threads that keep the bounds serve; the round, and a sentence about it."""
+        self._load_adapters(workload)
+        self.engine.scheduler.policy = make_policy("hybrid")
+        for serving in range(1, self._threads + 1):
+            load = isolated(self.engine, self._bench.shape, workload, serving, PATIENCE)
+            kept = attained(load, workload, judge)
+            if kept >= PROMISED or serving == self._threads:
+                break
+        return load, f"{serving} of {self._threads} processors serve, the rest train; the base is there twice"
+
+    def _load_adapters(self, workload: Workload) -> None:
+        base = self.engine.base
+        for name, rank in workload.served:
+            if name not in self.engine.bank.names:
+                fresh = fresh_adapter(base, name, LoRAConfig(rank), 0)
+                self.engine.add_adapter(fresh.in_type(base.dtype))
+
+
+def own_bounds(answer: Answered) -> bool:
+    """Whether an answer kept the bounds that its request stated."""
+    return answer.keeps(answer.slo)
+
+
+def within(seconds: float) -> Judge:
+    """Whether an answer was complete in time."""
+    return lambda answer: answer.keeps(SLO(end_to_end=seconds))
+
+
+def attained(load: Load, workload: Workload, judge: Judge) -> float:
+    """Share of a workload's requests whose answers a judge is content with."""
+    return sum(map(judge, load.answers)) / max(1, len(workload.requests))
+
+
+def summary(
+    load: Load, workload: Workload, judges: Mapping[str, Judge], peak: float, note: str
+) -> dict[str, Any]:
+    """All figures of a round."""
+    answered = [answer for answer in load.answers if answer.tokens]
+    latencies = sorted(answer.latency for answer in answered)
+    wall = max(load.finished_at - load.started, 1e-9)
+    losses = load.losses
+    few = max(1, len(losses) // 10)
+    return {
+        "latency": _spread(latencies),
+        "first_token": _spread([answer.first_token for answer in answered]),
+        "between": _spread([gap for answer in answered for gap in answer.gaps]),
+        "attainment": {label: attained(load, workload, judge) for label, judge in judges.items()},
+        "training": load.training_rate(),
+        "training_share": load.training_rate() / peak,
+        "loss": [sum(losses[:few]) / few, sum(losses[-few:]) / few] if losses else None,
+        "processor": load.processor / wall / torch.get_num_threads(),
+        "requests": len(workload.requests),
+        "unanswered": len(workload.requests) - len(answered),
+        "latencies": [round(seconds, 4) for seconds in latencies],
+        "flow": _flow(load, workload),
+        "note": note,
+    }
+
+
+def _flow(load: Load, workload: Workload) -> list[list[float]]:
+    """(second, output tokens/s, fine-tuning tokens/s, arrivals/s) of each second."""
+    arrivals = [0] * max(1, int(workload.seconds))
+    for request in workload.requests:
+        arrivals[min(int(request.at), len(arrivals) - 1)] += 1
+    return [[*row, float(count)] for row, count in zip(load.per_second(), arrivals, strict=True)]
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {
+        "mean": sum(values) / len(values),
+        "p50": percentile(values, 0.5),
+        "p99": percentile(values, 0.99),
+    }

@@ -1,0 +1,197 @@
+"""Groups of `coserve bench policies`: a workload each, fitted to the machine, and every policy on it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from types import MappingProxyType
+from typing import Any, Final
+
+from coserve.bench.drive import Load
+from coserve.bench.ours import Bench
+from coserve.bench.policies import traffic
+from coserve.bench.policies.contest import OURS, Arena, Contest, Judge, own_bounds
+from coserve.bench.policies.making import Adapters, Given, bounds
+from coserve.bench.timing import percentile
+from coserve.bench.workloads import Tokens, TraceRow, Workload
+from coserve.core.request import SLO
+
+EVERYWHERE: Final = (
+    "spatial",
+    "idle-only",
+    "temporal:8,grain=batch",
+    "continuous",
+    "hybrid",
+    OURS,
+)
+_ROOM: Final = 1.5  # bounds over what requests take without training, where a workload's source has none
+SOME: Final = Adapters(count=4, rank=8, exponent=1.0)
+_PEAK_SECONDS: Final = 4.0
+_OWN: Final = "own bounds"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How long each round takes, and what it is made from."""
+
+    seconds: float
+    vocabulary: int
+    trace: Sequence[TraceRow] = ()
+    prompts: tuple[Tokens, ...] = ()
+    seed: int = 0
+
+    def given(self, slo: SLO = SLO()) -> Given:
+        """What the workloads of `traffic` are built from."""
+        return Given(self.vocabulary, self.seconds, slo, self.seed, self.prompts)
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Runs contests in one arena; `contests` are those that are over, `sweeps` runs by one quantity."""
+
+    bench: Bench
+    arena: Arena
+    sizes: Sizes
+    contests: dict[str, Contest] = field(default_factory=dict)
+    sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def contest(
+        self,
+        workload: Workload,
+        policies: Sequence[str],
+        judges: dict[str, Judge],
+        bounds: dict[str, str],
+        named: Mapping[str, str] = MappingProxyType({}),
+        latency_bounds: Mapping[str, float] = MappingProxyType({}),
+    ) -> Contest:
+        """Every policy on a workload, and isolation unless its jobs come one by one. `named` are policies
+        with options under shorter names."""
+        peak = self.arena.peak(workload, _PEAK_SECONDS)
+        contest = Contest(workload, bounds, judges, peak, latency_bounds)
+        for name, policy in {**named, **{policy: policy for policy in policies}}.items():
+            contest.add(name, self.arena.run(policy, workload), "" if name == policy else policy)
+        if len({job.at for job in workload.jobs}) == 1:
+            load, note = self.arena.isolated(workload, next(iter(judges.values())))
+            contest.add("isolated", load, note)
+        self.keep(contest)
+        return contest
+
+    def keep(self, contest: Contest) -> None:
+        """Writes down what has been found."""
+        self.contests[contest.workload.name] = contest
+        done = {name: one.as_dict() for name, one in self.contests.items()}
+        self.bench.results.section("workloads", done)
+
+    def sweep(self, name: str, points: list[dict[str, Any]]) -> None:
+        """Writes down what has been found by one quantity."""
+        self.sweeps[name] = points
+        self.bench.results.section("sweeps", self.sweeps)
+
+    def own(self, workload: Workload, *more: str) -> Contest:
+        """A contest on the bounds that the requests state."""
+        stated = ", ".join(sorted({bounds(request.slo) for request in workload.requests}))
+        return self.contest(workload, (*EVERYWHERE, *more), {_OWN: own_bounds}, {_OWN: stated})
+
+    # General traffic
+
+    def flexllm(self) -> Contest:
+        """FlexLLM's lengths at 40 % of what the machine answers, per-token bound as there: some steps."""
+        rate = 0.25 * self.capacity(256, 64)
+        return self._bounded(lambda given: traffic.flexllm(given, rate=rate, adapters=SOME))
+
+    def poisson(self) -> Contest:
+        """Independent users."""
+        rate = 0.25 * self.capacity(128, 32)
+        return self._bounded(lambda given: traffic.poisson(given, rate=rate, adapters=SOME))
+
+    def bursty(self) -> Contest:
+        """Users that come together."""
+        rate = 0.2 * self.capacity(128, 32)
+        return self._bounded(lambda given: traffic.bursty(given, rate=rate, adapters=SOME))
+
+    def azure(self) -> Contest:
+        """Recorded arrivals and lengths."""
+        rate = 0.2 * self.capacity(128, 32)
+        trace = self.sizes.trace
+        return self._bounded(
+            lambda given: traffic.azure(
+                given, trace, rate=rate, longest_prompt=512, longest_answer=64, adapters=SOME
+            )
+        )
+
+    def azure_arrivals(self) -> Contest:
+        """Recorded arrivals, lengths of FlexLLM's case study."""
+        rate = 0.25 * self.capacity(64, 32)
+        trace = self.sizes.trace
+        return self._bounded(lambda given: traffic.azure_arrivals(given, trace, rate=rate))
+
+    def tiers(self) -> Contest:
+        """Our own service tiers, with two jobs of different weight."""
+        rate = 0.25 * self.capacity(128, 32)
+        alone = self._alone(lambda given: traffic.poisson(given, rate=rate, adapters=SOME))
+        classes = traffic.service_tiers(
+            first_token=_ROOM * alone.first + 0.1,
+            between_tokens=2 * alone.between,
+            end_to_end=4 * alone.latency + 1.0,
+            deferral=3.0,
+        )
+        workload = traffic.tiers(self.sizes.given(), classes, rate=rate, adapters=SOME)
+        return self.own(workload, "enhanced-temporal:16,0.5", "deferred:0.5", "deferred:0.5,together=1")
+
+    def answers(self) -> Contest:
+        """Whole answers wanted in time, not single tokens: what a bound on the end allows to push out."""
+        rate = 0.25 * self.capacity(64, 32)
+        alone = self._alone(lambda given: traffic.poisson(given, rate=rate, prompt=64, adapters=SOME))
+        given = self.sizes.given(SLO(end_to_end=4.0 * alone.latency + 1.0))
+        workload = traffic.poisson(given, rate=rate, prompt=64, adapters=SOME)
+        workload = replace(workload, name="answers", title="Poisson arrivals; whole answers wanted in time")
+        bound = given.slo.end_to_end or 0.0
+        return self.own(workload, *_pushed_out(bound - _ROOM * alone.latency))
+
+    # Inside
+
+    def capacity(self, prompt: int, answer: int) -> float:
+        """Requests a second of a shape that the machine answers, 16 at once."""
+        given = replace(self.sizes.given(), seconds=0.001)
+        one = traffic.poisson(given, rate=1.0, prompt=prompt, answer=answer, adapters=SOME)
+        burst = replace(one, requests=tuple(replace(one.requests[0], at=0.0) for _ in range(16)))
+        loads = [self.arena.alone(burst) for _ in range(3)]
+        return 16 / median(load.finished_at - load.started for load in loads)
+
+    def _alone(self, make: Callable[[Given], Workload]) -> "Alone":
+        return Alone.of(self.arena.alone(make(self.sizes.given())))
+
+    def bounded(self, make: Callable[[Given], Workload]) -> Workload:
+        """With bounds on the first token and between tokens: what they take without training, and room."""
+        alone = self._alone(make)
+        return make(self.sizes.given(SLO(_ROOM * alone.first + 0.3, 2 * alone.between)))
+
+    def _bounded(self, make: Callable[[Given], Workload]) -> Contest:
+        workload = self.bounded(make)
+        return self.own(workload, *_pushed_out(0.5 * (workload.requests[0].slo.first_token or 0.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What requests take without training: 99th percentiles, seconds."""
+
+    latency: float
+    first: float
+    between: float
+    median_step: float  # between tokens, the 50th
+
+    @classmethod
+    def of(cls, load: Load) -> "Alone":
+        """Of a load without jobs."""
+        latencies = [answer.latency for answer in load.answers]
+        gaps = load.gaps
+        first = percentile(load.first_tokens, 0.99)
+        return cls(percentile(latencies, 0.99), first, percentile(gaps, 0.99), median(gaps))
+
+
+def _pushed_out(seconds: float) -> tuple[str, ...]:
+    """The policies that let requests wait, told how long they may."""
+    return (
+        f"enhanced-temporal:16,{seconds:.3f}",
+        f"deferred:{seconds:.3f}",
+        f"deferred:{seconds:.3f},together=1",
+    )

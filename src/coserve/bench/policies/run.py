@@ -1,0 +1,122 @@
+"""`coserve bench policies`: every strategy on every traffic, and what a user would do instead."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from coserve.bench.groups import begin, run_groups
+from coserve.bench.policies import instead, papers, switching
+from coserve.bench.policies.contest import OURS, PROMISED, Arena, Contest
+from coserve.bench.policies.making import Training
+from coserve.bench.policies.prompts import encoded, read_prompts, word_ids
+from coserve.bench.policies.rounds import Rounds, Sizes
+from coserve.bench.policies.traffic import poisson
+from coserve.bench.results import Bar
+from coserve.bench.workloads import read_trace
+
+TRACED: Final = ("azure", "azure-arrivals")
+GROUPS: Final = (
+    "switch", "report", "fineinfer", "flexllm", "poisson", "bursty", *TRACED, "tiers", "answers", "load",
+    "instead",
+)  # fmt: skip
+BARS: Final[Mapping[str, Bar | None]] = {
+    "switch.seconds": Bar(0.052, at_most=True),
+    **papers.BARS,
+    "ours.dominated": Bar(0.0, at_most=True),
+    "ours.best_lead": Bar(1.15),
+    "ours.vs_two_processes": Bar(1.5),
+}
+_SECONDS: Final = 12.0
+_QUICK_SECONDS: Final = 5.0
+_QUICK: Final = ("switch", "report", "fineinfer", "poisson", "tiers", "answers", "instead")
+_NOTICED: Final = 1.02  # training more than this beyond ours, at our attainment or more, dominates it
+_LONGEST: Final = 512  # tokens of a prompt that is read from a file
+
+
+def run_policies(
+    shape: str = "19m",
+    quick: bool = False,
+    only: Collection[str] | None = None,
+    json_path: str | Path | None = None,
+    trace: str | Path | None = None,
+    prompts: str | Path | None = None,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """Measures some groups (all, by default; without a `trace` none that replays one).
+
+    `prompts` is a CSV or JSONL with texts that requests begin with; `seconds` is how long requests arrive in
+    each run. The dictionary is as `bench.engine.run_engine`'s, with sections `workloads`, `sweeps` and
+    `switch` for `policies.page`. Raises ConfigError or DataError.
+    """
+    groups = _QUICK if quick else tuple(g for g in GROUPS if trace is not None or g not in TRACED)
+    groups = groups if only is None else tuple(only)
+    bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
+    vocabulary = bench.shape.vocabulary
+    texts = () if prompts is None else encoded(read_prompts(prompts), word_ids(vocabulary), _LONGEST)
+    rows = () if trace is None else read_trace(trace)
+    sizes = Sizes(seconds or (_QUICK_SECONDS if quick else _SECONDS), vocabulary, rows, texts)
+    rounds = Rounds(bench, Arena(bench), sizes)
+    bench.results.section("ours", OURS)
+    run_groups(bench, groups, _runs(rounds))
+    _compare(rounds)
+    bench.results.save()
+    return bench.results.as_dict()
+
+
+def _runs(rounds: Rounds) -> Mapping[str, Callable[[], object]]:
+    return {
+        "switch": partial(_switch, rounds),
+        "report": partial(papers.report, rounds),
+        "fineinfer": partial(papers.fineinfer, rounds),
+        "flexllm": rounds.flexllm,
+        "poisson": rounds.poisson,
+        "bursty": rounds.bursty,
+        "azure": rounds.azure,
+        "azure-arrivals": rounds.azure_arrivals,
+        "tiers": rounds.tiers,
+        "answers": rounds.answers,
+        "load": partial(papers.load_sweep, rounds),
+        "instead": partial(instead.compare, rounds),
+    }
+
+
+def _switch(rounds: Rounds) -> None:
+    training = Training(batch=4, length=128)
+    workload = poisson(replace(rounds.sizes.given(), seconds=1.0), rate=1.0, prompt=64, training=training)
+    switching.measure(rounds.bench, rounds.arena, workload, rounds=5)
+
+
+def _compare(rounds: Rounds) -> None:
+    """Ours against the best of the others on every workload: where it is beaten, and by how much it leads."""
+    dominated: list[str] = []
+    leads: dict[str, tuple[float, str]] = {}
+    for name, contest in rounds.contests.items():
+        if name == "instead":
+            continue
+        ours, trained = contest.attainment(OURS), contest.training(OURS)
+        for other in contest.runs.keys() - {OURS}:
+            if contest.attainment(other) >= ours and contest.training(other) > _NOTICED * trained:
+                dominated.append(f"{name}: {other}, {contest.training(other) / trained:.2f} of ours")
+        if ours >= PROMISED:
+            leads[name] = _lead(contest)
+    results = rounds.bench.results
+    if rounds.contests.keys() - {"instead"}:
+        told = "; ".join(dominated) or "nobody with at least our attainment trains over 2 % more"
+        results.row("ours.dominated", float(len(dominated)), note=told)
+    counted = [name for name, (lead, _) in leads.items() if not math.isnan(lead)]
+    if counted:
+        best = max(counted, key=lambda name: leads[name][0])
+        told = "; ".join(f"{name} {lead:.2f} over {other}" for name, (lead, other) in leads.items())
+        results.row("ours.best_lead", leads[best][0], note=f"on {best}; at 99 % attainment: {told}")
+
+
+def _lead(contest: Contest) -> tuple[float, str]:
+    """Ours over the one that trains most of the others that keep 99 %; nan where none of those trains."""
+    others = [n for n in contest.runs if n != OURS and contest.attainment(n) >= PROMISED]
+    following = max(others, key=contest.training, default="")
+    if not following or not contest.training(following):
+        return math.nan, "nobody who trains"
+    return contest.training(OURS) / contest.training(following), following

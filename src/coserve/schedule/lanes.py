@@ -1,0 +1,34 @@
+"""What lanes cost: how much longer each kind of work takes beside the other than alone on the whole machine."""
+
+from typing import Final
+
+_MEMORY: Final = 0.05  # of one step
+_RANGE: Final = 4.0  # a step this many times slower or faster teaches no more than one exactly so
+
+
+class LaneCosts:
+    """Factors on what the cost model predicts, learned from steps that had both lanes.
+
+    With everything shared evenly each is two; a little less is assumed at first, for only trying can tell.
+    Work that cannot use a whole machine (small products, the
+    overhead between them) loses less, and then both together do more than one after the other: `gain` is
+    how much more, at least 1 where lanes are worth it.
+    """
+
+    def __init__(self) -> None:
+        self.inference = 1.8
+        self.training = 1.8
+
+    @property
+    def gain(self) -> float:
+        """Work done side by side, in what one after the other would do in that time."""
+        return 1.0 / self.inference + 1.0 / self.training
+
+    def observe(self, inference: float, training: float) -> None:
+        """Takes in what each lane took, relative to what it was predicted to take alone."""
+        self.inference += _MEMORY * (_within(inference) - self.inference)
+        self.training += _MEMORY * (_within(training) - self.training)
+
+
+def _within(factor: float) -> float:
+    return min(max(factor, 1 / _RANGE), _RANGE)

@@ -1,0 +1,135 @@
+"""Our own: requests pushed out while their bounds allow, and training by the token in all that is left."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from coserve.core.sequence import Sequence
+from coserve.schedule.cost import Features
+from coserve.schedule.policies.base import INFINITE, Allowance, View, register
+from coserve.schedule.policies.hybrid import Hybrid
+
+_REMEMBERED: Final = 32  # requests that rate and patience are known from
+_DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in
+_PATIENCE: Final = 0.25  # of what the least patient of those could wait: what a quantum may take
+
+
+@register("adaptive")
+class Adaptive(Hybrid):
+    """SLO-aware deferral and token-level filling together.
+
+    What a step with inference in it costs training is nearly the same for one row as for many, so there
+    should be few of them. Requests are pushed out, as FineInfer's are (3.2), but each by its own bounds:
+    until the first of them could not be answered in time any more, and then everybody goes along. Meanwhile
+    training has the machine, in windows that are put down between layers after a quantum; how long that is
+    depends on how patient requests have been of late. Beside those who are being answered it rides along, as
+    much as their bounds leave (FlexLLM, 6.2). Who states no bound is never pushed out.
+    """
+
+    def __init__(self) -> None:
+        self._newest: deque[tuple[float, float]] = deque(
+            maxlen=_REMEMBERED
+        )  # arrival, and how long it could wait
+        self._last = 0  # key of the last of them
+        self._left = INFINITE  # seconds until somebody is due
+
+    def admit(self, view: View) -> Iterable[Sequence]:
+        """Everybody once somebody is due; before, only those who share enough of the steps under way."""
+        self._left = INFINITE
+        if not view.jobs or not view.waiting:
+            return view.waiting
+        pace = _Pace(view)
+        self._note(view, pace)
+        left = {sequence.key: pace.until_entry(sequence) for sequence in view.waiting}
+        if min(left.values()) <= view.config.quantum * _DUE:
+            return view.waiting
+        shared = max((pace.tokens(sequence) for sequence in view.running), default=0)
+        rate = self._rate(view.now)
+        joining = [s for s in view.waiting if _is_worth_it(pace.tokens(s), shared, rate * left[s.key])]
+        staying = left.keys() - {sequence.key for sequence in joining}
+        self._left = min((left[key] for key in staying), default=INFINITE)
+        return joining
+
+    def allow(self, view: View) -> Allowance:
+        """A quantum until somebody is due; beside who is, what his bounds leave."""
+        config = view.config
+        rows = max([config.max_training_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
+        if view.inference_seconds:
+            return replace(super().allow(view), rows=rows)
+        patience = _PATIENCE * min((left for _, left in self._newest), default=0.0)
+        quantum = min(max(patience, config.quantum), config.quantum_with_inference)
+        return Allowance(min(quantum, self._left), rows, minimum=INFINITE)
+
+    def _note(self, view: View, pace: "_Pace") -> None:
+        for sequence in sorted(view.waiting, key=lambda one: one.key):
+            if sequence.key > self._last:
+                self._last = sequence.key
+                arrival = sequence.request.arrival
+                self._newest.append((arrival, pace.until_entry(sequence) + view.now - arrival))
+
+    def _rate(self, now: float) -> float:
+        """Requests a second, of late."""
+        if len(self._newest) < 2:
+            return 0.0
+        return len(self._newest) / max(now - self._newest[0][0], 1e-9)
+
+
+def _is_worth_it(steps: int, shared: int, others: float) -> bool:
+    """Whether a request of so many steps should join those who run for `shared` more: it costs fewer steps of
+    its own than waiting for `others` would, who are expected until it is due and would share all of them."""
+    return shared > 0 and steps - shared < steps / (1 + others)
+
+
+class _Pace:
+    """How long each request can be left where it is, if all who are there then go on together."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        config, cost = view.config, view.cost
+        self._margin = cost.margin(config, trains=True)
+        everybody = (*view.running, *view.waiting)
+        decode = Features()
+        for sequence in everybody:
+            start = sequence.virtual + sequence.length
+            decode.add_inference(start, 1, 1, sequence.request.adapter, config.layers)
+        self._step = cost.predict_features(decode)
+        self._prefill = self._prefill_seconds(decode)
+
+    def tokens(self, sequence: Sequence) -> int:
+        """Steps until its last token."""
+        return max(sequence.request.sampling.max_tokens - len(sequence.output), 1)
+
+    def until_entry(self, sequence: Sequence) -> float:
+        """Seconds until a waiting request has to enter."""
+        slo, waited = sequence.request.slo, self._view.now - sequence.request.arrival
+        if sequence.output:
+            return 0.0
+        sure = 1 + self._margin
+        found = []
+        if slo.first_token is not None:
+            found.append(slo.first_token - waited - self._prefill * sure)
+        if slo.end_to_end is not None:
+            answer = self._prefill + (self.tokens(sequence) - 1) * self._step
+            found.append(slo.end_to_end - waited - answer * sure)
+        if slo.deferral is not None:
+            found.append((slo.deferral - sequence.deferred) / sure)
+        return min(found, default=0.0)
+
+    def _prefill_seconds(self, decode: Features) -> float:
+        """Until all who wait have their first tokens, in steps that are short enough for those who run."""
+        config, cost = self._view.config, self._view.cost
+        rows = sum(sequence.remaining for sequence in self._view.waiting)
+        if not rows:
+            return 0.0
+        with_prompts = decode.copy()
+        with_prompts.add_inference(0, max(rows, 2), 0, None, config.layers)
+        step = cost.predict_features(decode)
+        row = max(cost.predict_features(with_prompts) - step, 1e-9) / max(rows, 2)
+        everybody = (*self._view.running, *self._view.waiting)
+        bounds = [sequence.request.slo.between_tokens for sequence in everybody]
+        between = min((bound for bound in bounds if bound is not None), default=INFINITE)
+        pace = min((between / (1 + self._margin) - step) / row, config.max_prefill_rows)
+        at_once = 0 if self._view.running else config.max_prefill_rows
+        passes = max(rows - at_once, 0) / max(pace, config.min_prefill_rows) + bool(at_once)
+        return passes * step + rows * row

@@ -1,0 +1,23 @@
+from coserve.core.plan import Lane, Plan, Segment
+from coserve.core.request import Request
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+
+ANSWER = Segment(Sequence(1, Request("r", (1,))), 0, 1, Direction.INFER, Span(0, 2))
+TRAINING = Segment(MicroBatch(2, "job", "a@0", (8,), 2), 0, 8, Direction.KEEP, Span(0, 2))
+
+
+def test_one_lane_has_all_the_machine() -> None:
+    plan = Plan((ANSWER,), (TRAINING,))
+    assert plan.lanes == (Lane(1.0, (ANSWER,), (TRAINING,)),)
+    assert plan.is_fused
+
+
+def test_two_lanes_share_it_out() -> None:
+    plan = Plan((ANSWER,), (TRAINING,), split=0.75)
+    assert plan.lanes == (Lane(0.75, (ANSWER,), ()), Lane(0.25, (), (TRAINING,)))
+    assert not plan.is_fused, "each lane passes over the weights by itself"
+
+
+def test_a_pause_does_nothing() -> None:
+    assert Plan(pause=3.0).is_empty and Plan(split=0.5).is_empty
+    assert not Plan(updates=("job",)).is_empty and not Plan(released=(1,)).is_empty

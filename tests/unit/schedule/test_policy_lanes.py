@@ -1,0 +1,172 @@
+"""Hybrid co-serving (FlexLLM, 6.2) and spatial sharing (3 and 8.3), by hand, on a machine known exactly."""
+
+import pytest
+
+from coserve.core.plan import Plan
+from coserve.core.request import SLO
+from coserve.core.sequence import Direction
+from coserve.errors import ConfigError
+from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
+from coserve.schedule.policies import make_policy
+from timetable import Ask, Tune, World
+
+KEEP, LOSS, BACK = Direction.KEEP, Direction.LOSS, Direction.BACKWARD
+# A pass takes a second, and a row 1/16 there and 1/8 back; a layer of the two is a half of each.
+PASSES = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {
+    "forward_layers": 1.0,
+    "forward_rows": 1 / 16,
+    "backward_rows": 1 / 8,
+}
+# The same, but what takes a second is a token, and a row's loss takes 1/64.
+TOKENS = PASSES | {"forward_layers": 0.0, "tail_rows": 1.0, "loss_rows": 1 / 64}
+WINDOWS = {"max_training_rows": 32, "min_training_rows": 4, "quantum_with_inference": 9.0}
+
+
+def world(policy: str, costs: dict[str, float], asks: dict[str, Ask], **config: object) -> World:
+    """One job of one optimizer step, 32 rows."""
+    it = World(make_policy(policy), asks, {"a": Tune(steps=1, rows=32)}, costs=costs, **(WINDOWS | config))  # type: ignore[arg-type]
+    for trains in (False, True) * 16:
+        it.it.cost.misses.observe(1.0, trains)  # this machine does what is predicted
+    return it
+
+
+Row = tuple[float, int, list[tuple[Direction, int, int, int, int]]]
+
+
+def steps(it: World) -> list[Row]:
+    """When each step began, its answering rows, and its windows: way, rows and layers from and to."""
+    now, rows = 0.0, []
+    for plan, result in zip(it.runner.plans, it.runner.results, strict=True):
+        windows = [
+            (s.direction, s.start, s.start + s.length, s.span.first, s.span.last) for s in plan.training
+        ]
+        if plan.inference or windows:
+            rows.append((now, len(plan.inference), windows))
+        now += result.seconds
+    return rows
+
+
+def test_hybrid_fills_each_step_up_to_the_bound() -> None:
+    """argmax f(c, s) <= SLO: with one decoding row f(1, s) = 1 + 1/16 + s, and the bound is two seconds.
+
+    s is rows x layers / 32 there, and / 16 back: 15/16 of a second is left for it. Of two windows of equal
+    work the one of more rows is taken.
+    """
+    it = world("hybrid", PASSES, {"x": Ask(0, 6, SLO(between_tokens=2.0))}, quantum=3.0)
+    it.run(until=60)
+    assert steps(it) == [
+        # No token before this one: as much training as answering, 17/16. 32 x 1 or 16 x 2 take 1.
+        (0.0, 1, [(KEEP, 0, 32, 0, 1)]),
+        # The other layer of the 32 takes 1 > 15/16, that of 16 of them 1/2.
+        (2.0625, 1, [(KEEP, 0, 16, 1, 2)]),
+        (3.625, 1, [(KEEP, 16, 32, 1, 2)]),
+        (5.1875, 1, [(LOSS, 0, 32, 2, 3)]),  # takes no time here
+        # 16 x 1 take 1 > 15/16, 8 x 1 and 4 x 2 take 1/2.
+        (6.25, 1, [(BACK, 24, 32, 1, 2)]),
+        (7.8125, 1, [(BACK, 24, 32, 0, 1)]),
+        # Alone: a quantum is 3 seconds, and 24 x 2 take 3.
+        (9.375, 0, [(BACK, 0, 24, 0, 2)]),
+    ]
+    assert it.sequences["x"].slowest <= 2.0
+    assert it.lines[-1] == "12.375 end"
+
+
+def test_hybrid_obeys_the_smallest_bound_in_the_step() -> None:
+    """A second request that bears no training at all: there is none until it has its answer."""
+    asks = {"x": Ask(0, 4, SLO(between_tokens=9.0)), "y": Ask(0, 3, SLO(between_tokens=1.0))}
+    it = world("hybrid", PASSES, asks)
+    it.run(until=8)
+    assert [(answers, bool(windows)) for _, answers, windows in steps(it)[:4]] == [
+        (2, True),  # no bound applies before the first token
+        (2, False),  # 1 + 2/16 is more than y's bound by itself
+        (2, False),
+        (1, True),
+    ]
+
+
+def spatial(share: float, asks: dict[str, Ask], costs: dict[str, float] = TOKENS, **config: object) -> World:
+    """Both lanes begin together, each as much slower as its share is small, and that is known."""
+
+    def lanes(plan: Plan) -> tuple[float, ...]:
+        work = [(lane.share, Plan(lane.inference, lane.training)) for lane in plan.lanes]
+        return tuple(CostModel(costs).predict(part) / part_share for part_share, part in work)
+
+    it = world(f"spatial:{share}", costs, asks, lanes=lanes, **config)
+    it.it.cost.lanes.inference, it.it.cost.lanes.training = 1 / share, 1 / (1 - share)
+    return it
+
+
+def test_spatial_sharing_has_both_at_once_on_fixed_shares() -> None:
+    """A token takes 17/16 of the whole machine, on half of it 17/8; so much fits on the other half."""
+    it = spatial(0.5, {"x": Ask(0, 5)}, quantum=4.0)
+    it.run(until=60)
+    assert steps(it) == [
+        (0.0, 1, [(KEEP, 0, 32, 0, 1)]),  # 32 x 1 or 16 x 2 take 1 <= 17/16 of the whole machine
+        (2.125, 1, [(KEEP, 0, 32, 1, 2)]),
+        (4.25, 1, [(LOSS, 0, 32, 2, 3)]),
+        (6.375, 1, [(BACK, 16, 32, 1, 2)]),  # 16 x 1 or 8 x 2
+        (8.5, 1, [(BACK, 16, 32, 0, 1)]),
+        # Alone a quantum of 4 seconds, on the same half: 16 x 2 take 2 of the whole machine.
+        (10.625, 0, [(BACK, 0, 16, 0, 2)]),
+    ]
+    assert it.lines[-1] == "14.625 end"
+    assert (it.it.cost.lanes.inference, it.it.cost.lanes.training) == (2.0, 2.0)  # nothing else was seen
+    for plan, result in zip(it.runner.plans[:-1], it.runner.results, strict=False):
+        answers, training = plan.lanes
+        assert plan.split == 0.5 and (answers.training, training.inference) == ((), ()) and not plan.is_fused
+        assert result.seconds == (plan.predicted if plan.inference or plan.training else 0.0)
+
+
+def test_a_lane_pays_for_its_own_pass_over_the_weights() -> None:
+    """Where a pass takes a second: 17/16 are a layer's weights, 1/2, and 16 rows through it, 1/2; not 32."""
+    it = spatial(0.5, {"x": Ask(0, 9)}, PASSES)
+    it.run(until=60)
+    assert steps(it)[:5] == [
+        (0.0, 1, [(KEEP, 0, 16, 0, 1)]),
+        (2.125, 1, [(KEEP, 0, 16, 1, 2)]),
+        (4.25, 1, [(KEEP, 16, 32, 0, 1)]),
+        (6.375, 1, [(KEEP, 16, 32, 1, 2)]),
+        (8.5, 1, [(LOSS, 0, 32, 2, 3)]),
+    ]
+    for plan, result in zip(it.runner.plans[:5], it.runner.results, strict=False):
+        assert result.seconds == plan.predicted
+
+
+def test_without_a_job_there_is_one_lane() -> None:
+    it = World(make_policy("spatial:0.25"), {"x": Ask(0, 3)}, {}, costs=TOKENS)
+    it.run(until=60)
+    assert it.sequences["x"].last_token_at == 3 * (1 + 1 / 16)
+    assert all(plan.split is None for plan in it.runner.plans)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_training_takes_as_long_as_the_inference_beside_it(share: float) -> None:
+    """inference / share seconds on the rest of the machine: no window that fits there is left out."""
+    it = spatial(share, {"x": Ask(0, 12)})
+    it.run(until=60)
+    room = (1 + 1 / 16) / share * (1 - share)
+    row = {KEEP: 1 / 16, LOSS: 1 / 32, BACK: 1 / 8}
+    windows = [window for _, answers, windows in steps(it) if answers for window in windows]
+    assert {way for way, *_ in windows} == {KEEP, LOSS, BACK}
+    assert all(
+        row[way] * (end - start) * (last - first) / 2 <= room for way, start, end, first, last in windows
+    )
+    largest = max(
+        (end - start) * (last - first) / 2 for way, start, end, first, last in windows if way is BACK
+    )
+    assert 2 * row[BACK] * largest > room  # the next larger window has twice the rows
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_a_lane_with_nothing_to_do_leaves_its_share_idle(share: float) -> None:
+    """A job alone is as slow as beside requests: that is what makes the share a fixed one."""
+    it = spatial(share, {})
+    it.run(until=200)
+    work = 32 / 16 + 32 / 64 + 32 / 8  # a second for 16 rows there, for the loss of 64, for 8 back
+    assert float(it.lines[-1].removesuffix(" end")) == pytest.approx(work / (1 - share))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, float("nan")])
+def test_a_share_lies_between_none_and_all(share: float) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        make_policy("spatial", share=share)
