@@ -5,7 +5,7 @@ through the tail and the optimizer take no time. So an iteration of one micro-ba
 micro-batches of a job travel together: one second there, four back.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from coserve.core.events import StepDone
@@ -68,10 +68,7 @@ def table(text: str) -> list[str]:
 
 
 class World:
-    """Brings requests and jobs at their times, and writes down what each step does in `lines`.
-
-    `lanes` says what each lane of a plan takes, where they run side by side.
-    """
+    """Brings requests and jobs at their times, and writes down what each step does in `lines`."""
 
     def __init__(
         self,
@@ -80,15 +77,14 @@ class World:
         tunes: Mapping[str, Tune],
         pages: int = 64,
         costs: Mapping[str, float] = COSTS,
-        lanes: Callable[[Plan], tuple[float, ...]] | None = None,
         **config: object,
     ) -> None:
         settings: dict[str, object] = {"layers": DEPTH, "max_positions": 64, "starvation": None} | config
         self.lines: list[str] = []
         self.sequences: dict[str, Sequence] = {}
         self.it = Scheduler(SchedulerConfig(**settings), PagePool(pages, PAGE), CostModel(costs), policy)  # type: ignore[arg-type]
-        self.runner = FakeRunner(PAGE, CostModel(costs).predict if lanes is None else lambda p: max(lanes(p)))
-        self._asks, self._tunes, self._lanes = asks, tunes, lanes
+        self.runner = FakeRunner(PAGE, CostModel(costs).predict)
+        self._asks, self._tunes = asks, tunes
         self._steps: dict[str, int] = {}  # optimizer steps that were given, by job
         self._iteration = ""  # the one that had the newest step to itself
 
@@ -140,8 +136,6 @@ class World:
         plan = replace(plan, pause=min(plan.pause, self._next_arrival() - now))
         self._write(now, plan)
         result = self.runner.run(plan)
-        if self._lanes is not None and plan.split is not None:
-            result = replace(result, lanes=self._lanes(plan))
         for event in self.it.apply(plan, result, self.runner.now):
             if isinstance(event, StepDone):
                 self._feed(event.job)

@@ -15,8 +15,8 @@ class EngineConfig:
     cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
     page_size: int = 16  # tokens in a page of that cache; smaller wastes less, larger gathers faster
     max_running: int = 64  # sequences that run at once; more wait
-    policy: str = "hybrid"  # how training is fitted between answers
-    policy_options: dict[str, Any] = field(default_factory=dict)
+    policy: str = "hybrid"  # how training is fitted between answers: a name, or name:options
+    policy_options: dict[str, Any] = field(default_factory=dict)  # its options, by their names
     scheduler: dict[str, Any] = field(default_factory=dict)  # other fields of schedule.SchedulerConfig
     calibrate: bool = True  # measure the cost model at start-up (seconds); else start from a guess
     seed: int = 0  # of what is drawn for requests that bring no seed of their own

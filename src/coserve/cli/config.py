@@ -167,6 +167,8 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     for key, value in above.items():
         lower = merged.get(key)
         if isinstance(value, Mapping) and isinstance(lower, Mapping):
+            if key == "engine" and "policy" in value:  # whose options are its own, not those of one below
+                lower = {name: one for name, one in lower.items() if name != "policy_options"}
             merged[key] = _merge(lower, value)
         else:
             merged[key] = value

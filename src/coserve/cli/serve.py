@@ -33,6 +33,13 @@ def serve(
     ] = None,
     max_running: Annotated[int | None, typer.Option(help="Answers that run at once; more wait.")] = None,
     max_jobs: Annotated[int | None, typer.Option(help="Jobs that train at once; more wait.")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:OPTIONS]",
+            help="How training is fitted between answers, such as adaptive or temporal:5; hybrid by default.",
+        ),
+    ] = None,
     adapter_root: Annotated[
         Path | None, typer.Option(help="Folder that /v1/load_lora_adapter may read.", metavar="FOLDER")
     ] = None,
@@ -87,6 +94,7 @@ def serve(
             dtype=dtype,
             cache_tokens=cache_tokens,
             max_running=max_running,
+            policy=policy,
             deterministic=deterministic,
         )
         or None,

@@ -55,7 +55,8 @@ class Plan:
     `updates` are jobs whose optimizer steps after the segments have run; `released` are keys of sequences
     and micro-batches that ended since the last plan, whose device state the runner drops before anything
     else. `predicted` is what the cost model expects, in seconds. `split` is the share of the machine that
-    inference has, beside training in a lane of its own; None fuses them. `pause` is how long nothing runs
+    inference has, beside training in a lane of its own; None fuses them. A step does not wait for the training
+    beside its inference: that may go on through further steps, as long as they are split and bring no other. `pause` is how long nothing runs
     although somebody waits, seconds.
     """
 
@@ -119,14 +120,19 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The runner's answer. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`); `lanes` are
-    the seconds of each lane, where the plan was split."""
+    """The runner's answer. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
+
+    `trained` are the segments of training that have been done since the last answer, None for those of the
+    plan. `lanes` are the seconds of the inference and of the training that a split machine did, 0 where there
+    was none or it is not done.
+    """
 
     seconds: float
     sampled: Mapping[int, Sampled] = field(default_factory=dict)
     updated: Mapping[str, Updated] = field(default_factory=dict)
     failed: Mapping[str, CoserveError] = field(default_factory=dict)
-    lanes: tuple[float, ...] = ()
+    trained: tuple[Segment, ...] | None = None
+    lanes: tuple[float, float] = (0.0, 0.0)
 
 
 class Runner(Protocol):

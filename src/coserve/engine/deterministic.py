@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
-from coserve.core.plan import Lane, Sampled, Segment, TokenLogprobs
+from coserve.core.plan import Lane, Plan, Sampled, Segment, StepResult, TokenLogprobs
 from coserve.core.sequence import Direction
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.runner import Inference, LocalRunner, Travel, answer_of
@@ -36,6 +36,10 @@ class DeterministicRunner(LocalRunner):
     def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
         super().__init__(base, bank, pool, table)
         fixed.prove_fixed(base)
+
+    def run(self, plan: Plan) -> StepResult:
+        """A split machine has other numbers of threads, so everything goes one after the other."""
+        return super().run(replace(plan, split=None))
 
     def _pass(self, lane: Lane) -> dict[int, Sampled]:
         found: dict[int, Sampled] = {}

@@ -35,7 +35,7 @@ from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.policies import make_policy
+from coserve.schedule.policies import Policy, make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.text import Text
 from coserve.train.example import Example, Prepared, check_fit, check_room, prepare, prepare_examples
@@ -64,6 +64,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.clock = clock
+        policy = make_policy(config.policy, **config.policy_options)  # a wrong one is found out first
         dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.device == "cpu":
             keep_freed_memory()
@@ -76,7 +77,7 @@ class Engine:
         self._requests = 0
         self._lock = threading.RLock()
         self.runner = self._make_runner()
-        self.scheduler = self._make_scheduler()
+        self.scheduler = self._make_scheduler(policy)
         if config.calibrate:
             self.calibrate()
 
@@ -309,7 +310,7 @@ class Engine:
         runner = DeterministicRunner if config.deterministic else LocalRunner
         return runner(base, self.bank, pool, SequenceTable(config.max_running, most, pool, sampling))
 
-    def _make_scheduler(self) -> Scheduler:
+    def _make_scheduler(self, policy: Policy) -> Scheduler:
         config = self.config
         try:
             settings = SchedulerConfig(
@@ -322,7 +323,6 @@ class Engine:
         except TypeError as error:
             raise ConfigError(f"engine.scheduler: {error}") from error
         self._pages = PagePool(config.pages, config.page_size)
-        policy = make_policy(config.policy, **config.policy_options)
         return Scheduler(settings, self._pages, CostModel(), policy)
 
     def _request(
@@ -424,6 +424,7 @@ class Engine:
 
     def _forget_run(self, job: str) -> None:
         """Frees all a job held; its published version stays."""
+        self.runner.settle()
         self.scheduler.remove_training(job)
         self.runner.runs.pop(job).abandon()
 

@@ -1,7 +1,7 @@
 """Lanes of a step side by side: a split of the processor's threads, or two streams on a GPU."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Lanes:
-    """Runs one piece of work a lane, each on its own share of `device`, all at once.
+    """Runs one piece of work a lane, each on its own share of `device`, side by side.
 
     A lane of a processor is a thread of ours with so many of torch's; of a GPU, a thread with a stream of its
     own, whose share the GPU's scheduler makes of it.
@@ -22,17 +22,13 @@ class Lanes:
         self._threads = torch.get_num_threads()
         self._lanes: dict[tuple[int, float], tuple[ThreadPoolExecutor, Any]] = {}
 
-    def run(self, works: Sequence[tuple[float, Callable[[], T]]]) -> list[T]:
-        """What each (share, work) returned, when the last of them is done; the first one's error is raised."""
-        if len(works) == 1:
-            return [works[0][1]()]
-        begun = [self._begin(place, *work) for place, work in enumerate(works)]
-        return [future.result() for future in begun]
-
-    def _begin(self, place: int, share: float, work: Callable[[], T]) -> Any:
+    def begin(self, place: int, share: float, work: Callable[[], T]) -> Future[T]:
+        """Puts work into the lane at `place`, behind what is in it; the future has what it returned."""
         if (place, share) not in self._lanes:
             self._lanes[place, share] = self._make(share)
         thread, stream = self._lanes[place, share]
+        if stream is not None:  # what the caller has begun on its own stream comes before
+            stream.wait_stream(torch.cuda.current_stream(self._device))
 
         def on_stream() -> T:
             with nullcontext() if stream is None else torch.cuda.stream(stream):

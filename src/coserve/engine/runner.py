@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby
@@ -62,35 +63,79 @@ class LocalRunner:
     def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
         self.base, self.bank, self.pool, self.table = base, bank, pool, table
         self.arena = Arena()
-        self._lanes = Lanes(base.device)
         self.runs: dict[str, TrainingRun] = {}
+        self._lanes = Lanes(base.device)
+        self._beside: Future[float] | None = None  # training in a lane of its own, while steps go on
+        self._underway: tuple[Segment, ...] = ()
+        self._trained: list[Segment] = []  # done, and not told yet
+        self._training_seconds = 0.0
 
     @torch.no_grad()
     def run(self, plan: Plan) -> StepResult:
+        if plan.split is None:
+            self.settle()
         started = time.perf_counter()
         for key in plan.released:
             self.table.release(key)
         for prefix in plan.prefixes:
             self._fill(prefix)
-        ran = self._lanes.run([(lane.share, partial(self._run_lane, lane)) for lane in plan.lanes])
-        sampled = ran[0][0]  # inference is in the first lane
+        sampled, answering = self._run_fused(plan) if plan.split is None else self._run_split(plan)
         if plan.pause:
             time.sleep(min(plan.pause, _NAP))
         updated, failed = self._update(plan.updates)
-        if self.base.device.type == "cuda":
+        if self.base.device.type == "cuda" and plan.split is None:  # a lane waits for its own stream
             torch.cuda.synchronize(self.base.device)
-        lanes = () if plan.split is None else tuple(seconds for _, seconds in ran)
-        return StepResult(time.perf_counter() - started, sampled, updated, failed, lanes)
+        trained, self._trained = tuple(self._trained), []
+        lanes, self._training_seconds = (answering, self._training_seconds), 0.0
+        seconds = time.perf_counter() - started
+        return StepResult(seconds, sampled, updated, failed, trained, lanes)
+
+    def settle(self) -> None:
+        """Waits for the training that is under way in a lane of its own."""
+        if self._beside is not None:
+            beside, self._beside = self._beside, None
+            self._training_seconds = beside.result()
+            self._trained += self._underway
+
+    def _run_fused(self, plan: Plan) -> tuple[dict[int, Sampled], float]:
+        """Tokens; the whole machine does one thing at a time."""
+        (lane,) = plan.lanes
+        sampled = self._pass(lane)
+        self._walk_all(lane)
+        self._trained += lane.training
+        return sampled, 0.0
+
+    def _run_split(self, plan: Plan) -> tuple[dict[int, Sampled], float]:
+        """Tokens, and the seconds of their lane; without inference the other lane is waited for."""
+        answers, training = plan.lanes
+        if training.training:
+            assert self._beside is None, "one piece of training beside inference at a time"
+            self._underway = training.training
+            self._beside = self._lanes.begin(1, training.share, partial(self._train_lane, training))
+        if not answers.inference:
+            self.settle()
+            return {}, 0.0
+        sampled, seconds = self._lanes.begin(0, answers.share, partial(self._answer_lane, answers)).result()
+        if self._beside is not None and self._beside.done():
+            self.settle()
+        return sampled, seconds
 
     @torch.no_grad()  # of this thread: every lane has its own
-    def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], float]:
-        """The tokens that come of a lane, and the seconds it took."""
+    def _answer_lane(self, lane: Lane) -> tuple[dict[int, Sampled], float]:
         started = time.perf_counter()
-        sampled = self._pass(lane)
+        return self._pass(lane), time.perf_counter() - started
+
+    @torch.no_grad()
+    def _train_lane(self, lane: Lane) -> float:
+        started = time.perf_counter()
+        self._pass(lane)
+        self._walk_all(lane)
+        return time.perf_counter() - started
+
+    def _walk_all(self, lane: Lane) -> None:
         for segment in lane.training:
             if segment.direction is not Direction.KEEP:
                 self._walk(segment)
-        return sampled, time.perf_counter() - started
 
     def _fill(self, prefix: Prefix) -> None:
         """Virtual tokens into their pages: given ones as they are, then prompts in a pass of their own."""

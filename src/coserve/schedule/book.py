@@ -82,6 +82,10 @@ class Book:
         starving.sort(key=lambda job: -waited[job.name])
         return [*starving, *(job for job in jobs if job not in starving)], bool(starving)
 
+    def has(self, batch: MicroBatch) -> bool:
+        """Whether a micro-batch is still on its way; its job may have ended, or begun anew."""
+        return batch.job in self._jobs and batch in self._jobs[batch.job].micro_batches
+
     def ready(self, job: Job) -> list[MicroBatch]:
         """A job's micro-batches that may travel now, in order."""
         return list(job.micro_batches)[: self._in_flight]

@@ -295,14 +295,16 @@ class CostModel:
         self._apply_factors()
 
     def observe_lanes(self, plan: Plan, result: StepResult) -> None:
-        """Learns from a step whose lanes ran side by side: what each takes more than alone."""
-        if not (plan.inference and plan.training and result.lanes):
-            return
-        self.misses.observe(result.seconds / max(plan.predicted, 1e-9), trains=True)
-        alone = [
-            self.predict_features(Features.of_segments(lane)) for lane in (plan.inference, plan.training)
-        ]
-        self.lanes.observe(*(took / max(one, 1e-9) for took, one in zip(result.lanes, alone, strict=True)))
+        """Learns from a step of a split machine what each lane takes more than it would alone."""
+        inference, training = result.lanes
+        if plan.inference and inference:
+            self.misses.observe(inference / max(plan.predicted, 1e-9), trains=True)
+            alone = self.predict_features(Features.of_segments(plan.inference))
+            self.lanes.observe_inference(inference / max(alone, 1e-9))
+        trained = plan.training if result.trained is None else result.trained
+        if trained and training:
+            alone = self.predict_features(Features.of_segments(trained))
+            self.lanes.observe_training(training / max(alone, 1e-9))
 
     @property
     def learned(self) -> Costs:

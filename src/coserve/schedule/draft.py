@@ -28,12 +28,15 @@ class Draft:
         return self.features if self.split is None else self.beside
 
     def predict(self, cost: CostModel) -> float:
-        """Seconds of the step; of two lanes the longer one counts."""
+        """Seconds of the step; beside inference it does not wait for training in a lane of its own."""
         if self.split is None:
             return cost.predict_features(self.features)
-        inference = cost.predict_features(self.features) * cost.lanes.inference if self.inference else 0.0
-        training = cost.predict_features(self.beside) * cost.lanes.training
-        return max(inference, training if self.training or self.updates else 0.0)
+        updates = cost.weights["updates"] * len(self.updates)  # on the whole machine, after everything else
+        if self.inference:
+            return cost.predict_features(self.features) * cost.lanes.inference + updates
+        if not self.training:
+            return updates
+        return (cost.predict_features(self.beside) - updates) * cost.lanes.training + updates
 
     def add(self, segment: Segment, filled: int = 0) -> None:
         """Takes an inference segment in, whose adapter's last `filled` virtual tokens pass before it."""

@@ -55,6 +55,9 @@ class FakeRunner:
         self._computed: dict[int, int] = {}  # key -> rows in its cache
         self._tapes: dict[int, _Tape] = {}
         self._ended: set[int] = set()
+        self._beside: tuple[Segment, ...] = ()  # training in a lane of its own
+        self._until = 0.0  # when it is done
+        self._training = 0.0  # seconds it takes
 
     def step(self, scheduler: Scheduler) -> list[Event]:
         """The engine's loop, once."""
@@ -69,7 +72,7 @@ class FakeRunner:
     def run(self, plan: Plan) -> StepResult:
         """Checks the plan, carries it out, and moves the clock."""
         self._release(plan.released)
-        seconds = self._seconds(plan) if not plan.is_empty else 0.0
+        seconds, trained, lanes = self._time(plan)
         keys = [segment.sequence.key for segment in (*plan.inference, *plan.training)]
         assert len(keys) == len(set(keys)), "one segment for each sequence and micro-batch"
         assert self._ended.isdisjoint(keys), "released keys stay released"
@@ -85,8 +88,29 @@ class FakeRunner:
         updated = {job: self._update(job) for job in plan.updates if job not in failed}
         self.now += seconds + plan.pause
         self.plans.append(plan)
-        self.results.append(StepResult(seconds, sampled, updated, failed))
+        self.results.append(StepResult(seconds, sampled, updated, failed, trained, lanes))
         return self.results[-1]
+
+    def _time(self, plan: Plan) -> tuple[float, tuple[Segment, ...], tuple[float, float]]:
+        """Seconds of a plan, the training that is done after it, and what lanes took.
+
+        A lane takes as much longer as its share is small. Beside inference training ends in some later step.
+        """
+        if plan.split is None:
+            assert not self._beside, "the whole machine, while a lane of it trains"
+            return (0.0 if plan.is_empty else self._seconds(plan)), plan.training, (0.0, 0.0)
+        answers, training = plan.lanes
+        if training.training:
+            assert not self._beside, "one piece of training beside inference at a time"
+            self._beside = training.training
+            self._training = self._seconds(Plan(training=training.training)) / training.share
+            self._until = self.now + self._training
+        answering = self._seconds(Plan(answers.inference)) / answers.share if answers.inference else 0.0
+        waited = max(self._until - self.now, 0.0) if self._beside and not answers.inference else 0.0
+        if not self._beside or self._until > self.now + answering + waited:
+            return answering + waited, (), (answering, 0.0)
+        trained, self._beside = self._beside, ()
+        return answering + waited, trained, (answering, self._training)
 
     def _release(self, keys: Iterable[int]) -> None:
         for key in keys:

@@ -24,10 +24,13 @@ class LaneCosts:
         """Work done side by side, in what one after the other would do in that time."""
         return 1.0 / self.inference + 1.0 / self.training
 
-    def observe(self, inference: float, training: float) -> None:
-        """Takes in what each lane took, relative to what it was predicted to take alone."""
-        self.inference += _MEMORY * (_within(inference) - self.inference)
-        self.training += _MEMORY * (_within(training) - self.training)
+    def observe_inference(self, factor: float) -> None:
+        """Takes in what a step's inference took beside training, relative to what it takes alone."""
+        self.inference += _MEMORY * (_within(factor) - self.inference)
+
+    def observe_training(self, factor: float) -> None:
+        """The same for training beside inference."""
+        self.training += _MEMORY * (_within(factor) - self.training)
 
 
 def _within(factor: float) -> float:

@@ -44,6 +44,8 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # those that have not ended
         self._events: list[Event] = []  # of what happened between two steps
         self._span = Span(0, config.layers)
+        self._underway: tuple[Segment, ...] = ()  # training in a lane of its own, through several steps
+        self._split: float | None = None  # how the machine is split meanwhile
         self._last_training = (0.0, 0.0)  # when the last step ended, and the seconds that training took of it
 
     # What the engine tells it between two steps
@@ -141,7 +143,9 @@ class Scheduler:
         if not self.policy.holds(view):
             self._decode(draft)
             self._prefill(draft, view)
-        if jobs:
+        if self._underway:
+            draft.split = self._split
+        elif jobs:
             self._train(draft, view, jobs)
         plan = self._close(draft)
         return replace(plan, pause=self._pause(view)) if plan.is_empty else plan
@@ -154,7 +158,7 @@ class Scheduler:
             self._book.remove(job)
             events.append(JobFailed(job, error))
         events.extend(self._take_answers(plan.inference, result, now))
-        events.extend(self._take_progress(plan.training))
+        events.extend(self._take_progress(self._done(plan, result)))
         answered = {*result.updated, *result.failed}
         assert answered.issuperset(plan.updates), f"no answer for the updates of {plan.updates}"
         for job, updated in result.updated.items():
@@ -197,7 +201,7 @@ class Scheduler:
         # If this step took somebody's pages nobody enters: they would only change hands again.
         closed = len(self._lines.waiting) > len(view.waiting)
         line = sorted([*begun, *self.policy.admit(view)], key=self._lines.urgency)
-        limit = prefill_limit(draft, line, self.cost, self.config)
+        limit = prefill_limit(draft, line, self.cost, self.config) / self._slowness
         for sequence in line:
             filled = self._lines.prefixes.rows(sequence.request)
             rows = self._chunk(draft, sequence, filled, left, limit)
@@ -209,6 +213,11 @@ class Scheduler:
                     continue
             draft.add(self._segment(sequence, rows), filled)
             left -= filled + rows
+
+    @property
+    def _slowness(self) -> float:
+        """How much longer inference takes than on the whole machine."""
+        return self.cost.lanes.inference if self._underway else 1.0
 
     def _chunk(self, draft: Draft, sequence: Sequence, filled: int, most: int, limit: float) -> int:
         """Prompt rows that keep the step within `limit` seconds; the first chunk in it has a minimum.
@@ -283,7 +292,7 @@ class Scheduler:
 
     def _account(self, plan: Plan, result: StepResult, now: float) -> None:
         """Counts the step, learns from its time, and charges its training to those who waited for it."""
-        if not (plan.inference or plan.training or plan.updates):
+        if not (plan.inference or plan.training or plan.updates or result.trained):
             return
         training = self._training_seconds(plan, result.seconds)
         for sequence in self._lines:
@@ -298,7 +307,7 @@ class Scheduler:
 
     def _training_seconds(self, plan: Plan, seconds: float) -> float:
         """The share of a step that it would not have taken without its training."""
-        if not plan.training and not plan.updates:
+        if not (plan.training or plan.updates or self._underway):
             return 0.0
         if not plan.inference:
             return seconds
@@ -325,12 +334,19 @@ class Scheduler:
             events.append(replace(event, finish_reason=reason))
         return events
 
+    def _done(self, plan: Plan, result: StepResult) -> tuple[Segment, ...]:
+        """The training that has come to its end; what has not stays under way."""
+        done = plan.training if result.trained is None else result.trained
+        self._underway = tuple(one for one in (*self._underway, *plan.training) if one not in done)
+        self._split = plan.split
+        return done
+
     def _take_progress(self, segments: Iterable[Segment]) -> list[Event]:
         events: list[Event] = []
         for segment in segments:
             batch = segment.sequence
             assert isinstance(batch, MicroBatch), "training is for jobs"
-            if batch.job not in self._book:  # failed or removed while the step ran
+            if not self._book.has(batch):  # its job failed or was removed meanwhile
                 continue
             batch.advance(segment.start, segment.length, segment.span)
             rows = rows_through(batch, segment.length, len(segment.span))

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from coserve.config import EngineConfig
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
+from coserve.schedule.policies import make_policy
 
 LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -82,7 +83,15 @@ class ServerSettings:
             raise ConfigError(f"adapters has the name {self.base_name!r}, which is the base model's")
         if unknown := set(self.slo) - set(TIERS):
             raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
+        self._check_policy()
         object.__setattr__(self, "slo", {**DEFAULT_SLO, **self.slo})
+
+    def _check_policy(self) -> None:
+        """Better here than in the engine's process, after its model has been loaded."""
+        try:
+            make_policy(self.engine.policy, **self.engine.policy_options)
+        except ConfigError as error:
+            raise ConfigError(f"engine.policy: {error}") from error
 
     @property
     def base_name(self) -> str:

@@ -1,5 +1,6 @@
 """The command line from outside: quick help, one line for each error, usage errors as usual."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,35 @@ def test_an_unknown_model_is_one_line(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "nothing" in one_line(result.stderr)
     assert one_line(result.stderr).startswith("coserve: ")
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("fifo", "there is no policy 'fifo'; there are adaptive, "),
+        ("temporal:x", "policy 'temporal' needs a whole number for n, not 'x'"),
+        ("deferred:bond=2", "policy 'deferred' does not take the option 'bond'; it takes bound, together"),
+        ("isolated", "run one server for answers and one for training"),
+    ],
+)
+def test_a_wrong_policy_is_one_line_before_any_model_is_loaded(
+    policy: str, says: str, tmp_path: Path
+) -> None:
+    """The folder holds no model, and nothing looks for one."""
+    (tmp_path / "base").mkdir()
+    state = tmp_path / "state"
+    result = coserve("serve", str(tmp_path / "base"), "--state", str(state), "--policy", policy)
+    assert result.returncode == 1
+    assert one_line(result.stderr).startswith("coserve: engine.policy: ")
+    assert says in result.stderr
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("policy", ["temporal:5", "adaptive", "deferred:0.3,together=1"])
+def test_serve_takes_a_policy(policy: str) -> None:
+    result = coserve("serve", "--policy", policy, "--show-config")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["engine"]["policy"] == policy
 
 
 def test_malformed_data_is_one_line_with_its_place(tmp_path: Path) -> None:

@@ -63,6 +63,37 @@ def test_types_of_the_environment_are_the_settings_own() -> None:
     assert settings.adapter_root == Path("/somewhere")
 
 
+def test_a_policy_is_named_anywhere(tmp_path: Path) -> None:
+    assert load_server_settings({}, None, {}).engine.policy == "hybrid"
+    config = write(tmp_path, "[server.engine]\npolicy = 'deferred:0.2'\npolicy_options = {together = true}\n")
+    engine = load_server_settings({}, config, {}).engine
+    assert (engine.policy, engine.policy_options) == ("deferred:0.2", {"together": True})
+    environment = {"COSERVE_ENGINE_POLICY": "temporal:5,grain=batch"}
+    assert load_server_settings({}, None, environment).engine.policy == "temporal:5,grain=batch"
+    flags = {"engine": {"policy": "adaptive"}}
+    assert load_server_settings(flags, config, environment).engine.policy == "adaptive"
+
+
+def test_a_policy_does_not_get_the_options_of_another(tmp_path: Path) -> None:
+    config = write(
+        tmp_path, "[server.engine]\npage_size = 8\npolicy = 'temporal'\npolicy_options = {n = 3}\n"
+    )
+    flags = {"engine": {"policy": "adaptive"}}
+    for given, environment in ((flags, {}), ({}, {"COSERVE_ENGINE_POLICY": "adaptive"})):
+        engine = load_server_settings(given, config, environment).engine
+        assert (engine.policy, engine.policy_options, engine.page_size) == ("adaptive", {}, 8)
+    flags = {"engine": {"max_running": 9}}
+    assert load_server_settings(flags, config, {}).engine.policy_options == {"n": 3}
+    engines = {"engine": {"policy": "deferred", "policy_options": {"bound": 2}}}
+    assert load_server_settings(engines, config, {}).engine.policy_options == {"bound": 2}
+
+
+@pytest.mark.parametrize("wrong", ["fifo", "temporal:0", "adaptive:1", "isolated"])
+def test_a_wrong_policy_of_the_environment_is_found_at_once(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.policy: "):
+        load_server_settings({}, None, {"COSERVE_ENGINE_POLICY": wrong})
+
+
 def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "etc" / "base").mkdir(parents=True)
     config = write(
@@ -97,6 +128,15 @@ def test_a_hub_name_is_left_as_it_is(tmp_path: Path) -> None:
             "[server.engine.scheduler]\nquantumm = 1\n",
             "server.engine.scheduler.quantumm: did you mean quantum?",
         ),
+        (
+            "[server.engine]\npolicy = 'fifo'\n",
+            "engine.policy: there is no policy 'fifo'; there are adaptive",
+        ),
+        ("[server.engine]\npolicy = 'temporal:x'\n", "engine.policy: policy 'temporal' needs a whole number"),
+        ("[server.engine]\npolicy = 'isolated'\n", "engine.policy: isolation is not a policy of one engine"),
+        ("[server.engine]\npolicy = 3\n", "engine.policy: expected str, got int"),
+        ("[server.engine.policy_options]\nn = 3\n", "policy 'hybrid' does not take the option 'n'"),
+        ("[server.engine]\npolicy='temporal:3'\npolicy_options={n=3}\n", "'temporal' is given its n twice"),
         ("[server]\nlog_level = 'loud'\n", "log_level must be one of debug, info, warning, error"),
         ("[server]\nmodel = 3\n", "model: expected str, got int"),
         ("[server]\nname = 3\n", "name: expected str, got int"),

@@ -129,6 +129,16 @@ def test_settings_that_name_nothing() -> None:
         refusal(ConfigError, lambda s=settings: Engine(tiny("llama"), EngineConfig(calibrate=False, **s)))
 
 
+def test_a_wrong_policy_is_found_out_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    for settings, said in (
+        ({"policy": "nobody's"}, "there is no policy"),
+        ({"policy": "temporal:5", "policy_options": {"n": 5}}, "n twice"),
+        ({"policy": "isolated"}, "one server for answers"),
+    ):
+        sentence = refusal(ConfigError, lambda s=settings: Engine(tmp_path / "no-model", EngineConfig(**s)))
+        assert said in sentence
+
+
 def test_an_unknown_schedule_leaves_no_adapter(engine: Engine) -> None:
     training = TrainingConfig(schedule="sideways")
     assert "schedule" in refusal(ConfigError, lambda: engine.finetune(DATA, "new", training=training))

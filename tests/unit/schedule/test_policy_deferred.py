@@ -265,6 +265,14 @@ def test_together_the_first_who_is_near_takes_all_along() -> None:
     """)
 
 
+@pytest.mark.parametrize("written", ["0", "false"])
+def test_not_together_can_be_written_down(written: str) -> None:
+    asks = {"x": Ask(1, 2, bound(8)), "y": Ask(5, 1, bound(100))}
+    letter = play("deferred:8", asks, TRAINING, until=12)
+    assert play(f"deferred:8,together={written}", asks, TRAINING, until=12) == letter
+    assert play("deferred:8,together=1", asks, TRAINING, until=12) != letter
+
+
 @pytest.mark.parametrize("wrong", [-0.1, float("nan")])
 def test_a_bound_is_some_seconds(wrong: float) -> None:
     with pytest.raises(ConfigError, match="bound of some seconds"):

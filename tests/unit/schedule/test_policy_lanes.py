@@ -2,11 +2,10 @@
 
 import pytest
 
-from coserve.core.plan import Plan
 from coserve.core.request import SLO
 from coserve.core.sequence import Direction
 from coserve.errors import ConfigError
-from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
+from coserve.schedule.cost import DEFAULT_WEIGHTS
 from coserve.schedule.policies import make_policy
 from timetable import Ask, Tune, World
 
@@ -85,41 +84,49 @@ def test_hybrid_obeys_the_smallest_bound_in_the_step() -> None:
 
 
 def spatial(share: float, asks: dict[str, Ask], costs: dict[str, float] = TOKENS, **config: object) -> World:
-    """Both lanes begin together, each as much slower as its share is small, and that is known."""
-
-    def lanes(plan: Plan) -> tuple[float, ...]:
-        work = [(lane.share, Plan(lane.inference, lane.training)) for lane in plan.lanes]
-        return tuple(CostModel(costs).predict(part) / part_share for part_share, part in work)
-
-    it = world(f"spatial:{share}", costs, asks, lanes=lanes, **config)
+    """Each lane is as much slower as its share is small, and that is known."""
+    it = world(f"spatial:{share}", costs, asks, **config)
     it.it.cost.lanes.inference, it.it.cost.lanes.training = 1 / share, 1 / (1 - share)
     return it
 
 
 def test_spatial_sharing_has_both_at_once_on_fixed_shares() -> None:
-    """A token takes 17/16 of the whole machine, on half of it 17/8; so much fits on the other half."""
-    it = spatial(0.5, {"x": Ask(0, 5)}, quantum=4.0)
+    """A token takes 17/16 of the whole machine, on half of it 17/8. Training has 9 seconds on the other half,
+    4 1/2 of the whole machine, and no step of inference waits for its end."""
+    it = spatial(0.5, {"x": Ask(0, 5)})
     it.run(until=60)
     assert steps(it) == [
-        (0.0, 1, [(KEEP, 0, 32, 0, 1)]),  # 32 x 1 or 16 x 2 take 1 <= 17/16 of the whole machine
-        (2.125, 1, [(KEEP, 0, 32, 1, 2)]),
-        (4.25, 1, [(LOSS, 0, 32, 2, 3)]),
-        (6.375, 1, [(BACK, 16, 32, 1, 2)]),  # 16 x 1 or 8 x 2
-        (8.5, 1, [(BACK, 16, 32, 0, 1)]),
-        # Alone a quantum of 4 seconds, on the same half: 16 x 2 take 2 of the whole machine.
-        (10.625, 0, [(BACK, 0, 16, 0, 2)]),
+        (0.0, 1, [(KEEP, 0, 32, 0, 2)]),  # 32 x 2 take 2 of the whole machine: until 4
+        (2.125, 1, []),
+        (4.25, 1, [(LOSS, 0, 32, 2, 3)]),  # 32 / 64: until 5.25
+        (6.375, 1, [(BACK, 0, 32, 0, 2)]),  # 32 x 2 take 4: until 14.375
+        (8.5, 1, []),  # ends at 10.625; what follows has the same half alone
     ]
-    assert it.lines[-1] == "14.625 end"
+    assert it.lines[-1] == "14.375 end"
     assert (it.it.cost.lanes.inference, it.it.cost.lanes.training) == (2.0, 2.0)  # nothing else was seen
-    for plan, result in zip(it.runner.plans[:-1], it.runner.results, strict=False):
+    for plan, result in zip(it.runner.plans[:5], it.runner.results, strict=False):
         answers, training = plan.lanes
         assert plan.split == 0.5 and (answers.training, training.inference) == ((), ()) and not plan.is_fused
-        assert result.seconds == (plan.predicted if plan.inference or plan.training else 0.0)
+        assert result.seconds == plan.predicted
+
+
+def test_requests_that_come_meanwhile_do_not_wait_for_a_piece() -> None:
+    it = spatial(0.5, {"x": Ask(0, 1), "y": Ask(7, 1)}, quantum=4.0)
+    it.run(until=60)
+    assert [row[:2] for row in steps(it)] == [
+        (0.0, 1),
+        (4.0, 0),
+        (5.0, 0),
+        (9.0, 1),
+    ]  # alone it is waited for
+    it = spatial(0.5, {"x": Ask(0, 5), "y": Ask(7, 1)})
+    it.run(until=60)
+    assert (8.5, 2, []) in steps(it)  # in the midst of the way back
 
 
 def test_a_lane_pays_for_its_own_pass_over_the_weights() -> None:
     """Where a pass takes a second: 17/16 are a layer's weights, 1/2, and 16 rows through it, 1/2; not 32."""
-    it = spatial(0.5, {"x": Ask(0, 9)}, PASSES)
+    it = spatial(0.5, {"x": Ask(0, 9)}, PASSES, quantum_with_inference=2.125)
     it.run(until=60)
     assert steps(it)[:5] == [
         (0.0, 1, [(KEEP, 0, 16, 0, 1)]),
@@ -140,13 +147,13 @@ def test_without_a_job_there_is_one_lane() -> None:
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-def test_training_takes_as_long_as_the_inference_beside_it(share: float) -> None:
-    """inference / share seconds on the rest of the machine: no window that fits there is left out."""
-    it = spatial(share, {"x": Ask(0, 12)})
+def test_training_takes_a_quantum_of_its_lane(share: float) -> None:
+    """No window that fits there is left out, and none that does not is taken."""
+    it = spatial(share, {"x": Ask(0, 12)}, quantum_with_inference=2.0)
     it.run(until=60)
-    room = (1 + 1 / 16) / share * (1 - share)
+    room = 2.0 * (1 - share)
     row = {KEEP: 1 / 16, LOSS: 1 / 32, BACK: 1 / 8}
-    windows = [window for _, answers, windows in steps(it) if answers for window in windows]
+    windows = [window for _, _, windows in steps(it) for window in windows]
     assert {way for way, *_ in windows} == {KEEP, LOSS, BACK}
     assert all(
         row[way] * (end - start) * (last - first) / 2 <= room for way, start, end, first, last in windows

@@ -181,8 +181,8 @@ def test_a_job_that_is_taken_away_gives_the_machine_back() -> None:
     ("wrong", "message"),
     [
         ("temporal:0", "n >= 1"),
-        ("temporal:2.5", "n >= 1"),
-        ("temporal:4,grain=token", "request, batch"),
+        ("temporal:2.5", "needs a whole number for n"),
+        ("temporal:4,grain=token", "needs request or batch for grain"),
         ("temporal:4,batch=0", "at least one"),
         ("temporal:4,batch=3,delay=-1", "some seconds or none"),
     ],

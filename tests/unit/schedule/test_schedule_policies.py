@@ -70,7 +70,7 @@ class Told(Policy):
         ("told:5,half", (5, "half", 0.5)),
         ("told:5,half,0.25", (5, "half", 0.25)),
         ("told:share=1e-3", (1, "whole", 0.001)),
-        ("told:5,share=2,grain=x", (5, "x", 2)),
+        ("told:5,share=2,grain=x", (5, "x", 2.0)),
     ],
 )
 def test_options_are_written_behind_the_name(written: str, options: tuple[object, ...]) -> None:
@@ -84,13 +84,19 @@ def test_options_are_written_behind_the_name(written: str, options: tuple[object
     ("written", "more", "message"),
     [
         ("told:5,x,0.5,7", {}, r"takes 3 options \(n, grain, share\), not '7' too"),
-        ("told:seed=7", {}, "does not take these options.*seed"),
-        ("told:5", {"n": 6}, "does not take these options.*n"),
-        ("hybrid:5", {}, "policy 'hybrid' takes 0 options"),
-        ("temporal:x", {}, "temporal"),
-        ("spatial:x", {}, "spatial"),
-        ("deferred:x", {}, "deferred"),
-        ("enhanced-temporal:2,x", {}, "enhanced-temporal"),
+        ("told:seed=7", {}, "'told' does not take the option 'seed'; it takes n, grain, share"),
+        ("told:5", {"n": 6}, "'told' is given its n twice"),
+        ("told:n=5,n=6", {}, "'told' is given its n twice"),
+        ("told:grain=x,y", {}, "'told' is given its grain twice"),
+        ("hybrid:5", {}, "policy 'hybrid' takes 0 options, not '5' too"),
+        ("hybrid:n=5", {}, "'hybrid' does not take the option 'n'; it takes none"),
+        ("temporal:x", {}, "'temporal' needs a whole number for n, not 'x'"),
+        ("temporal", {"n": "x"}, "'temporal' needs a whole number for n, not 'x'"),
+        ("temporal:batch=2.5", {}, "'temporal' needs a whole number for batch, not '2.5'"),
+        ("temporal:grain=x", {}, "'temporal' needs request or batch for grain, not 'x'"),
+        ("spatial:x", {}, "'spatial' needs a number for share, not 'x'"),
+        ("deferred:1,together=maybe", {}, "'deferred' needs true or false for together, not 'maybe'"),
+        ("enhanced-temporal:2,x", {}, "'enhanced-temporal' needs a number for delay, not 'x'"),
         (":5", {}, "no policy ''"),
     ],
 )
@@ -177,16 +183,16 @@ def test_those_who_do_both_at_once_hold_nobody(name: str) -> None:
     assert list(policy.admit(asked)) == list(asked.waiting)
 
 
-@pytest.mark.parametrize(("share", "seconds"), [(0.25, 0.03), (0.5, 0.01), (0.8, 0.0025)])
-def test_spatial_training_is_what_fits_beside_the_inference(share: float, seconds: float) -> None:
-    """inference / share * (1 - share), in seconds of the whole machine; alone the same of a quantum."""
+@pytest.mark.parametrize(("share", "seconds"), [(0.25, 0.075), (0.5, 0.05), (0.8, 0.02)])
+def test_spatial_training_is_a_quantum_of_its_lane(share: float, seconds: float) -> None:
+    """A quantum of its lane, in seconds of the whole machine; a shorter one alone."""
     policy, cost = make_policy("spatial", share=share), CostModel()
     cost.lanes.inference, cost.lanes.training = 1 / share, 1 / (1 - share)
     allowance = policy.allow(view(1, cost=cost, inference_seconds=0.01, slack=0.0))
     assert allowance.seconds == pytest.approx(seconds)
     assert (allowance.rows, allowance.minimum, allowance.job) == (512, INFINITE, None)
     alone = policy.allow(view(0, cost=cost))
-    assert alone.seconds == pytest.approx(CONFIG.quantum * (1 - share))
+    assert alone.seconds == pytest.approx(seconds * CONFIG.quantum / CONFIG.quantum_with_inference)
     assert allowance.split == alone.split == share
     assert make_policy("hybrid").allow(view(1, inference_seconds=0.01)).split is None
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from coserve.bench.drive import Load
 from coserve.bench.ours import Bench
 from coserve.bench.policies import traffic
-from coserve.bench.policies.contest import OURS, Arena, Contest, Judge, own_bounds
+from coserve.bench.policies.contest import ISOLATED, OURS, Arena, Contest, Judge, own_bounds
 from coserve.bench.policies.making import Adapters, Given, bounds
 from coserve.bench.timing import percentile
 from coserve.bench.workloads import Tokens, TraceRow, Workload
@@ -24,8 +24,10 @@ EVERYWHERE: Final = (
     OURS,
 )
 _ROOM: Final = 1.5  # bounds over what requests take without training, where a workload's source has none
-SOME: Final = Adapters(count=4, rank=8, exponent=1.0)
+SOME: Final = Adapters()  # requests ask for the base: what adapters cost is not the question here
+_FEW: Final = Adapters(count=2, rank=8, exponent=1.0)
 _PEAK_SECONDS: Final = 4.0
+_SHARE: Final = 0.1  # of the requests that the machine answers 16 at once; few at once take much more of it
 _OWN: Final = "own bounds"
 
 
@@ -63,15 +65,12 @@ class Rounds:
         named: Mapping[str, str] = MappingProxyType({}),
         latency_bounds: Mapping[str, float] = MappingProxyType({}),
     ) -> Contest:
-        """Every policy on a workload, and isolation unless its jobs come one by one. `named` are policies
-        with options under shorter names."""
+        """Every policy on a workload, and isolation. `named` are policies with options, by shorter names."""
         peak = self.arena.peak(workload, _PEAK_SECONDS)
         contest = Contest(workload, bounds, judges, peak, latency_bounds)
         for name, policy in {**named, **{policy: policy for policy in policies}}.items():
             contest.add(name, self.arena.run(policy, workload), "" if name == policy else policy)
-        if len({job.at for job in workload.jobs}) == 1:
-            load, note = self.arena.isolated(workload, next(iter(judges.values())))
-            contest.add("isolated", load, note)
+        contest.add(ISOLATED, *self.arena.isolated(workload, next(iter(judges.values()))))
         self.keep(contest)
         return contest
 
@@ -94,23 +93,23 @@ class Rounds:
     # General traffic
 
     def flexllm(self) -> Contest:
-        """FlexLLM's lengths at 40 % of what the machine answers, per-token bound as there: some steps."""
-        rate = 0.25 * self.capacity(256, 64)
+        """FlexLLM's lengths, with bounds on the first token and between tokens."""
+        rate = _SHARE * self.capacity(256, 64)
         return self._bounded(lambda given: traffic.flexllm(given, rate=rate, adapters=SOME))
 
     def poisson(self) -> Contest:
         """Independent users."""
-        rate = 0.25 * self.capacity(128, 32)
+        rate = _SHARE * self.capacity(128, 32)
         return self._bounded(lambda given: traffic.poisson(given, rate=rate, adapters=SOME))
 
     def bursty(self) -> Contest:
         """Users that come together."""
-        rate = 0.2 * self.capacity(128, 32)
+        rate = _SHARE * self.capacity(128, 32)
         return self._bounded(lambda given: traffic.bursty(given, rate=rate, adapters=SOME))
 
     def azure(self) -> Contest:
         """Recorded arrivals and lengths."""
-        rate = 0.2 * self.capacity(128, 32)
+        rate = _SHARE * self.capacity(128, 32)
         trace = self.sizes.trace
         return self._bounded(
             lambda given: traffic.azure(
@@ -120,26 +119,26 @@ class Rounds:
 
     def azure_arrivals(self) -> Contest:
         """Recorded arrivals, lengths of FlexLLM's case study."""
-        rate = 0.25 * self.capacity(64, 32)
+        rate = _SHARE * self.capacity(64, 32)
         trace = self.sizes.trace
         return self._bounded(lambda given: traffic.azure_arrivals(given, trace, rate=rate))
 
     def tiers(self) -> Contest:
         """Our own service tiers, with two jobs of different weight."""
-        rate = 0.25 * self.capacity(128, 32)
-        alone = self._alone(lambda given: traffic.poisson(given, rate=rate, adapters=SOME))
+        rate = _SHARE * self.capacity(128, 32)
+        alone = self._alone(lambda given: traffic.poisson(given, rate=rate, adapters=_FEW))
         classes = traffic.service_tiers(
-            first_token=_ROOM * alone.first + 0.1,
-            between_tokens=2 * alone.between,
+            first_token=_ROOM * alone.first + 0.2,
+            between_tokens=3 * alone.between,
             end_to_end=4 * alone.latency + 1.0,
             deferral=3.0,
         )
-        workload = traffic.tiers(self.sizes.given(), classes, rate=rate, adapters=SOME)
+        workload = traffic.tiers(self.sizes.given(), classes, rate=rate, adapters=_FEW)
         return self.own(workload, "enhanced-temporal:16,0.5", "deferred:0.5", "deferred:0.5,together=1")
 
     def answers(self) -> Contest:
         """Whole answers wanted in time, not single tokens: what a bound on the end allows to push out."""
-        rate = 0.25 * self.capacity(64, 32)
+        rate = _SHARE * self.capacity(64, 32)
         alone = self._alone(lambda given: traffic.poisson(given, rate=rate, prompt=64, adapters=SOME))
         given = self.sizes.given(SLO(end_to_end=4.0 * alone.latency + 1.0))
         workload = traffic.poisson(given, rate=rate, prompt=64, adapters=SOME)
@@ -163,7 +162,7 @@ class Rounds:
     def bounded(self, make: Callable[[Given], Workload]) -> Workload:
         """With bounds on the first token and between tokens: what they take without training, and room."""
         alone = self._alone(make)
-        return make(self.sizes.given(SLO(_ROOM * alone.first + 0.3, 2 * alone.between)))
+        return make(self.sizes.given(SLO(_ROOM * alone.first + 0.5, 3 * alone.between)))
 
     def _bounded(self, make: Callable[[Given], Workload]) -> Contest:
         workload = self.bounded(make)

@@ -99,7 +99,8 @@ def _compare(rounds: Rounds) -> None:
         ours, trained = contest.attainment(OURS), contest.training(OURS)
         for other in contest.runs.keys() - {OURS}:
             if contest.attainment(other) >= ours and contest.training(other) > _NOTICED * trained:
-                dominated.append(f"{name}: {other}, {contest.training(other) / trained:.2f} of ours")
+                rate = contest.training(other)
+                dominated.append(f"{name}: {other}, {rate:,.0f} tokens/s where ours trains {trained:,.0f}")
         if ours >= PROMISED:
             leads[name] = _lead(contest)
     results = rounds.bench.results

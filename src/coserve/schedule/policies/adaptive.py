@@ -11,6 +11,9 @@ from coserve.schedule.policies.base import INFINITE, Allowance, View, register
 from coserve.schedule.policies.hybrid import Hybrid
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
+_SURE: Final = (
+    0.9  # of a bound on time is planned with: who enters last has nothing to make up for a slow step
+)
 _DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in
 _PATIENCE: Final = 0.25  # of what the least patient of those could wait: what a quantum may take
 
@@ -28,9 +31,8 @@ class Adaptive(Hybrid):
     """
 
     def __init__(self) -> None:
-        self._newest: deque[tuple[float, float]] = deque(
-            maxlen=_REMEMBERED
-        )  # arrival, and how long it could wait
+        # When the newest requests arrived, and how long each could wait.
+        self._newest: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
         self._last = 0  # key of the last of them
         self._left = INFINITE  # seconds until somebody is due
 
@@ -103,15 +105,15 @@ class _Pace:
     def until_entry(self, sequence: Sequence) -> float:
         """Seconds until a waiting request has to enter."""
         slo, waited = sequence.request.slo, self._view.now - sequence.request.arrival
-        if sequence.output:
+        if sequence.output or sequence.admitted_at is not None:  # begun elsewhere, or preempted
             return 0.0
         sure = 1 + self._margin
         found = []
         if slo.first_token is not None:
-            found.append(slo.first_token - waited - self._prefill * sure)
+            found.append(_SURE * slo.first_token - waited - self._prefill * sure)
         if slo.end_to_end is not None:
             answer = self._prefill + (self.tokens(sequence) - 1) * self._step
-            found.append(slo.end_to_end - waited - answer * sure)
+            found.append(_SURE * slo.end_to_end - waited - answer * sure)
         if slo.deferral is not None:
             found.append((slo.deferral - sequence.deferred) / sure)
         return min(found, default=0.0)

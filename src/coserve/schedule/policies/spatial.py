@@ -10,7 +10,7 @@ class Spatial(Policy):
     between them, or two streams on a GPU. `share` is that of inference. While there is a job a lane that has
     nothing to do leaves its share idle, which is what makes the share fixed.
 
-    Both lanes of a step begin together, so training gets as much as fits beside the inference in it.
+    Training goes on in pieces of a quantum, beside as many steps of inference as that takes.
     """
 
     def __init__(self, share: float = 0.5) -> None:
@@ -19,8 +19,9 @@ class Spatial(Policy):
         self._share = share
 
     def allow(self, view: View) -> Allowance:
-        """What the training lane does while the inference lane takes its step; alone, a quantum."""
-        lanes = view.cost.lanes
-        step = view.inference_seconds * lanes.inference or view.config.quantum
-        rows = view.config.max_training_rows
-        return Allowance(step / lanes.training, rows, minimum=INFINITE, split=self._share)
+        """A quantum in the training lane; a short one where who arrives meanwhile waits for it."""
+        config = view.config
+        quantum = config.quantum_with_inference if view.inference_seconds else config.quantum
+        seconds = quantum / view.cost.lanes.training
+        rows = config.max_training_rows
+        return Allowance(seconds, rows, minimum=INFINITE, split=self._share)

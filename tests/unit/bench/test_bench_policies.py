@@ -1,0 +1,265 @@
+"""Policies judged on traffic: figures by hand, and the real engine on a tiny shape for parts of a second."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from coserve.bench.drive import Answered, Load
+from coserve.bench.machine import measure_machine
+from coserve.bench.ours import Bench
+from coserve.bench.policies import rounds, run, switching, traffic
+from coserve.bench.policies.contest import OURS, Arena, Contest, attained, own_bounds, summary, within
+from coserve.bench.policies.isolated import isolated
+from coserve.bench.policies.making import Adapters, Given, Training
+from coserve.bench.policies.rounds import Rounds, Sizes
+from coserve.bench.results import Results
+from coserve.bench.settings import settings_for
+from coserve.bench.shapes import shape_named
+from coserve.bench.workloads import TimedRequest, Workload
+from coserve.cli import app
+from coserve.core.request import SLO
+from coserve.errors import ConfigError, DataError, ServerError
+
+SHAPE = shape_named("tiny")
+GIVEN = Given(SHAPE.vocabulary, 0.5, SLO(first_token=5.0))
+TRAINING = Training(batch=2, length=32, examples=8)
+WORKLOAD = traffic.poisson(
+    GIVEN, rate=12.0, prompt=16, answer=6, training=TRAINING, adapters=Adapters(2, 4, 1.0)
+)
+
+# The figures of a round
+
+
+def test_a_round_is_summed_up() -> None:
+    """Four seconds; the third of four requests has no answer, and the fourth came too late to be asked."""
+    requests = tuple(TimedRequest(at, (1,), 3) for at in (0.5, 2.0, 3.0, 3.9))
+    bounded = SLO(end_to_end=1.0)
+    load = Load(
+        started=100.0,
+        seconds=4.0,
+        answers=[
+            Answered(100.5, [101.0, 101.5, 102.5], bounded),
+            Answered(102.0, [102.5], bounded),
+            Answered(103.0, [], bounded),
+        ],
+        trained=[(100.5, 10.0), (101.5, 30.0), (103.9, 20.0), (104.5, 99.0)],
+        losses=[4.0, 3.0, *[2.0] * 16, 1.5, 0.5],
+        processor=6.0,
+        finished_at=105.0,
+    )
+    workload = Workload("w", "W", 4.0, requests, ())
+    found = summary(load, workload, {"own": own_bounds, "2 s": within(2.0)}, peak=60.0, note="said")
+    assert found == {
+        "latency": {"mean": 1.25, "p50": 1.25, "p99": pytest.approx(1.985)},  # 0.5 and 2
+        "first_token": {"mean": 0.5, "p50": 0.5, "p99": 0.5},
+        "between": {"mean": 0.75, "p50": 0.75, "p99": pytest.approx(0.995)},  # 0.5 and 1
+        "attainment": {"own": 0.25, "2 s": 0.5},  # of all four
+        "training": 15.0,  # what came after the four seconds does not count
+        "training_share": 0.25,
+        "loss": [3.5, 1.0],  # the first and the last tenth
+        "processor": 6.0 / 5.0 / torch.get_num_threads(),
+        "requests": 4,
+        "unanswered": 2,
+        "latencies": [0.5, 2.0],
+        "flow": [[0.0, 0.0, 10.0, 1.0], [1.0, 2.0, 30.0, 0.0], [2.0, 2.0, 0.0, 1.0], [3.0, 0.0, 20.0, 2.0]],
+        "note": "said",
+    }
+
+
+def test_a_round_in_which_nothing_happened() -> None:
+    load = Load(100.0, 0.5, finished_at=100.5)
+    found = summary(load, Workload("w", "W", 0.5, (), ()), {"own": own_bounds}, 60.0, "")
+    assert found["latency"] is found["first_token"] is found["between"] is found["loss"] is None
+    assert (found["training"], found["attainment"], found["flow"]) == (0.0, {"own": 0.0}, [[0.0] * 4])
+
+
+def test_what_is_judged() -> None:
+    slow, late = SLO(deferral=1.0), SLO(first_token=0.4)
+    assert own_bounds(Answered(0.0, [9.0], slow, deferred=1.0))
+    assert not own_bounds(Answered(0.0, [9.0], slow, deferred=1.1))
+    assert not own_bounds(Answered(0.0, [0.5, 0.6], late))
+    assert not own_bounds(Answered(0.0)) and not within(9.0)(Answered(0.0))
+    assert within(2.0)(Answered(1.0, [2.0, 3.0])) and not within(1.9)(Answered(1.0, [2.0, 3.0]))
+    load = Load(0.0, 1.0, [Answered(0.0, [0.5]), Answered(0.0, [1.5])])
+    assert attained(load, Workload("w", "W", 1.0, (TimedRequest(0, (1,), 1),) * 4, ()), within(1.0)) == 0.25
+
+
+# Who leads
+
+
+def bench(path: Path | None = None) -> Bench:
+    return Bench(SHAPE, settings_for("tiny", True), measure_machine(quick=True), Results({}, path, run.BARS))
+
+
+@pytest.fixture(scope="module")
+def compared() -> Rounds:
+    return Rounds(bench(), None, Sizes(1.0, SHAPE.vocabulary))  # type: ignore[arg-type]  # nothing runs here
+
+
+def contest(name: str, **runs: tuple[float, float]) -> Contest:
+    """By name: attainment and fine-tuning tokens/s."""
+    found = Contest(Workload(name, name, 1.0, (), ()), {}, {}, 1.0)
+    for run_, (kept, trained) in runs.items():
+        found.runs[run_] = {"attainment": {"own": kept, "another": 0.0}, "training": trained}
+    return found
+
+
+def compare(compared: Rounds, *contests: Contest) -> dict[str, Any]:
+    results = Results({}, None, run.BARS)
+    it = replace(compared, bench=replace(compared.bench, results=results))
+    it.contests = {one.workload.name: one for one in contests}
+    run._compare(it)
+    return results.as_dict()
+
+
+@pytest.mark.parametrize(
+    ("other", "dominates"),
+    [
+        ((1.0, 103.0), True),
+        ((0.995, 103.0), True),  # no less than ours
+        ((0.994, 500.0), False),  # less
+        ((1.0, 102.0), False),  # not over 2 % more
+        ((1.0, 50.0), False),
+    ],
+)
+def test_who_keeps_as_much_and_trains_more_dominates(
+    other: tuple[float, float], dominates: bool, compared: Rounds
+) -> None:
+    found = compare(compared, contest("w", adaptive=(0.995, 100.0), hybrid=other, spatial=(0.5, 900.0)))
+    assert found["ours.dominated"] == float(dominates)
+    assert found["met"]["ours.dominated"] is not dominates
+    assert ("w: hybrid" in found["notes"]["ours.dominated"]) is dominates
+
+
+def test_all_who_dominate_anywhere_are_counted(compared: Rounds) -> None:
+    found = compare(
+        compared,
+        contest("v", adaptive=(0.9, 100.0), hybrid=(0.9, 110.0), spatial=(1.0, 200.0)),
+        contest("w", adaptive=(0.0, 100.0), hybrid=(0.0, 150.0)),
+        contest("instead", adaptive=(0.9, 1.0), hybrid=(1.0, 2.0)),  # who is compared there is somebody else
+    )
+    assert found["ours.dominated"] == 3.0
+    assert "v: spatial, 2.00 of ours" in found["notes"]["ours.dominated"]
+    assert "ours.best_lead" not in found  # we kept 99 % nowhere
+
+
+def test_the_lead_is_over_the_next_who_keeps_as_much(compared: Rounds) -> None:
+    found = compare(
+        compared,
+        contest("v", adaptive=(0.99, 120.0), hybrid=(0.99, 100.0), spatial=(0.98, 900.0), whole=(1.0, 60.0)),
+        contest("w", adaptive=(1.0, 130.0), hybrid=(1.0, 100.0)),
+        contest("late", adaptive=(0.98, 900.0), hybrid=(1.0, 1.0)),  # we do not keep it
+        contest("first", adaptive=(1.0, 900.0), hybrid=(0.5, 800.0), isolated=(1.0, 0.0)),  # nobody else
+    )
+    assert found["ours.best_lead"] == pytest.approx(1.3)
+    note = found["notes"]["ours.best_lead"]
+    assert note.startswith("on w;") and "v 1.20 over hybrid" in note and "nobody who trains" in note
+    assert "late" not in note
+
+
+def test_a_lead_that_nobody_follows_is_none(compared: Rounds) -> None:
+    assert math.isnan(run._lead(contest("w", adaptive=(1.0, 5.0)))[0])
+    found = compare(compared, contest("w", adaptive=(1.0, 5.0), isolated=(1.0, 0.0)))
+    assert "ours.best_lead" not in found and found["ours.dominated"] == 0.0
+    assert "ours.dominated" not in compare(compared, contest("instead", adaptive=(1.0, 5.0)))
+
+
+# The engine
+
+
+@pytest.fixture(scope="module")
+def arena() -> Arena:
+    return Arena(bench())
+
+
+def test_a_contest_of_two(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_PEAK_SECONDS", 0.3)
+    it = Rounds(bench(tmp_path / "bench.json"), arena, Sizes(0.5, SHAPE.vocabulary))
+    named = {"whole": "temporal:2,grain=batch"}
+    found = it.contest(WORKLOAD, (OURS,), {"own": own_bounds}, {"own": "5 s"}, named)
+    assert list(found.runs) == ["whole", OURS, "isolated"]  # with one thread the last one only serves
+    for name, figures in found.runs.items():
+        assert (figures["requests"], figures["unanswered"]) == (6, 0)
+        assert 0 < figures["first_token"]["p50"] <= figures["latency"]["p50"]
+        assert (figures["training"] > 0) is (name != "isolated")
+    assert found.runs["whole"]["note"] == named["whole"] and found.runs[OURS]["note"] == ""
+    assert found.runs["isolated"]["note"].startswith("1 of 1 processors serve")
+    assert found.peak > 0 and found.attainment(OURS) == found.runs[OURS]["attainment"]["own"]
+    section = json.loads((tmp_path / "bench.json").read_text())["workloads"]["poisson"]
+    assert section["runs"] == found.runs and section["bounds"] == {"own": "5 s"}
+    assert not arena.engine.has_work  # the next round finds nothing of this one
+
+
+def test_requests_alone_have_neither_bounds_nor_training(arena: Arena) -> None:
+    load = arena.alone(WORKLOAD)
+    assert [len(answer.tokens) for answer in load.answers] == [6] * 6
+    assert {answer.slo for answer in load.answers} == {SLO()} and not load.trained
+    assert arena.peak(WORKLOAD, 0.3) > 0
+
+
+def test_a_policy_is_told_by_name(arena: Arena) -> None:
+    with pytest.raises(ConfigError, match="no policy 'fifo'"):
+        arena.run("fifo", WORKLOAD)
+
+
+def test_capacity_is_that_of_sixteen_at_once(arena: Arena) -> None:
+    it = Rounds(bench(), arena, Sizes(0.5, SHAPE.vocabulary))
+    assert it.capacity(8, 2) > it.capacity(8, 24) > 0
+
+
+def test_what_switching_costs(arena: Arena) -> None:
+    it = bench()
+    workload = replace(WORKLOAD, requests=WORKLOAD.requests[:1])
+    switching.measure(it, arena, workload, rounds=2)
+    found = it.results.as_dict()
+    assert 0.0 <= found["switch.seconds"] < 1.0
+    assert found["switch"].keys() == {"initialisation", "clean_up", "data_movement", "seconds"}
+    assert all(0.0 <= part < 1.0 for part in found["switch"].values())
+    assert "run" not in vars(arena.engine.runner)  # nobody watches any more
+    assert not arena.engine.has_work
+
+
+@pytest.mark.slow
+def test_isolation_trains_in_a_process_of_its_own(arena: Arena) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        load = isolated(arena.engine, SHAPE, replace(WORKLOAD, seconds=1.0), 1, 5.0)
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ServerError, match="has died"):
+            isolated(arena.engine, replace(SHAPE, name="unknown"), WORKLOAD, 1, 5.0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert [len(answer.tokens) for answer in load.answers] == [6] * 6
+    assert load.trained and load.losses and load.training_rate() > 0
+    assert all(load.started - 0.5 < at < load.finished_at + 1.0 for at, _ in load.trained)  # one clock
+
+
+# The command
+
+
+def test_the_command_says_what_it_does() -> None:
+    result = CliRunner().invoke(app, ["bench", "policies", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 0
+    for option in ("--trace", "--prompts", "--seconds", "--page", "--picture", "--quick", "--only", "--json"):
+        assert option in result.output
+
+
+def test_groups_and_traces_that_do_not_exist(tmp_path: Path) -> None:
+    command = ["bench", "policies", "--shape", "tiny", "--quick"]
+    found = CliRunner().invoke(app, [*command, "--only", "speed"])
+    assert isinstance(found.exception, ConfigError) and "there are switch, report" in str(found.exception)
+    found = CliRunner().invoke(app, [*command, "--trace", str(tmp_path / "none.csv")])
+    assert found.exit_code == 2 and "none.csv" in found.output
+    (tmp_path / "trace.csv").write_text("when,in,out\n1,2,3\n")
+    found = CliRunner().invoke(app, [*command, "--only", "azure", "--trace", str(tmp_path / "trace.csv")])
+    assert isinstance(found.exception, DataError) and "expected TIMESTAMP" in str(found.exception)
+    found = CliRunner().invoke(app, [*command, "--page", str(tmp_path / "no" / "page.html")])
+    assert isinstance(found.exception, ConfigError) and "--page" in str(found.exception)

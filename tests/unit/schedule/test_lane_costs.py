@@ -1,0 +1,111 @@
+"""What lanes cost, by hand; and what the cost model makes of a step that had two."""
+
+import pytest
+
+from coserve.core.plan import Plan, Segment, StepResult
+from coserve.core.request import Request
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
+from coserve.schedule.draft import Draft
+from coserve.schedule.lanes import LaneCosts
+
+# A row there takes a second on the whole machine, a row back two, an optimizer step one.
+COSTS = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_rows": 1.0, "backward_rows": 2.0, "updates": 1.0}
+ANSWER = Segment(Sequence(1, Request("r", (1,) * 4)), 0, 4, Direction.INFER, Span(0, 2))
+BATCH = MicroBatch(2, "a", "a@0", (3,), 2, direction=Direction.BACKWARD, frontier=3)
+TRAINING = Segment(BATCH, 0, 3, Direction.BACKWARD, Span(0, 2))
+
+
+def plan(*segments: Segment, predicted: float = 10.0, updates: tuple[str, ...] = ()) -> Plan:
+    answers = tuple(s for s in segments if s.direction is Direction.INFER)
+    training = tuple(s for s in segments if s.direction is not Direction.INFER)
+    return Plan(answers, training, updates, predicted=predicted, split=0.5)
+
+
+def test_lanes_are_worth_it_where_each_loses_less_than_half() -> None:
+    it = LaneCosts()
+    assert it.gain == pytest.approx(2 / 1.8)  # a little is hoped for before anything was tried
+    it.inference = it.training = 2.0
+    assert it.gain == 1.0  # all shared evenly: the same as one after the other
+    it.inference, it.training = 1.25, 5.0
+    assert it.gain == pytest.approx(0.8 + 0.2)
+    it.inference, it.training = 1.0, 4.0
+    assert it.gain == pytest.approx(1.25)
+
+
+def test_a_factor_moves_by_a_twentieth_of_what_a_step_shows() -> None:
+    it = LaneCosts()
+    it.observe_inference(2.8)
+    assert (it.inference, it.training) == (pytest.approx(1.85), 1.8)
+    it.observe_training(1.4)
+    assert (it.inference, it.training) == (pytest.approx(1.85), pytest.approx(1.78))
+
+
+@pytest.mark.parametrize(("seen", "counted"), [(1000.0, 4.0), (4.0, 4.0), (0.0, 0.25), (0.25, 0.25)])
+def test_a_step_that_was_held_up_teaches_no_more_than_a_slow_one(seen: float, counted: float) -> None:
+    it = LaneCosts()
+    it.observe_inference(seen)
+    it.observe_training(seen)
+    assert it.inference == it.training == pytest.approx(1.8 + 0.05 * (counted - 1.8))
+
+
+def test_factors_come_to_what_steps_show() -> None:
+    it = LaneCosts()
+    for _ in range(200):
+        it.observe_inference(1.5)
+        it.observe_training(3.0)
+    assert it.inference == pytest.approx(1.5, rel=1e-3) and it.training == pytest.approx(3.0, rel=1e-3)
+
+
+def test_the_model_learns_what_each_lane_took_more_than_alone() -> None:
+    """The lanes take 4 and 6 seconds alone; here 8 and 9, so twice and one and a half times."""
+    model = CostModel(COSTS)
+    before = model.learned
+    model.observe_lanes(plan(ANSWER, TRAINING), StepResult(9.0, lanes=(8.0, 9.0)))
+    assert model.lanes.inference == pytest.approx(1.8 + 0.05 * (2.0 - 1.8))
+    assert model.lanes.training == pytest.approx(1.8 + 0.05 * (1.5 - 1.8))
+    assert model.learned == before  # what a step costs alone shows in other steps
+
+
+def test_training_that_goes_on_is_judged_when_it_is_done() -> None:
+    """By what has been done, whichever step it began in."""
+    model = CostModel(COSTS)
+    model.observe_lanes(plan(ANSWER, TRAINING), StepResult(8.0, trained=(), lanes=(8.0, 0.0)))
+    assert (model.lanes.inference, model.lanes.training) == (pytest.approx(1.81), 1.8)
+    model.observe_lanes(plan(ANSWER), StepResult(7.2, trained=(TRAINING,), lanes=(7.2, 18.0)))
+    assert model.lanes.inference == pytest.approx(1.81 + 0.05 * (1.8 - 1.81))
+    assert model.lanes.training == pytest.approx(1.8 + 0.05 * (3.0 - 1.8))
+
+
+def test_the_margin_knows_of_lanes_too() -> None:
+    """20 seconds where 10 were predicted: as much as before is allowed for on top."""
+    model = CostModel(COSTS)
+    for _ in range(16):
+        model.observe_lanes(plan(ANSWER, TRAINING), StepResult(20.0, lanes=(20.0, 19.0)))
+    assert model.misses.covering(0.9, trains=True) == pytest.approx(1.0)
+
+
+def test_a_split_step_in_which_nothing_was_done_teaches_nothing() -> None:
+    model = CostModel(COSTS)
+    for segments in ((), (ANSWER,), (TRAINING,)):
+        model.observe_lanes(plan(*segments), StepResult(9.0, trained=()))
+    assert (model.lanes.inference, model.lanes.training) == (1.8, 1.8)
+
+
+def test_no_step_waits_for_training_beside_its_inference() -> None:
+    """4 seconds by 1.5 beside 6 by 2, which are waited for alone; an optimizer step comes on top."""
+    model = CostModel(COSTS)
+    model.lanes.inference, model.lanes.training = 1.5, 2.0
+    draft = Draft(0.0, split=0.5)
+    draft.add(ANSWER)
+    assert draft.predict(model) == 6.0
+    draft.trained.add(TRAINING)
+    draft.training.append(TRAINING)
+    assert draft.predict(model) == 6.0
+    draft.trained.add_update()
+    draft.updates.append("a")
+    assert draft.predict(model) == 7.0
+    draft.inference.clear()
+    assert draft.predict(model) == 13.0
+    draft.training.clear()
+    assert draft.predict(model) == 1.0

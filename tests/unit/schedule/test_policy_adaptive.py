@@ -1,0 +1,364 @@
+"""Our own policy on a scripted clock: who is pushed out and until when, and what training does meanwhile."""
+
+import random
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from coserve.core.events import StepDone
+from coserve.core.request import SLO, Request, SamplingParams
+from coserve.core.sequence import MicroBatch, Sequence
+from coserve.memory.pages import PagePool
+from coserve.schedule.book import Job
+from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.fake import FakeRunner
+from coserve.schedule.policies import Policy, View, make_policy
+from coserve.schedule.scheduler import Scheduler
+from timetable import COSTS, Ask, Tune, World, table
+
+# A token takes a second, a micro-batch three (see `timetable`); of a quantum of 3 seconds one is too little
+# to train in. Beside answers there is no training but what costs nothing: the way there, in the same pass.
+SLOW = {"quantum": 3.0, "quantum_with_inference": 3.0, "ride_along": 0.0}
+DEPTH = 4
+
+
+def known_exactly(cost: CostModel) -> CostModel:
+    """This machine does what is predicted, and lanes gain nothing."""
+    for trains in (False, True) * 16:
+        cost.misses.observe(1.0, trains)
+    cost.lanes.inference = cost.lanes.training = 2.0
+    return cost
+
+
+def stated(seconds: float) -> float:
+    """The bound on time that is planned with as so many seconds: a tenth of it is held back."""
+    return seconds / 0.9
+
+
+def play(asks: dict[str, Ask], tunes: dict[str, Tune], until: float) -> World:
+    world = World(make_policy("adaptive"), asks, tunes, **SLOW)  # type: ignore[arg-type]
+    known_exactly(world.it.cost)
+    world.run(until)
+    return world
+
+
+# Until when
+
+
+def test_a_request_is_pushed_out_until_its_first_token_would_be_late() -> None:
+    world = play({"x": Ask(0.5, 2, SLO(first_token=stated(10)))}, {"a": Tune()}, until=14)
+    assert world.lines == table("""
+        0  train a
+        3  train a            # x could wait 6.5 seconds more: until 10.5, less 1 for its prompt
+        6  train a            # 3.5
+        9  prefill x          # 0.5
+        10 decode x, train a  # the way there
+        11 train a            # and back
+        13 train a
+    """)
+    assert world.sequences["x"].first_token_at == 10
+
+
+@pytest.mark.parametrize(
+    ("slo", "tokens"),
+    [
+        (SLO(first_token=stated(10.0)), 3),  # 1 second for its prompt
+        (SLO(end_to_end=stated(12.0)), 3),  # 3 for all of it
+        (SLO(end_to_end=stated(10.0)), 1),
+        (SLO(deferral=9.0), 3),  # what it takes itself does not count
+        (SLO(first_token=stated(10.0), end_to_end=stated(30.0)), 9),  # the first of its bounds counts
+        (SLO(first_token=stated(50.0), end_to_end=stated(18.0)), 9),
+        (SLO(first_token=stated(50.0), end_to_end=stated(40.0), deferral=9.0), 9),
+    ],
+)
+def test_each_of_its_bounds_says_until_when(slo: SLO, tokens: int) -> None:
+    """All of these leave 9 seconds from its arrival on, and at most one of them is left as it enters."""
+    world = play({"x": Ask(0.5, tokens, slo)}, {"a": Tune()}, until=30)
+    x = world.sequences["x"]
+    assert x.admitted_at == 9 and x.is_finished
+    assert x.first_token_at is not None and x.last_token_at is not None
+    assert slo.first_token is None or x.first_token_at - 0.5 <= slo.first_token
+    assert slo.end_to_end is None or x.last_token_at - 0.5 <= slo.end_to_end
+    assert slo.deferral is None or x.deferred <= slo.deferral
+
+
+def test_the_first_who_is_due_takes_everybody_along() -> None:
+    asks = {
+        "x": Ask(0.5, 2, SLO(first_token=stated(10))),
+        "y": Ask(2, 1, SLO(end_to_end=stated(100))),
+        "z": Ask(8.9, 1, SLO(deferral=60)),
+    }
+    world = play(asks, {"a": Tune()}, until=11)
+    assert world.lines[3:] == ["9 prefill x y z", "10 decode x, train a"]
+
+
+def test_who_states_no_bound_enters_at_once_and_takes_everybody_along() -> None:
+    asks = {
+        "x": Ask(0.5, 1, SLO(end_to_end=stated(100))),
+        "y": Ask(3.5, 1),
+        "z": Ask(5, 1, SLO(end_to_end=stated(100))),
+    }
+    world = play(asks, {"a": Tune()}, until=12)
+    assert [world.sequences[name].admitted_at for name in "xyz"] == [4, 4, None]
+
+
+def test_without_a_job_nobody_is_pushed_out() -> None:
+    asks = {"x": Ask(0.5, 1, SLO(end_to_end=stated(100))), "y": Ask(5, 1, SLO(deferral=100))}
+    assert play(asks, {}, until=50).lines == ["0.5 prefill x", "5 prefill y", "6 end"]
+
+
+def test_nobody_is_pushed_out_after_the_last_job() -> None:
+    asks = {"x": Ask(0.5, 1, SLO(end_to_end=stated(100))), "y": Ask(20, 1, SLO(end_to_end=stated(100)))}
+    world = play(asks, {"a": Tune(removed=5.5)}, until=50)
+    assert [world.sequences[name].admitted_at for name in "xy"] == [6, 20]
+
+
+# One question at a time
+
+
+def config(**changes: float) -> SchedulerConfig:
+    return SchedulerConfig(
+        layers=2, max_positions=64, **({"quantum": 1.0, "quantum_with_inference": 10.0} | changes)
+    )  # type: ignore[arg-type]
+
+
+def asked(
+    key: int, tokens: int = 4, slo: SLO = SLO(end_to_end=stated(1000.0)), at: float = 0.0, output: int = 0
+) -> Sequence:
+    """Somebody who wants so many tokens more than the `output` that is there."""
+    request = Request(str(key), (1,), SamplingParams(max_tokens=tokens + output), slo=slo, arrival=at)
+    return Sequence(key, request, output=[7] * output)
+
+
+def view(
+    waiting: tuple[Sequence, ...] = (),
+    running: tuple[Sequence, ...] = (),
+    now: float = 0.0,
+    **changes: object,
+) -> View:
+    batches = deque([MicroBatch(100, "a", "a@0", (40, 60), 2), MicroBatch(101, "a", "a@0", (30,), 2)])
+    jobs = (Job("a", 1.0, batches),)
+    state = View(now, config(), known_exactly(CostModel(COSTS)), waiting, running, jobs, finished=0)
+    return replace(state, **changes)  # type: ignore[arg-type]
+
+
+def keys(policy: Policy, state: View) -> list[int]:
+    return [sequence.key for sequence in policy.admit(state)]
+
+
+@pytest.mark.parametrize("admitted", [None, 3.0])
+def test_an_answer_that_has_begun_goes_on_at_once(admitted: float | None) -> None:
+    """Begun in another engine, or here before it lost its pages."""
+    begun = asked(2, output=3)
+    begun.admitted_at = admitted
+    policy = make_policy("adaptive")
+    assert keys(policy, view((asked(1),))) == []
+    assert keys(policy, view((asked(1), begun))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shared", "first_token", "joins"),
+    [
+        (10, 8, 7.8, True),  # 2 steps of its own < 10 / (1 + 3.9)
+        (10, 8, 8.3, False),  # 2 > 10 / (1 + 4.15)
+        (10, 2, 0.5, True),  # 8 < 10 / (1 + 0.25)
+        (10, 2, 0.6, False),  # 8 > 10 / (1 + 0.3)
+        (10, 10, 900.0, True),  # none of its own
+        (5, 8, 900.0, True),
+        (10, 0, 2.0, False),  # there is nobody to share with
+    ],
+)
+def test_who_shares_enough_of_the_steps_under_way_joins(
+    tokens: int, shared: int, first_token: float, joins: bool
+) -> None:
+    """It costs fewer steps of its own than its part of those that it would share later: with half a request a
+    second, as many as that makes until it is due."""
+    state = view(now=8.0, config=config(quantum=0.3))
+    policy = make_policy("adaptive")
+    assert keys(policy, replace(state, now=0.0, waiting=tuple(asked(key) for key in (1, 2, 3)))) == []
+    late = asked(4, tokens, SLO(first_token=stated(first_token)), at=8.0)  # the fourth in 8 seconds
+    running = (asked(5, shared, output=2), asked(6, 1, output=5)) if shared else ()
+    assert keys(policy, replace(state, waiting=(late,), running=running)) == ([4] if joins else [])
+
+
+def test_where_nobody_else_is_expected_everybody_joins() -> None:
+    """The first request ever, but for the one that runs."""
+    waiting = (asked(2, tokens=30),)
+    assert keys(make_policy("adaptive"), view(waiting, (asked(1, tokens=2, output=1),))) == [2]
+
+
+# How much
+
+
+@pytest.mark.parametrize(
+    ("patience", "waited", "seconds"),
+    [
+        (12.0, 0.0, 3.0),  # a quarter of it
+        (100.0, 0.0, 10.0),  # as beside inference at most
+        (3.0, 0.0, 1.0),  # a quantum at least
+        (12.0, 10.0, 2.0),  # until it is due
+    ],
+)
+def test_a_quantum_is_as_long_as_requests_are_patient(patience: float, waited: float, seconds: float) -> None:
+    policy = make_policy("adaptive")
+    state = view((asked(1, slo=SLO(first_token=stated(patience + 1.0))),), now=waited)  # 1 for its prompt
+    assert keys(policy, state) == []
+    assert policy.allow(state).seconds == pytest.approx(seconds)
+
+
+def test_the_least_patient_of_late_counts() -> None:
+    policy = make_policy("adaptive")
+    assert policy.allow(view()).seconds == 1.0  # nobody came yet
+    slos = [SLO(first_token=stated(41.0)), SLO(first_token=stated(21.0)), SLO(first_token=stated(31.0))]
+    policy.admit(view(tuple(asked(key, slo=slo) for key, slo in enumerate(slos, 1))))
+    assert policy.allow(view()).seconds == pytest.approx(5.0)
+    policy.admit(view((asked(4, slo=SLO()),)))
+    policy.admit(view())
+    assert policy.allow(view()).seconds == 1.0  # who states no bound has no patience
+    for key in range(5, 5 + 32):
+        policy.admit(view((asked(key, slo=SLO(first_token=stated(31.0))),)))
+        policy.admit(view())
+    assert policy.allow(view()).seconds == pytest.approx(7.5)  # the impatient one is long ago
+
+
+@pytest.mark.parametrize("inference", [0.0, 1.0])
+@pytest.mark.parametrize(("largest", "rows"), [(64, 100), (512, 512)])
+def test_a_window_may_be_a_whole_micro_batch(inference: float, largest: int, rows: int) -> None:
+    state = view(config=replace(config(), max_training_rows=largest), inference_seconds=inference, slack=5.0)
+    assert make_policy("adaptive").allow(state).rows == rows
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.25, 4.0, 50.0])
+@pytest.mark.parametrize("starving", [False, True])
+def test_beside_answers_training_has_what_their_bounds_leave(slack: float, starving: bool) -> None:
+    state = view(inference_seconds=1.0, slack=slack, deferral=3.0, starving=starving)
+    found, theirs = make_policy("adaptive").allow(state), make_policy("hybrid").allow(state)
+    assert found == replace(theirs, rows=512)
+
+
+# On a machine like a real one, which does exactly what is predicted
+
+
+def make_scheduler(policy: str) -> Scheduler:
+    settings = SchedulerConfig(layers=DEPTH, max_positions=1024, starvation=None)
+    return Scheduler(settings, PagePool(2048, 16), known_exactly(CostModel()), make_policy(policy))
+
+
+def give(it: Scheduler, job: str, weight: float = 1.0) -> None:
+    """The next optimizer step: two micro-batches of 384 rows."""
+    batches = [MicroBatch(it.new_key(), job, f"{job}@0", (384,), DEPTH) for _ in range(2)]
+    it.add_training(job, batches, weight)
+
+
+def step(it: Scheduler, runner: FakeRunner, weights: dict[str, float] | None = None) -> None:
+    for event in runner.step(it):
+        if isinstance(event, StepDone):
+            give(it, event.job, (weights or {}).get(event.job, 1.0))
+
+
+def test_training_is_put_down_between_layers() -> None:
+    """No step without answers takes longer than a quantum, though a micro-batch takes many of them."""
+    it, runner = make_scheduler("adaptive"), FakeRunner(16)
+    give(it, "a")
+    iteration = it.cost.predict_iteration([MicroBatch(0, "a", "a@0", (384,), DEPTH)])
+    while runner.now < 5.0:
+        step(it, runner)
+    assert iteration > 8 * it.config.quantum
+    assert max(result.seconds for result in runner.results) <= it.config.quantum
+    spans = {len(segment.span) for plan in runner.plans for segment in plan.training}
+    assert min(spans) < DEPTH and it.stats.updates > 2
+
+
+@pytest.mark.parametrize("rate", [0.0, 3.0])
+def test_several_jobs_share_by_weight(rate: float) -> None:
+    it, runner = make_scheduler("adaptive"), FakeRunner(16)
+    weights = {"heavy": 3.0, "light": 1.0}
+    for job, weight in weights.items():
+        give(it, job, weight)
+    coming = deque(traffic("weights", rate, 30.0, "end_to_end")) if rate else deque()
+    while runner.now < 30.0:
+        while coming and coming[0].arrival <= runner.now:
+            it.submit(coming.popleft(), runner.now)
+        step(it, runner, weights)
+    rows = dict.fromkeys(weights, 0.0)
+    for plan in runner.plans:
+        for segment in plan.training:
+            assert isinstance(segment.sequence, MicroBatch)
+            rows[segment.sequence.job] += segment.length * len(segment.span)
+    assert rows["heavy"] / rows["light"] == pytest.approx(3.0, rel=0.1)
+
+
+def alone(prompt: int, tokens: int) -> tuple[float, float]:
+    """Seconds until a request's first token and between two of them, with nobody else there."""
+    first, next_ = Features(), Features()
+    first.add_inference(0, max(prompt, 2), 1, None, DEPTH)
+    next_.add_inference(prompt + tokens, 1, 1, None, DEPTH)
+    return CostModel().predict_features(first), CostModel().predict_features(next_)
+
+
+def traffic(seed: str, rate: float, seconds: float, kind: str) -> list[Request]:
+    """Poisson arrivals of all lengths; bounds are 4 to 10 times what a request takes alone, and some room."""
+    draws, made, at = random.Random(seed), [], 0.0
+    while (at := at + draws.expovariate(rate)) < seconds:
+        prompt, tokens = draws.randint(4, 64), draws.randint(4, 24)
+        first, between = alone(prompt, tokens)
+        times = draws.uniform(4, 10)
+        slo = {
+            "end_to_end": SLO(end_to_end=times * (first + (tokens - 1) * between) + 0.3),
+            "tokens": SLO(first_token=times * first + 0.3, between_tokens=draws.uniform(3, 6) * between),
+            "deferral": SLO(deferral=draws.uniform(0.2, 2.0)),
+            "none": SLO(),
+        }
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        which = draws.choice([*slo]) if kind == "mixed" else kind
+        made.append(Request(str(len(made)), (1,) * prompt, sampling, slo=slo[which], arrival=at))
+    return made
+
+
+def serve(policy: str, requests: list[Request], seconds: float) -> tuple[list[Sequence], float]:
+    """All requests, answered, and the rows that were trained within so many seconds."""
+    it, runner = make_scheduler(policy), FakeRunner(16)
+    give(it, "a")
+    coming, sequences, trained = deque(requests), [], 0.0
+    while runner.now < seconds or coming or not all(sequence.is_finished for sequence in sequences):
+        while coming and coming[0].arrival <= runner.now:
+            sequences.append(it.submit(coming.popleft(), runner.now))
+        step(it, runner)
+        if runner.now < seconds:
+            trained = it.stats.backward_rows
+    return sequences, trained
+
+
+def broken(sequence: Sequence) -> list[str]:
+    """The bounds that an answer did not keep."""
+    slo, at = sequence.request.slo, sequence.request.arrival
+    assert sequence.first_token_at is not None and sequence.last_token_at is not None
+    took = {
+        "first_token": sequence.first_token_at - at,
+        "between_tokens": sequence.slowest,
+        "end_to_end": sequence.last_token_at - at,
+        "deferral": sequence.deferred,
+    }
+    bounds = {name: getattr(slo, name) for name in took}
+    return [name for name, bound in bounds.items() if bound is not None and took[name] > bound + 1e-9]
+
+
+@pytest.mark.parametrize("kind", ["end_to_end", "tokens", "deferral", "mixed"])
+@pytest.mark.parametrize("rate", [0.5, 1.0, 3.0])
+def test_every_bound_is_kept(kind: str, rate: float) -> None:
+    for seed in range(4):
+        sequences, _ = serve("adaptive", traffic(f"{kind}/{seed}", rate, 10.0, kind), 10.0)
+        missed = {sequence.request.id: broken(sequence) for sequence in sequences}
+        assert not any(missed.values()), missed
+
+
+def test_pushing_requests_out_leaves_more_to_training() -> None:
+    """Than answering each at once: where whole answers are wanted in time, and few of them."""
+    ours = theirs = 0.0
+    for seed in range(6):
+        requests = traffic(f"few/{seed}", 1.0, 10.0, "end_to_end")
+        ours += serve("adaptive", requests, 10.0)[1]
+        theirs += serve("hybrid", requests, 10.0)[1]
+    assert ours >= 1.02 * theirs
