@@ -55,9 +55,9 @@ class Plan:
     `updates` are jobs whose optimizer steps after the segments have run; `released` are keys of sequences
     and micro-batches that ended since the last plan, whose device state the runner drops before anything
     else. `predicted` is what the cost model expects, in seconds. `split` is the share of the machine that
-    inference has, beside training in a lane of its own; None fuses them. A step does not wait for the training
-    beside its inference: that may go on through further steps, as long as they are split and bring no other. `pause` is how long nothing runs
-    although somebody waits, seconds.
+    inference has, beside training in a lane of its own; None fuses them. A step does not wait for training
+    beside its inference: that may go on through further steps, as long as they are split and bring no other.
+    `pause` is how long nothing runs although somebody waits, seconds.
     """
 
     inference: tuple[Segment, ...] = ()

@@ -1,4 +1,4 @@
-"""What lanes cost: how much longer each kind of work takes beside the other than alone on the whole machine."""
+"""What lanes cost: how much longer each kind of work takes beside the other than on the whole machine."""
 
 from typing import Final
 

@@ -145,7 +145,7 @@ def test_all_who_dominate_anywhere_are_counted(compared: Rounds) -> None:
         contest("instead", adaptive=(0.9, 1.0), hybrid=(1.0, 2.0)),  # who is compared there is somebody else
     )
     assert found["ours.dominated"] == 3.0
-    assert "v: spatial, 2.00 of ours" in found["notes"]["ours.dominated"]
+    assert "v: spatial, 200 tokens/s where ours trains 100" in found["notes"]["ours.dominated"]
     assert "ours.best_lead" not in found  # we kept 99 % nowhere
 
 

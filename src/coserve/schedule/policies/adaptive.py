@@ -11,9 +11,7 @@ from coserve.schedule.policies.base import INFINITE, Allowance, View, register
 from coserve.schedule.policies.hybrid import Hybrid
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
-_SURE: Final = (
-    0.9  # of a bound on time is planned with: who enters last has nothing to make up for a slow step
-)
+_SURE: Final = 0.9  # of a bound on time: who enters last has nothing left to make up for a slow step with
 _DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in
 _PATIENCE: Final = 0.25  # of what the least patient of those could wait: what a quantum may take
 
