@@ -256,7 +256,8 @@ def test_groups_and_traces_that_do_not_exist(tmp_path: Path) -> None:
     command = ["bench", "policies", "--shape", "tiny", "--quick"]
     found = CliRunner().invoke(app, [*command, "--only", "speed"])
     assert isinstance(found.exception, ConfigError) and "there are switch, report" in str(found.exception)
-    found = CliRunner().invoke(app, [*command, "--trace", str(tmp_path / "none.csv")])
+    wide = {"COLUMNS": "500", "TERM": "dumb"}  # a path is not broken anywhere
+    found = CliRunner().invoke(app, [*command, "--trace", str(tmp_path / "none.csv")], env=wide)
     assert found.exit_code == 2 and "none.csv" in found.output
     (tmp_path / "trace.csv").write_text("when,in,out\n1,2,3\n")
     found = CliRunner().invoke(app, [*command, "--only", "azure", "--trace", str(tmp_path / "trace.csv")])

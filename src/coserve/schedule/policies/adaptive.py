@@ -7,12 +7,13 @@ from typing import Final
 
 from coserve.core.sequence import Sequence
 from coserve.schedule.cost import Features
-from coserve.schedule.policies.base import INFINITE, Allowance, View, register
+from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
 from coserve.schedule.policies.hybrid import Hybrid
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
 _SURE: Final = 0.9  # of a bound on time: who enters last has nothing left to make up for a slow step with
 _DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in
+_SOON: Final = 0.5  # seconds that training can wait for the machine; pieces cut short until then cost more
 _PATIENCE: Final = 0.25  # of what the least patient of those could wait: what a quantum may take
 
 
@@ -33,6 +34,7 @@ class Adaptive(Hybrid):
         self._newest: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
         self._last = 0  # key of the last of them
         self._left = INFINITE  # seconds until somebody is due
+        self._alone = -INFINITE  # when training last had the machine to itself
 
     def admit(self, view: View) -> Iterable[Sequence]:
         """Everybody once somebody is due; before, only those who share enough of the steps under way."""
@@ -56,10 +58,14 @@ class Adaptive(Hybrid):
         config = view.config
         rows = max([config.max_training_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
         if view.inference_seconds:
-            return replace(super().allow(view), rows=rows)
+            riding = replace(super().allow(view), rows=rows)
+            is_short = riding.seconds < config.quantum and riding.minimum < config.quantum
+            return NO_TRAINING if is_short and view.now - self._alone < _SOON else riding
+        self._alone = view.now
         patience = _PATIENCE * min((left for _, left in self._newest), default=0.0)
         quantum = min(max(patience, config.quantum), config.quantum_with_inference)
-        return Allowance(min(quantum, self._left), rows, minimum=INFINITE)
+        sure = 1 + view.cost.margin(config, trains=True)
+        return Allowance(min(quantum, self._left / sure), rows, minimum=INFINITE)
 
     def _note(self, view: View, pace: "_Pace") -> None:
         for sequence in sorted(view.waiting, key=lambda one: one.key):
@@ -110,10 +116,12 @@ class _Pace:
         if slo.first_token is not None:
             found.append(_SURE * slo.first_token - waited - self._prefill * sure)
         if slo.end_to_end is not None:
-            answer = self._prefill + (self.tokens(sequence) - 1) * self._step
-            found.append(_SURE * slo.end_to_end - waited - answer * sure)
+            # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
+            steps = self.tokens(sequence) - 1
+            answer = steps * self._step * (1 + self._margin / max(steps, 1) ** 0.5)
+            found.append(_SURE * slo.end_to_end - waited - self._prefill * sure - answer)
         if slo.deferral is not None:
-            found.append((slo.deferral - sequence.deferred) / sure)
+            found.append(slo.deferral - sequence.deferred)
         return min(found, default=0.0)
 
     def _prefill_seconds(self, decode: Features) -> float:
