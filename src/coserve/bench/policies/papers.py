@@ -83,7 +83,9 @@ def _scene(rounds: Rounds) -> _Scene:
     together = round(_BATCH * 50 / 64)  # requests in five seconds, of a batch's 64
     shape: dict[str, Any] = {"prompt": 32, "answer": 24, "adapters": adapters}
     every = given.seconds / (2 * together)  # so that there are enough of them
-    probe = traffic.report(given, every=every, tune_every=given.seconds, examples=2, training=training, **shape)
+    probe = traffic.report(
+        given, every=every, tune_every=given.seconds, examples=2, training=training, **shape
+    )
     burst = tuple(replace(r, at=0.0) for r in probe.requests[:together])
     alone = [arena.alone(replace(probe, seconds=0.001, requests=burst)) for _ in range(3)]
     delay = median(load.finished_at - load.started for load in alone) / _BUSY
