@@ -7,22 +7,15 @@ _RANGE: Final = 4.0  # a step this many times slower or faster teaches no more t
 
 
 class LaneCosts:
-    """Factors on what the cost model predicts, learned from steps that had both lanes.
+    """Factors on what the cost model predicts, learned from steps of a split machine.
 
-    With everything shared evenly each is two; a little less is assumed at first, for only trying can tell.
-    Work that cannot use a whole machine (small products, the
-    overhead between them) loses less, and then both together do more than one after the other: `gain` is
-    how much more, at least 1 where lanes are worth it.
+    With everything shared evenly each is two. Work that cannot use a whole machine (small products, the
+    overhead between them) loses less: a little less is assumed until steps have shown it.
     """
 
     def __init__(self) -> None:
         self.inference = 1.8
         self.training = 1.8
-
-    @property
-    def gain(self) -> float:
-        """Work done side by side, in what one after the other would do in that time."""
-        return 1.0 / self.inference + 1.0 / self.training
 
     def observe_inference(self, factor: float) -> None:
         """Takes in what a step's inference took beside training, relative to what it takes alone."""

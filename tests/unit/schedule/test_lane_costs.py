@@ -22,17 +22,6 @@ def plan(*segments: Segment, predicted: float = 10.0, updates: tuple[str, ...] =
     return Plan(answers, training, updates, predicted=predicted, split=0.5)
 
 
-def test_lanes_are_worth_it_where_each_loses_less_than_half() -> None:
-    it = LaneCosts()
-    assert it.gain == pytest.approx(2 / 1.8)  # a little is hoped for before anything was tried
-    it.inference = it.training = 2.0
-    assert it.gain == 1.0  # all shared evenly: the same as one after the other
-    it.inference, it.training = 1.25, 5.0
-    assert it.gain == pytest.approx(0.8 + 0.2)
-    it.inference, it.training = 1.0, 4.0
-    assert it.gain == pytest.approx(1.25)
-
-
 def test_a_factor_moves_by_a_twentieth_of_what_a_step_shows() -> None:
     it = LaneCosts()
     it.observe_inference(2.8)

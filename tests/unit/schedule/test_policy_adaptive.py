@@ -25,7 +25,7 @@ DEPTH = 4
 
 
 def known_exactly(cost: CostModel) -> CostModel:
-    """This machine does what is predicted, and lanes gain nothing."""
+    """This machine does what is predicted."""
     for trains in (False, True) * 16:
         cost.misses.observe(1.0, trains)
     cost.lanes.inference = cost.lanes.training = 2.0
