@@ -13,7 +13,8 @@ class TokenEvent:
     """A sequence's next token. `token` is None where a step only scored part of a prompt.
 
     `prompt_logprobs` continue where the last event of this sequence stopped: a position is reported
-    once, even if a preemption made it run twice.
+    once, even if a preemption made it run twice. The answer's first token tells how many tokens of the prompt
+    were found in the cache, as `cached`.
     """
 
     key: int
@@ -22,6 +23,7 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

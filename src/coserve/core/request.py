@@ -111,6 +111,9 @@ class Request:
     An adapter may have `virtual` tokens: they stand before the prompt, at positions 0 to `virtual - 1`, and
     count in nothing else here. The last `virtual_rows` of them have to pass through the model before they
     can be attended to; keys and values of the others are given.
+
+    Requests of one `scope` and one adapter version find what their prompts have in common in the cache; None
+    neither looks there nor leaves anything to be found. A server gives each tenant a scope of its own.
     """
 
     id: str
@@ -122,3 +125,4 @@ class Request:
     base: str = "base"
     virtual: int = 0
     virtual_rows: int = 0
+    scope: str | None = ""

@@ -40,8 +40,10 @@ class Sequence:
 
     `output` may begin with tokens that another engine gave out: they count like any other.
 
-    Virtual tokens lie in pages of the adapter version: the first `shared` ones of `pages`, and `template`,
-    where the last of them do not fill a page; the sequence's own first page begins with a copy of those.
+    The first `shared` ones of its `pages` it only reads: they hold virtual tokens of the adapter version, and
+    tokens that were computed before (`schedule.prefixes`). What the sequence begins with may end within a
+    page: the first of its own then begins with a copy of what lies in page `template`, or is that very page,
+    where nobody else reads it. Of a sequence that waits, the `computed` tokens are those it would find.
     """
 
     key: int
@@ -51,6 +53,9 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     shared: int = 0
     template: int | None = None
+    named: int = 0  # pages, from the first on, that are full
+    names: list[bytes] = field(default_factory=list)  # of full pages with tokens of its own, if worked out
+    cached: int | None = None  # tokens of the prompt that were found when it first ran
     preemptions: int = 0
     deferred: float = 0.0  # seconds that training has delayed this request so far
     admitted_at: float | None = None

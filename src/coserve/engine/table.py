@@ -27,8 +27,8 @@ class Chunk:
 class SequenceTable:
     """One row per running sequence: its last token, its length, its page table, how it is sampled.
 
-    Its tokens stand after the virtual ones of its adapter, whose pages come first in its page table and are
-    only read; what does not fill one of those is copied to where the sequence's own tokens go on.
+    Its tokens stand after the virtual ones of its adapter. The pages that it shares with others come first in
+    its page table and are only read; what of them does not fill a page is copied to where it goes on itself.
 
     A sequence gets its row when it first appears in a plan and loses it when its key is released (it
     ended, or was preempted; then it comes back as a fresh row).
@@ -59,7 +59,8 @@ class SequenceTable:
                 row = self._row_of[answer.key]
                 self._pages[row, known : len(answer.pages)] = self._tensor(answer.pages[known:])
                 self._page_count[answer.key] = len(answer.pages)
-                fresh += answer.pages[max(known, answer.shared) :]
+                own = answer.pages[max(known, answer.shared) :]
+                fresh += [page for page in own if page != answer.template]
         if fresh:
             self._pool.clean(self._tensor(fresh))
         self._copy_templates(entering)
@@ -119,13 +120,13 @@ class SequenceTable:
         self.sampling.set(row, params, params.seed, answer.request.prompt, answer.output)
 
     def _copy_templates(self, answers: Sequence[Answer]) -> None:
-        """Virtual tokens that fill no page, into the first page that is the sequence's own."""
+        """What a sequence begins with and fills no page, into the first page that is its own."""
         size = self._pool.page_size
         sources: list[int] = []
         targets: list[int] = []
         for answer in answers:
-            if answer.template is not None:
-                rest = answer.virtual % size
+            if answer.template is not None and answer.template != answer.pages[answer.shared]:
+                rest = (answer.virtual + answer.computed) % size
                 sources += range(answer.template * size, answer.template * size + rest)
                 first = answer.pages[answer.shared] * size
                 targets += range(first, first + rest)

@@ -1,61 +1,123 @@
-"""Who owns which page of the key-value cache.
+"""Who reads which page of the key-value cache, and what lies in those that nobody reads.
 
-A page holds the keys and values of `page_size` consecutive tokens. It belongs to an *owner*: for now the
-key of a sequence, whose pages cover every layer. An owner may be any hashable value, so that a page can
-come to belong to a sequence and a span of layers without this file changing.
+A page holds the keys and values of `page_size` consecutive tokens. It is read by *owners*, any hashable
+values: for now the keys of sequences, whose pages cover every layer. A page may have a *name*, which says
+what lies in it; who looks for that name reads the page too instead of computing the same again. A page with a
+name is never written.
 """
 
-from collections.abc import Hashable, Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 
 
 class PagePool:
     """Hands out `pages` pages of `page_size` tokens each; every operation is O(1) per page.
 
-    The page freed last is handed out first, so that a small load keeps to pages that are warm in the
-    device's caches. The pool knows numbers only; the tensors behind them live elsewhere.
+    A page without readers is free. If it has a name it stays findable until it is handed out anew, and those
+    found least recently go first; before them goes whatever has no name, what was freed last first, so that
+    a small load keeps to pages that are warm in the device's caches. The pool knows numbers only; the tensors
+    behind them live elsewhere.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
         assert pages >= 0 and page_size >= 1, "a pool holds whole pages of at least one token"
         self.pages = pages
         self.page_size = page_size
-        self._free = list(range(pages - 1, -1, -1))
-        self._owner: list[Hashable | None] = [None] * pages
+        self._blank = list(range(pages - 1, -1, -1))  # free, with nothing in them that could be found
+        self._idle: OrderedDict[int, None] = OrderedDict()  # free and findable, least recently used first
+        self._readers = [0] * pages
         self._owned: dict[Hashable, list[int]] = {}
+        self._names: dict[int, Hashable] = {}
+        self._found: dict[Hashable, int] = {}  # the other way round
 
     @property
     def free_count(self) -> int:
-        """Pages that belong to nobody."""
-        return len(self._free)
+        """Pages that nobody reads, whatever lies in them."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def cached_count(self) -> int:
+        """Of these, how many can still be found."""
+        return len(self._idle)
 
     @property
     def owners(self) -> Mapping[Hashable, list[int]]:
-        """Every owner with its pages, in the order they were allocated."""
+        """Every owner with its pages: what it shared first, then in the order they were allocated."""
         return MappingProxyType(self._owned)
 
     def pages_for(self, tokens: int) -> int:
         """Pages needed to hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def allocate(self, owner: Hashable, count: int) -> list[int] | None:
-        """`count` further pages for `owner`, or None (and nothing taken) when fewer are free."""
+    def readers(self, page: int) -> int:
+        """How many owners read a page."""
+        return self._readers[page]
+
+    def allocate(self, owner: Hashable, count: int, shared: Sequence[int] = ()) -> list[int] | None:
+        """`count` further pages for `owner` alone, which reads those in `shared` as well from now on.
+
+        None, and nothing taken, when fewer are free. Pages given out may hold anything.
+        """
         assert owner is not None and count >= 0, "pages are given to somebody, and not taken back here"
-        if count > len(self._free):
+        if count > self.free_count - sum(not self._readers[page] for page in shared):
             return None
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
-            assert self._owner[page] is None, f"page {page} already belongs to {self._owner[page]}"
-            self._owner[page] = owner
-        if taken:
-            self._owned.setdefault(owner, []).extend(taken)
+        for page in shared:
+            self._idle.pop(page, None)
+            self._readers[page] += 1
+        taken = [self._take() for _ in range(count)]
+        if shared or taken:
+            self._owned.setdefault(owner, []).extend((*shared, *taken))
         return taken
 
     def free(self, owner: Hashable) -> int:
-        """Takes back all pages of `owner`; returns how many there were."""
+        """Takes back all pages of `owner`; returns how many it had.
+
+        The last ones go first when they are needed: without what comes before it a page is of no use.
+        """
         pages = self._owned.pop(owner, [])
         for page in reversed(pages):
-            assert self._owner[page] == owner, f"page {page} belongs to {self._owner[page]}, not {owner}"
-            self._owner[page] = None
-            self._free.append(page)
+            self._readers[page] -= 1
+            assert self._readers[page] >= 0, f"page {page} was freed more often than given"
+            if not self._readers[page]:
+                self._lay_down(page)
         return len(pages)
+
+    # Names
+
+    def find(self, name: Hashable) -> int | None:
+        """The page of this name, if there still is one."""
+        return self._found.get(name)
+
+    def name(self, page: int, name: Hashable) -> None:
+        """Says what lies in a page that somebody reads. If another one has the name, that one keeps it."""
+        assert self._readers[page] and page not in self._names, f"page {page} cannot be given a name"
+        if self._found.setdefault(name, page) == page:
+            self._names[page] = name
+
+    def forget(self, page: int) -> None:
+        """Nobody finds this page by its name any more; whoever reads it keeps it."""
+        del self._found[self._names.pop(page)]
+        if not self._readers[page]:
+            del self._idle[page]
+            self._lay_down(page)
+
+    def is_named(self, page: int) -> bool:
+        """Whether a page can be found, and so must not be written."""
+        return page in self._names
+
+    def _lay_down(self, page: int) -> None:
+        if page in self._names:
+            self._idle[page] = None
+        else:
+            self._blank.append(page)
+
+    def _take(self) -> int:
+        if self._blank:
+            page = self._blank.pop()
+        else:
+            page, _ = self._idle.popitem(last=False)
+            del self._found[self._names.pop(page)]
+        assert not self._readers[page], f"page {page} is handed out, and somebody reads it"
+        self._readers[page] = 1
+        return page

@@ -27,7 +27,10 @@ def record(sequence: Sequence, segment: Segment, sampled: Sampled | None, now: f
         _append(sequence, sampled.token, now)
     elif not scored:
         return None
-    return TokenEvent(sequence.key, sequence.request.id, sampled.token, sampled.logprobs, scored)
+    cached = sequence.cached or 0 if len(sequence.output) == 1 else 0
+    return TokenEvent(
+        sequence.key, sequence.request.id, sampled.token, sampled.logprobs, scored, cached=cached
+    )
 
 
 def stop_reason(sequence: Sequence, config: SchedulerConfig) -> FinishReason | None:

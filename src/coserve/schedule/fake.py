@@ -1,7 +1,8 @@
 """A runner without a model: a scripted clock, tokens that depend on nothing but tokens, and a strict eye.
 
 It satisfies `core.plan.Runner` and fails loudly (AssertionError) on any plan that a real runner could not
-carry out: pages that are missing, shared or not filled, windows out of order, keys that were released.
+carry out: pages that are missing, hold anything else, or are written while somebody else reads them; windows
+out of order, keys that were released.
 """
 
 import zlib
@@ -23,6 +24,11 @@ def next_token(tokens: Iterable[int], vocabulary: int) -> int:
 def virtual_tokens(adapter: str, count: int) -> list[int]:
     """What the fake model reads where an adapter version has `count` virtual tokens."""
     return [-1 - zlib.crc32(f"{adapter}/{position}".encode()) % 1000 for position in range(count)]
+
+
+def _past_of(before: int, token: int | str) -> int:
+    """A number that stands for all tokens up to this one, as its keys and values do."""
+    return zlib.crc32(f"{before},{token!r}".encode())
 
 
 class FakeRunner:
@@ -47,11 +53,9 @@ class FakeRunner:
         self._seconds = seconds or CostModel().predict
         self._vocabulary = vocabulary
         self._failures = dict(failures or {})
-        # A page is held by the key of a sequence, or by an adapter version for all who use it.
-        self._cache: dict[tuple[int, int], tuple[int | str, int, int]] = {}  # page, slot -> whose, at, token
-        self._holder: dict[int, int | str] = {}  # page -> whose
-        self._prefixes: dict[str, tuple[int, ...]] = {}  # pages of virtual tokens, by adapter
-        self._users: dict[int, str] = {}  # key -> the adapter whose virtual tokens it reads
+        self._cache: dict[tuple[int, int], int] = {}  # page, slot -> the past that lies there
+        self._readers: dict[int, set[int]] = {}  # page -> keys of the sequences that have it
+        self._pasts: dict[int, list[int]] = {}  # key -> what its positions must hold, as far as known
         self._computed: dict[int, int] = {}  # key -> rows in its cache
         self._tapes: dict[int, _Tape] = {}
         self._ended: set[int] = set()
@@ -115,74 +119,81 @@ class FakeRunner:
     def _release(self, keys: Iterable[int]) -> None:
         for key in keys:
             assert key not in self._ended, f"key {key} was released twice"
-            self._users.pop(key, None)
-            self._drop(key)
-            if self._computed.pop(key, None) is None:  # a micro-batch; a sequence may come back, from zero
+            self._pasts.pop(key, None)
+            for readers in self._readers.values():
+                readers.discard(key)
+            if self._computed.pop(key, None) is None:  # a micro-batch; a sequence may come back
                 self._ended.add(key)
-        for adapter in self._prefixes.keys() - self._users.values():
-            del self._prefixes[adapter]
-            self._drop(adapter)
-
-    def _drop(self, owner: int | str) -> None:
-        self._holder = {page: of for page, of in self._holder.items() if of != owner}
 
     def _fill(self, prefix: Prefix) -> None:
-        assert prefix.adapter not in self._prefixes, f"{prefix.adapter} has its pages already"
         assert len(prefix.pages) == -(-prefix.tokens // self._page_size), "pages for all virtual tokens"
-        self._prefixes[prefix.adapter] = prefix.pages
         for page in prefix.pages:
-            assert self._holder.setdefault(page, prefix.adapter) == prefix.adapter, f"page {page} is shared"
+            assert not self._readers.get(page), f"page {page} is shared"
+        past = _past_of(0, prefix.adapter)
         for position, token in enumerate(virtual_tokens(prefix.adapter, prefix.tokens)):
-            at = prefix.pages[position // self._page_size], position % self._page_size
-            self._cache[at] = (prefix.adapter, position, token)
+            past = _past_of(past, token)
+            self._cache[prefix.pages[position // self._page_size], position % self._page_size] = past
 
     def _claim(self, segment: Segment) -> None:
         sequence = segment.sequence
         assert isinstance(sequence, Sequence) and segment.direction is Direction.INFER
         assert not sequence.is_finished, "the sequence has ended"
-        assert segment.length > 0 and segment.start == self._computed.get(sequence.key, 0), "rows in order"
+        begun = sequence.key in self._computed
+        computed = self._computed.setdefault(sequence.key, sequence.computed)
+        assert segment.length > 0 and segment.start == computed, "rows in order"
         end = segment.start + segment.length
         assert end <= sequence.length, "rows that are not known yet"
         assert sequence.virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
-        for page in sequence.pages[sequence.shared :]:
-            assert self._holder.setdefault(page, sequence.key) == sequence.key, f"page {page} is shared"
-        if sequence.virtual:
-            self._read_virtual(sequence)
+        for page in sequence.pages:
+            self._readers.setdefault(page, set()).add(sequence.key)
+        if not begun and sequence.template is not None:
+            self._copy(sequence, sequence.template)
 
-    def _read_virtual(self, sequence: Sequence) -> None:
-        """The version's full pages stay where they are, what is left over is copied once."""
-        adapter, pages = sequence.request.adapter, self._prefixes.get(sequence.request.adapter or "", ())
-        assert adapter is not None and pages, f"virtual tokens of {adapter} that nobody has filled"
-        full, rest = divmod(sequence.virtual, self._page_size)
-        assert (sequence.shared, sequence.pages[:full]) == (full, list(pages[:full])), "the version's pages"
-        assert sequence.template == (pages[full] if rest else None), "what does not fill a page"
-        if sequence.key not in self._users:
-            self._users[sequence.key] = adapter
-            for slot in range(rest):
-                _, position, token = self._cache[pages[full], slot]
-                self._cache[sequence.pages[full], slot] = (sequence.key, position, token)
+    def _copy(self, sequence: Sequence, template: int) -> None:
+        """What a sequence begins with and fills no page."""
+        target = sequence.pages[sequence.shared]
+        if target != template:
+            for slot in range((sequence.virtual + sequence.computed) % self._page_size):
+                self._cache[target, slot] = self._cache[template, slot]
 
     def _infer(self, segment: Segment) -> Sampled:
+        """Reads all there is before the rows, and writes them; a page is right if its whole past is."""
         sequence = segment.sequence
         assert isinstance(sequence, Sequence)
-        end = segment.start + segment.length
-        for row in range(segment.start, end):
-            (token,) = sequence.tokens(row, 1)
-            position = sequence.virtual + row
-            self._cache[self._slot(sequence, position)] = (sequence.key, position, token)
+        start, end = segment.start, segment.start + segment.length
+        pasts = self._past(sequence, end)
+        for position in range(sequence.virtual + start):
+            assert self._cache.get(self._slot(sequence, position)) == pasts[position], "a foreign page"
+        for position in range(sequence.virtual + start, sequence.virtual + end):
+            page, slot = self._slot(sequence, position)
+            assert self._readers[page] == {sequence.key}, f"page {page} is shared"
+            self._cache[page, slot] = pasts[position]
         self._computed[sequence.key] = end
-        read = [self._cache[self._slot(sequence, position)] for position in range(sequence.virtual + end)]
-        shared = sequence.shared * self._page_size
-        owners = [sequence.request.adapter] * shared + [sequence.key] * (len(read) - shared)
-        found = [(owner, position) for owner, position, _ in read]
-        assert found == list(zip(owners, range(len(read)), strict=True)), "a foreign page"
         scored: tuple[TokenLogprobs, ...] = ()
         if sequence.request.sampling.prompt_logprobs is not None:
             last = min(end, len(sequence.request.prompt) - 1)
-            scored = tuple(TokenLogprobs(-float(position + 1)) for position in range(segment.start, last))
+            scored = tuple(TokenLogprobs(-float(position + 1)) for position in range(start, last))
         if end < sequence.length:
             return Sampled(None, prompt_logprobs=scored)
-        return Sampled(next_token((token for _, _, token in read), self._vocabulary), prompt_logprobs=scored)
+        adapter = sequence.request.adapter or ""
+        tokens = [*virtual_tokens(adapter, sequence.virtual), *sequence.tokens(0, end)]
+        return Sampled(next_token(tokens, self._vocabulary), prompt_logprobs=scored)
+
+    def _past(self, sequence: Sequence, end: int) -> list[int]:
+        """What its positions must hold up to its token `end`, virtual ones first: all that precedes each.
+
+        Virtual tokens are everybody's; what follows is its scope's, or nobody else's.
+        """
+        request = sequence.request
+        adapter = request.adapter or ""
+        pasts = self._pasts.setdefault(sequence.key, [])
+        known = [*virtual_tokens(adapter, request.virtual), *sequence.tokens(0, end)]
+        for position in range(len(pasts), len(known)):
+            before = pasts[-1] if pasts else _past_of(0, adapter)
+            if position == request.virtual:
+                before = _past_of(before, sequence.key if request.scope is None else request.scope)
+            pasts.append(_past_of(before, known[position]))
+        return pasts
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.pages[position // self._page_size], position % self._page_size

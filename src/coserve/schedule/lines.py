@@ -23,7 +23,7 @@ class Lines:
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.released: list[int] = []  # keys whose device state the next plan drops
-        self.prefixes = Prefixes(pages)
+        self.prefixes = Prefixes(pages, config.prefix_sharing)
         self._config = config
         self._pages = pages
 
@@ -82,7 +82,14 @@ class Lines:
         insort(self.running, sequence, key=_age)
         if sequence.admitted_at is None:
             sequence.admitted_at = now
+        if sequence.cached is None:
+            sequence.cached = min(sequence.computed, len(sequence.request.prompt))
         return True
+
+    def look_up(self) -> None:
+        """Counts what those who are next in the waiting line would find as computed."""
+        for sequence in self.waiting[: self._config.max_running]:
+            self.prefixes.look_up(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
         """Makes room for all tokens of a running sequence, at the cost of whoever came last.

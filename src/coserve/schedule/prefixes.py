@@ -1,88 +1,169 @@
-"""Pages of virtual tokens: one copy for each adapter version, while a running sequence uses it."""
+"""What sequences have in common at their beginnings, and the pages it lies in once.
 
-from collections import Counter
+It is of two kinds. *Virtual tokens* belong to an adapter version; whichever of its sequences comes first has
+them filled. *Found tokens* are a sequence's first ones, where others like them have been computed before: in
+another prompt, in an answer that the prompt goes on from, or in the sequence's own life before it lost its
+pages. Sequences read full pages of either kind where they are.
+
+A sequence goes on after what it has in common with others, and that need not be the end of a page: virtual
+tokens may fill half of one, and of a prompt that is found whole the last token is computed again, for
+somebody has to say what follows it. A page with a name is never written. So the sequence's own first page
+begins with a copy of the common one; or that one loses its name and is the sequence's own, where nobody else
+reads it.
+
+Keys of versions must not come again with other weights (`AdapterBank.next_version` sees to that): what was
+computed with them can be found until its page is needed.
+"""
 
 from coserve.core.plan import Prefix
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
+from coserve.schedule.naming import page_name, root, virtual_names
 
 
 class Prefixes:
-    """Who uses which version's virtual tokens, and the pages these lie in.
+    """Pages of sequences, those that they share with others included. Without `sharing` these are only the
+    pages of virtual tokens."""
 
-    Sequences read the full pages where they are. A page that is full in part only is a template, which each
-    sequence copies into its own first page, as its own tokens go on there.
-
-    What nobody uses is freed at once: keys of versions may come again with other weights, and a page that
-    waits for a user is one that a running sequence could be preempted for.
-    """
-
-    def __init__(self, pages: PagePool) -> None:
+    def __init__(self, pages: PagePool, sharing: bool) -> None:
         self._pages = pages
-        self._users: Counter[str] = Counter()
-        self._unfilled: dict[str, Prefix] = {}
+        self._sharing = sharing
+        self._unfilled: list[Prefix] = []
 
     def pages_for(self, virtual: int, tokens: int) -> int:
-        """Pages of its own that a sequence of `tokens` tokens needs after `virtual` virtual ones."""
+        """Pages that a sequence of `tokens` tokens needs after the full ones of `virtual` virtual ones."""
         return self._pages.pages_for(virtual + tokens) - virtual // self._pages.page_size
-
-    def missing(self, request: Request) -> int:
-        """Pages that the request's version has yet to be given."""
-        return 0 if self._is_held(request) else self._pages.pages_for(request.virtual)
 
     def rows(self, request: Request) -> int:
         """Rows to pass through the model before a sequence of this request can run."""
-        return 0 if self._is_held(request) else request.virtual_rows
+        return request.virtual_rows if self._virtual_pages(request) is None else 0
+
+    def look_up(self, sequence: Sequence) -> None:
+        """Counts the tokens that a waiting sequence would find as computed.
+
+        It looks on from where it stopped the last time, so that each page is looked for once; what has gone
+        meanwhile before the last one found shows only when the sequence enters.
+        """
+        if not self._takes_part(sequence) or self._most(sequence) <= 0:
+            return
+        at = sequence.virtual % self._pages.page_size
+        hits = self._pages.pages_for(at + sequence.computed) if sequence.computed else 0
+        while hits and self._found(sequence, hits - 1) is None:
+            hits -= 1
+        while self._found(sequence, hits) is not None:
+            hits += 1
+        sequence.computed = self._usable(sequence, hits)
 
     def enter(self, sequence: Sequence, tokens: int) -> bool:
-        """Gives a sequence pages for `tokens` tokens after its version's virtual ones, or nothing at all."""
-        request = sequence.request
-        own = self.pages_for(request.virtual, tokens)
-        if own + self.missing(request) > self._pages.free_count:
+        """Gives a sequence pages for `tokens` tokens after its version's virtual ones, or nothing at all.
+
+        What it found of them counts as computed.
+        """
+        request, pages = sequence.request, self._pages
+        first = request.virtual // pages.page_size  # page with a token of its own
+        found = self._find(sequence)
+        computed = self._usable(sequence, len(found))
+        full, rest = divmod(request.virtual + computed, pages.page_size)
+        read, begun = found[: full - first], found[full - first :][: rest > 0]
+        own = [page for page in begun if not pages.readers(page)]  # it loses its name and is written on
+        virtual = self._virtual_pages(request)
+        missing = pages.pages_for(request.virtual) if virtual is None else 0
+        wanted = missing + pages.pages_for(request.virtual + tokens) - full - len(own)
+        taken = pages.allocate(sequence.key, wanted, [*(virtual or ()), *read, *own])
+        if taken is None:
             return False
-        prefix = self._take(request)
-        sequence.shared = request.virtual // self._pages.page_size
-        sequence.template = prefix[-1] if len(prefix) > sequence.shared else None
-        taken = self._pages.allocate(sequence.key, own)
-        assert taken is not None, "there were enough"
-        sequence.pages = [*prefix[: sequence.shared], *taken]
+        for page in own:
+            pages.forget(page)
+        if virtual is None:
+            virtual, taken = taken[:missing], taken[missing:]
+            self._fill(request, virtual)
+        sequence.pages = [*virtual[:first], *read, *own, *taken]
+        sequence.shared = sequence.named = full
+        sequence.template = (begun or virtual[-1:])[0] if rest else None
+        sequence.computed = computed
         return True
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes back all pages of a sequence, and the version's with those of its last one."""
+        """Takes back all pages of a sequence; those with names can be found until they are needed."""
         self._pages.free(sequence.key)
-        sequence.pages, sequence.shared, sequence.template = [], 0, None
-        adapter = sequence.request.adapter
-        if sequence.virtual and adapter is not None:
-            self._users[adapter] -= 1
-            if not self._users[adapter]:
-                del self._users[adapter]
-                self._pages.free(_owner(adapter))
-                self._unfilled.pop(adapter, None)
+        sequence.pages, sequence.shared, sequence.named, sequence.template = [], 0, 0, None
+
+    def record(self, sequence: Sequence) -> None:
+        """Names the pages of a running sequence that its computed tokens have filled."""
+        size = self._pages.page_size
+        full = (sequence.virtual + sequence.computed) // size
+        if self._takes_part(sequence):
+            for index in range(sequence.named, full):
+                name = self._name(sequence, index - sequence.virtual // size)
+                self._pages.name(sequence.pages[index], name)
+        sequence.named = max(sequence.named, full)
 
     def take_unfilled(self) -> tuple[Prefix, ...]:
-        """What has got its pages since this was last asked, and is still used."""
-        unfilled = tuple(self._unfilled.values())
-        self._unfilled.clear()
+        """Virtual tokens that have got their pages since this was last asked."""
+        unfilled, self._unfilled = tuple(self._unfilled), []
         return unfilled
 
-    def _is_held(self, request: Request) -> bool:
-        return not request.virtual or request.adapter in self._users
+    # Virtual tokens
 
-    def _take(self, request: Request) -> list[int]:
-        """The pages of the request's version, for one more user."""
-        if not request.virtual:
-            return []
-        adapter = request.adapter
-        assert adapter is not None, "virtual tokens are an adapter's"
-        if not self._users[adapter]:
-            pages = self._pages.allocate(_owner(adapter), self._pages.pages_for(request.virtual))
-            assert pages is not None, "there were enough"
-            self._unfilled[adapter] = Prefix(adapter, tuple(pages), request.virtual, request.virtual_rows)
-        self._users[adapter] += 1
-        return self._pages.owners[_owner(adapter)]
+    def _virtual_pages(self, request: Request) -> list[int] | None:
+        """Those of the request's version; None where they are to be filled, for the first time or again."""
+        found = [self._pages.find(name) for name in self._virtual_names(request)]
+        pages = [page for page in found if page is not None]
+        return pages if len(pages) == len(found) else None
 
+    def _fill(self, request: Request, pages: list[int]) -> None:
+        for page, name in zip(pages, self._virtual_names(request), strict=True):
+            if (old := self._pages.find(name)) is not None:  # some of them may still be there
+                self._pages.forget(old)
+            self._pages.name(page, name)
+        assert request.adapter is not None, "virtual tokens are an adapter's"
+        prefix = Prefix(request.adapter, tuple(pages), request.virtual, request.virtual_rows)
+        self._unfilled.append(prefix)
 
-def _owner(adapter: str) -> tuple[str, str]:
-    return "virtual", adapter
+    def _virtual_names(self, request: Request) -> list[tuple[str, str, int]]:
+        pages = self._pages.pages_for(request.virtual)
+        return virtual_names(request, pages) if pages else []
+
+    # Found tokens
+
+    def _takes_part(self, sequence: Sequence) -> bool:
+        return self._sharing and sequence.request.scope is not None
+
+    def _most(self, sequence: Sequence) -> int:
+        """Tokens that it may find at most: one row is left to say what follows, and all that are scored."""
+        request = sequence.request
+        scored = len(request.prompt) - 1
+        if request.sampling.prompt_logprobs is not None and sequence.reported < scored:
+            return sequence.reported
+        return sequence.length - 1
+
+    def _usable(self, sequence: Sequence, hits: int) -> int:
+        """Tokens of its own that `hits` pages spare it."""
+        size = self._pages.page_size
+        return max(min(hits * size - sequence.virtual % size, self._most(sequence)), 0)
+
+    def _find(self, sequence: Sequence) -> list[int]:
+        """Pages with its first tokens, as far as they can be found."""
+        found: list[int] = []
+        if self._takes_part(sequence):
+            while (page := self._found(sequence, len(found))) is not None:
+                found.append(page)
+        return found
+
+    def _found(self, sequence: Sequence, index: int) -> int | None:
+        """The page of the name that its page `index` will have; pages count from the first with a token."""
+        size = self._pages.page_size
+        if (index + 1) * size - sequence.virtual % size > sequence.length:
+            return None
+        return self._pages.find(self._name(sequence, index))
+
+    def _name(self, sequence: Sequence, index: int) -> bytes:
+        """The name of a page whose tokens are known; worked out once, one after the other."""
+        names, size = sequence.names, self._pages.page_size
+        at = sequence.virtual % size  # virtual tokens in the first of the pages
+        while len(names) <= index:
+            start, end = max(len(names) * size - at, 0), (len(names) + 1) * size - at
+            before = names[-1] if names else root(sequence.request)
+            names.append(page_name(before, sequence.tokens(start, end - start)))
+        return names[index]

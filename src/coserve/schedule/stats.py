@@ -19,9 +19,17 @@ class Stats:
     backward_rows: float = 0.0
     updates: int = 0
     preemptions: int = 0
+    asked_tokens: int = 0  # of prompts that began to run, and how many of these were found in the cache
+    found_tokens: int = 0
     finished: int = 0  # sequences that ended, cancelled ones included
     slo_met: int = 0  # finished sequences that stated a bound and had all of theirs kept
     slo_missed: int = 0
+
+    def count_entered(self, sequence: Sequence) -> None:
+        """Counts a prompt that begins to run; one that comes again was counted before."""
+        if not sequence.preemptions:
+            self.asked_tokens += len(sequence.request.prompt)
+            self.found_tokens += sequence.cached or 0
 
     def count_finished(self, sequence: Sequence, now: float) -> None:
         """Counts an answer that ended at `now`; whoever cancelled was not served, in time or otherwise."""

@@ -35,7 +35,8 @@ class Piece:
     """What is new of answer `index`. The last piece has a `finish`, and no other has one.
 
     `tokens` are all tokens, those at the end included that are not part of the text; `scored` are those of
-    the text, if log-probabilities were asked for, and `prompt_scores` those of the prompt but its first.
+    the text, if log-probabilities were asked for, and `prompt_scores` those of the prompt but its first. The
+    last piece tells how many tokens of the prompt were `cached`.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Piece:
     scored: tuple[Scored, ...] = ()
     prompt_scores: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
+    cached: int = 0
 
 
 Pieces: TypeAlias = AsyncGenerator[Piece, None]
@@ -132,10 +134,12 @@ class Writer:
         self._scored: list[Scored] = []
         self._prompt_scores: list[TokenLogprobs] = []
         self._given = 0  # characters
+        self._cached = 0
 
     def take(self, token: Token) -> Piece | None:
         """The piece that this token completes, if it does."""
         self._prompt_scores += token.prompt_logprobs
+        self._cached += token.cached  # one token tells
         text = ""
         if token.token is not None:
             self._tokens.append(token.token)
@@ -159,7 +163,8 @@ class Writer:
         if self._stream.stopped:  # without what is the stop string's
             scored = [one for one in scored if one.start < self._given]
         piece = Piece(
-            self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish
-        )
+            self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish,
+            self._cached if finish is not None else 0,
+        )  # fmt: skip
         self._tokens, self._scored, self._prompt_scores = [], [], []
         return piece

@@ -49,6 +49,7 @@ class Wanted:
     stops: tuple[str, ...]
     price: Price
     fingerprint: str
+    salt: str = ""  # whose prompts these may share the cache with, among the tenant's
     tells_tokens: bool = False
     goes_on: bool = False  # answers go on with their prompt's text
 
@@ -69,7 +70,7 @@ class Wanted:
         )
         return AnswerRequest(
             f"{self.id}-{index}", self.prompt(index), sampling, self.slo, self.model.key, self.model.folder,
-            time.monotonic() - self.arrived,
+            time.monotonic() - self.arrived, f"{self.tenant.id}/{self.salt}",
         )  # fmt: skip
 
 
@@ -162,6 +163,7 @@ class Asker:
             stops=body.stops,
             price=cost,
             fingerprint=fingerprint(self.hello),
+            salt=body.cache_salt or "",
             tells_tokens=bool(body.return_token_ids),
             goes_on=isinstance(body, CompletionRequest),
         )
@@ -191,7 +193,10 @@ class Asker:
 
 def fingerprint(hello: Hello) -> str:
     """Changes with whatever may change answers to the same seed."""
-    parts = (hello.model, hello.dtype, hello.device, hello.parameters, hello.vocabulary, hello.deterministic)
+    parts = (
+        hello.model, hello.dtype, hello.quantize, hello.device, hello.parameters, hello.vocabulary,
+        hello.deterministic, hello.cache_dtype,
+    )  # fmt: skip
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 

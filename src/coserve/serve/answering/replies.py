@@ -1,7 +1,7 @@
 """Answers on their way out: as a stream of chunks or whole, in the shape of the endpoint that was asked."""
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
@@ -16,7 +16,7 @@ from coserve.serve.answering.answers import Piece, Pieces, answer
 from coserve.serve.answering.asking import Wanted
 from coserve.serve.errors import ApiError
 from coserve.serve.http.streams import DONE, ClientGone, EventStream, event, unless_gone
-from coserve.serve.schema.common import FinishName, Generation, Usage
+from coserve.serve.schema.common import FinishName, Generation, PromptTokensDetails, Usage
 from coserve.serve.state import State
 
 _GONE = 499  # what proxies log for a client that left; nobody reads it
@@ -73,16 +73,18 @@ def finish_name(reason: FinishReason) -> FinishName:
 async def _events(
     first: Piece, rest: Pieces, wanted: Wanted, shape: Shape, tells_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    written = 0
+    written, cached = 0, [0] * len(wanted)
     try:
         async for piece in _ahead(first, rest):
             written += len(piece.tokens)
+            cached[piece.index] += piece.cached
             yield b"".join(event(chunk.model_dump_json(exclude_unset=True)) for chunk in shape.chunks(piece))
     except CoserveError as error:  # the status is out already: the error is all that can still be said
         yield event(json.dumps(ApiError.of(error).body()))
     else:
         if tells_usage:
-            yield event(shape.usage_chunk(_usage(wanted, written)).model_dump_json(exclude_unset=True))
+            chunk = shape.usage_chunk(_usage(wanted, written, cached))
+            yield event(chunk.model_dump_json(exclude_unset=True))
     yield DONE
 
 
@@ -98,7 +100,7 @@ async def _whole(pieces: Pieces, wanted: Wanted, shape: Shape) -> str:
         async for piece in pieces:
             parts[piece.index].append(piece)
     answers = [_join(of_one) for of_one in parts]
-    usage = _usage(wanted, sum(len(one.tokens) for one in answers))
+    usage = _usage(wanted, sum(len(one.tokens) for one in answers), [one.cached for one in answers])
     return shape.whole(answers, usage).model_dump_json(exclude_unset=True)
 
 
@@ -112,7 +114,13 @@ def _join(parts: list[Piece]) -> Piece:
     )
 
 
-def _usage(wanted: Wanted, written: int) -> Usage:
-    """A prompt with several answers was read once."""
+def _usage(wanted: Wanted, written: int, cached: Sequence[int]) -> Usage:
+    """A prompt with several answers was read once, by the one that found least of it cached."""
     read = sum(map(len, wanted.prompts))
-    return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+    found = sum(min(cached[i : i + wanted.choices]) for i in range(0, len(cached), wanted.choices))
+    return Usage(
+        prompt_tokens=read,
+        completion_tokens=written,
+        total_tokens=read + written,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=found),
+    )

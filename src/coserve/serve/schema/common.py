@@ -67,7 +67,7 @@ class StreamOptions(Asked):
 
 
 class Generation(Asked):
-    """Fields of both kinds of request. The last eight are vLLM's; OpenAI does not have them."""
+    """Fields of both kinds of request. The last nine are vLLM's; OpenAI does not have them."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -98,6 +98,12 @@ class Generation(Asked):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     return_token_ids: bool | None = Field(None, description="Tells the token ids of prompt and answer.")
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Shares what prompts have in common only with requests of the same salt.",
+    )
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> "Generation":
@@ -124,12 +130,19 @@ class Generation(Asked):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+class PromptTokensDetails(BaseModel):
+    """Of the tokens that were read, those whose keys and values were there already."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens that were read and written, over all answers of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]

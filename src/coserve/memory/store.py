@@ -1,0 +1,99 @@
+"""How the keys or the values of a layer lie in memory: as they are, or in eight bits each.
+
+Eight bits are taken token by token and head by head, between the least and the greatest number of the row:
+x = middle + step * q, with q from -127 to 127, and middle and step in the cache's own type. In bfloat16 with
+heads of 64 that is 0.53 of the bytes. Without a middle it would be 0.52, and keys of a trained model come
+back a tenth to a third less exact: theirs lie to one side.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MOST = 127  # of q; its least is -127, so that both ends of a row are as far from its middle
+
+
+class Store:
+    """Rows of numbers [groups, slots, width], just as they are. A slot that was never written holds zeros."""
+
+    rounds = False  # whether rows come back otherwise than they were written
+
+    def __init__(self, groups: int, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.groups = groups
+        self._tensors = [
+            torch.zeros(groups, slots, columns, dtype=kind, device=device)
+            for columns, kind in self._layout(width, dtype)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        """x [groups, rows, width] into slots [rows]."""
+        for tensor, part in zip(self._tensors, self._encode(x), strict=True):
+            tensor.index_copy_(1, slots, part)
+
+    def gather(self, pages: Tensor, page_size: int) -> Tensor:
+        """[groups, slots, width] of `pages` [groups * n]: indices into all groups' pages of so many slots.
+
+        As rows of one matrix: along a second dimension torch's selection takes twice as long (0.47 against
+        0.23 ms for 16 sequences of 288 tokens, 8 groups of width 64).
+        """
+        parts = []
+        for tensor in self._tensors:
+            columns = tensor.shape[-1]
+            by_page = tensor.view(-1, page_size * columns)
+            parts.append(by_page.index_select(0, pages).view(self.groups, -1, columns))
+        return self._decode(parts)
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """What lies in slots `sources` [n] into slots `targets` [n]."""
+        for tensor in self._tensors:
+            tensor.index_copy_(1, targets, tensor.index_select(1, sources))
+
+    def clean(self, pages: Tensor, page_size: int) -> None:
+        """Zeros pages [n] of so many slots."""
+        for tensor in self._tensors:
+            tensor.view(self.groups, -1, page_size, tensor.shape[-1]).index_fill_(1, pages, 0)
+
+    @staticmethod
+    def _layout(width: int, dtype: torch.dtype) -> Sequence[tuple[int, torch.dtype]]:
+        """Columns and type of each tensor that a row is kept in."""
+        return [(width, dtype)]
+
+    @staticmethod
+    def _encode(x: Tensor) -> Sequence[Tensor]:
+        return [x]
+
+    @staticmethod
+    def _decode(parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
+
+
+class Int8Store(Store):
+    """Rows in eight bits a number, with a step and a middle each. A NaN makes its row NaN, and no other."""
+
+    rounds = True
+
+    @staticmethod
+    def _layout(width: int, dtype: torch.dtype) -> Sequence[tuple[int, torch.dtype]]:
+        return [(width, torch.int8), (2, dtype)]
+
+    @staticmethod
+    def _encode(x: Tensor) -> Sequence[Tensor]:
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        least, most = exact.aminmax(dim=-1, keepdim=True)
+        scale = torch.cat([(most - least) / (2 * _MOST), (most + least) / 2], dim=-1).to(x.dtype)
+        step, middle = scale.to(exact.dtype).chunk(2, dim=-1)  # as they will be read
+        q = (exact - middle) / torch.where(step > 0, step, 1)
+        return [q.round_().clamp_(-_MOST, _MOST).to(torch.int8), scale]
+
+    @staticmethod
+    def _decode(parts: Sequence[Tensor]) -> Tensor:
+        q, scale = parts
+        step, middle = scale.chunk(2, dim=-1)
+        exact = torch.promote_types(scale.dtype, torch.float32)
+        # Rounded once: 0.33 ms for 16 x 288 tokens, 8 groups of 64; bfloat16 `addcmul` takes 28.
+        return q.to(exact).mul_(step).add_(middle).to(scale.dtype)
