@@ -5,15 +5,19 @@ In every function the queries are the *last* positions of the keys: query row `i
 The plain twin is `reference.attention`; the fast paths are torch's flash attention where the
 model asks for nothing it lacks (soft-capping, sinks), `blocked` where that is faster, and one batched
 product for decode.
+
+Going back takes queries, keys, values, the output and the log-sum-exp of each query's scores, never the
+weights; who has kept output and log-sum-exp does not compute them again.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve.kernels import blocked, reference
+from coserve.kernels import blocked, flash, reference
 from coserve.kernels.cpu import multiplies_bfloat16
 
 
@@ -40,32 +44,117 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
     return allowed if window is None else allowed & (age < window)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+class Attended(NamedTuple):
+    """What attention gave: out [batch, heads, t, dv] and lse [batch, heads, t], in at least float32 (zeros on
+    a GPU, where going back computes both again)."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kept: Attended | None = None) -> Tensor:
     """Of q [batch, heads, t, dk] over k [batch, groups, length, dk] and v [batch, groups, length, dv].
 
-    Returns [batch, heads, t, dv]. Differentiable. Rows beyond an example's end (right padding) see only
-    what precedes them, so padding needs no mask.
+    Returns [batch, heads, t, dv]: in a graph, if there is one, what was `kept` where it was. Rows beyond an
+    example's end (right padding) see only what precedes them, so padding needs no mask.
     """
-    queries, keys = q.shape[2], k.shape[2]
-    window = spec.window if spec.window is not None and spec.window < keys else None
-    if not spec.is_plain:
-        allowed = causal_mask(queries, keys, window, q.device)
-        return reference.attention(q, k, v, spec.scale, allowed, spec.softcap, spec.sinks)
-    if queries > 1 and multiplies_bfloat16(q):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        out, lse = (None, None) if kept is None else kept
+        found: Tensor = _Attention.apply(q, k, v, spec, out, lse)  # type: ignore[no-untyped-call]
+        return found
+    if kept is not None:
+        return kept.out
+    window = _felt(k, spec)
+    if q.shape[2] > 1 and _is_blocked(q, spec):
         return blocked.attention(q, k, v, spec.scale, window)
-    square = queries == keys and window is None
-    mask = (
-        None if square or (queries == 1 and window is None) else causal_mask(queries, keys, window, q.device)
-    )
+    if spec.is_plain and (flash.takes(q, v) or q.is_cuda):
+        return _fused(q, k, v, spec)
+    allowed = causal_mask(q.shape[2], k.shape[2], window, q.device)
+    return reference.attention(q, k, v, spec.scale, allowed, spec.softcap, spec.sinks)
+
+
+def attend_keeping(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Attended:
+    """As `attend`, without a graph, and with what going back needs."""
+    window = _felt(k, spec)
+    if _is_blocked(q, spec):
+        return Attended(*blocked.forward(q, k, v, spec.scale, window, with_lse=True))
+    if flash.takes(q, v) and spec.is_plain:
+        return Attended(*flash.forward(q, k, v, spec.scale, *_flash_mask(q, k, window)))
+    if q.is_cuda and spec.is_plain:
+        return Attended(_fused(q, k, v, spec), q.new_zeros(q.shape[:3]))
+    allowed = causal_mask(q.shape[2], k.shape[2], window, q.device)
+    return Attended(*reference.attention_forward(q, k, v, spec.scale, allowed, spec.softcap, spec.sinks))
+
+
+def attend_back(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Attended, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for q, k and v, given that for the output, [batch, heads, t, dv], and what
+    `attend_keeping` gave."""
+    window = _felt(k, spec)
+    given = grad, q, k, v, kept.out, kept.lse
+    if _is_blocked(q, spec):
+        return blocked.backward(*given, spec.scale, window)
+    if flash.takes(q, v) and spec.is_plain:
+        return flash.backward(*given, spec.scale, *_flash_mask(q, k, window))
+    if q.is_cuda and spec.is_plain:  # which kernel it was, and so what it keeps, is torch's choice there
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            again = _fused(leaves[0], leaves[1], leaves[2], spec)
+        dq, dk, dv = torch.autograd.grad(again, leaves, grad)
+        return dq, dk, dv
+    allowed = causal_mask(q.shape[2], k.shape[2], window, q.device)
+    return reference.attention_backward(*given, spec.scale, allowed, spec.softcap)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps q, k, v, the output and the log-sum-exp, which may be given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        out: Tensor | None,
+        lse: Tensor | None,
+    ) -> Tensor:
+        if out is None or lse is None:
+            out, lse = attend_keeping(q, k, v, spec)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.spec = spec
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *attend_back(grads[0], q, k, v, Attended(out, lse), ctx.spec), None, None, None
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """torch's own, with whichever kernel it chooses."""
+    mask, is_causal = _flash_mask(q, k, _felt(k, spec))
     return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=square and queries > 1,
-        scale=spec.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def _felt(k: Tensor, spec: AttentionSpec) -> int | None:
+    """The window, where there are keys beyond it."""
+    return spec.window if spec.window is not None and spec.window < k.shape[2] else None
+
+
+def _is_blocked(q: Tensor, spec: AttentionSpec) -> bool:
+    return spec.is_plain and multiplies_bfloat16(q)
+
+
+def _flash_mask(q: Tensor, k: Tensor, window: int | None) -> tuple[Tensor | None, bool]:
+    """What torch's attention is told about who sees whom: a mask, or that it is causal."""
+    queries, keys = q.shape[2], k.shape[2]
+    if window is None and (queries == 1 or queries == keys):
+        return None, queries > 1
+    return causal_mask(queries, keys, window, q.device), False
 
 
 def attend_decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionSpec) -> Tensor:

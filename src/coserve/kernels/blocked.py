@@ -8,7 +8,6 @@ caches. Queries of one group share its keys as rows of one product, so nothing i
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,48 +20,82 @@ _BLOCK = 128  # queries; scores of 16 heads over 1,000 keys then take 8 MiB in f
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """q [batch, heads, t, dk] over k [batch, groups, length, dk], v [batch, groups, length, dv], where the
-    queries are the last `t` positions; returns [batch, heads, t, dv]. Differentiable."""
-    t = q.shape[2]
-    missing = on_grid(t) - t
-    if missing:  # positions after the last one: no real query sees them
-        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
-    out: Tensor = _Blocked.apply(q, k, v, scale, window)  # type: ignore[no-untyped-call]
-    return out[:, :, :t] if missing else out
+    queries are the last `t` positions; returns [batch, heads, t, dv]. Without a graph."""
+    return forward(q, k, v, scale, window)[0]
 
 
-class _Blocked(torch.autograd.Function):
-    """Keeps q, k and v; the way back computes the weights again."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, with_lse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and the log-sum-exp of each query's scores in float32, [batch, heads, t], where it is
+    wanted (empty otherwise)."""
+    t, missing = q.shape[2], _missing(q)
+    if missing:
+        q, k, v = (_filled(x, missing) for x in (q, k, v))
+    grouped, keys, values = _grouped(q, k), k.flatten(0, 1), v.flatten(0, 1)
+    out, into = _empty(q, k, v.shape[-1])
+    lse = torch.empty(q.shape[:3] if with_lse else 0, dtype=torch.float32, device=q.device)
+    lse_into = lse.view(grouped.shape[:3]) if with_lse else lse
+    for rows, seen in _blocks(q.shape[2], k.shape[2], window):
+        scores = _scores(grouped[:, :, rows], keys[:, seen], rows, seen, scale, window)
+        weights = scores.softmax(-1)
+        part = torch.bmm(weights.to(v.dtype), values[:, seen])
+        into[:, :, rows] = part.view(*into.shape[:2], -1, v.shape[-1])
+        if with_lse:  # at the largest score; two passes where a logsumexp of its own takes four
+            block = scores.amax(-1).sub_(weights.amax(-1).log_())
+            lse_into[:, :, rows] = block.view(*lse_into.shape[:2], -1)
+    if missing:
+        out, lse = out[:, :, :t], lse[:, :, :t] if with_lse else lse
+    return out, lse
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.scale, ctx.window = scale, window
-        grouped, keys, values = _grouped(q, k), k.flatten(0, 1), v.flatten(0, 1)
-        out, into = _empty(q, k, v.shape[-1])
-        for rows, seen in _blocks(q.shape[2], k.shape[2], window):
-            weights = _weights(grouped[:, :, rows], keys[:, seen], rows, seen, ctx)
-            part = torch.bmm(weights.to(v.dtype), values[:, seen])
-            into[:, :, rows] = part.view(*into.shape[:2], -1, v.shape[-1])
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v = ctx.saved_tensors
-        grouped, keys, values = _grouped(q, k), k.flatten(0, 1), v.flatten(0, 1)
-        given = _grouped(grads[0], k)
-        dq, dq_into = _empty(q, k, q.shape[-1])
-        dk = torch.zeros(keys.shape, dtype=torch.float32, device=q.device)
-        dv = torch.zeros(values.shape, dtype=torch.float32, device=q.device)
-        for rows, seen in _blocks(q.shape[2], k.shape[2], ctx.window):
-            queries, grad = _rows(grouped[:, :, rows]), _rows(given[:, :, rows])
-            weights = _weights(grouped[:, :, rows], keys[:, seen], rows, seen, ctx)
-            dv[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad)
-            product = torch.bmm(grad, values[:, seen].transpose(1, 2)).float().mul_(weights)
-            product.sub_(weights.mul_(product.sum(-1, keepdim=True))).mul_(ctx.scale)
-            dscores = product.to(q.dtype)
-            dq_into[:, :, rows] = torch.bmm(dscores, keys[:, seen]).view(*dq_into.shape[:2], -1, q.shape[-1])
-            dk[:, seen] += torch.bmm(dscores.transpose(1, 2), queries)
-        return dq, dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape), None, None
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for q, k and v, given that for the output and what `forward` gave. The log-sum-exp makes
+    weights of scores in one pass; a row's products with the gradient sum up to that of its output."""
+    t, missing = q.shape[2], _missing(q)
+    if missing:
+        grad, q, k, v, out = (_filled(x, missing) for x in (grad, q, k, v, out))
+        lse = F.pad(lse, (0, missing))
+    grouped, keys, values = _grouped(q, k), k.flatten(0, 1), v.flatten(0, 1)
+    given = _grouped(grad, k)
+    lse = lse.reshape(grouped.shape[:3])
+    owed = (given.float() * _grouped(out, k)).sum(-1)
+    dq, dq_into = _empty(q, k, q.shape[-1])
+    dk = torch.zeros(keys.shape, dtype=torch.float32, device=q.device)
+    dv = torch.zeros(values.shape, dtype=torch.float32, device=q.device)
+    for rows, seen in _blocks(q.shape[2], k.shape[2], window):
+        queries, block = _rows(grouped[:, :, rows]), _rows(given[:, :, rows])
+        scores = _scores(grouped[:, :, rows], keys[:, seen], rows, seen, scale, window)
+        weights = scores.sub_(lse[:, :, rows].reshape(*scores.shape[:2], 1)).exp_()
+        dv[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block)
+        product = torch.bmm(block, values[:, seen].transpose(1, 2)).float()
+        product.sub_(owed[:, :, rows].reshape(*scores.shape[:2], 1)).mul_(weights)
+        dscores = product.mul_(scale).to(q.dtype)
+        dq_into[:, :, rows] = torch.bmm(dscores, keys[:, seen]).view(*dq_into.shape[:2], -1, q.shape[-1])
+        dk[:, seen] += torch.bmm(dscores.transpose(1, 2), queries)
+    dk, dv = dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
+    if missing:
+        length = k.shape[2] - missing
+        return dq[:, :, :t], dk[:, :, :length], dv[:, :, :length]
+    return dq, dk, dv
+
+
+def _missing(q: Tensor) -> int:
+    return on_grid(q.shape[2]) - q.shape[2]
+
+
+def _filled(x: Tensor, missing: int) -> Tensor:
+    """With positions after the last one: no real query sees them."""
+    return F.pad(x, (0, 0, 0, missing))
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
@@ -101,16 +134,18 @@ def _causal_bias(count: int) -> Tensor:
     return torch.full((count, count), float("-inf")).triu(1)
 
 
-def _weights(queries: Tensor, keys: Tensor, rows: slice, seen: slice, ctx: Any) -> Tensor:
-    """Softmax weights [n, heads of a group * rows, keys seen] of one block, in float32."""
+def _scores(
+    queries: Tensor, keys: Tensor, rows: slice, seen: slice, scale: float, window: int | None
+) -> Tensor:
+    """Scores [n, heads of a group * rows, keys seen] of one block, in float32; -inf where nobody looks."""
     count = rows.stop - rows.start
-    scores = torch.bmm(_rows(queries), keys.transpose(1, 2)).float().mul_(ctx.scale)
+    scores = torch.bmm(_rows(queries), keys.transpose(1, 2)).float().mul_(scale)
     by_row = scores.view(scores.shape[0], -1, count, scores.shape[-1])
     width = scores.shape[-1]
-    if ctx.window is None:  # the block's last row sees every key here: only the newest ones need a mask
+    if window is None:  # the block's last row sees every key here: only the newest ones need a mask
         by_row[..., width - count :] += _causal_bias(count)
     else:
         position = torch.arange(seen.stop - count, seen.stop, device=keys.device)[:, None]
         age = position - torch.arange(seen.start, seen.stop, device=keys.device)
-        by_row.masked_fill_((age < 0) | (age >= ctx.window), float("-inf"))
-    return scores.softmax(-1)
+        by_row.masked_fill_((age < 0) | (age >= window), float("-inf"))
+    return scores

@@ -1,5 +1,8 @@
 """Rows of one adapter in a graph."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
@@ -20,7 +23,9 @@ class GraphRows:
             x = entering.add(x2, x2).view(x.shape)
         y = frozen(x, placement, self._kept(path, x))
         bypass = self._bypasses.outputs.get(path)
-        return y if bypass is None else bypass.add(x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
+        if bypass is not None:
+            y = bypass.add(x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
+        return self._summed(path, y)
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         bypass = self._bypasses.outputs.get(path)
@@ -30,4 +35,27 @@ class GraphRows:
         raise AssertionError("nothing attends outside of the layers")
 
     def _kept(self, path: str, x: Tensor) -> Tensor | None:
+        """What stands for the product of x [..., in], so that it is not computed."""
         return None
+
+    def _summed(self, path: str, y: Tensor) -> Tensor:
+        """What stands for the product with its bypasses, in y's place of the graph."""
+        return y
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def stand_in(place: Tensor, value: Tensor) -> Tensor:
+    """`value` in the place that another tensor of its shape has in the graph, if there is one."""
+    if torch.is_grad_enabled() and place.requires_grad:
+        found: Tensor = _StandIn.apply(place, value)  # type: ignore[no-untyped-call]
+        return found
+    return value

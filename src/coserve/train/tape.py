@@ -1,35 +1,27 @@
 """What a micro-batch's backward pass needs, kept while its rows travel forward.
 
-Kept are the inputs of every layer and its keys and values, which later windows attend to; with
-`Keep.PRODUCTS` also what the frozen linears gave, so that going back computes no dear thing twice. The
-fused forward pass has no graph: what is kept depends on the training rows alone.
+Kept are the inputs of every layer that trains or lies above one, keys and values, which later windows attend
+to, and of what frozen linears and attention give as much as `Fates` say. The fused forward pass has no
+graph: what is kept depends on the training rows alone.
 """
 
-from collections.abc import Sequence
-from enum import Enum
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.virtual import Virtual
-from coserve.kernels.attention import AttentionSpec
+from coserve.kernels import signs
+from coserve.kernels.attention import Attended, AttentionSpec
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.model.graph import GraphRows
-from coserve.train.window import Pair, Past, Window, attend_window
+from coserve.train.keep import Fate, Fates
+from coserve.train.owed import Owed
+from coserve.train.window import Pair, Past, Window, attend_window, attend_window_keeping
 
-
-class Keep(Enum):
-    """INPUTS keeps layer inputs and recomputes the rest; PRODUCTS keeps the frozen linears' outputs too."""
-
-    INPUTS = "inputs"
-    PRODUCTS = "products"
-
-
-_Grads = tuple[dict[int, Tensor], dict[int, Tensor]]  # for keys and for values, by layer
 _NOTHING = Virtual("")
 
 
@@ -48,7 +40,7 @@ class Tape:
         lengths: tuple[int, ...],
         tokens: Tensor,
         labels: Tensor,
-        keep: Keep,
+        fates: Fates,
         arena: Arena | None = None,
         virtual: Virtual = _NOTHING,
     ) -> None:
@@ -56,7 +48,7 @@ class Tape:
         self._arena = arena if arena is not None else Arena()
         self.lengths = lengths
         self.labels = labels
-        self.keep = keep
+        self.fates = fates
         self.rows = len(tokens)
         self._tokens = tokens
         self._virtual = virtual
@@ -69,13 +61,15 @@ class Tape:
             ]
         )
         hidden, self._calls = base.prologue(tokens, self._positions)
-        self._outputs = [self._room(hidden, self.rows, base.hidden_size) for _ in range(base.depth)]
+        self._outputs = self._rooms(hidden)
         self.products: dict[str, Tensor] = {}
+        self._signs: dict[str, Tensor] = {}
+        self._attended: dict[int, Attended] = {}
         self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._grads: _Grads = ({}, {})
-        self._given_grads: _Grads = ({}, {})
+        self._owed = Owed(self._arena)
+        self._given_grads: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
 
     def window(self, start: int, rows: int) -> Window:
         return Window.of(self.lengths, start, rows, self._virtual.prompt_count)
@@ -111,8 +105,34 @@ class Tape:
             self.products[path] = self._room(product, self.rows, product.shape[-1])
         self.products[path][window.span] = product
 
-    def product(self, path: str, window: Window) -> Tensor | None:
-        return self.products[path][window.span] if path in self.products else None
+    def product(self, path: str, window: Window) -> Tensor:
+        """What was kept of the frozen linear at `path`, [window rows, out]."""
+        return self.products[path][window.span]
+
+    def keep_sign(self, path: str, window: Window, y: Tensor) -> None:
+        """Where y [window rows, out] is positive, of the frozen linear at `path` with its bypasses."""
+        bits = signs.pack(y)
+        if path not in self._signs:
+            self._signs[path] = self._room(bits, self.rows, bits.shape[-1])
+        self._signs[path][window.span] = bits
+
+    def signed(self, path: str, window: Window, like: Tensor) -> Tensor:
+        """1 where `keep_sign` saw something positive, 0 elsewhere; [window rows, out] as `like` is."""
+        return signs.unpack(self._signs[path][window.span], like.shape[-1], like.dtype)
+
+    def keep_attended(self, layer: int, window: Window, attended: Attended) -> None:
+        """out [1, window rows, heads, dv] and lse [1, window rows, heads]."""
+        if layer not in self._attended:
+            rooms = (self._room(x, self.rows, *x.shape[2:]) for x in attended)
+            self._attended[layer] = Attended(*rooms)
+        for room, given in zip(self._attended[layer], attended, strict=True):
+            room[window.span] = given[0]
+
+    def attended(self, layer: int, window: Window) -> Attended | None:
+        """As `keep_attended` was given it, if it was."""
+        if layer not in self._attended:
+            return None
+        return Attended(*(room[None, window.span] for room in self._attended[layer]))
 
     def keep_cache(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
         """k [groups, window rows, dk] and v: the way back may be cut into other windows than the way in."""
@@ -120,6 +140,10 @@ class Tape:
             if layer not in store:
                 store[layer] = self._room(given, given.shape[0], self.rows, given.shape[-1])
             store[layer][:, window.span] = given
+
+    def cache(self, layer: int, window: Window) -> Pair:
+        """The window's own keys and values, [1, groups, rows, width]."""
+        return self._cached(layer, window.span)
 
     def past(self, layer: int, window: Window) -> Past:
         """Keys and values that the window's rows may attend to beside their own."""
@@ -134,11 +158,11 @@ class Tape:
         figure 10), and to those that are given. Accumulated in at least float32."""
         pairs = iter(zip(grads[::2], grads[1::2], strict=True))
         if self._given:
-            self._owe(self._given_grads, layer, self._virtual.given_count, slice(None), next(pairs))
+            self._owe_given(layer, next(pairs))
         if window.before:
-            self._owe(self._grads, layer, self.rows, slice(window.before), next(pairs))
+            self._owed.add(layer, slice(0, window.before), next(pairs))
         if window.past:
-            self._owe(self._grads, layer, self.rows, window.past_span, next(pairs))
+            self._owed.add(layer, window.past_span, next(pairs))
 
     def given_in_graph(self) -> list[Tensor]:
         """What `given_grads` are the gradients of, in the current graph."""
@@ -149,24 +173,21 @@ class Tape:
         keys and its values after one another."""
         return [grads[layer] for layer in range(len(self._given)) for grads in self._given_grads]
 
-    def _owe(self, grads: _Grads, layer: int, rows: int, span: slice, owed: Pair) -> None:
-        """Adds [1, groups, n, width] to rows `span` of what is owed to `rows` keys and as many values."""
-        for store, given in zip(grads, owed, strict=True):
+    def _owe_given(self, layer: int, owed: Pair) -> None:
+        """Adds [1, groups, n, width] to what the given keys and values are owed."""
+        for store, given in zip(self._given_grads, owed, strict=True):
             if layer not in store:
                 exact = torch.promote_types(given.dtype, torch.float32)
-                shape = (given.shape[1], rows, given.shape[-1])
-                store[layer] = self._arena.take(shape, exact, given.device).zero_()
-            store[layer][:, span] += given[0]
+                store[layer] = self._arena.take(given.shape[1:], exact, given.device).zero_()
+            store[layer] += given[0]
 
     def _cached(self, layer: int, span: slice) -> Pair:
         return self._keys[layer][None, :, span], self._values[layer][None, :, span]
 
-    def cache_grads(self, layer: int, window: Window, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """What later windows have added for this window's own keys and values, [1, groups, rows, width]."""
-        keys, values = self._grads
-        if layer not in keys:
-            return None
-        return keys[layer][None, :, window.span].to(dtype), values[layer][None, :, window.span].to(dtype)
+    def cache_grads(self, layer: int, window: Window, dtype: torch.dtype) -> Pair | None:
+        """What later windows have added for this window's own keys and values, [1, groups, rows, width];
+        asked once, on the window's way back through the layer."""
+        return self._owed.collect(layer, window.span, dtype)
 
     def put_down(self, window: Window, gradient: Tensor) -> None:
         """Leaves a window between two layers, with the gradient [1, rows, width] it has there."""
@@ -180,7 +201,9 @@ class Tape:
         """Gives all memory back; the tape is of no use afterwards."""
         self._arena.give_back(self._kept())
         self._outputs.clear()
-        for store in self._stores():
+        self._owed.clear()
+        self._attended.clear()
+        for store in (self.products, self._signs, self._keys, self._values, *self._given_grads):
             store.clear()
 
     @property
@@ -194,27 +217,55 @@ class Tape:
         return [given, *[count] * (len(self.lengths) - 1)]
 
     def _kept(self) -> list[Tensor]:
-        return [*self._outputs, *(t for store in self._stores() for t in store.values())]
+        return list({id(tensor): tensor for tensor in self._all()}.values())
 
-    def _stores(self) -> tuple[dict[Any, Tensor], ...]:
-        return self.products, self._keys, self._values, *self._grads, *self._given_grads
+    def _all(self) -> Iterator[Tensor]:
+        yield from self._outputs
+        for store in (self.products, self._signs, self._keys, self._values, *self._given_grads):
+            yield from store.values()
+        for attended in self._attended.values():
+            yield from attended
+        yield from self._owed.tensors()
+
+    def _rooms(self, hidden: Tensor) -> list[Tensor]:
+        """For every layer's output. Those below the lowest layer that goes back are passed on and no more: a
+        row is in one place at a time."""
+        passing = max(min(self.fates.lowest - 1, self.base.depth - 1), 0)
+        first = [self._room(hidden, self.rows, self.base.hidden_size)] * passing
+        rest = [
+            self._room(hidden, self.rows, self.base.hidden_size) for _ in range(self.base.depth - passing)
+        ]
+        return first + rest
 
     def _room(self, like: Tensor, *shape: int) -> Tensor:
         return self._arena.take(shape, like.dtype, like.device)
 
 
 class KeptWindow:
-    """A training window in a fused forward run: a `Part` that writes to its tape."""
+    """A training window in a fused forward run: a `Part` that writes to its tape, and its own `Keeper`."""
 
     def __init__(self, tape: Tape, window: Window) -> None:
         self.tape = tape
         self.window = window
         self.count = window.rows
-        self.is_kept = tape.keep is Keep.PRODUCTS
+
+    @property
+    def keeper(self) -> "KeptWindow | None":
+        return self if self.tape.fates.keeps_products else None
 
     def keep(self, path: str, product: Tensor) -> None:
-        self.tape.keep_product(path, self.window, product)
+        if self.tape.fates.of(path) is Fate.KEPT:
+            self.tape.keep_product(path, self.window, product)
+
+    def keep_sum(self, path: str, y: Tensor) -> None:
+        if self.tape.fates.of(path) is Fate.SIGN:
+            self.tape.keep_sign(path, self.window, y)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self.tape.keep_cache(layer, self.window, k[0], v[0])
-        return attend_window(q, k, v, self.tape.past(layer, self.window), self.window, spec)
+        past = self.tape.past(layer, self.window)
+        if self.tape.fates.of_attention(layer) is not Fate.KEPT:
+            return attend_window(q, k, v, past, self.window, spec)
+        attended = attend_window_keeping(q, k, v, past, self.window, spec)
+        self.tape.keep_attended(layer, self.window, attended)
+        return attended.out

@@ -20,33 +20,55 @@ from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.loss import cross_entropy
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
-from coserve.model.graph import GraphRows
+from coserve.model.graph import GraphRows, stand_in
+from coserve.train.keep import Fate
 from coserve.train.tape import Tape
-from coserve.train.window import Past, Window, attend_window
+from coserve.train.window import Pair, Past, Window, attend_window
 
 # Logits of one chunk of the loss in float32: 16 MiB stay in the caches and below malloc's mmap threshold
 # (a fresh mapping costs a page fault per 4 KiB).
 _LOGITS_PER_CHUNK = 1 << 22
 
+
+def loss_rows(vocabulary: int) -> int:
+    """Rows of one chunk of the loss."""
+    return max(16, _LOGITS_PER_CHUNK // vocabulary // COARSE * COARSE)
+
+
 Leaves = Mapping[int, tuple[Tensor, ...]]  # by stage: the parameters that train, in the graph's dtype
 
 
 class ReplayedRows(GraphRows):
-    """One window's rows while a layer is re-run for its gradient."""
+    """One window's rows while a layer is re-run for its gradient: what the tape has of them is not computed
+    again, nor is what nobody asks for. `current` are the graph's own keys and values."""
 
     def __init__(self, tape: Tape, window: Window, bypasses: Bypasses) -> None:
         super().__init__(bypasses)
         self._tape, self._window = tape, window
         self.past = Past()
-        self.current: tuple[Tensor, Tensor] | None = None
+        self.current: Pair | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self.current = (k, v)
-        return attend_window(q, k, v, self.past, self._window, spec)
+        keys, values = self._tape.cache(layer, self._window)
+        k, v = stand_in(k, keys), stand_in(v, values)
+        attended = self._tape.attended(layer, self._window)
+        return attend_window(q, k, v, self.past, self._window, spec, attended)
 
     def _kept(self, path: str, x: Tensor) -> Tensor | None:
-        kept = self._tape.product(path, self._window)
-        return None if kept is None else kept.view(*x.shape[:-1], -1)
+        fate = self._tape.fates.of(path)
+        if fate is Fate.COMPUTED:
+            return None
+        shape = (*x.shape[:-1], self._tape.base.linears[path].out_features)
+        if fate is Fate.KEPT:
+            return self._tape.product(path, self._window).view(shape)
+        return x.new_zeros(()).expand(shape)
+
+    def _summed(self, path: str, y: Tensor) -> Tensor:
+        if self._tape.fates.of(path) is not Fate.SIGN:
+            return y
+        signed = self._tape.signed(path, self._window, y.flatten(0, -2))
+        return stand_in(y, signed.view(y.shape))
 
 
 class Walk:
@@ -72,7 +94,7 @@ class Walk:
         hidden = self._tape.output(window)[0]
         gradient = torch.zeros_like(hidden)
         rows = (labels >= 0).nonzero().squeeze(1)
-        size = max(16, _LOGITS_PER_CHUNK // self._base.vocabulary // COARSE * COARSE)
+        size = loss_rows(self._base.vocabulary)
         for chunk in torch.split(rows, size) if len(rows) else ():
             count = len(chunk)
             missing = on_grid(count) - count

@@ -1,12 +1,14 @@
 """A window of training rows: whose rows it has, what stands before them, and how they attend."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from coserve.core.grid import on_grid
-from coserve.kernels.attention import AttentionSpec, attend
+from coserve.kernels.attention import Attended, AttentionSpec, attend, attend_keeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +85,124 @@ def _leaves(pair: Pair) -> Pair:
     return pair[0].detach().requires_grad_(), pair[1].detach().requires_grad_()
 
 
-def attend_window(q: Tensor, k: Tensor, v: Tensor, past: Past, window: Window, spec: AttentionSpec) -> Tensor:
-    """Attention of a window's rows, each within its own example and what stands before all; differentiable.
+def attend_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: Past,
+    window: Window,
+    spec: AttentionSpec,
+    kept: Attended | None = None,
+) -> Tensor:
+    """Attention of a window's rows, each within its own example and what stands before all; in the current
+    graph, if there is one, and then what was `kept` where it was.
 
     q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv]; returns [1, rows, heads, dv].
     """
     outputs = []
+    for piece in _pieces(q, k, v, past, window):
+        given = None if kept is None else _given_to(piece.rows, kept)
+        outputs.append(piece.rows.back(attend(*piece.tensors, spec, given)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def attend_window_keeping(
+    q: Tensor, k: Tensor, v: Tensor, past: Past, window: Window, spec: AttentionSpec
+) -> Attended:
+    """As `attend_window`, without a graph, and with what going back needs: rows first, out [1, rows, heads,
+    dv] and lse [1, rows, heads]."""
+    outs, lses = [], []
+    for piece in _pieces(q, k, v, past, window):
+        found = attend_keeping(*piece.tensors, spec)
+        outs.append(piece.rows.back(found.out))
+        lses.append(piece.rows.back(found.lse[..., None]).squeeze(-1))
+    if len(outs) == 1:
+        return Attended(outs[0], lses[0])
+    return Attended(torch.cat(outs, dim=1), torch.cat(lses, dim=1))
+
+
+class _Rows(Protocol):
+    """Some of a window's rows, as attention takes them."""
+
+    def of(self, x: Tensor) -> Tensor:
+        """[1, heads, window rows, width] to [batch, heads, t, width]."""
+        ...
+
+    def back(self, x: Tensor) -> Tensor:
+        """[batch, heads, t, width] to rows first, [1, rows, heads, width]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Rows [start, stop), which see each other."""
+
+    start: int
+    stop: int
+
+    def of(self, x: Tensor) -> Tensor:
+        # A slice of everything would cost a zeroed gradient and a copy on the way back.
+        return x if self.stop - self.start == x.shape[2] else x[:, :, self.start : self.stop]
+
+    def back(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+class _SideBySide:
+    """Whole examples from row `start` on as a batch, padded on the right: causal attention never looks
+    there."""
+
+    def __init__(self, start: int, pieces: Sequence[int], device: torch.device) -> None:
+        self._count, self._longest = len(pieces), on_grid(max(pieces))
+        lengths = torch.tensor(pieces, device=device)
+        offsets = start + lengths.cumsum(0) - lengths
+        column = torch.arange(self._longest, device=device)
+        self._rows = (offsets[:, None] + column.minimum(lengths[:, None] - 1)).flatten()
+        # Where the real rows lie, without a look at values, which a device would have to be waited for.
+        total = sum(pieces)
+        shifts = torch.arange(self._count, device=device) * self._longest - (offsets - start)
+        self._real = shifts.repeat_interleave(lengths, output_size=total) + torch.arange(total, device=device)
+
+    def of(self, x: Tensor) -> Tensor:
+        heads, width = x.shape[1], x.shape[-1]
+        return x[0].index_select(1, self._rows).view(heads, self._count, self._longest, width).transpose(0, 1)
+
+    def back(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1).index_select(0, self._real)[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows that attend in one go, and their queries, keys and values."""
+
+    rows: _Rows
+    tensors: tuple[Tensor, Tensor, Tensor]
+
+
+def _given_to(rows: _Rows, kept: Attended) -> Attended:
+    """Of what was kept rows first, these."""
+    lse = rows.of(kept.lse[..., None].transpose(1, 2))
+    return Attended(rows.of(kept.out.transpose(1, 2)), lse.squeeze(-1))
+
+
+def _pieces(q: Tensor, k: Tensor, v: Tensor, past: Past, window: Window) -> Iterator[_Piece]:
+    """A window's rows in order: of the prompt, of the example it begins within, of whole ones."""
     pieces = list(window.pieces)
     keys, values = past.ahead
     start = window.prompt
     if start:
-        first = slice(start)
-        keys, values = [_joined(keys, k[:, :, first])], [_joined(values, v[:, :, first])]
-        outputs.append(attend(q[:, :, first], keys[0], values[0], spec).transpose(1, 2))
+        rows: _Rows = _Together(0, start)
+        keys, values = [_joined(keys, rows.of(k))], [_joined(values, rows.of(v))]
+        yield _Piece(rows, (rows.of(q), keys[0], values[0]))
     if past.own is not None:
-        first = slice(start, start + pieces.pop(0))
-        own_keys = _joined([*keys, past.own[0]], k[:, :, first])
-        own_values = _joined([*values, past.own[1]], v[:, :, first])
-        outputs.append(attend(q[:, :, first], own_keys, own_values, spec).transpose(1, 2))
-        start = first.stop
-    if start:  # a slice of everything would cost a zeroed gradient and a copy on the way back
-        q, k, v = q[:, :, start:], k[:, :, start:], v[:, :, start:]
-    if len(pieces) == 1:
-        outputs.append(attend(q, _joined(keys, k), _joined(values, v), spec).transpose(1, 2))
-    elif pieces:
-        outputs.append(_attend_side_by_side(q, k, v, (keys, values), pieces, spec))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        own = _Together(start, start + pieces.pop(0))
+        rows, start = own, own.stop
+        joined = _joined([*keys, past.own[0]], rows.of(k)), _joined([*values, past.own[1]], rows.of(v))
+        yield _Piece(rows, (rows.of(q), *joined))
+    if pieces:
+        alone = len(pieces) == 1
+        rows = _Together(start, start + pieces[0]) if alone else _SideBySide(start, pieces, q.device)
+        yield _Piece(rows, (rows.of(q), _joined(keys, rows.of(k)), _joined(values, rows.of(v))))
 
 
 def _joined(ahead: list[Tensor], own: Tensor) -> Tensor:
@@ -116,28 +210,3 @@ def _joined(ahead: list[Tensor], own: Tensor) -> Tensor:
     if not ahead:
         return own
     return torch.cat([*(x.expand(own.shape[0], -1, -1, -1) for x in ahead), own], dim=2)
-
-
-def _attend_side_by_side(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ahead: tuple[list[Tensor], list[Tensor]],
-    pieces: list[int],
-    spec: AttentionSpec,
-) -> Tensor:
-    """Whole examples as a batch, padded on the right: causal attention never looks there."""
-    longest, device = on_grid(max(pieces)), q.device
-    lengths = torch.tensor(pieces, device=device)
-    offsets = lengths.cumsum(0) - lengths
-    column = torch.arange(longest, device=device)
-    rows = (offsets[:, None] + column.minimum(lengths[:, None] - 1)).flatten()
-
-    def batched(x: Tensor) -> Tensor:
-        heads, width = x.shape[1], x.shape[-1]
-        return x[0].index_select(1, rows).view(heads, len(pieces), longest, width).transpose(0, 1)
-
-    keys, values = _joined(ahead[0], batched(k)), _joined(ahead[1], batched(v))
-    out = attend(batched(q), keys, values, spec).transpose(1, 2).flatten(0, 1)
-    real = (column < lengths[:, None]).flatten().nonzero().squeeze(1)
-    return out.index_select(0, real)[None]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coserve.kernels import reference
-from coserve.kernels.attention import AttentionSpec, attend, attend_decode, causal_mask
+from coserve.kernels.attention import AttentionSpec, attend, attend_decode, attend_keeping, causal_mask
 
 # Rounding of sums of a few dozen products, relative to values around 1; bfloat16 keeps 8 bits of each
 # weight and value, and the reference rounds its own weights too.
@@ -111,6 +111,30 @@ def test_decode_is_one_query_at_a_time(
         assert float((got[i].double() - wanted).abs().max()) <= TOLERANCE[dtype] * max(
             1, float(wanted.abs().max())
         )
+
+
+@pytest.mark.parametrize("kind", ["plain", "softcap", "sinks", "softcap and sinks"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@settings(max_examples=20, deadline=None)
+@given(s=shapes(), window=st.sampled_from([None, 1, 5, 1000]))
+def test_what_was_kept_stands_for_what_would_be_computed(
+    kind: str, dtype: torch.dtype, s: dict[str, int], window: int | None
+) -> None:
+    """Bit for bit, there and back; and nothing but what was kept is given."""
+    q, k, v, g = tensors(s, dtype)
+    spec = make_spec(kind, q.shape[1], window, g, dtype)
+    own = [t.requires_grad_() for t in (q, k, v)]
+    with torch.no_grad():
+        kept = attend_keeping(*own, spec)
+    plain, again = attend(*own, spec), attend(*own, spec, kept)
+    assert torch.equal(plain, again) and kept.lse.shape == q.shape[:3]
+    weights = torch.randn(plain.shape, generator=g).to(dtype)
+    for one, other in zip(
+        torch.autograd.grad(plain, own, weights), torch.autograd.grad(again, own, weights), strict=True
+    ):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        assert attend(*own, spec, kept) is kept.out
 
 
 def test_sinks_take_their_share() -> None:

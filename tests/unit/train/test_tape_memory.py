@@ -6,7 +6,8 @@ import torch
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.load import load_base
-from coserve.train.tape import Keep, Tape
+from coserve.train.keep import Fate, Fates
+from coserve.train.tape import Tape
 from models import tiny
 
 LENGTHS = (5, 9)
@@ -21,7 +22,7 @@ def base() -> Base:
 
 def tape_of(base: Base, arena: Arena) -> Tape:
     tokens = torch.arange(ROWS)
-    return Tape(base, LENGTHS, tokens, tokens, Keep.PRODUCTS, arena)
+    return Tape(base, LENGTHS, tokens, tokens, Fates(otherwise=Fate.KEPT), arena)
 
 
 def stained(*counts: int) -> Arena:
@@ -50,6 +51,37 @@ def test_what_windows_owe_to_earlier_rows_is_summed_in_float32_from_zero(base: B
     assert torch.equal(found[0], wanted) and torch.equal(found[1], -wanted)
 
 
+def test_what_is_owed_is_held_for_the_rows_that_wait_for_it(base: Base) -> None:
+    """Two examples of 5 and 9 rows; the accounts of one are closed when its first row has come back."""
+    tape = tape_of(base, Arena())
+    before = tape.nbytes
+    row = 2 * 2 * 16 * 4
+    owed = torch.ones(1, 2, 6, 16, dtype=torch.bfloat16)
+    tape.add_past_grads(0, tape.window(11, 3), (owed, owed))  # rows 5 to 10
+    assert tape.nbytes - before == 6 * row
+    across = tape.window(3, 8)
+    found = tape.cache_grads(0, across, torch.float32)
+    assert found is not None and tape.nbytes == before
+    wanted = torch.zeros(1, 2, 8, 16)
+    wanted[:, :, 2:] = 1.0
+    assert torch.equal(found[0], wanted)
+    tape.add_past_grads(0, across, (owed[:, :, :3], owed[:, :, :3]))
+    assert tape.nbytes - before == 3 * row
+    part = tape.window(2, 1)  # an account stays while rows left of the window wait for it
+    assert tape.cache_grads(0, part, torch.float32) is not None and tape.nbytes - before == 3 * row
+    assert tape.cache_grads(1, part, torch.float32) is None
+    tape.release()
+    assert tape.nbytes == 0
+
+
+def test_layers_below_the_lowest_adapter_keep_no_inputs(base: Base) -> None:
+    whole, part = (
+        Tape(base, LENGTHS, torch.arange(ROWS), torch.arange(ROWS), Fates(lowest=lowest)) for lowest in (0, 3)
+    )
+    one = ROWS * base.hidden_size * 2
+    assert base.depth == 3 and (whole.nbytes, part.nbytes) == (3 * one, 2 * one)
+
+
 def test_all_that_a_tape_holds_is_counted_and_goes_back(base: Base) -> None:
     arena = Arena()
     tape = tape_of(base, arena)
@@ -64,6 +96,8 @@ def test_all_that_a_tape_holds_is_counted_and_goes_back(base: Base) -> None:
     tape.add_past_grads(0, tape.window(8, 3), (owed, owed))
     sizes.append(tape.nbytes)
     outputs, product, cached = base.depth * ROWS * base.hidden_size * 2, ROWS * 96 * 2, 2 * cache.nbytes
-    assert sizes == [outputs, outputs + product, outputs + product + cached, outputs + product + 3 * cached]
+    waited_for = 2 * 2 * 3 * 16 * 4  # keys and values of three rows in float32
+    kept = outputs + product + cached
+    assert sizes == [outputs, outputs + product, kept, kept + waited_for]
     tape.release()
     assert tape.nbytes == 0 and arena.nbytes == sizes[-1]

@@ -11,6 +11,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
 from coserve.core.plan import Plan, Segment
+from coserve.memory.ledger import Account
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun, fresh_adapter
 from models import logits_of, tiny
@@ -42,7 +43,8 @@ def finish(engine: Engine) -> None:
 
 @pytest.mark.parametrize("end", [cancel, finish])
 def test_an_ended_job_gives_its_tapes_back(end: Callable[[Engine], None]) -> None:
-    """Whether its rows were on their way or through: what they took waits for the next job."""
+    """Whether its rows were on their way or through: what they took waits for other jobs' rows, and goes back
+    to the system where there is no job."""
     engine = make_engine()
     engine.finetune([EXAMPLE] * 4, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, max_steps=2))
     run = engine.runner.runs["job-1"]
@@ -50,7 +52,8 @@ def test_an_ended_job_gives_its_tapes_back(end: Callable[[Engine], None]) -> Non
     engine.step()
     assert run.nbytes > held and engine.runner.arena.nbytes == 0
     end(engine)
-    assert engine.runner.arena.nbytes > 0 and not engine.runner.runs
+    assert engine.runner.arena.nbytes == 0 and not engine.runner.runs
+    assert engine.stats().memory["tapes"] == 0 and run.held[Account.TAPES] == 0
 
 
 def test_a_run_counts_masters_gradients_and_moments() -> None:

@@ -1,0 +1,134 @@
+"""Choices for all layers of a model with an adapter, each kind of layer traced once."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bypass import Bypass, Chain, Place, Side
+from coserve.adapters.sites import EMBEDDED, Kind, Sites
+from coserve.train.pruning.choice import Choice
+from coserve.train.pruning.sketch import Sketch
+from coserve.train.pruning.trace import trace
+
+_SKETCHES: Final = 8  # models that are remembered
+_CHOICES: Final = 512  # kinds of layers with an adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Modelled:
+    """A model by its class and configuration."""
+
+    kind: type[PreTrainedModel] | None  # None: what transformers has for the configuration
+    text: str  # the configuration as JSON
+    config: PreTrainedConfig = field(compare=False)
+
+    @staticmethod
+    def of(kind: type[PreTrainedModel] | None, config: PreTrainedConfig) -> "Modelled":
+        own = type(config).from_dict(copy.deepcopy(config.to_dict()))  # without how its modules are chosen
+        return Modelled(kind, own.to_json_string(use_diff=False), own)
+
+
+@lru_cache(_SKETCHES)
+def sketch_of(model: Modelled) -> Sketch:
+    """Raises RuntimeError where torch cannot run it without its weights."""
+    return Sketch(model.kind, model.config)
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """What going back asks of the layers that an adapter trains: `lowest` is the stage where it ends (the
+    number of layers where only what follows them trains), `enters` whether somebody asks for the gradient of
+    what the first layer is given, `asks_past` whether keys and values before a sequence's own train."""
+
+    lowest: int
+    enters: bool
+    asks_past: bool
+
+    @staticmethod
+    def of(adapter: AdapterVersion, sites: Sites, depth: int) -> "Direction":
+        stages = [sites[place.path].stage for place, _ in adapter.placed()]
+        beside = [place for place, _ in adapter.placed() if place.side in (Side.INPUT, Side.OUTPUT)]
+        early = any(sites[place.path].stage == EMBEDDED for place in beside)
+        virtual = adapter.virtual
+        return Direction(
+            min(stages, default=depth), early or virtual.prompt_count > 0, virtual.given_count > 0
+        )
+
+    @property
+    def first(self) -> int:
+        """The lowest layer that is gone back through."""
+        return max(self.lowest, 0)
+
+    def asks_input(self, layer: int) -> bool:
+        return layer > self.lowest and (layer > 0 or self.enters)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One layer with an adapter's bypasses in it; equal ones have equal answers. Paths are those within the
+    layer; `signs` tell bypasses apart by where they stand, what they are and what they have: ranks and
+    widths change nothing in what is kept of the base's."""
+
+    model: Modelled
+    dtype: torch.dtype
+    form: tuple[object, ...]
+    signs: tuple[object, ...]
+    asks_input: bool
+    asks_past: bool
+    keepable: frozenset[str]
+    layer: int = field(compare=False)
+    placed: Sequence[tuple[Place, Bypass]] = field(compare=False)
+
+
+@lru_cache(_CHOICES)
+def choice_of(question: Question) -> Choice | None:
+    """None for a layer that torch cannot trace: what it does depends on its numbers."""
+    try:
+        sketch = sketch_of(question.model)
+        with sketch.lock:
+            graph = trace(sketch, question.layer, question.placed, question.asks_input, question.asks_past)
+    except RuntimeError:
+        return None
+    return Choice(graph.in_type(question.dtype), question.keepable)
+
+
+def choices(
+    model: Modelled, adapter: AdapterVersion, sites: Sites, dtype: torch.dtype
+) -> dict[int, Choice | None]:
+    """Of each layer that a job goes back through, from the lowest, of a base in `dtype`. `sites` are those
+    where all rows pass."""
+    try:
+        sketch = sketch_of(model)
+    except RuntimeError:
+        return {}
+    direction = Direction.of(adapter, sites, sketch.depth)
+    found = {}
+    for layer in range(direction.first, sketch.depth):
+        prefix = f"{list(sketch.layers)[layer]}."
+        placed = [(place, bypass) for place, bypass in adapter.placed() if place.path.startswith(prefix)]
+        linears = (p for p, s in sites.items() if s.kind is Kind.LINEAR and p.startswith(prefix))
+        question = Question(
+            model,
+            dtype,
+            sketch.form(layer),
+            tuple((p.path.removeprefix(prefix), p.side, *_sign(bypass)) for p, bypass in placed),
+            direction.asks_input(layer),
+            direction.asks_past,
+            frozenset(path.removeprefix(prefix) for path in linears),
+            layer,
+            placed,
+        )
+        found[layer] = choice_of(question)
+    return found
+
+
+def _sign(bypass: Bypass) -> tuple[object, ...]:
+    if isinstance(bypass, Chain):
+        return tuple(_sign(link) for link in bypass.links)
+    return (type(bypass), *bypass.parameters())

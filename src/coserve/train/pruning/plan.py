@@ -1,0 +1,109 @@
+"""What a job's tapes keep: from its adapter, its model's configuration and its setting to `Fates`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from transformers import PreTrainedConfig
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bypass import exact_type
+from coserve.errors import UnsupportedModel
+from coserve.model.base import Base
+from coserve.train.keep import Fate, Fates, Keep, KeepSetting
+from coserve.train.pruning.choice import ATTENTION, Choice
+from coserve.train.pruning.layers import Direction, Modelled, choices, sketch_of
+from coserve.train.pruning.table import Explained, explain
+
+Choices = Mapping[int, Choice]
+
+# Bytes of a base from which on inputs alone are worth a trace: it takes most of a second, and finds which
+# products nobody needs, a fifth of the way back.
+_LARGE: Final = 1 << 24
+
+
+def fates_of(base: Base, adapter: AdapterVersion, keep: KeepSetting, rows: int) -> Fates:
+    """For micro-batches of at most `rows` rows. A layer that cannot be traced keeps its input alone, and so
+    do all of a small base where no more is asked for."""
+    model = Modelled.of(type(base.model), base.model.config)
+    found = choices(model, adapter, base.sites, base.dtype) if _is_worth_it(base, keep) else {}
+    traced = {layer: choice for layer, choice in found.items() if choice is not None}
+    kept = kept_seams(traced, keep, _room(base, keep, rows))
+    products: dict[str, Fate] = {path: Fate.COMPUTED for path in base.linears if path not in base.sites}
+    attention: dict[int, Fate] = {}
+    nbytes = 0.0
+    for layer, choice in traced.items():
+        own = choice.everything() if keep is Keep.EVERYTHING else choice.fates(kept[layer])
+        nbytes += choice.nbytes(own)
+        attention[layer] = own.pop(ATTENTION)
+        products.update({f"{base.slots[layer].path}.{path}": fate for path, fate in own.items()})
+    lowest = Direction.of(adapter, base.sites, base.depth).first
+    for layer in range(lowest):
+        prefix = f"{base.slots[layer].path}."
+        attention[layer] = Fate.UNUSED
+        products.update({path: Fate.UNUSED for path in base.linears if path.startswith(prefix)})
+    return Fates(products, attention, lowest=lowest, nbytes=nbytes)
+
+
+def foresee(base: Base, methods: Sequence[object], keep: KeepSetting) -> None:
+    """Traces what a job with a fresh adapter of these methods' settings will ask about, which takes most of
+    a second once: steps can go on meanwhile."""
+    if not _is_worth_it(base, keep):
+        return
+    model = Modelled.of(type(base.model), base.model.config)
+    try:
+        adapter = sketch_of(model).fresh(methods)
+    except RuntimeError:
+        return  # as `fates_of` will find
+    choices(model, adapter, base.sites, base.dtype)
+
+
+def _is_worth_it(base: Base, keep: KeepSetting) -> bool:
+    """Whether layers are traced."""
+    return keep is not Keep.INPUTS or base.nbytes >= _LARGE
+
+
+def kept_seams(layers: Choices, keep: KeepSetting, room: float) -> dict[int, frozenset[str]]:
+    """Which seams of each layer are kept; where `keep` is a budget, those that save most by the byte of all
+    layers', as long as there are `room` bytes for a row of them."""
+    if keep is Keep.PRUNED:
+        return {layer: choice.worthwhile() for layer, choice in layers.items()}
+    if isinstance(keep, Keep):
+        return dict.fromkeys(layers, frozenset())
+    kept: dict[int, set[str]] = {layer: set() for layer in layers}
+    offers = [(seam, layer) for layer, choice in layers.items() for seam in choice.seams]
+    for seam, layer in sorted(offers, key=lambda offer: -offer[0].worth):  # of equals the lower layer's
+        if seam.nbytes <= room:
+            room -= seam.nbytes
+            kept[layer].add(seam.name)
+    return {layer: frozenset(names) for layer, names in kept.items()}
+
+
+def input_bytes(base: Base) -> int:
+    """Bytes that a row's layer inputs, keys and values take on a tape, and what keys and values are owed."""
+    width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
+    cached = sum(cache.groups * (cache.key + cache.value) for cache in base.caches)
+    return base.depth * base.hidden_size * width + cached * (width + exact)
+
+
+def _room(base: Base, keep: KeepSetting, rows: int) -> float:
+    """Bytes that a row may take of what seams give."""
+    return 0.0 if isinstance(keep, Keep) else keep / rows - input_bytes(base)
+
+
+def explain_model(
+    config: PreTrainedConfig, dtype: torch.dtype, methods: Sequence[object], keep: Keep = Keep.PRUNED
+) -> list[Explained]:
+    """What tapes of a model that is not loaded keep for a fresh adapter of these methods (their settings),
+    layer by layer. Raises UnsupportedModel where it cannot be traced."""
+    model = Modelled.of(None, config)
+    try:
+        sketch = sketch_of(model)
+        found = choices(model, sketch.fresh(methods), sketch.sites, dtype)
+    except RuntimeError as error:
+        raise UnsupportedModel(f"{config.model_type} cannot be run without its weights: {error}") from error
+    traced = {layer: choice for layer, choice in found.items() if choice is not None}
+    if not traced:
+        raise UnsupportedModel(f"what layers of {config.model_type} do depends on their numbers: no trace")
+    kept = kept_seams(traced, keep, 0.0)
+    return explain(list(traced.items()), [kept[layer] for layer in traced])

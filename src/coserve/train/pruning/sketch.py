@@ -1,0 +1,225 @@
+"""A model without weights, to trace layers of: transformers' own modules, as nobody has edited them.
+
+All tensors are fake: they have shapes, types and a device, and no memory. What an adapter adds is hooked on
+from outside.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bypass import Bypass, Bypasses, Dense
+from coserve.adapters.methods import method_of
+from coserve.adapters.sites import DenseWeights, Kind, Site, decoder_layers, find_sites
+from coserve.memory.kv import CacheShape
+from coserve.train.pruning import operators
+
+ROWS: Final = 24  # of a trace; everything is counted by the row
+DTYPE: Final = torch.bfloat16  # the grouped product of fused experts has no other
+KEYS, VALUES = "keys", "values"  # marks
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a layer is called with beside its hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class Sketch:
+    """The model of a configuration, which methods may also ask what they ask of a base (`Frame`)."""
+
+    def __init__(self, kind: type[PreTrainedModel] | None, config: PreTrainedConfig) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.lock = threading.Lock()  # of who traces: hooks are on the modules meanwhile
+        self.caches: list[CacheShape] = []
+        self.asks_past = False
+        self.past: list[Tensor] = []  # keys and values before the rows, of the layer that was traced last
+        found: dict[int, CacheShape] = {}
+        name = f"coserve-sketch-{id(self):x}"
+        AttentionInterface.register(name, self._attention(found))
+        AttentionMaskInterface.register(name, lambda *_, **__: None)
+        with self.mode:
+            made: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+            model = made(config, dtype=DTYPE).eval().requires_grad_(False)
+        model.set_attn_implementation(name)
+        self.model = model
+        self.layers = decoder_layers(model)
+        self.sites = find_sites(model, self.layers)
+        self.hidden_size = int(model.get_input_embeddings().weight.shape[1])
+        self.calls = self._learn_calls()
+        self.caches = [found[layer] for layer in sorted(found)]
+
+    @property
+    def depth(self) -> int:
+        return len(self.layers)
+
+    def hidden(self) -> Tensor:
+        """A layer's input, or the gradient for its output, [1, ROWS, width]."""
+        with self.mode:
+            return torch.empty(1, ROWS, self.hidden_size, dtype=DTYPE)
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same shape and type, without its values."""
+        with self.mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def weights(self, path: str) -> DenseWeights:
+        return DenseWeights(self.dense(path))
+
+    def bias(self, path: str) -> Tensor | None:
+        bias: Tensor | None = getattr(self.model.get_submodule(path), "bias", None)
+        return bias
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        with self.mode:
+            return torch.empty(*tokens.shape, self.hidden_size, dtype=DTYPE)
+
+    def dense(self, path: str) -> Dense:
+        weight = self.model.get_submodule(path).weight
+        assert isinstance(weight, Tensor)
+        return Dense(weight.t() if self.sites[path].transposed else weight, self.bias(path))
+
+    def is_own(self, path: str, weight: Tensor) -> bool:
+        return False  # nothing is read from files here
+
+    def gain(self, path: str) -> Tensor:
+        with self.mode:
+            return torch.empty(self.sites[path].outputs, dtype=torch.float32)
+
+    def _attention(self, found: dict[int, CacheShape]) -> Callable[..., tuple[Tensor, None]]:
+        def attention(
+            module: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Any = None,
+            sliding_window: int | None = None,
+            **_: Any,
+        ) -> tuple[Tensor, None]:
+            shape = CacheShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
+            found.setdefault(module.layer_idx, shape)
+            key, value = operators.mark(key, KEYS), operators.mark(value, VALUES)
+            if self.asks_past:
+                self.past = [torch.empty_like(x).requires_grad_() for x in (key, value)]
+                key, value = torch.cat([self.past[0], key], 2), torch.cat([self.past[1], value], 2)
+            return operators.attend(query, key, value).transpose(1, 2), None
+
+        return attention
+
+    def _learn_calls(self) -> list[Called]:
+        """By running the model's own forward; sites stay where all rows pass, as in a base."""
+        calls: list[Called] = []
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append(Called(args[1:], kwargs))
+
+        seen: set[str] = set()
+        with ExitStack() as stack:
+            for layer in self.layers.values():
+                handle = layer.register_forward_pre_hook(note, with_kwargs=True)
+                stack.callback(handle.remove)
+            for path, site in self.sites.items():
+                module = self.model.get_submodule(path)
+                stack.callback(module.register_forward_hook(_looking(site, seen)).remove)
+            with self.mode, torch.no_grad():
+                tokens = torch.zeros(1, ROWS, dtype=torch.long)
+                positions = torch.arange(ROWS)[None]
+                self.model(input_ids=tokens, position_ids=positions, use_cache=False)
+        self.sites = {path: site for path, site in self.sites.items() if path in seen}
+        return calls
+
+    def fresh(self, configs: Sequence[object]) -> AdapterVersion:
+        """An adapter of these methods' settings, as a new job would begin with."""
+        generator = torch.Generator().manual_seed(0)
+        with self.mode:
+            parts = tuple(method_of(config).fresh(config, self, generator) for config in configs)
+            return AdapterVersion("sketch", 0, parts)
+
+    def form(self, layer: int) -> tuple[object, ...]:
+        """What tells layers of different kinds apart: modules and shapes."""
+        module = self.layers[list(self.layers)[layer]]
+        parts = ((name, type(part)) for name, part in module.named_modules())
+        return (*parts, *((name, p.shape) for name, p in module.named_parameters()))
+
+    @contextmanager
+    def adapted(self, layer: str, bypasses: Bypasses) -> Iterator[None]:
+        """The layer at this path with bypasses beside its modules, and its linears' products marked by
+        path within it, before and behind them."""
+        with ExitStack() as stack:
+            for path, site in self.sites.items():
+                if not path.startswith(f"{layer}."):
+                    continue
+                module = self.model.get_submodule(path)
+                entering = bypasses.inputs.get(path)
+                if entering is not None:
+                    stack.callback(module.register_forward_pre_hook(_changing(entering)).remove)
+                beside = bypasses.outputs.get(path)
+                if site.kind is Kind.LINEAR:
+                    hook = _beside_linear(path.removeprefix(f"{layer}."), beside)
+                    stack.callback(module.register_forward_hook(hook).remove)
+                elif beside is not None:
+                    stack.callback(module.register_forward_hook(_beside(beside)).remove)
+            yield
+
+
+def _looking(site: Site, seen: set[str]) -> Callable[[nn.Module, Any, Any], None]:
+    def look(_: nn.Module, args: Sequence[Tensor], out: Any) -> None:
+        y = out[0] if isinstance(out, tuple) else out
+        rows = args[0].shape[:-1].numel() == ROWS if site.kind is Kind.LINEAR else y.shape[:2] == (1, ROWS)
+        if rows:
+            seen.add(site.path)
+
+    return look
+
+
+def product(path: str) -> str:
+    """The mark of what a frozen linear gives."""
+    return f"product:{path}"
+
+
+def summed(path: str) -> str:
+    """The mark of the same with all bypasses."""
+    return f"sum:{path}"
+
+
+def _changing(bypass: Bypass) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    def change(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x2 = args[0].flatten(0, -2)
+        return (bypass.add(x2, x2).view(args[0].shape), *args[1:])
+
+    return change
+
+
+def _beside_linear(path: str, bypass: Bypass | None) -> Callable[..., Tensor]:
+    def add(_: nn.Module, args: Sequence[Tensor], y: Tensor) -> Tensor:
+        y = operators.mark(y, product(path))
+        if bypass is not None:
+            y = bypass.add(args[0].flatten(0, -2), y.flatten(0, -2)).view(y.shape)
+        return operators.mark(y, summed(path))
+
+    return add
+
+
+def _beside(bypass: Bypass) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+    def add(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        y = out[0] if isinstance(out, tuple) else out
+        given = bypass.add(y[0], y[0])[None]
+        return (given, *out[1:]) if isinstance(out, tuple) else given
+
+    return add
