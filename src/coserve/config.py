@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from coserve.core.size import read_memory
 from coserve.errors import ConfigError
 
 
@@ -11,10 +12,16 @@ class EngineConfig:
     """How one engine uses its device."""
 
     dtype: str = "auto"  # float32, bfloat16, float16, float64, or what the model was saved in
+    quantize: str = "none"  # bits of the base's weights: 8bit halves their bytes, 4bit thirds them; both err
     device: str = "cpu"  # or cuda, cuda:1, ...
     cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
     page_size: int = 16  # tokens in a page of that cache; smaller wastes less, larger gathers faster
+    cache_dtype: str = "auto"  # that of the model, or int8: half of bfloat16's bytes, a little less exact
     max_running: int = 64  # sequences that run at once; more wait
+    prefix_sharing: bool = True  # what prompts have in common is computed once; never across scopes
+    memory: str | int | float = "auto"  # for everything: "6GiB", a share (0.5), or most of what is free
+    offload: bool = False  # moments of AdamW rest in slower memory between steps: the host's, or a file
+    scratch: str = ""  # folder of such files; empty: the system's for temporary ones
     policy: str = "hybrid"  # how training is fitted between answers: a name, or name:options
     policy_options: dict[str, Any] = field(default_factory=dict)  # its options, by their names
     scheduler: dict[str, Any] = field(default_factory=dict)  # other fields of schedule.SchedulerConfig
@@ -26,10 +33,15 @@ class EngineConfig:
         for name in ("cache_tokens", "page_size", "max_running"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
+        read_memory(self.memory)
+        if self.quantize not in ("none", "8bit", "4bit"):
+            raise ConfigError(f"engine.quantize must be none, 8bit or 4bit, not {self.quantize!r}")
         if self.dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
             raise ConfigError(
                 f"engine.dtype must be auto, float32, bfloat16, float16 or float64, not {self.dtype!r}"
             )
+        if self.cache_dtype not in ("auto", "int8"):
+            raise ConfigError(f"engine.cache_dtype must be auto or int8, not {self.cache_dtype!r}")
         if self.deterministic:
             settings = self.scheduler_settings
             if settings["micro_batches_in_flight"] != 1 or settings["training_window"] is None:

@@ -14,6 +14,7 @@
     ├── DataError                a training file or example is unusable (file, line, what was expected)
     ├── JobError                 a fine-tuning job cannot start or go on
     │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
+    ├── OutOfMemory              needs more bytes than the budget has; says how many were missing
     ├── EngineLost               the engine's process is gone and did not come back in time
     ├── ConflictError            what is asked does not go with the state something is in
     ├── StateError               the server's state folder or database cannot be used
@@ -81,6 +82,11 @@ class JobError(CoserveError):
 
 class LossNotFinite(JobError):
     """The loss became NaN or infinite: the job stops and its last good version stays published."""
+
+
+class OutOfMemory(CoserveError):
+    """What is asked needs more bytes than there are; the text says how many are missing, and what would fit
+    where something would."""
 
 
 class EngineLost(CoserveError):

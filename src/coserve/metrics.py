@@ -81,7 +81,20 @@ class Metrics:
         self.cost_model_margin = self._gauge(
             "cost_model_margin_ratio", "Added to predicted times of steps that train, relative to them."
         )
+        self.memory_bytes = self._gauge(
+            "memory_bytes", "Bytes that are promised or held, by what they are for.", ("account",)
+        )
+        self.memory_budget = self._gauge("memory_budget_bytes", "Bytes that the engine may use.")
+        self.memory_peak = self._gauge(
+            "memory_peak_bytes", "Most bytes in use so far, measured, above those before the model came."
+        )
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Part of the cache in use; 1 is all.")
+        self.prefix_cache_queries = Followed(
+            self._counter("prefix_cache_queries", "Prompt tokens looked for in the cache.")
+        )
+        self.prefix_cache_hits = Followed(
+            self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
+        )
         self.engine_up = self._gauge("engine_up", "1 while the engine is connected.")
         self.engine_connections = self._gauge(
             "engine_connections",

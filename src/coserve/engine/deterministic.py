@@ -51,7 +51,7 @@ class DeterministicRunner(LocalRunner):
                 found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
         for segment in lane.training:
             if segment.direction is Direction.KEEP:
-                self._forward(None, [segment])
+                self._keep_alone(segment)
         return found
 
     def _inference_rows(self, segments: Sequence[Segment]) -> Inference:

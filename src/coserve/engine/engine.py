@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,16 +19,19 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, StepDone, TokenEvent
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.engine.admission import Admission
 from coserve.engine.calibrate import measure
 from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.handles import Completion, FineTuning, Keeping
 from coserve.engine.runner import LocalRunner
 from coserve.engine.table import SequenceTable
-from coserve.errors import AdapterError, ConfigError, JobError, RequestError
+from coserve.engine.training import Asked, Training
+from coserve.errors import AdapterError, ConfigError, RequestError
 from coserve.jobs import datasets
 from coserve.memory.kv import KVPool
-from coserve.memory.malloc import keep_freed_memory, resident_bytes
+from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
 from coserve.memory.pages import PagePool
+from coserve.memory.store import Int8Store, Store
 from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
@@ -38,9 +40,11 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import Policy, make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.text import Text
-from coserve.train.example import Example, Prepared, check_fit, check_room, prepare, prepare_examples
+from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
+from coserve.train.needs import Steps
+from coserve.train.shelf import shelf_for
 from coserve.train.state import TrainingState
-from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
+from coserve.train.trainer import TrainingConfig
 from coserve.wire.messages import Stats
 
 Messages = Sequence[Mapping[str, str]]
@@ -68,16 +72,22 @@ class Engine:
         dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.device == "cpu":
             keep_freed_memory()
-        self.base = load_base(model, dtype, config.device)
+        self.admission = Admission(config)
+        self.base = load_base(model, dtype, config.device, config.quantize)
+        return_freed_memory()
         self.text = _text_of(model) if tokenizer is None else Text(tokenizer)
         self.bank = AdapterBank()
         self.completions: dict[int, Completion] = {}
-        self.jobs: dict[str, FineTuning] = {}
         self._random = random.Random(config.seed)
         self._requests = 0
         self._lock = threading.RLock()
         self.runner = self._make_runner()
         self.scheduler = self._make_scheduler(policy)
+        self.admission.open(self.runner, self.scheduler.config, self._steps(policy))
+        self.training = Training(
+            self.runner, self.scheduler, self.admission, self._drive, self.save_adapter, self._lock,
+            shelf_for(self.base.device, config.scratch) if config.offload else None,
+        )  # fmt: skip
         if config.calibrate:
             self.calibrate()
 
@@ -96,7 +106,7 @@ class Engine:
             events = self.scheduler.apply(plan, result, self.clock())
             for event in events:
                 self._deliver(event)
-            return events
+            return [event for event in events if not self._goes_on(event)]
 
     def run(self) -> None:
         """Steps until nothing is left to do."""
@@ -114,6 +124,7 @@ class Engine:
         arrival: float | None = None,
         continued: Sequence[int] = (),
         text: bool = True,
+        scope: str | None = "",
     ) -> Completion:
         """Queues one answer and returns its handle.
 
@@ -121,11 +132,12 @@ class Engine:
         end) or a version's key. `arrival` is on the engine's clock and defaults to now. `continued` are the
         answer's first tokens where another engine gave them out: they count as its beginning, and the handle
         reports only what follows. Without `text` the tokens stay tokens, and stop strings are left to the
-        caller. Raises RequestError, AdapterNotFound or ConfigError, with nothing queued.
+        caller. What prompts of one `scope` have in common is computed once; None shares nothing. Raises
+        RequestError, AdapterNotFound or ConfigError, with nothing queued.
         """
         with self._lock:
             version = None if adapter is None else self.bank.find(adapter)
-            request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
+            request = self._request(self.tokenize(prompt), version, sampling, slo, arrival, scope)
             if unknown := [t for t in (*request.prompt, *continued) if not 0 <= t < self.base.vocabulary]:
                 raise RequestError(f"token {unknown[0]} is not one of the model's {self.base.vocabulary}")
             self.runner.table.sampling.check(request.sampling, continued)
@@ -167,7 +179,8 @@ class Engine:
     def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
         """Makes an adapter that was read before answer to its name; returns it with its version number."""
         with self._lock:
-            self._refuse_in_training(adapter.name)
+            self.training.refuse_while_trained(adapter.name)
+            self.admission.load(adapter)
             adapter = replace(adapter, version=self.bank.next_version(adapter.name))
             self.bank.publish(adapter)
             return adapter
@@ -175,8 +188,9 @@ class Engine:
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter; answers under way keep it until they end."""
         with self._lock:
-            self._refuse_in_training(name)
+            self.training.refuse_while_trained(name)
             self.bank.remove(name)
+            self.admission.advance()
 
     def save_adapter(self, name: str, folder: str | Path) -> None:
         """Writes the adapter's current version in PEFT's format."""
@@ -210,26 +224,12 @@ class Engine:
         """
         prepared = data if isinstance(data, Prepared) else self.prepare(data, training)
         with self._lock:
-            self._refuse_in_training(adapter)
-            start = start_from if resume is None else resume.adapter
-            first = self._first_version(adapter, method, training, start)
-            check_room(prepared.examples, self.base.max_positions, first.virtual.count)
-            job = job or f"job-{len(self.jobs) + 1}"
-            if job in self.runner.runs:
-                raise JobError(f"there is a job {job!r} already, and it has not ended")
-            run = TrainingRun(
-                self.base, self.bank, job, first, prepared.examples, training, self.runner.arena,
-                prepared.digest, resume,
+            start = self.bank.find(start_from) if isinstance(start_from, str) else start_from
+            asked = Asked(
+                job or f"job-{len(self.jobs) + 1}", adapter, prepared, method, training,
+                start if resume is None else resume.adapter, resume,
             )  # fmt: skip
-            self.runner.runs[job] = run
-            handle = FineTuning(
-                job, adapter, run.steps, self._drive, partial(self._end_job, job),
-                partial(self.save_adapter, adapter), partial(self._training_state, job),
-                prepared.truncated, prepared.dropped, keeping,
-            )  # fmt: skip
-            self.jobs[job] = handle
-            self._feed(job)
-            return handle
+            return self.training.start(asked, keeping)
 
     def prepare(self, data: Data, training: TrainingConfig = TrainingConfig()) -> Prepared:
         """Reads, checks and tokenizes training data; DataError. Takes no lock: steps go on meanwhile."""
@@ -244,15 +244,21 @@ class Engine:
         check_fit(prepared, self.base.max_positions, self.base.vocabulary)
         return prepared
 
+    def check_job(self, asked: Asked) -> None:
+        """Raises what makes a job impossible: AdapterError, DataError, or OutOfMemory where it could not run
+        even if it were alone."""
+        with self._lock:
+            self.training.check(asked)
+
     def weigh(self, job: str, weight: float) -> None:
         """Changes a running job's share among the jobs that train."""
-        if not weight > 0:
-            raise ConfigError(f"a job's weight must be positive, not {weight}")
         with self._lock:
-            if job not in self.runner.runs:
-                raise JobError(f"no job {job!r} is running")
-            self.runner.runs[job].weight = weight
-            self.scheduler.weigh_training(job, weight)
+            self.training.weigh(job, weight)
+
+    @property
+    def jobs(self) -> dict[str, FineTuning]:
+        """All jobs there have been, by their ids."""
+        return self.training.jobs
 
     # How it is doing
 
@@ -285,12 +291,17 @@ class Engine:
                 waiting=len(self.scheduler.waiting),
                 pages=pages.pages,
                 free_pages=pages.free_count,
+                asked_tokens=counted.asked_tokens,
+                found_tokens=counted.found_tokens,
                 cost_error=self.scheduler.cost.error,
                 cost_margin=self.scheduler.cost.margin(self.scheduler.config, trains=True),
                 slo_met=counted.slo_met,
                 slo_missed=counted.slo_missed,
                 adapters=len(self.bank),
                 resident_bytes=resident_bytes(),
+                memory={account.value: nbytes for account, nbytes in self.admission.audit().items()},
+                memory_budget=self.admission.ledger.budget,
+                memory_peak=self.admission.meter.peak(),
             )
 
     # Inside
@@ -298,7 +309,8 @@ class Engine:
     def _make_runner(self) -> LocalRunner:
         config, base = self.config, self.base
         try:
-            pool = KVPool(base.caches, config.pages, config.page_size, base.dtype, base.device)
+            store = Int8Store if config.cache_dtype == "int8" else Store
+            pool = KVPool(base.caches, config.pages, config.page_size, base.dtype, base.device, store)
         except RuntimeError as error:  # what torch raises for want of memory
             raise ConfigError(
                 f"engine.cache_tokens: keys and values of {config.cache_tokens} tokens do not fit into memory"
@@ -310,6 +322,12 @@ class Engine:
         runner = DeterministicRunner if config.deterministic else LocalRunner
         return runner(base, self.bank, pool, SequenceTable(config.max_running, most, pool, sampling))
 
+    def _steps(self, policy: Policy) -> Steps:
+        """What a job may have under way at once."""
+        settings = self.scheduler.config
+        window = settings.training_window or settings.max_training_rows
+        return Steps(settings.micro_batches_in_flight, None if policy.whole else window, self.config.offload)
+
     def _make_scheduler(self, policy: Policy) -> Scheduler:
         config = self.config
         try:
@@ -318,6 +336,7 @@ class Engine:
                 max_positions=self.base.max_positions,
                 eos_token_ids=self.eos_ids,
                 max_running=config.max_running,
+                prefix_sharing=config.prefix_sharing,
                 **config.scheduler_settings,
             )
         except TypeError as error:
@@ -332,6 +351,7 @@ class Engine:
         sampling: SamplingParams,
         slo: SLO,
         arrival: float | None,
+        scope: str | None,
     ) -> Request:
         self._requests += 1
         if sampling.seed is None:
@@ -345,24 +365,8 @@ class Engine:
             arrival=self.clock() if arrival is None else arrival,
             virtual=0 if version is None else version.virtual.count,
             virtual_rows=0 if version is None else version.virtual.prompt_count,
+            scope=scope,
         )
-
-    def _first_version(
-        self,
-        name: str,
-        method: object | Sequence[object],
-        training: TrainingConfig,
-        start: str | AdapterVersion | None,
-    ) -> AdapterVersion:
-        """What training starts from, under a version number that nobody has."""
-        if start is None:
-            first = fresh_adapter(self.base, name, method, training.seed)
-        else:
-            first = self.bank.find(start) if isinstance(start, str) else start
-            for _, bypass in first.placed():
-                if bypass.note:
-                    warnings.warn(f"{first.name}: {bypass.note}", stacklevel=3)
-        return replace(first, name=name, version=self.bank.next_version(name))
 
     def _drive(self) -> bool:
         """One step if there is anything to do."""
@@ -383,12 +387,12 @@ class Engine:
                     self.scheduler.finish(event.key, FinishReason.STOP)
             case Finished():
                 self._complete(event.key, event.finish_reason)
-            case StepDone():
-                self.jobs[event.job].take(event)
-                self._feed(event.job)
-            case JobFailed():
-                self.jobs[event.job].fail(event)
-                self._forget_run(event.job)
+            case StepDone() | JobFailed():
+                self.training.deliver(event)
+
+    def _goes_on(self, event: Event) -> bool:
+        """Whether a job that failed in this step does it again, so that nothing of it is news."""
+        return isinstance(event, JobFailed) and self.jobs[event.job].is_under_way
 
     def _complete(self, key: int, reason: FinishReason) -> None:
         completion = self.completions.pop(key)
@@ -400,38 +404,6 @@ class Engine:
     def _cancel_sequence(self, key: int) -> None:
         with self._lock:
             self.scheduler.cancel(key)
-
-    def _feed(self, job: str) -> None:
-        """Gives the scheduler the job's next optimizer step, or ends the job."""
-        run = self.runner.runs[job]
-        micro_batches = run.next_step(iter(self.scheduler.new_key, None))
-        if micro_batches:
-            self.scheduler.add_training(job, micro_batches, run.weight)
-        else:
-            self._end_job(job, "succeeded")
-
-    def _end_job(self, job: str, status: str) -> None:
-        with self._lock:
-            if self.jobs[job].status == "running":
-                self.jobs[job].status = status
-                self._forget_run(job)
-
-    def _training_state(self, job: str) -> TrainingState:
-        with self._lock:
-            if job not in self.runner.runs:
-                raise JobError(f"job {job!r} has ended")
-            return self.runner.runs[job].state()
-
-    def _forget_run(self, job: str) -> None:
-        """Frees all a job held; its published version stays."""
-        self.runner.settle()
-        self.scheduler.remove_training(job)
-        self.runner.runs.pop(job).abandon()
-
-    def _refuse_in_training(self, adapter: str) -> None:
-        busy = [j for j, h in self.jobs.items() if h.adapter == adapter and h.status == "running"]
-        if busy:
-            raise JobError(f"adapter {adapter!r} is being trained by {busy[0]}")
 
 
 def _text_of(model: str | Path | PreTrainedModel) -> Text | None:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from coserve.core.events import JobFailed, StepDone, TokenEvent
+from coserve.core.events import StepDone, TokenEvent
 from coserve.core.plan import TokenLogprobs, Updated
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Sequence
-from coserve.errors import ConfigError, CoserveError
+from coserve.errors import ConfigError, CoserveError, OutOfMemory
 from coserve.text.detokenize import TextStream
 from coserve.train.state import TrainingState
 
@@ -120,7 +120,9 @@ class FineTuning:
     """One fine-tuning job. Iterate it for its optimizer steps, or wait for its `result`; both raise what made
     it fail.
 
-    `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left.
+    `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left. `status` is
+    queued (then `reason` says what it waits for), running, and in the end succeeded, failed, cancelled or
+    stopped. `notes` tell of what went otherwise than was asked for.
     """
 
     def __init__(
@@ -138,7 +140,9 @@ class FineTuning:
     ) -> None:
         self.truncated, self.dropped = truncated, dropped
         self.job, self.adapter, self.steps = job, adapter, steps
-        self.status = "running"  # then succeeded, failed, cancelled or stopped
+        self.status = "queued"
+        self.reason = ""
+        self.notes: list[str] = []
         self.error: CoserveError | None = None
         self.history: list[Updated] = []
         self._drive, self._end, self._save = drive, end, save
@@ -150,20 +154,24 @@ class FineTuning:
             while self._read < len(self.history):
                 self._read += 1
                 yield self.history[self._read - 1]
-            if self.status != "running" or not self._drive():
+            if not self.is_under_way or not self._drive():
                 yield from self.history[self._read :]  # another thread may have driven to the end meanwhile
                 self._read = len(self.history)
-                if self.error is not None:
-                    raise self.error
+                self._raise()
                 return
 
     def result(self) -> "FineTuning":
-        """Runs the engine until the job has ended; raises what made it fail."""
-        while self.status == "running" and self._drive():
+        """Runs the engine until the job has ended; raises what made it fail, or OutOfMemory where it waits
+        for bytes that nothing under way will free."""
+        while self.is_under_way and self._drive():
             pass
-        if self.error is not None:
-            raise self.error
+        self._raise()
         return self
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the job trains, or is going to."""
+        return self.status in ("queued", "running")
 
     def cancel(self) -> None:
         """Stops the job; its last published version stays."""
@@ -185,5 +193,25 @@ class FineTuning:
         if keeping is not None and (step == self.steps or step % keeping.every == 0):
             keeping.take(self._state())
 
-    def fail(self, event: JobFailed) -> None:
-        self.status, self.error = "failed", event.error
+    def wait(self, reason: str) -> None:
+        """The job cannot begin yet."""
+        self.reason = reason
+
+    def begin(self) -> None:
+        """The job trains from now on."""
+        self.status, self.reason = "running", ""
+
+    def end(self, status: str) -> None:
+        """The job is over."""
+        self.status, self.reason = status, ""
+
+    def fail(self, error: CoserveError) -> None:
+        """The job cannot go on."""
+        self.end("failed")
+        self.error = error
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.status == "queued":
+            raise OutOfMemory(f"job {self.job} {self.reason}")

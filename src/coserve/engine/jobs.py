@@ -26,15 +26,18 @@ from coserve.engine.scoring import Scoring, check_lengths
 from coserve.errors import CoserveError, DataError
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example, Prepared
+from coserve.train.pruning.plan import foresee
 from coserve.train.state import TrainingState
-from coserve.train.trainer import TrainingConfig, fresh_adapter
+from coserve.train.trainer import TrainingConfig, sketch_adapter
 from coserve.wire.messages import (
     Fault,
     JobCheckpoint,
     JobEnded,
     JobNews,
+    JobNote,
     JobStarted,
     JobStep,
+    JobWaiting,
     Numbered,
     StartJob,
 )
@@ -71,14 +74,16 @@ class _Pending:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """`handle` is there once it trains. `ending` is its last news but for the checkpoints before it; `again`
-    what to start it with after that."""
+    """`handle` is there once it trains or waits for bytes, which `waits` says; `noted` of its notes are told.
+    `ending` is its last news but for the checkpoints before it; `again` what to start it with after that."""
 
     command: StartJob
     last: float  # when its last step was, on the engine's clock
     weight: float
     ready: _Ready | None = None
     handle: FineTuning | None = None
+    waits: bool = False
+    noted: int = 0
     step: int = 0
     kept: int = 0  # the newest step whose state was passed on to be written
     pending: deque[_Pending] = field(default_factory=deque)
@@ -103,6 +108,11 @@ class Jobs:
     def names(self) -> tuple[str, ...]:
         """Jobs that have not ended."""
         return tuple(self._jobs)
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        """Why jobs wait that are read and cannot begin."""
+        return {name: job.handle.reason for name, job in self._jobs.items() if job.handle and job.waits}
 
     def start(self, command: StartJob) -> None:
         """Begins to read what the job needs; nothing happens to one that runs already."""
@@ -129,7 +139,7 @@ class Jobs:
         if job.handle is None:
             job.stop = "stopped" if keep else "cancelled"
             return
-        if keep and job.step:
+        if keep and job.step and not job.waits:
             state = job.handle.pause()
             self._keep(job, state)
             _leave_unscored(job)  # whoever goes on from here scores it
@@ -176,6 +186,7 @@ class Jobs:
             elif isinstance(event, JobFailed) and (job := self._jobs.get(event.job)):
                 self._end(job, "failed", event.error)
         for job in list(self._jobs.values()):
+            self._follow(job)
             for pending in job.pending:
                 if pending.scoring is not None:
                     pending.scoring.advance()
@@ -195,8 +206,7 @@ class Jobs:
             return
         name = job.command.job
         try:
-            first = self._first(ready, _adapter_of(name))
-            check_lengths(self._engine, ready.validation, first.virtual.count)
+            check_lengths(self._engine, ready.validation, self._virtual(ready))
             keeping = Keeping(job.command.every, partial(self._keep, job))
             training = dataclasses.replace(ready.training, weight=job.weight)
             job.handle = self._engine.finetune(
@@ -204,7 +214,7 @@ class Jobs:
                 _adapter_of(name),
                 ready.method,
                 training,
-                first,
+                ready.start,
                 name,
                 ready.resume,
                 keeping,
@@ -212,19 +222,48 @@ class Jobs:
         except CoserveError as error:
             self._end(job, "failed", error)
             return
+        job.ready = dataclasses.replace(ready, start=None, resume=None)  # the engine holds them while it must
+        if job.handle.status == "queued":
+            job.waits = True
+            self._tell(JobWaiting(name, job.handle.reason))
+        else:
+            self._begun(job, job.handle, ready)
+
+    def _follow(self, job: _Job) -> None:
+        """Whether a job that waited for bytes has begun, and what went otherwise than was asked for."""
+        handle = job.handle
+        if handle is None:
+            return
+        if job.waits and handle.status != "queued" and job.ending is None:
+            job.waits = False
+            assert job.ready is not None
+            if handle.error is not None:
+                self._end(job, "failed", handle.error)
+            else:
+                self._begun(job, handle, job.ready)
+        for note in handle.notes[job.noted :]:
+            self._tell(JobNote(job.command.job, note))
+        job.noted = len(handle.notes)
+
+    def _begun(self, job: _Job, handle: FineTuning, ready: _Ready) -> None:
+        """Its first step is under way."""
+        name = job.command.job
         job.last = self._engine.clock()
-        self._tell(_started(name, job.step, job.handle.steps, ready))
+        if handle.status == "running":
+            self._engine.weigh(name, job.weight)  # it may have changed while the job waited
+        self._tell(_started(name, job.step, handle.steps, ready))
         if ready.checkpoint is not None:  # the engine that wrote it may have died before it was known
             job.pending.append(_Pending(self._scoring(job), ready.checkpoint))
             job.kept = ready.checkpoint.step
-        if job.handle.status == "succeeded":  # nothing was left to do
+        if handle.status == "succeeded":  # nothing was left to do
             self._end(job, "succeeded")
 
-    def _first(self, ready: _Ready, name: str) -> AdapterVersion:
-        """What training starts from."""
-        if ready.resume is not None:
-            return ready.resume.adapter
-        return ready.start or fresh_adapter(self._engine.base, name, ready.method, ready.training.seed)
+    def _virtual(self, ready: _Ready) -> int:
+        """Positions that the job's adapter takes before every sequence."""
+        first = ready.start if ready.resume is None else ready.resume.adapter
+        if first is None:
+            first = sketch_adapter(self._engine.base, "sketch", ready.method, ready.training.seed)
+        return first.virtual.count
 
     def _stepped(self, job: _Job, updated: Updated) -> None:
         now = self._engine.clock()
@@ -301,7 +340,7 @@ class Jobs:
         if job.ending is None or job.pending or self._jobs.get(name) is not job:
             return
         del self._jobs[name]
-        if job.handle is not None:
+        if _adapter_of(name) in self._engine.bank.names:  # not if it never began
             self._engine.unload_adapter(_adapter_of(name))
         self._tell(job.ending)
         if job.again is not None:
@@ -360,6 +399,7 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
             raise DataError(f"validation {error}") from error
     exact = torch.promote_types(engine.base.dtype, torch.float32)
     name, base = _adapter_of(command.job), engine.base
+    foresee(base, method, training.keep)
     checkpoint = newest_checkpoint(Path(command.folder))
     if checkpoint is not None:
         resume = read_checkpoint(checkpoint.path, name, base, exact)

@@ -191,13 +191,16 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         eos=engine.eos_ids,
         deterministic=config.deterministic,
         load_seconds=seconds,
+        quantize=base.quantized,
+        cache_dtype=config.cache_dtype,
     )
 
 
 def _describe(hello: Hello) -> str:
     """The engine in a few words, for people."""
     size = f"{hello.parameters / 1e6:.0f}M parameters"
-    return f"{size}, {hello.dtype} on {hello.device}, cache of {hello.cache_tokens} tokens"
+    kept = hello.dtype if hello.quantize == "none" else f"{hello.dtype} over {hello.quantize} weights"
+    return f"{size}, {kept} on {hello.device}, cache of {hello.cache_tokens} tokens"
 
 
 def _crash(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:

@@ -78,10 +78,12 @@ def circumstances(base: Base, config: EngineConfig) -> Circumstances:
         "torch": str(torch.__version__),  # a kind of string of its own
         "model": base.fingerprint,
         "dtype": str(base.dtype).removeprefix("torch."),
+        "quantize": base.quantized,
         "device": device_name(base.device),
         "threads": torch.get_num_threads(),
         "cache_tokens": config.cache_tokens,
         "page_size": config.page_size,
+        "cache_dtype": config.cache_dtype,
         "max_running": config.max_running,
         "deterministic": config.deterministic,
     }

@@ -14,18 +14,22 @@ from torch import Tensor
 
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.stacks import Stacks
 from coserve.core.grid import on_grid
 from coserve.core.plan import Lane, Plan, Prefix, Sampled, Segment, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.lanes import Lanes
+from coserve.engine.shortage import Shortages
 from coserve.engine.table import SequenceTable
 from coserve.errors import CoserveError, LossNotFinite
 from coserve.memory.arena import Arena
+from coserve.memory.exhausted import is_out_of_memory
 from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls, Part
 from coserve.model.sample import sample, token_logprobs
+from coserve.model.together import linears_together
 from coserve.train.tape import KeptWindow, Tape
 from coserve.train.trainer import TrainingRun
 from coserve.train.window import Window
@@ -63,12 +67,15 @@ class LocalRunner:
     def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
         self.base, self.bank, self.pool, self.table = base, bank, pool, table
         self.arena = Arena()
+        self.stacks = Stacks(linears_together(base), table.capacity, base.device)
+        bank.when_dropped(lambda version: self.stacks.forget(version.bypasses))
         self.runs: dict[str, TrainingRun] = {}
         self._lanes = Lanes(base.device)
         self._beside: Future[float] | None = None  # training in a lane of its own, while steps go on
         self._underway: tuple[Segment, ...] = ()
         self._trained: list[Segment] = []  # done, and not told yet
         self._training_seconds = 0.0
+        self._short = Shortages(self._drop)
 
     @torch.no_grad()
     def run(self, plan: Plan) -> StepResult:
@@ -83,6 +90,8 @@ class LocalRunner:
         if plan.pause:
             time.sleep(min(plan.pause, _NAP))
         updated, failed = self._update(plan.updates)
+        if self._beside is None:  # else its jobs have more pieces to come
+            failed |= self._short.take()
         if self.base.device.type == "cuda" and plan.split is None:  # a lane waits for its own stream
             torch.cuda.synchronize(self.base.device)
         trained, self._trained = tuple(self._trained), []
@@ -134,8 +143,14 @@ class LocalRunner:
 
     def _walk_all(self, lane: Lane) -> None:
         for segment in lane.training:
-            if segment.direction is not Direction.KEEP:
-                self._walk(segment)
+            if segment.direction is not Direction.KEEP and (job := job_of(segment)) not in self._short:
+                with self._short.of(job):
+                    self._walk(segment)
+
+    def _drop(self, job: str) -> None:
+        """Gives back what a job that ran out of memory has on its way."""
+        self.runs[job].drop_tapes()
+        self.arena.empty()
 
     def _fill(self, prefix: Prefix) -> None:
         """Virtual tokens into their pages: given ones as they are, then prompts in a pass of their own."""
@@ -169,10 +184,34 @@ class LocalRunner:
         return Inference(part, (), slots, (), hidden, calls, adapters)
 
     def _pass(self, lane: Lane) -> dict[int, Sampled]:
-        """Everything that goes forward, in one fused pass, and the tokens that come of it."""
+        """Everything that goes forward, in one fused pass, and the tokens that come of it.
+
+        Where memory does not last all pass again alone, and only write where they wrote before.
+        """
         inference = self._inference_rows(lane.inference) if lane.inference else None
-        self._forward(inference, [s for s in lane.training if s.direction is Direction.KEEP])
+        kept = [segment for segment in lane.training if segment.direction is Direction.KEEP]
+        if not self._fits(inference, kept):
+            inference = self._inference_rows(lane.inference) if lane.inference else None
+            self._forward(inference, [])
+            for segment in kept:
+                self._keep_alone(segment)
         return self._sample(inference) if inference is not None else {}
+
+    def _fits(self, inference: Inference | None, kept: Sequence[Segment]) -> bool:
+        """Whether there was memory for one pass of all, where it can be told whose fault it is."""
+        try:
+            self._forward(inference, kept)
+        except (RuntimeError, MemoryError) as error:
+            if not kept or not is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def _keep_alone(self, segment: Segment) -> None:
+        """A window forward in a pass of its own."""
+        if (job := job_of(segment)) not in self._short:
+            with self._short.of(job):
+                self._forward(None, [segment])
 
     def _forward(self, inference: Inference | None, kept: Sequence[Segment]) -> None:
         """All rows through the layers; a window joins at its span's first layer and leaves after its last."""
@@ -209,7 +248,8 @@ class LocalRunner:
         self, inference: Inference | None, travels: Sequence[Travel]
     ) -> tuple[FusedRows, LayerCalls]:
         parts: list[Part] = [] if inference is None else [inference.part]
-        adapters = [] if inference is None else list(inference.adapters)
+        laid = self.stacks.lay([] if inference is None else inference.adapters)
+        adapters = list(laid.alone)
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]
         for travel in travels:
@@ -217,11 +257,11 @@ class LocalRunner:
             adapters.append((slice(start, start + travel.window.rows), travel.bypasses))
             calls.append(travel.calls)
             start += travel.window.rows
-        return FusedRows(parts, adapters), self.base.arguments.concat(calls)
+        return FusedRows(parts, adapters, laid.gathered), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[Segment]) -> Inference:
         """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
-        ordered = sorted(segments, key=lambda s: (_is_prefill(s), answer_of(s).request.adapter or ""))
+        ordered = sorted(segments, key=lambda s: (_is_prefill(s), *self._kind(answer_of(s).request.adapter)))
         answers = [answer_of(s) for s in ordered]
         rows = self.table.admit(answers)
         decoding = sum(not _is_prefill(s) for s in ordered)
@@ -264,6 +304,10 @@ class LocalRunner:
                 ranges.append((slice(start, end), self.bank.find(key).bypasses))
             start = end
         return ranges
+
+    def _kind(self, adapter: str | None) -> tuple[int, str]:
+        """What rows are ordered by, so that those lie together which are multiplied together."""
+        return (-1, "") if adapter is None else (self.stacks.order(self.bank.find(adapter).bypasses), adapter)
 
     def _sample(self, inference: Inference) -> dict[int, Sampled]:
         """Tokens for every sequence whose last known token was among the rows, and prompt logprobs."""
@@ -344,12 +388,19 @@ class LocalRunner:
     def _update(self, jobs: Sequence[str]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}
         failed: dict[str, CoserveError] = {}
+        short = Shortages(self._drop)
         for job in jobs:
             try:
-                updated[job] = self.runs[job].update()
+                with short.of(job):
+                    updated[job] = self.runs[job].update()
             except LossNotFinite as error:
                 failed[job] = error
-        return updated, failed
+        return updated, failed | short.take()
+
+
+def job_of(segment: Segment) -> str:
+    assert isinstance(segment.sequence, MicroBatch)
+    return segment.sequence.job
 
 
 def answer_of(segment: Segment) -> Answer:

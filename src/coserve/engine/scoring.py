@@ -53,7 +53,8 @@ class Scoring:
         self._under_way = [(e, c) for e, c in self._under_way if c.finish_reason is None]
         while self._waiting and len(self._under_way) < _UNDER_WAY:
             example = self._waiting.popleft()
-            answer = self._engine.generate(example.tokens, self._version, _SCORE, text=False)
+            # Nobody asks this of the version again: it leaves the cache to others.
+            answer = self._engine.generate(example.tokens, self._version, _SCORE, text=False, scope=None)
             self._under_way.append((example, answer))
         if self._under_way:
             return False

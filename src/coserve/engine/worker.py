@@ -9,14 +9,17 @@ from coserve.adapters.settings import settings_of
 from coserve.core.events import Event, Finished, TokenEvent
 from coserve.core.request import SamplingParams
 from coserve.engine.aside import Aside, Outcome
+from coserve.engine.checking import read_beginning
 from coserve.engine.engine import Engine
 from coserve.engine.handles import Completion
 from coserve.engine.jobs import Jobs, fault_of
 from coserve.engine.remembered import CostFile
-from coserve.errors import ConflictError, CoserveError, EngineLost
+from coserve.engine.training import Asked
+from coserve.errors import ConflictError, CoserveError, EngineLost, OutOfMemory
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,
+    CheckJob,
     CheckMethod,
     Command,
     Drain,
@@ -63,7 +66,11 @@ class Worker:
         self.disconnected()
         self._jobs.repeat_news()
         return Hello(
-            **{**{f: getattr(self._hello, f) for f in Hello.__struct_fields__}, "jobs": self._jobs.names}
+            **{
+                **{f: getattr(self._hello, f) for f in Hello.__struct_fields__},
+                "jobs": self._jobs.names,
+                "waiting": self._jobs.waiting,
+            }
         )
 
     def disconnected(self) -> None:
@@ -88,6 +95,9 @@ class Worker:
                 self._unload(command)
             case CheckMethod():
                 self._check(command)
+            case CheckJob():
+                read = partial(read_beginning, self._engine, command)
+                self._aside.do(read, partial(self._checked, command.ref, self._connection))
             case StartJob():
                 if not self.draining:  # else it goes on in the engine that comes next
                     self._jobs.start(command)
@@ -167,6 +177,7 @@ class Worker:
                 arrival=self._engine.clock() - command.age,
                 continued=command.continued,
                 text=False,
+                scope=command.scope,
             )
         except CoserveError as error:
             self._tokens.append(Token(command.id, fault=fault_of(error)))
@@ -200,7 +211,14 @@ class Worker:
             return
         if isinstance(event, TokenEvent):
             self._tokens.append(
-                Token(name, event.token, event.logprobs, event.prompt_logprobs, event.finish_reason)
+                Token(
+                    name,
+                    event.token,
+                    event.logprobs,
+                    event.prompt_logprobs,
+                    event.finish_reason,
+                    cached=event.cached,
+                )
             )
         else:
             self._tokens.append(Token(name, finish=event.finish_reason))
@@ -233,6 +251,19 @@ class Worker:
             self._replies.append(Reply(command.ref, fault_of(error)))
         else:
             self._replies.append(Reply(command.ref))
+
+    def _checked(self, ref: int, connection: int, outcome: Outcome[Asked]) -> None:
+        """Only what memory says about a job is told: anything else is, when the job has been taken on."""
+        fault = None
+        try:
+            if isinstance(outcome, Asked):
+                self._engine.check_job(outcome)
+        except OutOfMemory as error:
+            fault = fault_of(error)
+        except CoserveError:
+            pass
+        if connection == self._connection:
+            self._replies.append(Reply(ref, fault))
 
     def _unload(self, command: UnloadAdapter) -> None:
         try:

@@ -3,6 +3,9 @@
 A tape is hundreds of megabytes that live for one micro-batch. Taken from the system each time, every 4 KiB
 of it costs a page fault: on the machine this was measured on, the first write to 640 MB took 0.7 s, as long
 as a quarter of the micro-batch's forward pass.
+
+Micro-batches differ in their rows, and a piece that fits one may fit no other. So that what waits does not
+pile up beyond what tapes were promised, an arena has a limit.
 """
 
 from bisect import bisect_left
@@ -13,10 +16,13 @@ from torch import Tensor
 
 
 class Arena:
-    """Hands out tensors and takes them back; it never gives anything back to the system."""
+    """Hands out tensors and takes them back. What waits goes back to the system only where it would, with
+    what is out, exceed `limit` bytes; None keeps everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}  # flat, smallest first
+        self._limit = limit
+        self._out = 0  # bytes of what was handed out
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised contiguous tensor of this shape."""
@@ -26,18 +32,42 @@ class Arena:
         free = self._free.get((dtype, device), [])
         index = bisect_left(free, count, key=Tensor.numel)
         # A piece over twice as large is left for who needs it.
-        fits = index < len(free) and free[index].numel() <= 2 * count
-        flat = free.pop(index) if fits else torch.empty(count, dtype=dtype, device=device)
+        if index < len(free) and free[index].numel() <= 2 * count:
+            flat = free.pop(index)
+        else:
+            self._trim(count * dtype.itemsize)
+            flat = torch.empty(count, dtype=dtype, device=device)
+        self._out += flat.nbytes
         return flat[:count].view(*shape)
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
         """Takes back tensors that `take` gave; nobody may use them any more."""
         for tensor in tensors:
             flat = tensor.new_empty(0).set_(tensor.untyped_storage())
+            self._out -= flat.nbytes
             free = self._free.setdefault((tensor.dtype, tensor.device), [])
             free.insert(bisect_left(free, flat.numel(), key=Tensor.numel), flat)
+        self._trim()
+
+    def set_limit(self, limit: int | None) -> None:
+        """Changes the limit; what waits beyond it goes back to the system at once."""
+        self._limit = limit
+        self._trim()
+
+    def empty(self) -> None:
+        """Gives all that waits back to the system."""
+        self._free.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes that wait to be used again."""
         return sum(tensor.nbytes for free in self._free.values() for tensor in free)
+
+    def _trim(self, more: int = 0) -> None:
+        """Gives back what waits, the largest first, until `more` bytes fit under the limit."""
+        if self._limit is None:
+            return
+        excess = self._out + self.nbytes + more - self._limit
+        while excess > 0 and (lists := [free for free in self._free.values() if free]):
+            largest = max(lists, key=lambda free: free[-1].nbytes)
+            excess -= largest.pop().nbytes

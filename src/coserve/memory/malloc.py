@@ -8,22 +8,44 @@ the bench's 255M shape took 310 instead of 350 ms, and element-wise products hal
 import ctypes
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 # glibc's names and numbers (mallopt(3)); 32 MiB is the largest threshold it accepts.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = {_TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 << 20, _MMAP_THRESHOLD: 32 << 20}
+_KEEPING_NOTHING = {_TRIM_THRESHOLD: 64 << 10, _TOP_PAD: 0, _MMAP_THRESHOLD: 64 << 10}
 
 
 def keep_freed_memory() -> bool:
     """Tells the C library to keep freed blocks of up to 32 MiB; False where it takes no such advice."""
+    return _advise(_SETTINGS)
+
+
+def keep_no_freed_memory() -> bool:
+    """Tells it the opposite, for whoever measures: the resident size is that of what is in use then. False
+    where it takes no such advice."""
+    return _advise(_KEEPING_NOTHING)
+
+
+def _advise(settings: Mapping[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # musl has none
         return False
-    return all(mallopt(name, value) == 1 for name, value in _SETTINGS.items())
+    return all(mallopt(name, value) == 1 for name, value in settings.items())
+
+
+def return_freed_memory() -> bool:
+    """Gives all that is free at this moment back to the system, such as weights that were loaded and then
+    placed otherwise; False where nothing could be."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, TypeError):  # glibc's own; other systems have no such function
+        return False
+    return bool(trim(0))
 
 
 def resident_bytes() -> int:

@@ -129,6 +129,11 @@ class ServerSettings:
         return self.state / "log"
 
     @property
+    def scratch(self) -> Path:
+        """Where engines put what is too large for memory; nothing in it has to outlive them."""
+        return self.state / "scratch"
+
+    @property
     def calibration(self) -> Path:
         """Where engines remember what steps cost on this machine."""
         return self.state / "calibration.json"

@@ -18,15 +18,18 @@ from coserve.core.sequence import MicroBatch
 from coserve.errors import ConfigError, LossNotFinite
 from coserve.kernels.dropout import Mask
 from coserve.memory.arena import Arena
+from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.train.example import IGNORED, Example, LossOn, epochs, pack, steps_per_epoch
+from coserve.train.keep import Fates, Keep, KeepSetting
+from coserve.train.optim import Optimizer
+from coserve.train.pruning.plan import fates_of
 from coserve.train.rates import LearningRate, Schedule
+from coserve.train.shelf import MakeShelf
 from coserve.train.state import Identity, TrainingState
-from coserve.train.tape import Keep, Tape
+from coserve.train.tape import Tape
 from coserve.train.walk import Walk
 from coserve.train.window import Window
-
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what torch's AdamW keeps of a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class TrainingConfig:
     max_length: int | None = None  # tokens an example is cut to; None cuts nothing
     loss_on: LossOn = "assistant"  # or "all"
     rows: int = 2048
-    keep: Keep = Keep.INPUTS
+    keep: KeepSetting = Keep.INPUTS  # or the bytes that a micro-batch's tape may take
     weight: float = 1.0  # share among jobs that train at the same time
 
     def __post_init__(self) -> None:
@@ -70,7 +73,7 @@ class TrainingConfig:
             "epsilon": 0.0 < self.epsilon < math.inf,
             "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
             "loss_on": self.loss_on in get_args(LossOn),
-            "keep": isinstance(self.keep, Keep),
+            "keep": isinstance(self.keep, Keep) or (type(self.keep) is int and self.keep > 0),
         }
         for name, holds in checks.items():
             if not holds:
@@ -90,8 +93,10 @@ class _Travelling:
 
 @dataclass(slots=True)
 class _Step:
-    """One optimizer step: how many labels it averages over, its rows, the micro-batches it is made of."""
+    """One optimizer step: its examples, how many labels it averages over, its rows, the micro-batches it is
+    made of."""
 
+    examples: list[Example]
     labels: int
     tokens: int
     micro_batches: dict[int, _Travelling] = field(default_factory=dict)
@@ -104,7 +109,8 @@ class TrainingRun:
     graph is a copy in the base's dtype, published as one immutable version after every step.
 
     `resume` is where an earlier run stopped; this one goes on from there, as that one would have. `digest` is
-    that of the examples, and may be left empty where nothing will ever be resumed.
+    that of the examples, and may be left empty where nothing will ever be resumed. `make_shelf` makes the
+    place where moments rest; without it they stay beside the weights.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class TrainingRun:
         arena: Arena | None = None,
         digest: str = "",
         resume: TrainingState | None = None,
+        make_shelf: MakeShelf | None = None,
     ) -> None:
         self.job, self.config, self.examples = job, config, examples
         self.weight = config.weight
@@ -132,15 +139,10 @@ class TrainingRun:
             name: _master(tensor, self._exact, base.device) for name, tensor in start.parameters().items()
         }
         self._flat = list(self._masters.values())
-        self._optimizer = torch.optim.AdamW(
-            self._flat,
-            lr=0.0,
-            betas=config.betas,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
+        self._optimizer = Optimizer(
+            self._masters, config.betas, config.epsilon, config.weight_decay, make_shelf
         )
-        self.steps = self._count_steps()
+        self.steps = count_steps(len(examples), config)
         self._rate = LearningRate(
             peak=config.learning_rate,
             schedule=config.schedule,
@@ -150,17 +152,34 @@ class TrainingRun:
         self.step = 0
         self.loss: float | None = None  # of the last step
         if resume is not None:
-            self._restore(resume)
+            self._optimizer.restore(resume.moments)
+            self.step, self.loss = resume.step, resume.loss
         self._batches = self._epochs()
         self._under_way: _Step | None = None
         self._publish(start.version)
+        self.fates = self._choose()
 
     def next_step(self, keys: Iterator[int]) -> list[MicroBatch]:
         """The micro-batches of the next optimizer step, keyed from `keys`; none when training is over."""
         if self.step >= self.steps:
             return []
-        chosen = [self.examples[i] for i in next(self._batches)]
-        step = _Step(sum(e.label_count for e in chosen), sum(len(e) for e in chosen))
+        return self._set_out([self.examples[i] for i in next(self._batches)], keys)
+
+    def smaller_step(self, keys: Iterator[int]) -> list[MicroBatch]:
+        """The optimizer step under way once more from its beginning, in micro-batches of half the rows that
+        keep as little as there is to keep, and so from now on. What it is made of stays the same; what it
+        held is free."""
+        step = self._under_way
+        assert step is not None, "no step is under way"
+        self.abandon()
+        self._optimizer.drop_gradients()
+        self.config = replace(self.config, rows=max(1, self.config.rows // 2), keep=Keep.INPUTS)
+        self.fates = self._choose()
+        return self._set_out(step.examples, keys)
+
+    def _set_out(self, chosen: list[Example], keys: Iterator[int]) -> list[MicroBatch]:
+        """A step of these examples, packed."""
+        step = _Step(chosen, sum(e.label_count for e in chosen), sum(len(e) for e in chosen))
         made = []
         virtual = self.current.virtual
         prompt = virtual.prompt_count
@@ -198,7 +217,7 @@ class TrainingRun:
                 micro_batch.lengths,
                 travelling.tokens,
                 travelling.labels,
-                self.config.keep,
+                self.fates,
                 self._arena,
                 self._in_graph.virtual,
             )
@@ -242,14 +261,12 @@ class TrainingRun:
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(self._flat, limit, torch.tensor(norm, dtype=self._exact))
         rate = self._rate.at(self.step)
-        self._optimizer.param_groups[0]["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._optimizer.step(rate)
+        self._under_way = None
         if not math.isfinite(float(torch.nn.utils.get_total_norm(self._flat))):
             raise self._not_finite(f"the weights left the numbers at a learning rate of {rate:g}")
         self.step += 1
         self.loss = loss
-        self._under_way = None
         self._publish(self.current.version + 1)
         return Updated(self.step, loss, step.labels, norm, rate, self.current.key, step.tokens)
 
@@ -260,20 +277,28 @@ class TrainingRun:
     def state(self) -> TrainingState:
         """A copy of where the job stands after its last optimizer step, without the one under way."""
         adapter = self.current.with_parameters({name: _copy(p) for name, p in self._masters.items()})
-        moments = {
-            f"{name}.{kind}": _copy(value)
-            for name, master in self._masters.items()
-            for kind, value in self._optimizer.state.get(master, {}).items()
-        }
+        moments = {name: _copy(moment) for name, moment in self._optimizer.moments().items()}
         return TrainingState(adapter, moments, self.step, self.identity, self.loss)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an optimizer step has begun and has not ended."""
+        return self._under_way is not None
+
+    @property
+    def held(self) -> dict[Account, int]:
+        """Bytes it holds now, by account."""
+        tapes = [t.tape for t in self._under_way.micro_batches.values() if t.tape] if self._under_way else []
+        return {
+            Account.TAPES: sum(t.nbytes for t in tapes),
+            Account.OPTIMIZERS: self._optimizer.nbytes,
+            Account.ADAPTERS: self.current.nbytes,
+        }
 
     @property
     def nbytes(self) -> int:
         """Bytes of tapes, master weights, gradients and optimizer state."""
-        tapes = [t.tape for t in self._under_way.micro_batches.values() if t.tape] if self._under_way else []
-        state = [v for s in self._optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-        grads = [p.grad for p in self._flat if p.grad is not None]
-        return sum(t.nbytes for t in tapes) + sum(t.nbytes for t in (*self._flat, *grads, *state))
+        return self.held[Account.TAPES] + self.held[Account.OPTIMIZERS]
 
     def release(self, micro_batch: MicroBatch) -> None:
         """Drops the tape of a micro-batch that is through; its loss waits for the update."""
@@ -284,20 +309,15 @@ class TrainingRun:
 
     def abandon(self) -> None:
         """Gives back what the step under way holds; the job goes no further."""
-        if self._under_way is not None:
-            for travelling in self._under_way.micro_batches.values():
-                if travelling.tape is not None:
-                    travelling.tape.release()
-            self._under_way = None
+        self.drop_tapes()
+        self._under_way = None
 
-    def _restore(self, state: TrainingState) -> None:
-        """AdamW's moments and the place in the data; the master weights are the state's adapter."""
-        for name, master in self._masters.items():
-            kept = {kind: state.moments.get(f"{name}.{kind}") for kind in _MOMENTS}
-            moments = {kind: t.to(master.device, copy=True) for kind, t in kept.items() if t is not None}
-            if moments:
-                self._optimizer.state[master] = moments
-        self.step, self.loss = state.step, state.loss
+    def drop_tapes(self) -> None:
+        """Gives back what the micro-batches of the step under way hold; none of them can go on."""
+        for travelling in self._under_way.micro_batches.values() if self._under_way else ():
+            if travelling.tape is not None:
+                travelling.tape.release()
+            travelling.tape = travelling.walk = None
 
     def _publish(self, version: int) -> None:
         masters = self.current.with_parameters({n: p.detach() for n, p in self._masters.items()})
@@ -323,6 +343,14 @@ class TrainingRun:
         else:
             master.grad += gradient
 
+    def _choose(self) -> Fates:
+        """What its tapes keep."""
+        config, prompt = self.config, self.current.virtual.prompt_count
+        lengths = sorted(map(len, self.examples), reverse=True)
+        step, longest = sum(lengths[: config.batch_size]), max(lengths, default=1)
+        rows = on_grid(min(max(config.rows, longest + prompt), step + prompt))
+        return fates_of(self._base, self.current, config.keep, rows)
+
     def _travelling(self, micro_batch: MicroBatch) -> _Travelling:
         assert self._under_way is not None
         return self._under_way.micro_batches[micro_batch.key]
@@ -334,9 +362,11 @@ class TrainingRun:
         config = self.config
         return epochs(len(self.examples), config.batch_size, config.epochs, config.seed, start=self.step)
 
-    def _count_steps(self) -> int:
-        steps = steps_per_epoch(len(self.examples), self.config.batch_size) * self.config.epochs
-        return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
+
+def count_steps(examples: int, config: TrainingConfig) -> int:
+    """Optimizer steps of a job with so many examples."""
+    steps = steps_per_epoch(examples, config.batch_size) * config.epochs
+    return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def _padding(lengths: tuple[int, ...], prompt: int) -> tuple[int, ...]:
@@ -351,12 +381,25 @@ def _padding(lengths: tuple[int, ...], prompt: int) -> tuple[int, ...]:
 def fresh_adapter(base: Base, name: str, config: object | Sequence[object], seed: int) -> AdapterVersion:
     """An adapter that changes nothing yet, or as little as its methods can. `config` are the settings of its
     method; of several, where it is to have several parts. Raises AdapterMismatch."""
-    generator = torch.Generator().manual_seed(seed)
-    configs = config if isinstance(config, Sequence) else (config,)
-    parts = tuple(method_of(c).fresh(c, base, generator) for c in configs)
-    drawn = AdapterVersion(name, 0, parts)
+    drawn = _drawn(base, name, config, seed)
     exact = exact_type(base.dtype)
     return drawn.with_parameters({n: p.to(base.device, exact) for n, p in drawn.parameters().items()})
+
+
+def sketch_adapter(base: Base, name: str, config: object | Sequence[object], seed: int) -> AdapterVersion:
+    """What `fresh_adapter` would give, in shapes alone: nothing may be done with its tensors but count them.
+    It takes no memory, unless a method's beginning depends on the base's weights (DoRA's norms)."""
+    try:
+        with torch.device("meta"):
+            return _drawn(base, name, config, seed)
+    except (RuntimeError, NotImplementedError):  # of mixing numbers that are there with some that are not
+        return _drawn(base, name, config, seed)
+
+
+def _drawn(base: Base, name: str, config: object | Sequence[object], seed: int) -> AdapterVersion:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    configs = config if isinstance(config, Sequence) else (config,)
+    return AdapterVersion(name, 0, tuple(method_of(c).fresh(c, base, generator) for c in configs))
 
 
 def _in_order(adapter: AdapterVersion, base: Base) -> AdapterVersion:

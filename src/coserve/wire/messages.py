@@ -15,6 +15,7 @@ from coserve.core.plan import TokenLogprobs
 from coserve.core.request import SLO, FinishReason, SamplingParams
 
 Method = dict[str, Any] | list[dict[str, Any]]
+Options = dict[str, float | int | str | list[float] | None]  # fields of TrainingConfig
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -29,7 +30,8 @@ class Submit(Message, frozen=True):
 
     `continued` are tokens of the answer that were given out before, by an engine that died: they count as
     the answer's beginning (towards max_tokens too) and are not reported again. `adapter` is a version's key
-    that was loaded on this connection before. `age` is how many seconds ago the request arrived.
+    that was loaded on this connection before. `age` is how many seconds ago the request arrived. Requests of
+    one `scope` share what their prompts have in common.
     """
 
     id: str
@@ -39,6 +41,7 @@ class Submit(Message, frozen=True):
     adapter: str | None = None
     continued: tuple[int, ...] = ()
     age: float = 0.0
+    scope: str | None = ""
 
 
 class Cancel(Message, frozen=True):
@@ -72,6 +75,21 @@ class CheckMethod(Message, frozen=True):
     method: Method
 
 
+class CheckJob(Message, frozen=True):
+    """Whether a job could ever run on this engine; a `Reply` with `ref` follows.
+
+    Fields are as in `StartJob`. Of a long file only the beginning is read: what is refused for that is
+    refused rightly, and what is not may still fail when it starts.
+    """
+
+    ref: int
+    job: str
+    data: str
+    options: Options = {}
+    method: Method = {}
+    start_from: str | None = None
+
+
 class StartJob(Message, frozen=True):
     """Trains an adapter, from the newest good checkpoint under `folder` if there is one.
 
@@ -85,7 +103,7 @@ class StartJob(Message, frozen=True):
     adapter: str
     data: str
     folder: str
-    options: dict[str, float | int | str | list[float] | None] = {}
+    options: Options = {}
     method: Method = {}
     start_from: str | None = None
     validation: str | None = None
@@ -118,8 +136,8 @@ class Drain(Message, frozen=True):
 
 
 Command = (
-    Submit | Cancel | LoadAdapter | UnloadAdapter | CheckMethod | StartJob | StopJob | WeighJob | Acknowledge
-    | Drain
+    Submit | Cancel | LoadAdapter | UnloadAdapter | CheckMethod | CheckJob | StartJob | StopJob | WeighJob
+    | Acknowledge | Drain
 )  # fmt: skip
 
 # Engine to server
@@ -141,7 +159,10 @@ class Hello(Message, frozen=True):
     eos: tuple[int, ...]
     deterministic: bool
     load_seconds: float
-    jobs: tuple[str, ...] = ()  # that train right now
+    jobs: tuple[str, ...] = ()  # that train right now, or wait for memory
+    waiting: dict[str, str] = {}  # of these, which wait, and what they say about it
+    quantize: str = "none"  # or 8bit, 4bit
+    cache_dtype: str = "auto"  # or int8
 
 
 class Fault(Message, frozen=True):
@@ -152,7 +173,10 @@ class Fault(Message, frozen=True):
 
 
 class Token(Message, frozen=True):
-    """One more token of an answer, or its end. `token` is None where there is only an end to tell."""
+    """One more token of an answer, or its end. `token` is None where there is only an end to tell.
+
+    The first token of an answer tells how many of its prompt's were `cached`.
+    """
 
     id: str
     token: int | None = None
@@ -160,6 +184,7 @@ class Token(Message, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     fault: Fault | None = None  # the request was refused; nothing follows
+    cached: int = 0
 
 
 class Reply(Message, frozen=True):
@@ -167,6 +192,20 @@ class Reply(Message, frozen=True):
 
     ref: int
     fault: Fault | None = None
+
+
+class JobWaiting(Message, frozen=True):
+    """A job is read and cannot begin: there is no memory for it now. `JobStarted` follows when there is."""
+
+    job: str
+    reason: str
+
+
+class JobNote(Message, frozen=True):
+    """Something went otherwise than was asked for; the job goes on."""
+
+    job: str
+    text: str
 
 
 class JobStarted(Message, frozen=True):
@@ -218,7 +257,7 @@ class JobEnded(Message, frozen=True):
     fault: Fault | None = None
 
 
-JobNews = JobStarted | JobStep | JobCheckpoint | JobEnded
+JobNews = JobWaiting | JobStarted | JobNote | JobStep | JobCheckpoint | JobEnded
 
 
 class Numbered(Message, frozen=True):
@@ -247,7 +286,12 @@ class Stats(Message, frozen=True):
     slo_missed: int
     adapters: int
     resident_bytes: int
+    memory: dict[str, int] = {}  # bytes by account of the ledger
+    memory_budget: int = 0
+    memory_peak: int = 0  # most bytes in use so far, measured, above those before the model was loaded
     cost_margin: float = 0.0  # what is added to predicted times of steps that train, relative to them
+    asked_tokens: int = 0  # of prompts that began to run
+    found_tokens: int = 0  # of these, how many were in the cache
 
 
 class Report(Message, frozen=True):

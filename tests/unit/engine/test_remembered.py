@@ -102,6 +102,7 @@ def test_circumstances_are_those_of_one_model_machine_and_setting(tmp_path: Path
     assert circumstances(load_base(folder), CONFIG) == known
     others = [
         circumstances(load_base(folder, torch.bfloat16), CONFIG),
+        circumstances(load_base(folder, quantize="8bit"), CONFIG),
         circumstances(load_base(tiny("llama", seed=1)), CONFIG),
         circumstances(load_base(tiny("llama", num_hidden_layers=2)), CONFIG),
         circumstances(base, replace(CONFIG, cache_tokens=128)),

@@ -64,7 +64,7 @@ class World:
             nan = torch.full((cache.groups, PAGES * SIZE, cache.key), float("nan"), dtype=torch.float64)
             self.pool.write(layer, torch.arange(PAGES * SIZE), nan, nan[..., :1].expand(-1, -1, cache.value))
         self.pages = PagePool(PAGES, SIZE)
-        self.prefixes = Prefixes(self.pages)
+        self.prefixes = Prefixes(self.pages, sharing=False)
         self.table = SequenceTable(8, PAGES, self.pool, SamplingTable(8, 50))
         self.virtual = {name: random_cache(count, self.draws) for name, count in VIRTUAL.items()}
         self.keys = 0

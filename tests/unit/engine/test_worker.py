@@ -126,7 +126,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def job(data: Path, folder: Path, name: str = "j", **fields: Any) -> StartJob:
-    options = {"batch_size": 2, "learning_rate": 1e-2, "keep": "products"} | fields.pop("options", {})
+    options = {"batch_size": 2, "learning_rate": 1e-2, "keep": "everything"} | fields.pop("options", {})
     return StartJob(name, "a", str(data), str(folder), options, {"rank": 2, "targets": ["q_proj"]}, **fields)
 
 

@@ -59,6 +59,23 @@ def test_types_do_not_mix(dtype: torch.dtype) -> None:
     assert other.dtype == dtype and arena.nbytes == 256
 
 
+def test_what_waits_beyond_the_limit_goes_back_to_the_system() -> None:
+    """The largest first; what is out counts, and is never refused."""
+    arena = Arena(limit=1000)
+    pieces = [take(arena, count) for count in (50, 100, 75)]  # 900 bytes
+    arena.give_back(pieces)
+    assert arena.nbytes == 900
+    first = take(arena, 30)  # 120 bytes in the piece of 200
+    assert arena.nbytes == 700
+    second = take(arena, 150)  # 600 bytes: 400 of those that wait make room
+    assert arena.nbytes == 0 or arena.nbytes + 200 + 600 <= 1000
+    third = take(arena, 150)
+    arena.give_back([first, second, third])
+    assert arena.nbytes <= 1000
+    arena.set_limit(0)
+    assert arena.nbytes == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_two_takers_share_a_byte(seed: int) -> None:
     """Each writes its own number, and nobody's is overwritten."""

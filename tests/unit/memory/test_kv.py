@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coserve.memory.kv import CacheShape, KVPool
+from coserve.memory.store import Int8Store, Store
 
 CACHES = [CacheShape(2, 4, 4), CacheShape(3, 6, 5, window=8)]
 PAGES, SIZE = 7, 4
@@ -13,7 +14,11 @@ PAGES, SIZE = 7, 4
 
 @pytest.fixture
 def pool() -> KVPool:
-    return KVPool(CACHES, PAGES, SIZE, torch.float32, torch.device("cpu"))
+    return make_pool(Store)
+
+
+def make_pool(store: type[Store], dtype: torch.dtype = torch.float32) -> KVPool:
+    return KVPool(CACHES, PAGES, SIZE, dtype, torch.device("cpu"), store)
 
 
 def slots_of(pages: list[int]) -> torch.Tensor:
@@ -56,7 +61,9 @@ def test_pages_and_layers_do_not_touch_one_another(pool: KVPool) -> None:
     assert torch.equal(keys, k) and torch.equal(values, v)
 
 
-def test_clean_pages_are_finite_whatever_was_there(pool: KVPool) -> None:
+@pytest.mark.parametrize("store", [Store, Int8Store])
+def test_clean_pages_are_finite_whatever_was_there(store: type[Store]) -> None:
+    pool = make_pool(store)
     for layer in range(2):
         fill(pool, layer, slots_of(list(range(PAGES))), float("nan"))
     pool.clean(torch.tensor([2, 5]))
@@ -67,7 +74,9 @@ def test_clean_pages_are_finite_whatever_was_there(pool: KVPool) -> None:
             assert x.isnan().all()
 
 
-def test_the_padding_page_is_zero_and_nobody_s(pool: KVPool) -> None:
+@pytest.mark.parametrize("store", [Store, Int8Store])
+def test_the_padding_page_is_zero_and_nobody_s(store: type[Store]) -> None:
+    pool = make_pool(store)
     for layer in range(2):
         fill(pool, layer, slots_of(list(range(PAGES))), 3.0)
         for x in pool.gather(layer, torch.tensor([pool.padding_page])):
@@ -86,3 +95,83 @@ def test_layers_with_other_groups_read_the_same_pages(pool: KVPool) -> None:
     for layer in (0, 1, 0):
         keys, values = pool.gather(layer, pages)
         assert torch.equal(keys, written[layer][0]) and torch.equal(values, written[layer][1])
+
+
+def eight_bits(x: torch.Tensor) -> torch.Tensor:
+    """Row by row in plain Python: 255 even steps from its least to its greatest number."""
+    rows = []
+    for row in x.flatten(0, -2).tolist():
+        step, middle = (max(row) - min(row)) / 254, (max(row) + min(row)) / 2
+        rows.append([middle + step * round((value - middle) / step) for value in row])
+    return torch.tensor(rows).view(x.shape)
+
+
+@pytest.mark.parametrize("layer", range(2))
+def test_in_eight_bits_rows_come_back_in_even_steps(layer: int) -> None:
+    """Of each head's row by itself, whatever the others hold; keys and values have widths of their own."""
+    torch.manual_seed(layer)
+    pool, cache = make_pool(Int8Store), CACHES[layer]
+    sizes = torch.logspace(-6, 6, 2 * SIZE)[:, None]
+    k, v = ((torch.randn(cache.groups, 2 * SIZE, width) + 1) * sizes for width in (cache.key, cache.value))
+    pool.write(layer, slots_of([5, 2]), k, v)
+    for found, given in zip(pool.gather(layer, torch.tensor([5, 2])), (k, v), strict=True):
+        least, most = given.aminmax(dim=-1, keepdim=True)
+        assert ((found - eight_bits(given)).abs() / (most - least)).max() < 1e-4
+        assert ((found - given).abs() / (most - least)).max() > 1e-3
+
+
+def test_in_eight_bits_of_bfloat16_the_ends_of_a_row_stay_its_ends() -> None:
+    """Step and middle are bfloat16 too, and rounded before they are used."""
+    torch.manual_seed(0)
+    pool = make_pool(Int8Store, torch.bfloat16)
+    given = torch.randn(2, 2 * SIZE, 4).bfloat16() + 2
+    pool.write(0, slots_of([0, 1]), given, given)
+    found, _ = pool.gather(0, torch.tensor([0, 1]))
+    least, most = given.float().aminmax(dim=-1, keepdim=True)
+    assert found.dtype == torch.bfloat16
+    assert ((found.float() - given.float()).abs() <= 0.006 * (most - least) + 2**-8 * most.abs()).all()
+
+
+def test_eight_bits_are_nearly_exact_where_a_row_has_few_values() -> None:
+    """All the same, or two values; and zeros stay zeros."""
+    pool = make_pool(Int8Store)
+    for row in ([0.0] * 4, [3.25] * 4, [-2.0, 5.0, 5.0, -2.0], [1e-30, 0.0, 0.0, 0.0]):
+        given = torch.tensor(row).expand(2, 1, 4)
+        pool.write(0, torch.tensor([6]), given, given)
+        keys, _ = pool.gather(0, torch.tensor([1]))
+        assert keys[:, 2] == pytest.approx(given[:, 0].numpy(), abs=1e-6)
+
+
+def test_in_eight_bits_a_nan_makes_its_row_nan_and_no_other() -> None:
+    pool = make_pool(Int8Store)
+    k, v = fill(pool, 1, slots_of([3]))
+    for bad in (float("nan"), float("inf")):
+        k[1, 2, 3] = bad
+        pool.write(1, slots_of([3]), k, v)
+        keys, values = pool.gather(1, torch.tensor([3]))
+        hurt = keys.isnan()
+        assert hurt[1, 2].all() and hurt.sum() == keys.shape[-1] and values.isfinite().all()
+
+
+@pytest.mark.parametrize("store", [Store, Int8Store])
+def test_copies_are_of_single_slots_and_bit_for_bit(store: type[Store]) -> None:
+    pool = make_pool(store)
+    for layer in range(2):
+        fill(pool, layer, slots_of([1, 4]))
+    before = [pool.gather(layer, torch.tensor([1, 4])) for layer in range(2)]
+    pool.copy(torch.tensor([4, 5, 6]), torch.tensor([16, 17, 18]))
+    for layer in range(2):
+        for found, old in zip(pool.gather(layer, torch.tensor([1, 4])), before[layer], strict=True):
+            assert torch.equal(found[:, :4], old[:, :4]) and torch.equal(found[:, 7], old[:, 7])
+            assert torch.equal(found[:, 4:7], old[:, :3])
+
+
+def test_eight_bits_take_little_more_than_half_of_bfloat16_s_bytes() -> None:
+    pools = [
+        KVPool([CacheShape(8, 64, 64)] * 3, 9, 16, torch.bfloat16, torch.device("cpu"), store)
+        for store in (Int8Store, Store)
+    ]
+    slots = 3 * 8 * 10 * 16 * 2
+    assert [pool.nbytes for pool in pools] == [slots * (64 + 4), slots * 128]
+    held = [t.untyped_storage().nbytes() for s in (*pools[0]._keys, *pools[0]._values) for t in s._tensors]
+    assert sum(held) == pools[0].nbytes

@@ -18,6 +18,7 @@ from coserve.wire.messages import (
     Acknowledge,
     Answer,
     Cancel,
+    CheckJob,
     CheckMethod,
     Command,
     Drain,
@@ -62,12 +63,17 @@ class FakeEngine:
         self.script = script or any_token(self.vocabulary, self.eos)
         self.said: list[Command] = []
         self.refusals: dict[str, Fault] = {}
+        self.caches = (
+            False  # whether a prompt counts as cached, but for its last token, once its scope sent it
+        )
+        self.cached: set[tuple[str | None, tuple[int, ...]]] = set()
         self.steps = 0
         self.running: dict[str, Submit] = {}
         self.places: dict[str, int] = {}
         self.adapters: dict[str, str] = {}
         self.news: list[Numbered] = []
         self.jobs: tuple[str, ...] = ()  # that it says it trains, when a server connects
+        self.waiting: dict[str, str] = {}  # and which of these wait for memory
         self._generations = count(1)
         self._generation = ""
         self._server: asyncio.Server | None = None
@@ -120,7 +126,7 @@ class FakeEngine:
     def hello(self) -> Hello:
         return Hello(
             self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 256, 32768,
-            self.max_running, self.eos, True, 0.1, self.jobs,
+            self.max_running, self.eos, True, 0.1, self.jobs, self.waiting,
         )  # fmt: skip
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -171,7 +177,14 @@ class FakeEngine:
         if finish is not None:
             self._drop(request.id)
         logprobs = None if sampling.logprobs is None else self._score(token, sampling.logprobs)
-        return Token(request.id, token, logprobs, scored, finish)
+        return Token(
+            request.id, token, logprobs, scored, finish, cached=self._cached(request) if first else 0
+        )
+
+    def _cached(self, request: Submit) -> int:
+        known = (request.scope, request.prompt) in self.cached
+        self.cached.add((request.scope, request.prompt))
+        return len(request.prompt) - 1 if known and self.caches else 0
 
     def _scores(self, request: Submit) -> tuple[TokenLogprobs, ...]:
         most = request.sampling.prompt_logprobs or 0
@@ -197,6 +210,8 @@ class FakeEngine:
                 self._replies.append(Reply(command.ref))
             case CheckMethod():
                 self._replies.append(Reply(command.ref, self.refusals.get("method")))
+            case CheckJob():
+                self._replies.append(Reply(command.ref, self.refusals.get("job")))
             case Acknowledge():
                 self.news = [news for news in self.news if news.number > command.number]
             case Drain():

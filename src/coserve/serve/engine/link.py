@@ -16,6 +16,7 @@ from coserve.wire.codec import decode_answer, encode_commands
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,
+    CheckJob,
     CheckMethod,
     Command,
     Drain,
@@ -23,6 +24,7 @@ from coserve.wire.messages import (
     LoadAdapter,
     Method,
     Numbered,
+    Options,
     Reply,
     Report,
     Stats,
@@ -143,6 +145,16 @@ class EngineLink:
             await self.wait_ready(self._patience)
             with suppress(ConnectionError):
                 return await self._ask(self._current(), CheckMethod(next(self._refs), method))
+
+    async def check_job(
+        self, job: str, data: Path, options: Options, method: Method, start_from: Path | None
+    ) -> None:
+        """Whether a job could ever run on the engine that is there now; without one nobody can tell. Raises
+        OutOfMemory."""
+        with suppress(ConnectionError):
+            start = None if start_from is None else str(start_from)
+            command = CheckJob(next(self._refs), job, str(data), options, method, start)
+            await self._ask(self._current(), command)
 
     def send(self, command: Command) -> None:
         """Sends a command. Without an engine it is dropped: `on_connect` is the place to say it again."""
@@ -335,7 +347,7 @@ class EngineLink:
             raise
 
     def _ask(
-        self, connection: _Connection, command: LoadAdapter | UnloadAdapter | CheckMethod
+        self, connection: _Connection, command: LoadAdapter | UnloadAdapter | CheckMethod | CheckJob
     ) -> asyncio.Future[None]:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         connection.replies[command.ref] = waiting

@@ -15,7 +15,7 @@ class AnswerRequest:
 
     `sampling.seed` is set: without it an answer could not go on in another engine. `folder` is where the
     adapter `adapter` lies; every engine loads it from there when it first needs it. `age` is how many seconds
-    the request had waited when it was handed in.
+    the request had waited when it was handed in. `scope` is whose prompts it may share the cache with.
     """
 
     id: str
@@ -25,6 +25,7 @@ class AnswerRequest:
     adapter: str | None = None
     folder: Path | None = None
     age: float = 0.0
+    scope: str | None = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +47,7 @@ class Live:
             sampling = replace(sampling, prompt_logprobs=None)
         return Submit(
             request.id, request.prompt, sampling, request.slo, request.adapter,
-            tuple(self.tokens), request.age + now - self.began,
+            tuple(self.tokens), request.age + now - self.began, request.scope,
         )  # fmt: skip
 
     def take(self, token: Token) -> None:
@@ -60,6 +61,7 @@ class Live:
                 token.prompt_logprobs[known:],
                 token.finish,
                 token.fault,
+                token.cached,
             )
         self.scored += len(token.prompt_logprobs)
         if token.token is not None:

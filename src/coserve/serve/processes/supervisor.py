@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +148,12 @@ class Supervisor:
     async def _keep_engine(self) -> None:
         settings = self._settings
         _make_private(settings.socket.parent)
+        settings.scratch.mkdir(exist_ok=True)
         start = encode_line(
             EngineStart(
                 model=settings.model,
                 socket=str(settings.socket),
-                config=settings.engine,
+                config=replace(settings.engine, scratch=settings.engine.scratch or str(settings.scratch)),
                 calibration=str(settings.calibration),
                 log_level=settings.log_level,
             )

@@ -71,7 +71,13 @@ def _gauge(state: State) -> None:
     metrics.slo_missed.reach(stats.slo_missed)
     metrics.cost_model_error.set(stats.cost_error)
     metrics.cost_model_margin.set(stats.cost_margin)
+    for account, nbytes in stats.memory.items():
+        metrics.memory_bytes.labels(account).set(nbytes)
+    metrics.memory_budget.set(stats.memory_budget)
+    metrics.memory_peak.set(stats.memory_peak)
     metrics.kv_cache_usage.set(1.0 - stats.free_pages / stats.pages if stats.pages else 0.0)
+    metrics.prefix_cache_queries.reach(stats.asked_tokens)
+    metrics.prefix_cache_hits.reach(stats.found_tokens)
     metrics.engine_steps.reach(stats.steps)
     metrics.engine_fused_steps.reach(stats.fused_steps)
     metrics.num_preemptions.reach(stats.preemptions)

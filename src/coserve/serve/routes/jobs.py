@@ -74,7 +74,17 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         metadata=body.metadata,
         start_from=model.key,
     )
-    return _shown(await state.foreman.submit(job))
+    if state.link.ready:
+        await _check_memory(state, job, training)
+    return _shown(state, await state.foreman.submit(job))
+
+
+async def _check_memory(state: State, job: Job, training: File) -> None:
+    """Raises ApiError 400 where a job needs more memory than there is in all."""
+    start = None if job.start_from is None else await state.store.adapters.get(job.start_from)
+    path = None if start is None else start.path
+    data = state.store.file_path(training)
+    await state.link.check_job(job.id, data, job.options, job.peft or {}, path)
 
 
 async def _check_method(state: State, peft: Method) -> None:
@@ -94,31 +104,31 @@ async def list_jobs(
     page = await state.store.jobs.page(caller.id, after, limit, _metadata(request))
     if page is None:
         raise unknown_cursor(after)
-    return JobList(data=[_shown(job) for job in page.records], has_more=page.has_more)
+    return JobList(data=[_shown(state, job) for job in page.records], has_more=page.has_more)
 
 
 @router.get("/{job_id}", responses=error_responses(404), summary="Retrieve a fine-tuning job")
 async def retrieve_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Where a job stands."""
-    return _shown(await _find(state, caller, job_id))
+    return _shown(state, await _find(state, caller, job_id))
 
 
 @router.post("/{job_id}/cancel", responses=error_responses(404, 409), summary="Cancel a job")
 async def cancel_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Ends a job for good. Its checkpoints stay."""
-    return _shown(await state.foreman.cancel(await _find(state, caller, job_id)))
+    return _shown(state, await state.foreman.cancel(await _find(state, caller, job_id)))
 
 
 @router.post("/{job_id}/pause", responses=error_responses(404, 409), summary="Pause a job")
 async def pause_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Stops a job after a checkpoint, so that it can be resumed."""
-    return _shown(await state.foreman.pause(await _find(state, caller, job_id)))
+    return _shown(state, await state.foreman.pause(await _find(state, caller, job_id)))
 
 
 @router.post("/{job_id}/resume", responses=error_responses(404, 409), summary="Resume a job")
 async def resume_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Lets a paused job go on from where it was."""
-    return _shown(await state.foreman.resume(await _find(state, caller, job_id)))
+    return _shown(state, await state.foreman.resume(await _find(state, caller, job_id)))
 
 
 @router.get("/{job_id}/events", responses=error_responses(404), summary="List a job's events")
@@ -187,7 +197,7 @@ def _metadata(request: Request) -> dict[str, str] | None:
     return found or None
 
 
-def _shown(job: Job) -> JobObject:
+def _shown(state: State, job: Job) -> JobObject:
     finish = None
     if job.status == "running" and None not in (job.pace, job.stepped, job.steps):
         assert job.pace is not None and job.stepped is not None and job.steps is not None
@@ -197,6 +207,7 @@ def _shown(job: Job) -> JobObject:
             "id": job.id,
             "model": job.model,
             "status": job.status,
+            "waiting_for": state.foreman.reason(job),
             "created_at": job.created,
             "finished_at": job.finished,
             "estimated_finish": finish,

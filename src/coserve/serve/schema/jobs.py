@@ -112,6 +112,9 @@ class Optimizer(Named):
         default=None, ge=2, le=10_000_000, description="Tokens an example is cut to."
     )
     loss_on: Literal["assistant", "all"] = "assistant"
+    rows: int = Field(
+        default=2048, ge=1, le=1_000_000, description="Tokens trained at once; fewer take less memory."
+    )
 
 
 class JobRequest(Named):
@@ -170,6 +173,7 @@ class JobObject(BaseModel):
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
     model: str
     status: Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+    waiting_for: str | None = Field(default=None, description="Why a queued job has not begun.")
     created_at: int
     finished_at: int | None
     estimated_finish: int | None

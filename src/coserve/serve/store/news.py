@@ -21,7 +21,7 @@ from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, job_in
 from coserve.serve.store.records import FINAL, Adapter, File, Job
 from coserve.serve.store.tables import checkpoints, events, jobs, news
-from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep
+from coserve.wire.messages import JobCheckpoint, JobNote, JobStarted, JobStep, JobWaiting
 
 _PACE: Final = 0.1  # weight of the newest step in the mean that predicts the end
 
@@ -55,10 +55,28 @@ class NewsStore:
         """Passes over a piece that changes nothing."""
         await self._database.write(lambda connection: _move(connection, mark))
 
+    async def waiting(self, mark: Mark, told: JobWaiting) -> None:
+        """The job cannot begin yet."""
+
+        def write(connection: Connection, job: Job) -> None:
+            _change_status(connection, job, "running", "queued")
+            add_event(connection, job.id, int(self._clock()), f"Fine-tuning job {told.reason}")
+
+        await self._take(mark, told.job, write)
+
+    async def noted(self, mark: Mark, told: JobNote) -> None:
+        """The job goes on, otherwise than it was asked for."""
+
+        def write(connection: Connection, job: Job) -> None:
+            add_event(connection, job.id, int(self._clock()), told.text, "warn")
+
+        await self._take(mark, told.job, write)
+
     async def started(self, mark: Mark, told: JobStarted) -> None:
         """The job has begun, or goes on from a checkpoint."""
 
         def write(connection: Connection, job: Job) -> None:
+            _change_status(connection, job, "queued", "running")
             values = {"step": told.step, "steps": told.steps, "stepped": self._clock()}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
             now = int(self._clock())
@@ -144,8 +162,7 @@ class NewsStore:
         """A job left the engine and can go on: it waits again, unless it is paused."""
 
         def write(connection: Connection, job: Job) -> None:
-            running = (jobs.c.id == job.id) & (jobs.c.status == "running")
-            connection.execute(update(jobs).where(running).values(status="queued"))
+            _change_status(connection, job, "running", "queued")
 
         await self._take(mark, id, write)
 
@@ -167,6 +184,12 @@ class NewsStore:
                 work(connection, job)
 
         await self._database.write(write)
+
+
+def _change_status(connection: Connection, job: Job, before: str, after: str) -> None:
+    """Unless it was asked to be something else meanwhile."""
+    at = (jobs.c.id == job.id) & (jobs.c.status == before)
+    connection.execute(update(jobs).where(at).values(status=after))
 
 
 def _move(connection: Connection, mark: Mark) -> bool:

@@ -6,8 +6,9 @@ The database says what ought to be; the engine is brought to agree, whenever one
        ^         │  ^
        └─ paused <┘  └ a new engine goes on from the newest good checkpoint
 
-and cancelled from each of the first three. A job's status changes before the engine is told, so a server
-that is killed in between tells it when it is back.
+and cancelled from each of the first three. A job that there is no memory for now waits inside the engine, and
+is queued again meanwhile. A job's status changes before the engine is told, so a server that is killed in
+between tells it when it is back.
 """
 
 import asyncio
@@ -30,8 +31,10 @@ from coserve.wire.messages import (
     JobCheckpoint,
     JobEnded,
     JobNews,
+    JobNote,
     JobStarted,
     JobStep,
+    JobWaiting,
     Numbered,
     StartJob,
     StopJob,
@@ -48,6 +51,7 @@ _CODES: Final = {
     "AdapterError": "invalid_adapter",
     "AdapterMismatch": "invalid_adapter",
     "ConfigError": "invalid_hyperparameters",
+    "OutOfMemory": "out_of_memory",
 }
 
 
@@ -64,6 +68,7 @@ class Foreman:
         self._draining = False
         self._generation = ""
         self._inside: set[str] = set()  # jobs that the engine has, those that it is stopping included
+        self._waiting: dict[str, str] = {}  # of these, which wait for memory, and what they say about it
         self._leaving = ""  # the job that was asked to wait for another tenant's
         self._weights: dict[str, float] = {}  # as the engine was told them
         link.on_connect.append(self._connected)
@@ -91,6 +96,12 @@ class Foreman:
     async def resume(self, job: Job) -> Job:
         """Lets a paused job wait for its turn again. Raises ConflictError if it is not paused."""
         return await self._change(job, ("paused",), "queued", "resumed")
+
+    def reason(self, job: Job) -> str | None:
+        """What a queued job waits for."""
+        if job.status != "queued":
+            return None
+        return self._waiting.get(job.id, f"waits until one of {self._settings.max_jobs} jobs that train ends")
 
     def drain(self) -> None:
         """The server stops: no job is started any more."""
@@ -121,14 +132,14 @@ class Foreman:
         """Brings an engine, new or not, to do what the database says."""
         async with self._turn:
             self._generation, self._weights, self._leaving = hello.generation, {}, ""
-            self._inside = set(hello.jobs)
+            self._inside, self._waiting = set(hello.jobs), dict(hello.waiting)
             await self._store.news.forget_engines_before(hello.generation)
             jobs = {job.id: job for job in await self._unfinished()}
             for id in hello.jobs:
                 if id not in jobs or jobs[id].status == "paused":
                     self._link.send(StopJob(id, keep=id in jobs))
                 elif (
-                    jobs[id].status == "queued"
+                    jobs[id].status == "queued" and id not in hello.waiting
                 ):  # resumed before its pause had come through, or even set out
                     await self._store.jobs.move(id, ("queued",), "running")
             if self._draining:  # what is not in this engine goes on in the next server
@@ -149,8 +160,14 @@ class Foreman:
 
     async def _write(self, mark: Mark, news: JobNews) -> None:
         match news:
+            case JobWaiting():
+                self._waiting[news.job] = news.reason
+                await self._store.news.waiting(mark, news)
             case JobStarted():
+                self._waiting.pop(news.job, None)
                 await self._store.news.started(mark, news)
+            case JobNote():
+                await self._store.news.noted(mark, news)
             case JobStep():
                 await self._store.news.stepped(mark, news)
             case JobCheckpoint():
@@ -158,6 +175,7 @@ class Foreman:
                 await self._drop_resume_state(news.job, keep=_GOOD_CHECKPOINTS)
             case JobEnded():
                 self._inside.discard(news.job)
+                self._waiting.pop(news.job, None)
                 self._leaving = "" if self._leaving == news.job else self._leaving
                 self._weights.pop(news.job, None)
                 await self._ended(mark, news)

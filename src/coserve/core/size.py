@@ -1,0 +1,52 @@
+"""Numbers of bytes, as people write and read them."""
+
+import re
+from typing import Final
+
+from coserve.errors import ConfigError
+
+_POWERS: Final = ("", "K", "M", "G", "T")
+_WRITTEN: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def read_size(text: str) -> int:
+    """Bytes of "6GiB", "500 MB" or "1073741824": with an i powers of 1024, without one of 1000.
+
+    Raises ConfigError for anything else.
+    """
+    found = _WRITTEN.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"expected a number of bytes such as 6GiB or 500MB, not {text!r}")
+    number, power, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS.index(power.upper()))
+
+
+def read_memory(memory: str | int | float) -> int | float | None:
+    """`EngineConfig.memory` as a number of bytes or as a share of all there is (a float); None for "auto".
+
+    Shares may be written as 0.5 or as "50%". Raises ConfigError for what is none of these.
+    """
+    if memory == "auto":
+        return None
+    if isinstance(memory, str):
+        number = re.fullmatch(r"(\d+(?:\.\d+)?)%|(0?\.\d+|1\.0+)", memory.strip())
+        if number is not None:
+            memory = float(number[1]) / 100 if number[1] else float(number[2])
+        else:
+            try:
+                memory = read_size(memory)
+            except ConfigError as error:
+                raise ConfigError(f"engine.memory: {error}, a share such as 0.5, or auto") from error
+    if memory <= 0 or (isinstance(memory, float) and memory > 1):
+        raise ConfigError(f"engine.memory must be positive, and a share at most 1, not {memory}")
+    return memory
+
+
+def show_size(nbytes: float) -> str:
+    """A number of bytes in the largest unit that it has one of: "1.25 GiB", "820 MiB"."""
+    power = 0
+    while abs(nbytes) >= 1024 and power < len(_POWERS) - 1:
+        nbytes, power = nbytes / 1024, power + 1
+    if power == 0:
+        return f"{nbytes:.0f} bytes"
+    return f"{nbytes:.3g} {_POWERS[power]}iB" if abs(nbytes) < 1000 else f"{nbytes:.0f} {_POWERS[power]}iB"

@@ -1,0 +1,220 @@
+"""Who is let in, by bytes: the engine's side of the ledger.
+
+The base, the pages and what a step needs have theirs for good. A job reserves all it can come to need before
+anything of it is made. One that could not have that if it were alone is refused, with settings that would
+fit; one that cannot have it now waits, and starts when others have left. Jobs start in the order in which
+they came: a small one does not pass a large one for ever.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.config import EngineConfig
+from coserve.core.size import show_size
+from coserve.engine.runner import LocalRunner
+from coserve.errors import ConfigError, OutOfMemory
+from coserve.memory.budget import Capacity, budget_of, process_capacity
+from coserve.memory.ledger import Account, Bytes, Ledger
+from coserve.memory.measured import make_meter
+from coserve.schedule.config import SchedulerConfig
+from coserve.train.fitting import JobSize, settings_that_fit
+from coserve.train.needs import JobNeeds, Steps, step_bytes
+from coserve.train.trainer import TrainingConfig
+
+_ADAPTERS: Final = "adapters"
+_WALK: Final = "walk"  # what one job's rows need on their way back
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A job that waits: `start` begins it, `tell` is given the reason why it has not begun."""
+
+    name: str
+    size: JobSize
+    start: Callable[[], None]
+    tell: Callable[[str], None]
+
+
+class Admission:
+    """The ledger of one engine, and the jobs that wait for bytes. Everything happens between two steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Made before the model is loaded: what is free then is what there is to be had."""
+        device = torch.device(config.device)
+        self.meter = make_meter(device)
+        self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
+        self._waiting: deque[_Candidate] = deque()
+        self._jobs: dict[str, JobSize] = {}
+
+    def open(self, runner: LocalRunner, config: SchedulerConfig, steps: Steps) -> None:
+        """Enters what is there for good. Raises ConfigError where that is more than the budget."""
+        self._runner, self._base, self._steps = runner, runner.base, steps
+        weights, pages = runner.base.nbytes, runner.pool.nbytes
+        workspace = step_bytes(runner.base, config, pages)
+        fixed: dict[str, Bytes] = {
+            "base": {Account.BASE: weights},
+            "pages": {Account.PAGES: pages},
+            "steps": {Account.WORKSPACES: workspace},
+        }
+        if missing := self.ledger.missing(fixed):
+            raise ConfigError(
+                f"engine.memory: {show_size(self.ledger.budget)} are {show_size(missing)} too few for the "
+                f"model ({show_size(weights)}), the cache ({show_size(pages)}; engine.cache_tokens) and a "
+                f"step ({show_size(workspace)})"
+            )
+        self.ledger.reserve(fixed)
+
+    # Jobs
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Jobs that wait for bytes, the next one first."""
+        return tuple(candidate.name for candidate in self._waiting)
+
+    def check(self, name: str, job: JobSize) -> None:
+        """Raises OutOfMemory, with settings that would fit, where a job could not even run alone."""
+        needs, room = job.needs(self._base, self._steps), self._room()
+        if needs.total <= room:
+            return
+        found = settings_that_fit(self._base, job, self._steps, room)
+        advice = f"it would fit with {', or '.join(found)}" if found else "no smaller setting would do"
+        raise OutOfMemory(
+            f"job {name} needs {show_size(needs.total)} ({_listed(needs)}), {show_size(needs.total - room)} "
+            f"more than a job can have of the {show_size(self.ledger.budget)} there are; {advice}"
+        )
+
+    def enter(self, name: str, size: JobSize, start: Callable[[], None], tell: Callable[[str], None]) -> bool:
+        """Whether a job's bytes are free, and from now on its own. If not it waits: `start` is called when it
+        has them, `tell` with the reason whenever that changes."""
+        self._count_adapters()
+        if not self._waiting and not self.ledger.missing(self._wanted(name, size)):
+            self._take(name, size)
+            return True
+        self._waiting.append(_Candidate(name, size, start, tell))
+        self._tell()
+        return False
+
+    def shrink(self, name: str, config: TrainingConfig) -> None:
+        """A job goes on with leaner settings: the rest of what it had is free. Smaller micro-batches can be a
+        few rows more together; where not even these are free it keeps what it had."""
+        self.ledger.charge(_owner(name), Account.TAPES, 0)
+        size = replace(self._jobs[name], config=config)
+        if not self.ledger.missing(self._wanted(name, size)):
+            self._take(name, size)
+            self.advance()
+
+    def leave(self, name: str) -> None:
+        """A job is over, or nobody wants it any more; others may start now."""
+        self._waiting = deque(candidate for candidate in self._waiting if candidate.name != name)
+        self._jobs.pop(name, None)
+        self.ledger.release(_owner(name))
+        self._set_walk()
+        self.advance()
+
+    def advance(self) -> None:
+        """Starts those that wait, in their order, as far as bytes go."""
+        self._count_adapters()
+        while self._waiting:
+            first = self._waiting[0]
+            if self.ledger.missing(self._wanted(first.name, first.size)):
+                break
+            self._waiting.popleft()
+            self._take(first.name, first.size)
+            first.start()
+        self._tell()
+
+    # Adapters
+
+    def load(self, adapter: AdapterVersion) -> None:
+        """Makes sure that there is room for a version that is to be published. Raises OutOfMemory."""
+        self._count_adapters()
+        held = self.ledger.of(_ADAPTERS)
+        if missing := self.ledger.missing({_ADAPTERS: {Account.ADAPTERS: held + adapter.nbytes}}):
+            raise OutOfMemory(
+                f"the adapter {adapter.name!r} needs {show_size(adapter.nbytes)}, {show_size(missing)} more "
+                "than are free: unload others, let jobs end, or raise engine.memory"
+            )
+
+    # What there is
+
+    def audit(self) -> dict[Account, int]:
+        """Charges what is held in fact; bytes by account then."""
+        self._count_adapters()
+        self.ledger.charge("base", Account.BASE, self._base.nbytes)
+        for job, run in self._runner.runs.items():
+            for account, nbytes in run.held.items():
+                self.ledger.charge(_owner(job), account, nbytes)
+        return self.ledger.accounts()
+
+    # Inside
+
+    def _wanted(self, name: str, size: JobSize) -> dict[str, Bytes]:
+        """With what training as such needs: weights laid out for the way back, and room for the rows of one
+        job at a time."""
+        needs = size.needs(self._base, self._steps)
+        others = (other for job, other in self._jobs.items() if job != name)
+        return {
+            _owner(name): needs.own,
+            _WALK: {Account.WORKSPACES: max(needs.shared, self._walk(others))},
+            "base": {Account.BASE: self._base.nbytes + self._base.nbytes_to_train},
+        }
+
+    def _walk(self, jobs: Iterable[JobSize]) -> int:
+        return max((job.needs(self._base, self._steps).shared for job in jobs), default=0)
+
+    def _take(self, name: str, size: JobSize) -> None:
+        self.ledger.reserve(self._wanted(name, size))
+        self._jobs[name] = size
+        self._set_walk()
+
+    def _set_walk(self) -> None:
+        """What the jobs that are there need together: never more than before, unless it was reserved."""
+        self.ledger.reserve({_WALK: {Account.WORKSPACES: self._walk(self._jobs.values())}})
+        self._runner.arena.set_limit(self.ledger.accounts()[Account.TAPES])
+
+    def _room(self) -> int:
+        """Bytes that a job could have if it were alone, with no adapter loaded."""
+        fixed = self.ledger.of("pages") + self.ledger.of("steps")
+        return self.ledger.budget - fixed - self._base.nbytes - self._base.nbytes_to_train
+
+    def _count_adapters(self) -> None:
+        """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold."""
+        own = sum(run.current.nbytes for run in self._runner.runs.values())
+        held = self._runner.bank.nbytes + self._runner.stacks.nbytes
+        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, held - own)
+
+    def _tell(self) -> None:
+        for place, candidate in enumerate(self._waiting):
+            candidate.tell(self._reason(place, candidate))
+
+    def _reason(self, place: int, candidate: _Candidate) -> str:
+        needed = show_size(candidate.size.needs(self._base, self._steps).total)
+        if place:
+            return f"waits for {needed} of memory, behind job {self._waiting[0].name}"
+        missing = self.ledger.missing(self._wanted(candidate.name, candidate.size))
+        holders = f"job {', '.join(self._jobs)} ends" if self._jobs else "an adapter is unloaded"
+        return f"waits for {needed} of memory, {show_size(missing)} more than are free, until {holders}"
+
+
+def _owner(job: str) -> str:
+    """What a job is called in the ledger, where it stands beside the base and the pages."""
+    return f"job {job}"
+
+
+def device_capacity(device: torch.device) -> Capacity:
+    """Bytes that a device has, and those that are free."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Capacity(total, free)
+    return process_capacity()
+
+
+def _listed(needs: JobNeeds) -> str:
+    """What bytes are needed for, most first."""
+    parts = {**{account.value: n for account, n in needs.own.items()}, Account.WORKSPACES.value: needs.shared}
+    return ", ".join(f"{name} {show_size(n)}" for name, n in sorted(parts.items(), key=lambda item: -item[1]))

@@ -1,0 +1,34 @@
+"""Whether a job could ever run here, before it is taken on."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from coserve.adapters.files import read_adapter
+from coserve.adapters.settings import convert, settings_of
+from coserve.engine.engine import Engine
+from coserve.engine.training import Asked
+from coserve.errors import ConfigError
+from coserve.jobs import datasets
+from coserve.train.example import prepare
+from coserve.train.trainer import TrainingConfig
+from coserve.wire.messages import CheckJob
+
+_FIRST: Final = 512  # examples that are looked at: a job needs at least the bytes that some of its data need
+
+
+def read_beginning(engine: Engine, command: CheckJob) -> Asked:
+    """The job with the first examples of its data. Takes no lock: steps go on meanwhile. Raises DataError,
+    AdapterError or ConfigError."""
+    if engine.text is None:
+        raise ConfigError("training on text needs a tokenizer, and the engine was given none")
+    config = convert(command.options, TrainingConfig, "options")
+    records = islice(datasets.read(Path(command.data)), _FIRST)
+    data = prepare(records, engine.text.tokenizer, loss_on=config.loss_on, max_length=config.max_length)
+    start = None
+    if command.start_from is not None:
+        exact = torch.promote_types(engine.base.dtype, torch.float32)
+        start = read_adapter(Path(command.start_from), command.job, engine.base, exact, engine.base.device)
+    return Asked(command.job, command.job, data, settings_of(command.method), config, start)

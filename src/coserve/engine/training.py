@@ -1,0 +1,239 @@
+"""All fine-tuning on one engine: jobs that wait for bytes, jobs that train, and what becomes of them."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.core.events import JobFailed, StepDone
+from coserve.engine.admission import Admission
+from coserve.engine.handles import FineTuning, Keeping
+from coserve.engine.runner import LocalRunner
+from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
+from coserve.memory.exhausted import is_out_of_memory
+from coserve.schedule.scheduler import Scheduler
+from coserve.train.example import Prepared, check_room
+from coserve.train.fitting import JobSize, Rank
+from coserve.train.keep import Keep
+from coserve.train.shelf import MakeShelf
+from coserve.train.state import TrainingState
+from coserve.train.trainer import (
+    TrainingConfig,
+    TrainingRun,
+    count_steps,
+    fresh_adapter,
+    sketch_adapter,
+)
+
+Methods = object | Sequence[object]  # settings of an adapter's method, or of several
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A fine-tuning job as it was asked for. `start` is the version that training begins with, None for a
+    fresh one; `resume` where the same job stood before."""
+
+    job: str
+    adapter: str
+    data: Prepared
+    method: Methods
+    config: TrainingConfig
+    start: AdapterVersion | None = None
+    resume: TrainingState | None = None
+
+
+class Training:
+    """Starts jobs, feeds the scheduler, and takes in what happened. Whoever calls holds `lock`, the engine's;
+    handles take it themselves. `drive` steps the engine once, `save` writes an adapter's files.
+    """
+
+    def __init__(
+        self,
+        runner: LocalRunner,
+        scheduler: Scheduler,
+        admission: Admission,
+        drive: Callable[[], bool],
+        save: Callable[[str, str | Path], None],
+        lock: AbstractContextManager[bool],
+        make_shelf: MakeShelf | None = None,
+    ) -> None:
+        self.jobs: dict[str, FineTuning] = {}
+        self._runner, self._scheduler, self._admission = runner, scheduler, admission
+        self._base, self._bank = runner.base, runner.bank
+        self._drive, self._save, self._lock, self._make_shelf = drive, save, lock, make_shelf
+        self._queued: dict[str, Asked] = {}
+
+    def check(self, asked: Asked) -> JobSize:
+        """How large a job is. Raises what makes it impossible: AdapterError, DataError, and OutOfMemory where
+        it could not run even if it were alone."""
+        size = self._size(asked)
+        check_room(asked.data.examples, self._base.max_positions, size.adapter.virtual.count)
+        self._admission.check(asked.job, size)
+        return size
+
+    def start(self, asked: Asked, keeping: Keeping | None = None) -> FineTuning:
+        """A job that trains at once, or waits for bytes. Raises what `check` does, and JobError."""
+        self.refuse_while_trained(asked.adapter)
+        if asked.job in self.jobs and self.jobs[asked.job].is_under_way:
+            raise JobError(f"there is a job {asked.job!r} already, and it has not ended")
+        size = self.check(asked)
+        handle = FineTuning(
+            asked.job, asked.adapter, count_steps(len(asked.data.examples), asked.config),
+            self._drive, partial(self._end, asked.job), partial(self._save, asked.adapter),
+            partial(self._state, asked.job), asked.data.truncated, asked.data.dropped, keeping,
+        )  # fmt: skip
+        if self._admission.enter(asked.job, size, partial(self._start_later, asked), handle.wait):
+            try:
+                run = self._make(asked)
+            except CoserveError:
+                self._admission.leave(asked.job)
+                raise
+            self.jobs[asked.job] = handle
+            self._begin(run)
+        else:
+            self.jobs[asked.job], self._queued[asked.job] = handle, asked
+        return handle
+
+    def weigh(self, job: str, weight: float) -> None:
+        """Changes a running job's share among the jobs that train."""
+        if not weight > 0:
+            raise ConfigError(f"a job's weight must be positive, not {weight}")
+        if job not in self._runner.runs:
+            raise JobError(f"no job {job!r} is running")
+        self._runner.runs[job].weight = weight
+        self._scheduler.weigh_training(job, weight)
+
+    def refuse_while_trained(self, adapter: str) -> None:
+        """Raises JobError if a job trains the adapter, or is going to."""
+        busy = [j for j, h in self.jobs.items() if h.adapter == adapter and h.is_under_way]
+        if busy:
+            raise JobError(f"adapter {adapter!r} is being trained by {busy[0]}")
+
+    def deliver(self, event: StepDone | JobFailed) -> None:
+        """Takes in what a step did for a job."""
+        handle = self.jobs[event.job]
+        if isinstance(event, StepDone):
+            handle.take(event)
+            self._feed(event.job)
+        elif not self._goes_on_smaller(event):
+            handle.fail(event.error)
+            self._forget(event.job)
+
+    # For handles
+
+    def _end(self, job: str, status: str) -> None:
+        """Ends a job that has not ended; all it held is free."""
+        with self._lock:
+            handle = self.jobs[job]
+            if handle.is_under_way:
+                handle.end(status)
+                self._forget(job)
+
+    def _state(self, job: str) -> TrainingState:
+        """Where a job stands. Raises JobError where there is nothing to tell of."""
+        with self._lock:
+            if job in self._runner.runs:
+                return self._runner.runs[job].state()
+            queued = self._queued.get(job)
+            if queued is not None and queued.resume is not None:
+                return queued.resume
+            raise JobError(f"job {job!r} has {'ended' if queued is None else 'not begun'}")
+
+    # Inside
+
+    def _size(self, asked: Asked) -> JobSize:
+        """Without the memory of an adapter that is not there yet."""
+        lengths = [len(example) for example in asked.data.examples]
+        if asked.start is not None:
+            return JobSize(asked.start, lengths, asked.config)
+
+        def sketch(method: Methods) -> AdapterVersion:
+            return sketch_adapter(self._base, asked.adapter, method, asked.config.seed)
+
+        return JobSize(sketch(asked.method), lengths, asked.config, _rank_of(asked.method, sketch))
+
+    def _start_later(self, asked: Asked) -> None:
+        """Its bytes are free now: it begins, or has failed."""
+        del self._queued[asked.job]
+        try:
+            run = self._make(asked)
+        except CoserveError as error:
+            self.jobs[asked.job].fail(error)
+            self._forget(asked.job)
+        else:
+            self._begin(run)
+
+    def _make(self, asked: Asked) -> TrainingRun:
+        try:
+            return TrainingRun(
+                self._base, self._bank, asked.job, self._first(asked), asked.data.examples, asked.config,
+                self._runner.arena, asked.data.digest, asked.resume, self._make_shelf,
+            )  # fmt: skip
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(f"job {asked.job}: there is no memory for its adapter") from error
+
+    def _first(self, asked: Asked) -> AdapterVersion:
+        """What training starts from, under a version number that nobody has."""
+        if asked.start is None:
+            first = fresh_adapter(self._base, asked.adapter, asked.method, asked.config.seed)
+        else:
+            first = asked.start
+            for _, bypass in first.placed():
+                if bypass.note:
+                    warnings.warn(f"{first.name}: {bypass.note}", stacklevel=5)
+        return replace(first, name=asked.adapter, version=self._bank.next_version(asked.adapter))
+
+    def _begin(self, run: TrainingRun) -> None:
+        self._runner.runs[run.job] = run
+        self.jobs[run.job].begin()
+        self._feed(run.job)
+
+    def _feed(self, job: str) -> None:
+        """Gives the scheduler the job's next optimizer step, or ends the job."""
+        run = self._runner.runs[job]
+        micro_batches = run.next_step(iter(self._scheduler.new_key, None))
+        if micro_batches:
+            self._scheduler.add_training(job, micro_batches, run.weight)
+        else:
+            self._end(job, "succeeded")
+
+    def _goes_on_smaller(self, event: JobFailed) -> bool:
+        """Whether a job that ran out of memory does its step again with less: once, and no more."""
+        run, handle = self._runner.runs[event.job], self.jobs[event.job]
+        if not isinstance(event.error, OutOfMemory) or handle.notes or not run.is_under_way:
+            return False
+        self._runner.settle()
+        micro_batches = run.smaller_step(iter(self._scheduler.new_key, None))
+        self._runner.arena.empty()
+        self._admission.shrink(event.job, run.config)
+        handle.notes.append(
+            f"{event.error}; step {run.step + 1} runs again, and the job goes on, with "
+            f"rows={run.config.rows}, keep={Keep.INPUTS.value}"
+        )
+        self._scheduler.add_training(event.job, micro_batches, run.weight)
+        return True
+
+    def _forget(self, job: str) -> None:
+        """Frees all a job held; its published version stays."""
+        self._runner.settle()
+        self._scheduler.remove_training(job)
+        self._queued.pop(job, None)
+        run = self._runner.runs.pop(job, None)
+        if run is not None:
+            run.abandon()
+        self._admission.leave(job)
+
+
+def _rank_of(method: Methods, sketch: Callable[[Methods], AdapterVersion]) -> Rank | None:
+    """The rank of an adapter of one method that has one."""
+    rank = getattr(method, "rank", None)
+    if isinstance(method, Sequence) and len(method) == 1:
+        return _rank_of(method[0], sketch)
+    if not isinstance(rank, int):
+        return None
+    return Rank(rank, lambda lower: sketch(replace(method, rank=lower)))  # type: ignore[type-var]

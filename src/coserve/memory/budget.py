@@ -1,0 +1,92 @@
+"""How many bytes there are to be had, and how many of them an engine may use."""
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from coserve.core.size import read_memory
+
+SHARE: Final = 0.9  # of what is free that an engine takes unless told otherwise: others want some too
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes of a device: all that this process could ever have, and those that are free now."""
+
+    total: int
+    free: int
+
+
+def budget_of(memory: str | int | float, capacity: Capacity) -> int:
+    """Bytes that `EngineConfig.memory` allows on a device. Raises ConfigError for what cannot be read."""
+    match read_memory(memory):
+        case None:
+            return int(SHARE * capacity.free)
+        case float() as share:
+            return int(share * capacity.total)
+        case nbytes:
+            return nbytes
+
+
+def process_capacity() -> Capacity:
+    """What the system's memory, the process's control group and its own limits leave it."""
+    pairs = [*_system(), *_control_group(), *_own_limits()]
+    assert pairs, "some system tells how much memory it has"
+    return Capacity(min(total for total, _ in pairs), max(min(free for _, free in pairs), 0))
+
+
+def _system() -> Iterator[tuple[int, int]]:
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError):  # elsewhere pages are counted, and nobody says how many are free
+        total = free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield total, free
+
+
+def _control_group() -> Iterator[tuple[int, int]]:
+    """Limits of the group and of all above it, in both versions of the interface."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage = _CGROUP, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        place = root / path.lstrip("/")
+        for folder in (place, *place.parents):
+            if not folder.is_relative_to(root):
+                break
+            most, used = _number(folder / limit), _number(folder / usage)
+            if most is not None and used is not None:
+                yield most, most - used
+
+
+def _number(file: Path) -> int | None:
+    """What a file of the control group says; None where it is not there or sets no limit."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
+
+
+def _own_limits() -> Iterator[tuple[int, int]]:
+    """RLIMIT_DATA and RLIMIT_AS: what is mapped counts there, whether or not it has been touched."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    except OSError:
+        return
+    for limit, mapped in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY:
+            yield most, most - int(fields[mapped].split()[0]) * 1024

@@ -1,0 +1,15 @@
+"""Telling that memory ran out from everything else that can go wrong."""
+
+from typing import Final
+
+import torch
+
+# What torch's allocator and oneDNN say on a processor, where there is no class of error for it.
+_WORDS: Final = ("can't allocate memory", "not enough memory", "out of memory", "out_of_memory", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: of a GPU's memory, of the processor's, or of Python's own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)

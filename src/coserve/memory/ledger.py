@@ -1,0 +1,104 @@
+"""One budget of bytes, and who has how many of them.
+
+An owner (the base, the pages, a job, an adapter version) *reserves* what it may come to hold, before it
+allocates anything: either all of it is free, or nothing changes and the refusal says how many bytes were
+missing. What it turns out to hold is *charged*. An entry counts with the larger of the two, so that whoever
+holds more than was reserved leaves less for those who come later.
+
+Plain numbers: what is measured is `memory.measured`'s business.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from coserve.core.size import show_size
+from coserve.errors import OutOfMemory
+
+
+class Account(StrEnum):
+    """What bytes are for."""
+
+    BASE = "base"  # the frozen weights, in whatever layouts they are held
+    PAGES = "pages"  # keys and values of all sequences
+    TAPES = "tapes"  # what backward passes need of the forward ones
+    ADAPTERS = "adapters"  # versions that answers and training read
+    OPTIMIZERS = "optimizers"  # master weights, their gradients, and AdamW's moments
+    WORKSPACES = "workspaces"  # what a step needs while it runs
+
+
+Bytes = Mapping[Account, int]
+
+
+@dataclass(slots=True)
+class _Entry:
+    reserved: int = 0
+    charged: int = 0
+
+    @property
+    def counted(self) -> int:
+        return max(self.reserved, self.charged)
+
+
+class Ledger:
+    """The budget of one device, in bytes, and all entries in it, by owner and account."""
+
+    def __init__(self, budget: int) -> None:
+        assert budget >= 0, "a budget is a number of bytes"
+        self.budget = budget
+        self._entries: dict[str, dict[Account, _Entry]] = {}
+
+    @property
+    def used(self) -> int:
+        """Bytes that are promised or held."""
+        return sum(entry.counted for entries in self._entries.values() for entry in entries.values())
+
+    @property
+    def free(self) -> int:
+        """Bytes that nobody has; negative where more is held than the budget allows."""
+        return self.budget - self.used
+
+    def accounts(self) -> dict[Account, int]:
+        """Bytes by account, all owners together."""
+        return {account: sum(self.of(owner, account) for owner in self._entries) for account in Account}
+
+    def of(self, owner: str, account: Account | None = None) -> int:
+        """What an owner has in one account, or in all."""
+        entries = self._entries.get(owner, {})
+        return sum(e.counted for a, e in entries.items() if account is None or a is account)
+
+    def missing(self, wanted: Mapping[str, Bytes]) -> int:
+        """Bytes that are missing for these owners to have that much in place of what they have; 0 where there
+        are enough."""
+        more = sum(
+            max(nbytes - self.of(owner, account), 0)
+            for owner, accounts in wanted.items()
+            for account, nbytes in accounts.items()
+        )
+        return max(more - self.free, 0) if more else 0
+
+    def reserve(self, wanted: Mapping[str, Bytes]) -> None:
+        """Promises all of these owners that much, in place of what was promised them in these accounts.
+
+        Raises OutOfMemory, with nothing changed, where it is not all free.
+        """
+        if missing := self.missing(wanted):
+            needed = sum(sum(accounts.values()) for accounts in wanted.values())
+            raise OutOfMemory(
+                f"{', '.join(wanted)}: {show_size(needed)} are needed, and {show_size(missing)} of that are "
+                f"missing: {show_size(max(self.free, 0))} of {show_size(self.budget)} are free"
+            )
+        for owner, accounts in wanted.items():
+            entries = self._entries.setdefault(owner, {})
+            for account, nbytes in accounts.items():
+                entries.setdefault(account, _Entry()).reserved = nbytes
+
+    def charge(self, owner: str, account: Account, nbytes: int) -> None:
+        """Notes what an owner holds in fact. Never refused: it is there."""
+        self._entries.setdefault(owner, {}).setdefault(account, _Entry()).charged = nbytes
+
+    def release(self, owner: str) -> int:
+        """Forgets an owner; the bytes that this frees."""
+        freed = self.of(owner)
+        self._entries.pop(owner, None)
+        return freed

@@ -1,0 +1,120 @@
+"""How much memory was in use at most, as the device says: the ledger's figures are held against it."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Protocol
+
+import torch
+
+from coserve.memory.malloc import resident_bytes
+
+_STATUS: Final = Path("/proc/self/status")
+_CLEAR: Final = Path("/proc/self/clear_refs")
+_PERIOD: Final = 0.002  # seconds between two samples where the system does not keep the peak itself
+
+
+class Meter(Protocol):
+    """The peak of one device's memory, over what was in use when the meter was made."""
+
+    @property
+    def name(self) -> str:
+        """What exactly is measured, in words."""
+        ...
+
+    def reset(self) -> None:
+        """The peak begins anew, from what is in use now."""
+        ...
+
+    def peak(self) -> int:
+        """Most bytes in use since the last reset, above the baseline."""
+        ...
+
+
+def make_meter(device: torch.device) -> Meter:
+    """The best there is for a device. Its baseline is what the process uses now."""
+    if device.type == "cuda":
+        return AllocatorMeter(device)
+    return ResidentMeter() if _can_clear() else SamplingMeter()
+
+
+class AllocatorMeter:
+    """The CUDA allocator's own peak."""
+
+    name = "peak of the CUDA allocator"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._baseline = torch.cuda.memory_allocated(device)
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return max(int(torch.cuda.max_memory_allocated(self._device)) - self._baseline, 0)
+
+
+class ResidentMeter:
+    """The kernel's high-water mark of the resident size, which may be reset on Linux."""
+
+    name = "peak resident size (VmHWM) over that before the model was loaded"
+
+    def __init__(self) -> None:
+        self._baseline = resident_bytes()
+
+    def reset(self) -> None:
+        _CLEAR.write_text("5")
+
+    def peak(self) -> int:
+        return max(_high_water() - self._baseline, 0)
+
+
+class SamplingMeter:
+    """A thread that looks at the resident size while the meter is open: use it in a `with`.
+
+    For systems that keep no high-water mark, or let nobody reset it; what is shorter than two milliseconds
+    may go unnoticed.
+    """
+
+    name = "peak of the resident size, sampled, over that before the model was loaded"
+
+    def __init__(self) -> None:
+        self._baseline = self._peak = resident_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="meter", daemon=True)
+
+    def __enter__(self) -> "SamplingMeter":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def reset(self) -> None:
+        self._peak = resident_bytes()
+
+    def peak(self) -> int:
+        self._peak = max(self._peak, resident_bytes())
+        return max(self._peak - self._baseline, 0)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_PERIOD):
+            self._peak = max(self._peak, resident_bytes())
+
+
+def _high_water() -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel tells VmHWM")
+
+
+def _can_clear() -> bool:
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""Settings with which a job would fit where it does not: each one computed, none guessed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.model.base import Base
+from coserve.train.keep import Keep
+from coserve.train.needs import JobNeeds, Steps, job_needs
+from coserve.train.trainer import TrainingConfig
+
+_SHORTEST: Final = 16  # tokens that an example is cut to at the least: fewer teach nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """An adapter's rank, and what the adapter would be with another one."""
+
+    rank: int
+    at: Callable[[int], AdapterVersion]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSize:
+    """What decides a job's bytes: its adapter's shapes, its examples' lengths in tokens, its settings."""
+
+    adapter: AdapterVersion
+    lengths: Sequence[int]
+    config: TrainingConfig
+    rank: Rank | None = None  # None where the adapter has none, or is there already
+
+    def needs(self, base: Base, steps: Steps) -> JobNeeds:
+        """Bytes of the job on an engine that lets it do `steps` at once."""
+        return job_needs(base, self.adapter, self.lengths, self.config, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Numbers that a setting may be lowered to, the job with each of them, and how it is written. What
+    changes what can be learned `is_last`: it is named where nothing else is enough."""
+
+    least: int
+    most: int
+    to: Callable[[int], JobSize]
+    written: Callable[[int], str]
+    is_last: bool = False
+
+
+def settings_that_fit(base: Base, job: JobSize, steps: Steps, room: int) -> list[str]:
+    """Changes that bring a job's needs down to `room` bytes, the least harmful first; none where no such
+    change is enough."""
+
+    def fits(job: JobSize) -> bool:
+        return job.needs(base, steps).total <= room
+
+    found = []
+    lean, also = replace(job, config=replace(job.config, keep=Keep.INPUTS)), f"keep={Keep.INPUTS.value}"
+    if fits(lean):  # others are alternatives to it; else they come on top
+        found.append(also)
+    if found or job.config.keep is Keep.INPUTS:
+        lean, also = job, ""
+    for change in _changes(lean):
+        if change.is_last and found:
+            continue
+        number = _largest(change, fits)
+        if number is not None:
+            found.append(", ".join(filter(None, (change.written(number), also))))
+    return found
+
+
+def _changes(job: JobSize) -> Iterator[_Change]:
+    """Fewer rows at once change nothing in what is learned, a smaller batch a little."""
+    config, longest, prompt = job.config, max(job.lengths), job.adapter.virtual.prompt_count
+
+    def with_config(**fields: Any) -> JobSize:
+        return replace(job, config=replace(config, **fields))
+
+    def cut(length: int) -> JobSize:
+        shorter = with_config(max_length=length, rows=min(config.rows, length + prompt))
+        return replace(shorter, lengths=[min(n, length) for n in job.lengths])
+
+    def written(length: int) -> str:
+        rows = min(config.rows, length + prompt)
+        return f"max_length={length}" + (f", rows={rows}" if rows < config.rows else "")
+
+    yield _Change(longest + prompt, config.rows - 1, lambda n: with_config(rows=n), "rows={}".format)
+    yield _Change(1, config.batch_size - 1, lambda n: with_config(batch_size=n), "batch_size={}".format)
+    yield _Change(min(_SHORTEST, longest), longest - 1, cut, written, is_last=True)
+    if (rank := job.rank) is not None:
+        yield _Change(
+            1, rank.rank - 1, lambda n: replace(job, adapter=rank.at(n)), "rank={}".format, is_last=True
+        )
+
+
+def _largest(change: _Change, fits: Callable[[JobSize], bool]) -> int | None:
+    """The largest number that fits, where all smaller ones fit too."""
+    least, most = change.least, change.most
+    if least > most or not fits(change.to(least)):
+        return None
+    while least < most:
+        middle = (least + most + 1) // 2
+        if fits(change.to(middle)):
+            least = middle
+        else:
+            most = middle - 1
+    return least

@@ -1,0 +1,134 @@
+"""How many bytes a job comes to hold, known before anything of it is made.
+
+What is computed here is the most a job can need, whichever examples its steps draw: a job that was let in
+never finds that there is less. `Tape.nbytes` and `TrainingRun.nbytes` are what it holds in fact.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bypass import exact_type
+from coserve.core.grid import on_grid
+from coserve.memory.ledger import Account
+from coserve.model.base import Base
+from coserve.schedule.config import SchedulerConfig
+from coserve.train.keep import Keep
+from coserve.train.pruning.plan import fates_of, input_bytes
+from coserve.train.trainer import TrainingConfig
+from coserve.train.walk import loss_rows
+
+_MOMENTS: Final = 2  # that AdamW keeps of every number
+_COUNT: Final = 4  # bytes of the number of updates, which it keeps for every tensor
+_PADDING: Final = 31  # rows that `on_grid` adds at most
+# A layer's row on its way back holds what its linears were given and what they gave, the same again as
+# gradients, and about as much of norms and products in between. An estimate: `ledger.error` of the bench says
+# how good the whole is.
+_REPLAYED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What an engine lets a job do at once: micro-batches on tapes, and rows of one training window (None is
+    a whole micro-batch). `offloaded` moments rest elsewhere."""
+
+    in_flight: int
+    window: int | None
+    offloaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobNeeds:
+    """Bytes of one job: `own` by account for as long as it is there, `shared` only while its rows or its
+    update pass, which is one job's at a time."""
+
+    own: dict[Account, int]
+    shared: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.own.values()) + self.shared
+
+
+def job_needs(
+    base: Base, adapter: AdapterVersion, lengths: Sequence[int], config: TrainingConfig, steps: Steps
+) -> JobNeeds:
+    """Of a job whose examples have so many tokens each. Of its adapter the shapes are enough."""
+    virtual = adapter.virtual
+    largest, at_once = rows_at_once(lengths, config, steps.in_flight, virtual.prompt_count)
+    numbers, published = _adapter_bytes(adapter, base.dtype)
+    exact = exact_type(base.dtype).itemsize * numbers
+    moments, counts = _MOMENTS * exact, _COUNT * len(adapter.parameters())
+    kept = 0.0 if config.keep is Keep.INPUTS else fates_of(base, adapter, config.keep, largest).nbytes
+    own = {
+        # Master weights and their gradients are always there, and for a moment two versions.
+        Account.OPTIMIZERS: 2 * exact + counts + (0 if steps.offloaded else moments),
+        Account.ADAPTERS: 2 * published,
+        Account.TAPES: tape_bytes(base, at_once, kept, virtual.given_count),
+    }
+    window = largest if steps.window is None else min(steps.window, largest)
+    shared = max(_walk_bytes(base, window), moments if steps.offloaded else 0)
+    return JobNeeds(own, shared)
+
+
+def _adapter_bytes(adapter: AdapterVersion, dtype: torch.dtype) -> tuple[int, int]:
+    """How many numbers train, and the bytes of one published version on a base in `dtype`."""
+    numbers = nbytes = 0
+    for _, bypass in adapter.placed():
+        own = exact_type(dtype) if bypass.exact else dtype
+        count = sum(tensor.numel() for tensor in bypass.parameters().values())
+        numbers, nbytes = numbers + count, nbytes + count * own.itemsize
+    return numbers, nbytes
+
+
+def rows_at_once(
+    lengths: Sequence[int], config: TrainingConfig, in_flight: int, prompt: int
+) -> tuple[int, int]:
+    """Most rows of one micro-batch, and of all that are on tapes at once, padding included.
+
+    No optimizer step is longer than the `batch_size` longest examples together.
+    """
+    longest_first = sorted(lengths, reverse=True)
+    longest, step = longest_first[0], sum(longest_first[: config.batch_size])
+    largest = on_grid(min(max(config.rows, longest + prompt), step + prompt))
+    if step + prompt <= max(config.rows, longest + prompt):
+        return largest, largest
+    packs = min(in_flight, config.batch_size)
+    return largest, min(packs * largest, step + packs * (prompt + _PADDING))
+
+
+def tape_bytes(base: Base, rows: int, kept: float, given: int = 0) -> int:
+    """Most bytes of a tape of so many rows, beside `given` virtual tokens: its `nbytes` when every layer is
+    there, windows ending within examples. `kept` is what seams give and it keeps, a row (`Fates.nbytes`)."""
+    exact = exact_type(base.dtype).itemsize
+    owed = sum(cache.groups * (cache.key + cache.value) for cache in base.caches) * exact
+    return math.ceil(rows * (input_bytes(base) + kept)) + given * owed
+
+
+def step_bytes(base: Base, config: SchedulerConfig, pages: int) -> int:
+    """Most bytes that a step's inference needs while it runs: its rows inside a layer, one layer's keys and
+    values gathered from `pages` bytes of them, and the logits that tokens are drawn from."""
+    width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
+    rows = config.max_prefill_rows + config.max_running
+    widest = max(sum(_wide(base, slot.path)) for slot in base.slots)
+    logits = config.max_running * base.vocabulary * 2 * (width + exact)
+    return rows * widest * width + pages // base.depth + logits
+
+
+def _wide(base: Base, layer: str) -> tuple[int, int]:
+    """Numbers that a row's linears are given, and give, in one layer."""
+    inside = [linear for path, linear in base.linears.items() if path.startswith(f"{layer}.")]
+    return sum(linear.in_features for linear in inside), sum(linear.out_features for linear in inside)
+
+
+def _walk_bytes(base: Base, window: int) -> int:
+    """Most bytes of one piece of the way back: a chunk of logits with its gradient, or a window's rows in the
+    graph of the widest layer. One does not begin before the other has ended."""
+    width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
+    loss = min(loss_rows(base.vocabulary), on_grid(window)) * base.vocabulary * (2 * width + exact)
+    widest = max(sum(_wide(base, slot.path)) for slot in base.slots)
+    return max(loss, window * _REPLAYED * widest * width)

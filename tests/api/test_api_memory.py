@@ -1,0 +1,164 @@
+"""What clients see of memory: jobs that never fit, jobs that wait, jobs that go on with less, figures."""
+
+import openai
+import pytest
+
+from coserve.wire.messages import CheckJob, Fault, JobNote, JobWaiting, StartJob, Stats
+from serving import Play, World
+from training import Trainer, create, started, upload
+
+REFUSED = "job ftjob-1 needs 3 GiB, 1 GiB more than a job can have of 4 GiB; it would fit with rank=4"
+REASON = "waits for 1 GiB of memory, 300 MiB more than are free, until job a ends"
+
+
+def test_a_job_that_never_fits_is_refused_when_it_is_created(play: Play) -> None:
+    async def story(world: World) -> None:
+        file = await upload(world)
+        world.engine.refusals["job"] = Fault("OutOfMemory", REFUSED)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(world, training_file=file, extra_body={"peft": {"r": 64}})
+        error = refused.value
+        assert error.status_code == 400 and error.type == "invalid_request_error"
+        assert error.code == "out_of_memory" and "rank=4" in str(error.message)
+        asked = [command for command in world.engine.said if isinstance(command, CheckJob)]
+        assert asked[0].method == {"r": 64} and asked[0].options["rows"] == 2048
+        assert not started(world) and not (await world.client().fine_tuning.jobs.list()).data
+
+    play(story)
+
+
+def test_a_job_can_be_created_while_there_is_no_engine_to_ask(play: Play) -> None:
+    async def story(world: World) -> None:
+        file = await upload(world)
+        await world.engine.die()
+        await world.until(lambda: not world.state.link.ready)
+        job = await create(world, training_file=file)
+        assert job.status == "queued"
+
+    play(story)
+
+
+def test_rows_are_a_setting_of_the_optimizer_s(play: Play) -> None:
+    async def story(world: World) -> None:
+        await create(world, extra_body={"optimizer": {"rows": 512}})
+        await world.until(lambda: bool(started(world)))
+        assert started(world)[0].options["rows"] == 512
+
+    play(story)
+
+
+def test_a_job_that_waits_for_memory_is_queued_and_says_why(play: Play) -> None:
+    async def story(world: World) -> None:
+        client, trainer = world.client(), Trainer(world)
+        job = await create(world)
+        assert job.status == "running" and job.waiting_for is None
+        await trainer.tell(JobWaiting(job.id, REASON))
+        waiting = await client.fine_tuning.jobs.retrieve(job.id)
+        assert (waiting.status, waiting.waiting_for) == ("queued", REASON)
+        events = (await client.fine_tuning.jobs.list_events(job.id)).data
+        assert events[0].message == f"Fine-tuning job {REASON}"
+        assert len(started(world)) == 1, "it is in the engine already"
+        await trainer.start(job.id)
+        begun = await client.fine_tuning.jobs.retrieve(job.id)
+        assert (begun.status, begun.waiting_for) == ("running", None)
+
+    play(story)
+
+
+def test_a_job_that_waits_still_waits_when_the_server_is_back(play: Play) -> None:
+    """The engine says so in its first message; the news were taken down before."""
+
+    async def story(world: World) -> None:
+        trainer = Trainer(world)
+        job = await create(world)
+        await trainer.tell(JobWaiting(job.id, REASON))
+        world.engine.jobs, world.engine.waiting = (job.id,), {job.id: f"{REASON} again"}
+        before = world.state.link.connections
+        world.engine.disconnect()
+        await world.until(lambda: world.state.link.connections > before)
+        await world.state.link.settled()
+        found = await world.client().fine_tuning.jobs.retrieve(job.id)
+        assert (found.status, found.waiting_for) == ("queued", f"{REASON} again")
+
+    play(story)
+
+
+def test_a_job_that_waits_can_be_cancelled_and_paused(play: Play) -> None:
+    async def story(world: World) -> None:
+        client, trainer = world.client(), Trainer(world)
+        jobs = [await create(world) for _ in range(2)]
+        for job in jobs:
+            await trainer.tell(JobWaiting(job.id, REASON))
+        assert (await client.fine_tuning.jobs.cancel(jobs[0].id)).status == "cancelled"
+        paused = await client.fine_tuning.jobs.pause(jobs[1].id)
+        assert paused.status == "paused" and paused.waiting_for is None
+        await trainer.end(jobs[0].id, "cancelled")
+        await trainer.end(jobs[1].id, "stopped")
+        resumed = await client.fine_tuning.jobs.resume(jobs[1].id)
+        assert resumed.status == "running"
+        await world.until(lambda: len(started(world)) == 3)
+        assert [command.job for command in started(world)] == [jobs[0].id, jobs[1].id, jobs[1].id]
+
+    play(story)
+
+
+def test_a_job_that_waits_for_a_place_says_so_too(play: Play) -> None:
+    async def story(world: World) -> None:
+        await create(world)
+        second = await create(world)
+        assert second.status == "queued" and "one of 1 jobs" in second.waiting_for
+
+    play(story, max_jobs=1)
+
+
+def test_a_job_that_goes_on_with_less_tells_so(play: Play) -> None:
+    async def story(world: World) -> None:
+        trainer = Trainer(world)
+        job = await create(world)
+        await trainer.start(job.id)
+        await trainer.tell(JobNote(job.id, "job ran out of memory; it goes on with rows=1024, keep=inputs"))
+        events = (await world.client().fine_tuning.jobs.list_events(job.id)).data
+        assert events[0].level == "warn" and "rows=1024" in events[0].message
+        assert (await world.client().fine_tuning.jobs.retrieve(job.id)).status == "running"
+
+    play(story)
+
+
+def test_a_job_that_fails_for_memory_says_what_would_fit(play: Play) -> None:
+    async def story(world: World) -> None:
+        trainer = Trainer(world)
+        job = await create(world)
+        await trainer.end(job.id, "failed", fault=Fault("OutOfMemory", REFUSED))
+        failed = await world.client().fine_tuning.jobs.retrieve(job.id)
+        assert failed.status == "failed" and failed.error.code == "out_of_memory"
+        assert failed.error.message == REFUSED
+
+    play(story)
+
+
+def test_memory_is_among_the_figures(play: Play) -> None:
+    async def story(world: World) -> None:
+        world.state.link.stats = Stats(
+            1, 0, 0, 0, 0.0, 0, 0, 0, 0, 8, 8, 0.1, 0, 0, 0, 0,
+            memory={"base": 1000, "tapes": 250}, memory_budget=4096, memory_peak=1300,
+        )  # fmt: skip
+        text = (await world.http.get("/metrics")).text
+        for line in (
+            'coserve_memory_bytes{account="base"} 1000.0',
+            'coserve_memory_bytes{account="tapes"} 250.0',
+            "coserve_memory_budget_bytes 4096.0",
+            "coserve_memory_peak_bytes 1300.0",
+        ):
+            assert line in text
+
+    play(story)
+
+
+def test_every_start_of_a_job_was_checked_first(play: Play) -> None:
+    async def story(world: World) -> None:
+        job = await create(world)
+        await world.until(lambda: bool(started(world)))
+        kinds = [type(c) for c in world.engine.said if isinstance(c, CheckJob | StartJob)]
+        assert kinds == [CheckJob, StartJob] and started(world)[0].job == job.id
+
+    play(story)

@@ -1,0 +1,193 @@
+"""Jobs are let in by bytes: never, later, or now."""
+
+from dataclasses import replace
+
+import pytest
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.core.size import show_size
+from coserve.engine.handles import FineTuning
+from coserve.errors import AdapterNotFound, ConfigError, JobError, OutOfMemory
+from coserve.memory.ledger import Account
+from coserve.train.example import Example
+from coserve.train.keep import Keep
+from models import tiny
+
+EXAMPLE = Example(tuple(range(5, 69)), (*range(6, 69), -100))  # 64 tokens
+DATA = [EXAMPLE] * 8
+LORA = LoRAConfig(rank=4)
+SETTINGS = TrainingConfig(batch_size=4, rows=256, keep=Keep.EVERYTHING)
+
+
+def make_engine(memory: int | str = "auto") -> Engine:
+    return Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=256, memory=memory))
+
+
+@pytest.fixture(scope="module")
+def fixed() -> int:
+    """Bytes of an engine without jobs."""
+    return make_engine().admission.ledger.used
+
+
+@pytest.fixture(scope="module")
+def needed() -> int:
+    """Bytes of one job more."""
+    engine = make_engine()
+    before = engine.admission.ledger.used
+    start(engine, "one")
+    return engine.admission.ledger.used - before
+
+
+@pytest.fixture(scope="module")
+def own(fixed: int, needed: int) -> int:
+    """Bytes of another job beside it: what rows need on their way back is there already."""
+    engine = make_engine()
+    start(engine, "one"), start(engine, "two")
+    found = engine.admission.ledger.used - fixed - needed
+    assert 0 < found < needed
+    return found
+
+
+def start(engine: Engine, name: str, training: TrainingConfig = SETTINGS, rank: int = 4) -> FineTuning:
+    return engine.finetune(DATA, name, LoRAConfig(rank=rank), training, job=name)
+
+
+def tokens(engine: Engine) -> list[int]:
+    return engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=4, ignore_eos=True)).result().tokens
+
+
+def test_a_job_has_its_bytes_before_it_begins_and_gives_them_back(fixed: int, needed: int) -> None:
+    engine = make_engine()
+    ledger = engine.admission.ledger
+    assert ledger.used == fixed
+    job = start(engine, "one")
+    assert job.status == "running" and ledger.used == fixed + needed
+    job.result()
+    left = engine.bank.nbytes
+    assert left > 0 and ledger.used == fixed + left, "its adapter stays"
+    engine.unload_adapter("one")
+    assert ledger.used == fixed
+
+
+def test_one_that_cannot_begin_now_waits_and_begins_when_it_can(fixed: int, needed: int, own: int) -> None:
+    engine = make_engine(fixed + needed + own - 1)
+    first, second = start(engine, "one"), start(engine, "two")
+    assert (first.status, second.status) == ("running", "queued")
+    assert "1 bytes more than are free, until job one ends" in second.reason
+    with pytest.raises(AdapterNotFound):
+        engine.generate([1, 2], "two")
+    with pytest.raises(JobError, match="is being trained by two"):
+        engine.finetune(DATA, "two", LORA, SETTINGS)
+    with pytest.raises(JobError, match="'two' already"):
+        engine.finetune(DATA, "three", LORA, SETTINGS, job="two")
+    tokens(engine)
+    second.result()
+    assert (first.status, second.status, second.reason) == ("succeeded", "succeeded", "")
+    assert len(second.history) == second.steps == 2
+
+
+def test_jobs_begin_in_the_order_in_which_they_came(fixed: int, needed: int, own: int) -> None:
+    """A small one that would fit does not pass a large one for ever."""
+    engine = make_engine(fixed + needed + own - 1)
+    jobs = [start(engine, name) for name in ("one", "two")]
+    jobs.append(start(engine, "small", TrainingConfig(batch_size=1, rows=64)))
+    assert [job.status for job in jobs] == ["running", "queued", "queued"]
+    assert jobs[2].reason.endswith("behind job two")
+    jobs[1].cancel()
+    assert [job.status for job in jobs] == ["running", "cancelled", "running"]
+    assert engine.admission.waiting == ()
+
+
+def test_a_job_that_waits_can_be_given_up(fixed: int, needed: int) -> None:
+    engine = make_engine(fixed + needed)
+    first, second = start(engine, "one"), start(engine, "two")
+    with pytest.raises(JobError, match="has not begun"):
+        second.pause()
+    second.cancel()
+    assert second.status == "cancelled" and first.result().status == "succeeded"
+    assert "two" not in engine.bank.names and not engine.has_work
+
+
+def test_what_nobody_will_free_is_not_waited_for(fixed: int, needed: int) -> None:
+    """Loaded adapters stay until somebody unloads them."""
+    engine = make_engine(fixed + needed)
+    start(engine, "one").result()
+    held = start(engine, "two")
+    assert held.status == "queued" and "until an adapter is unloaded" in held.reason
+    with pytest.raises(OutOfMemory, match="job two waits for"):
+        held.result()
+    engine.unload_adapter("one")
+    assert held.status == "running" and held.result().status == "succeeded"
+
+
+def test_one_that_never_fits_is_refused_with_what_is_missing(fixed: int, needed: int) -> None:
+    engine = make_engine(fixed + needed - 10_000)
+    with pytest.raises(OutOfMemory) as refused:
+        start(engine, "one")
+    text = str(refused.value)
+    assert f"{show_size(10_000)} more than a job can have" in text and "tapes" in text
+    assert "it would fit with keep=inputs" in text and "batch_size=3" in text
+    assert not engine.jobs and engine.admission.ledger.used == fixed
+    tokens(engine)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.55, 0.02])
+def test_settings_that_are_named_do_fit_and_larger_ones_do_not(fixed: int, needed: int, share: float) -> None:
+    engine = make_engine(fixed + int(share * needed))
+    with pytest.raises(OutOfMemory) as refused:
+        start(engine, "one", rank=16)
+    _, _, advice = str(refused.value).partition("it would fit with ")
+    for change in advice.split(", or ") if advice else ():
+        settings = dict(pair.split("=") for pair in change.split(", "))
+        for more, fits in ((0, True), (1, False)):
+            fields = {
+                key: int(value) + (more if key != "rows" or "max_length" not in settings else 0)
+                for key, value in settings.items()
+                if key != "keep"
+            }
+            rank = fields.pop("rank", 16)
+            keep = Keep(settings.get("keep", "everything"))
+            training = TrainingConfig(**{"batch_size": 4, "rows": 256, "keep": keep, **fields})
+            if fits:
+                start(engine, "one", training, rank).cancel()
+            elif change != "keep=inputs":
+                with pytest.raises(OutOfMemory):  # else it was not the most
+                    start(engine, "one", training, rank)
+    assert bool(advice) == (share > 0.1)
+
+
+def test_a_job_that_goes_on_with_less_frees_the_rest_and_never_asks_for_more(
+    fixed: int, needed: int, own: int
+) -> None:
+    engine = make_engine(fixed + needed + own // 2)
+    first, second = start(engine, "one"), start(engine, "two")
+    engine.admission.shrink("one", replace(SETTINGS, batch_size=8))
+    assert engine.admission.ledger.used == fixed + needed and second.status == "queued"
+    engine.admission.shrink("one", replace(SETTINGS, keep=Keep.INPUTS, rows=128))
+    assert second.status == "running" and first.is_under_way
+
+
+def test_an_engine_that_does_not_fit_says_so_at_once(fixed: int) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.memory: .* too few for the model .*engine\.cache_tokens"):
+        make_engine(fixed - 5000)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(fixed: int, needed: int) -> None:
+    engine = make_engine(fixed + needed)
+    start(engine, "one").result()
+    adapter = engine.bank.find("one")
+    engine.admission.ledger.budget = engine.admission.ledger.used + adapter.nbytes - 1
+    with pytest.raises(OutOfMemory, match=r"the adapter 'one' needs .*, 1 bytes more than are free"):
+        engine.add_adapter(adapter)
+    engine.admission.ledger.budget += 1
+    engine.add_adapter(adapter)
+
+
+def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: int) -> None:
+    engine = make_engine(fixed * 3)
+    start(engine, "one")
+    stats = engine.stats()
+    assert stats.memory_budget == fixed * 3 and set(stats.memory) == {a.value for a in Account}
+    assert sum(stats.memory.values()) == engine.admission.ledger.used
+    assert all(stats.memory[name] > 0 for name in ("base", "pages", "tapes", "optimizers", "workspaces"))
+    assert stats.memory_peak == engine.admission.meter.peak()

@@ -1,0 +1,228 @@
+"""Memory that runs out inside a job is that job's alone: others and answers go on, and it tries once more."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.engine.handles import FineTuning
+from coserve.errors import OutOfMemory
+from coserve.train.example import Example
+from coserve.train.keep import Keep
+from coserve.train.tape import Tape
+from coserve.train.trainer import TrainingRun
+from coserve.train.walk import Walk
+from models import tiny
+
+LENGTHS = (30, 24, 18, 27)
+DATA = [Example(tuple(range(3, 3 + n)), (*range(4, 3 + n), -100)) for n in LENGTHS] * 3
+SETTINGS = TrainingConfig(batch_size=4, rows=64, keep=Keep.EVERYTHING, learning_rate=1e-3)
+WORDS = (
+    "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+)
+
+
+def make_engine() -> Engine:
+    config = EngineConfig(dtype="float64", calibrate=False, cache_tokens=512)
+    return Engine(tiny("llama", torch.float64), config)
+
+
+def start(engine: Engine, name: str) -> FineTuning:
+    return engine.finetune(DATA, name, LoRAConfig(rank=4), SETTINGS, job=name)
+
+
+def ask(engine: Engine) -> Any:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=3)
+    return engine.generate([1, 2, 3], sampling=params)
+
+
+class Allocator:
+    """Fails for one job's rows, in the step numbered `at` of its optimizer, `times` times."""
+
+    def __init__(self, job: str, times: int, at: int = 1) -> None:
+        self.job, self.times, self.at = job, times, at
+        self.failed = 0
+
+    def use(self, run: TrainingRun) -> None:
+        if run.job == self.job and run.step >= self.at and self.failed < self.times:
+            self.failed += 1
+            raise RuntimeError(WORDS)
+
+
+@contextmanager
+def failing(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, where: str, allocator: Allocator
+) -> Iterator[None]:
+    """The allocator is asked where a job takes memory: for its tape's rows, its loss, its way back, its
+    update."""
+    owner, name = {
+        "tape": (TrainingRun, "tape"),
+        "kept": (Tape, "keep_output"),
+        "loss": (Walk, "through_tail"),
+        "back": (Walk, "_through_layer"),
+        "update": (TrainingRun, "update"),
+    }[where]
+    real = getattr(owner, name)
+
+    def run_of(found: Any) -> TrainingRun | None:
+        if isinstance(found, TrainingRun):
+            return found
+        tape = found if isinstance(found, Tape) else found._tape
+        for run in engine.runner.runs.values():
+            for travelling in run._under_way.micro_batches.values() if run._under_way else ():
+                if travelling.tape is tape:
+                    return run
+        return None
+
+    def wrapped(self: Any, *args: Any, **rest: Any) -> Any:
+        run = run_of(self)
+        result = real(self, *args, **rest) if name == "_through_layer" else None
+        if run is not None:
+            allocator.use(run)
+        return real(self, *args, **rest) if name != "_through_layer" else result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, wrapped)
+        yield
+
+
+def weights(engine: Engine, name: str) -> torch.Tensor:
+    return torch.cat([p.flatten() for p in engine.bank.find(name).parameters().values()])
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """The answer and both jobs' weights where nothing fails."""
+    engine = make_engine()
+    answer, jobs = ask(engine), [start(engine, name) for name in ("one", "two")]
+    engine.run()
+    assert all(job.status == "succeeded" for job in jobs)
+    return answer.tokens, weights(engine, "one"), weights(engine, "two")
+
+
+@pytest.mark.parametrize("where", ["tape", "kept", "loss", "back", "update"])
+def test_a_job_that_runs_out_tries_again_with_less(
+    where: str, undisturbed: tuple[list[int], torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it learns is the same: gradients are only added up in other pieces."""
+    engine = make_engine()
+    allocator = Allocator("two", times=2 if where in ("tape", "kept") else 1)
+    with failing(monkeypatch, engine, where, allocator):
+        answer, jobs = ask(engine), [start(engine, name) for name in ("one", "two")]
+        reserved = engine.admission.ledger.of("job two")
+        while not jobs[1].notes and engine.step():
+            pass
+        assert engine.admission.ledger.of("job two") < reserved
+        assert engine.runner.arena.nbytes == 0, "what waited was given back"
+        engine.run()
+    assert allocator.failed == allocator.times
+    assert [job.status for job in jobs] == ["succeeded", "succeeded"]
+    (note,) = jobs[1].notes
+    assert "can't allocate memory" in note and "rows=32, keep=inputs" in note and "step 2" in note
+    assert not jobs[0].notes and len(jobs[1].history) == 3
+    tokens, one, two = undisturbed
+    assert answer.tokens == tokens
+    torch.testing.assert_close(weights(engine, "one"), one, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(weights(engine, "two"), two, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("where", ["kept", "back", "update"])
+def test_a_second_time_the_job_fails_and_nobody_else(
+    where: str, undisturbed: tuple[list[int], torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    with failing(monkeypatch, engine, where, Allocator("two", times=1000)):
+        answer, jobs = ask(engine), [start(engine, name) for name in ("one", "two")]
+        engine.run()
+    assert [job.status for job in jobs] == ["succeeded", "failed"] and answer.tokens == undisturbed[0]
+    with pytest.raises(OutOfMemory, match=r"job two ran out of memory: .*can't allocate"):
+        jobs[1].result()
+    assert "two" not in engine.runner.runs and engine.admission.ledger.of("job two") == 0
+    assert engine.bank.find("two").version == 1, "its last good version stays"
+
+
+def test_another_error_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    start(engine, "one")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(Walk, "back", broken)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        engine.run()
+
+
+def test_answers_alone_that_run_out_are_nobody_s_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    ask(engine)
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise RuntimeError(WORDS)
+
+    monkeypatch.setattr(engine.base, "layer", no_memory)
+    with pytest.raises(RuntimeError, match="allocate"):
+        engine.run()
+
+
+def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs' rows and an answer's in one pass: only the job that fails alone as well has failed."""
+    engine = make_engine()
+    together: list[int] = []
+    real = engine.runner._forward
+
+    def forward(inference: Any, kept: Any) -> None:
+        jobs = {segment.sequence.job for segment in kept}
+        together.append(len(jobs) + (inference is not None))
+        if "two" in jobs:
+            raise RuntimeError(WORDS)
+        real(inference, kept)
+
+    ask(engine)
+    jobs = [start(engine, name) for name in ("one", "two")]
+    monkeypatch.setattr(engine.runner, "_forward", forward)
+    engine.run()
+    assert max(together) > 1 and [job.status for job in jobs] == ["succeeded", "failed"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are enforced on Linux")
+def test_a_real_limit(tmp_path: Path) -> None:
+    """A process that may map little more than it has, and a job that needs more than that."""
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED)
+    folders = [str(Path(__file__).parents[3] / name) for name in ("src", "tests")]
+    code = f"import sys; sys.path[:0] = {folders!r}; exec(open({str(script)!r}).read())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert out.stdout.split() == ["failed", "succeeded", "8"]
+
+
+LIMITED = """
+import resource
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.errors import OutOfMemory
+from coserve.train.example import Example
+from models import tiny
+
+engine = Engine(tiny("llama", max_position_embeddings=40000),
+                EngineConfig(calibrate=False, cache_tokens=256, memory="64GiB"))
+engine.generate([1, 2], sampling=SamplingParams(max_tokens=2)).result()
+small = [Example((5, 6, 7), (6, 7, -100))] * 4
+engine.finetune(small, "warm", LoRAConfig(rank=2), TrainingConfig(batch_size=2)).result()
+long = Example(tuple(range(5, 95)) * 400, (*range(6, 95), -100) * 400)  # a tape of some hundred megabytes
+mapped = int(next(l for l in open("/proc/self/status") if l.startswith("VmData")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (mapped + (60 << 20),) * 2)
+answer = engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=8, ignore_eos=True))
+large = engine.finetune([long] * 2, "large", LoRAConfig(rank=2), TrainingConfig(batch_size=1))
+other = engine.finetune(small, "other", LoRAConfig(rank=2), TrainingConfig(batch_size=2))
+engine.run()
+assert isinstance(large.error, OutOfMemory) and large.notes, large.error
+print(large.status, other.status, len(answer.tokens))
+"""

@@ -1,0 +1,164 @@
+"""Jobs of a server that there is no memory for, now or ever."""
+
+import json
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve import Engine, EngineConfig
+from coserve.engine.aside import Aside
+from coserve.engine.link import Inbox
+from coserve.engine.runner import LocalRunner
+from coserve.engine.worker import Worker
+from coserve.wire.codec import decode_answer, encode_answer
+from coserve.wire.messages import (
+    CheckJob,
+    Hello,
+    JobEnded,
+    JobNews,
+    JobNote,
+    JobStarted,
+    JobWaiting,
+    Reply,
+    StartJob,
+    StopJob,
+    WeighJob,
+)
+from models import letter_tokenizer, tiny
+
+HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 16, 512, 64, (0,), False, 0.0)
+OPTIONS = {"batch_size": 4, "rows": 128}
+METHOD = {"rank": 2, "targets": ["q_proj"]}
+
+
+def make_engine(memory: int | str = "auto") -> Engine:
+    config = EngineConfig(calibrate=False, cache_tokens=64, memory=memory)
+    return Engine(tiny("llama"), config, tokenizer=letter_tokenizer())
+
+
+class Desk:
+    """A worker whose engine has room for one job."""
+
+    def __init__(self, memory: int | str) -> None:
+        self.inbox: Inbox = queue.SimpleQueue()
+        self.engine = make_engine(memory)
+        self.worker = Worker(self.engine, HELLO, Aside(self.inbox, threads=1))
+        self.hello = self.worker.connected()
+        self.news: list[JobNews] = []
+        self.replies: list[Reply] = []
+
+    def until(self, done: Callable[[], object]) -> None:
+        while not done():
+            wait = not self.worker.has_work
+            try:
+                self.inbox.get(wait, 10 if wait else None).then()  # type: ignore[union-attr]
+            except queue.Empty:
+                assert not wait, "nothing to do, and nothing comes"
+            if self.worker.has_work:
+                self.worker.step()
+            report = self.worker.report()
+            if report is not None:
+                assert decode_answer(encode_answer(report)) == report
+                self.news += [numbered.news for numbered in report.jobs]
+                self.replies += report.replies
+
+    def of(self, kind: type[Any], job: str) -> list[Any]:
+        return [news for news in self.news if isinstance(news, kind) and news.job == job]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    lines = [{"prompt": f"{i}?", "completion": f" {i * i}"} for i in range(24)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+@pytest.fixture
+def desk(data: Path, tmp_path: Path) -> Desk:
+    """With room for one job and most of another."""
+    desk = Desk("auto")
+    desk.worker.take(start(data, tmp_path, "probe"))
+    desk.until(lambda: desk.of(JobStarted, "probe"))
+    return Desk(desk.engine.admission.ledger.used + 1000)
+
+
+def start(data: Path, folder: Path, name: str, **fields: Any) -> StartJob:
+    return StartJob(name, "a", str(data), str(folder / name), OPTIONS, METHOD, **fields)
+
+
+def test_a_job_waits_and_begins_when_the_one_before_has_ended(desk: Desk, data: Path, tmp_path: Path) -> None:
+    desk.worker.take(start(data, tmp_path, "one"))
+    desk.worker.take(start(data, tmp_path, "two"))
+    desk.until(lambda: desk.of(JobWaiting, "two"))
+    (waiting,) = desk.of(JobWaiting, "two")
+    assert "more than are free, until job one ends" in waiting.reason
+    again = desk.worker.connected()
+    assert again.jobs == ("one", "two") and again.waiting == {"two": waiting.reason}
+    desk.worker.take(WeighJob("two", 3.0))
+    desk.until(lambda: desk.of(JobStarted, "two"))
+    assert desk.of(JobEnded, "one") and desk.engine.runner.runs["two"].weight == 3.0
+    assert desk.worker.connected().waiting == {}
+    desk.until(lambda: desk.of(JobEnded, "two"))
+    assert desk.of(JobEnded, "two")[-1].status == "succeeded"
+
+
+@pytest.mark.parametrize(("keep", "status"), [(True, "stopped"), (False, "cancelled")])
+def test_a_job_that_waits_can_be_stopped(
+    desk: Desk, data: Path, tmp_path: Path, keep: bool, status: str
+) -> None:
+    desk.worker.take(start(data, tmp_path, "one"))
+    desk.worker.take(start(data, tmp_path, "two"))
+    desk.until(lambda: desk.of(JobWaiting, "two"))
+    desk.worker.take(StopJob("two", keep))
+    desk.until(lambda: desk.of(JobEnded, "two"))
+    assert desk.of(JobEnded, "two")[0].status == status and not desk.of(JobStarted, "two")
+    desk.until(lambda: desk.of(JobEnded, "one"))
+    assert desk.of(JobEnded, "one")[0].status == "succeeded"
+
+
+@pytest.mark.parametrize("rank", [2, 4000])
+def test_a_job_is_checked_before_it_is_taken_on(desk: Desk, data: Path, rank: int) -> None:
+    method = {**METHOD, "rank": rank}
+    desk.worker.take(CheckJob(7, "j", str(data), OPTIONS, method))
+    desk.until(lambda: desk.replies)
+    (reply,) = desk.replies
+    assert reply.ref == 7 and (reply.fault is None) == (rank == 2)
+    if reply.fault is not None:
+        assert reply.fault.kind == "OutOfMemory" and "it would fit with rank=" in reply.fault.text
+
+
+def test_what_else_is_wrong_with_a_job_is_told_when_it_starts(desk: Desk, tmp_path: Path) -> None:
+    desk.worker.take(CheckJob(1, "j", str(tmp_path / "missing.jsonl"), OPTIONS, METHOD))
+    desk.until(lambda: desk.replies)
+    assert desk.replies == [Reply(1)]
+
+
+def test_a_job_that_never_fits_fails_and_says_so(desk: Desk, data: Path, tmp_path: Path) -> None:
+    desk.worker.take(StartJob("j", "a", str(data), str(tmp_path / "j"), OPTIONS, {**METHOD, "rank": 4000}))
+    desk.until(lambda: desk.of(JobEnded, "j"))
+    (ended,) = desk.of(JobEnded, "j")
+    assert ended.status == "failed" and ended.fault.kind == "OutOfMemory"
+
+
+def test_a_job_that_ran_out_and_goes_on_tells_so(
+    desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[str] = []
+    real = LocalRunner._walk
+
+    def walk(self: LocalRunner, segment: Any) -> None:
+        if not failed:
+            failed.append(segment.sequence.job)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        real(self, segment)
+
+    monkeypatch.setattr(LocalRunner, "_walk", walk)
+    desk.worker.take(start(data, tmp_path, "one"))
+    desk.until(lambda: desk.of(JobEnded, "one"))
+    (note,) = desk.of(JobNote, "one")
+    assert "rows=64, keep=inputs" in note.text and desk.of(JobEnded, "one")[0].status == "succeeded"
+    assert failed == ["one"]
