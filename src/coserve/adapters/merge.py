@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coserve.adapters.bypass import Dense, Side, exact_type
 from coserve.adapters.files import read_adapter
@@ -75,6 +75,10 @@ class WholeModel:
         found: Tensor = self._model.get_input_embeddings()(tokens)
         return found
 
+    def is_own(self, path: str, weight: Tensor) -> bool:
+        own = self.dense(path).weight
+        return weight.shape == own.shape and torch.equal(weight.to(own.dtype), own)
+
     def gain(self, path: str) -> Tensor:
         return gain_of(self._module(path))
 
@@ -128,8 +132,11 @@ def _load(folder: Path) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{str(folder)!r} is no folder with a model: it has no config.json")
     try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if getattr(config, "quantization_config", None):
+            raise AdapterError(f"{folder} was saved quantized: merge into the model that it was made of")
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", trust_remote_code=False
+            folder, config=config, dtype="auto", trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFound(f"{str(folder)!r} holds no causal language model: {error}") from error

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -140,8 +139,8 @@ def expect_copies(saved: Saved, frame: Frame) -> None:
             continue
         if site.kind is Kind.NORM:
             continue
-        copy, own = saved.tensor(full), frame.dense(path).weight
-        if copy.shape != own.shape or not torch.equal(copy.to(own.dtype), own):
+        copy = saved.tensor(full)
+        if not frame.is_own(path, copy):
             raise AdapterMismatch(
                 f"{saved.folder}: tensor {full!r} {tuple(copy.shape)} would go unused: it is not the base's "
                 "own, and modules_to_save does not name it"

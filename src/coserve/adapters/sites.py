@@ -99,6 +99,10 @@ class Frame(Protocol):
         """The weights of the linear, norm or embedding at `path`, for what replaces them or compares."""
         ...
 
+    def is_own(self, path: str, weight: Tensor) -> bool:
+        """Whether what stands at `path` has this weight, [out, in], or was made of it."""
+        ...
+
     def gain(self, path: str) -> Tensor:
         """What the norm at `path` multiplies each normalized feature by, [width]. Raises AdapterError."""
         ...

@@ -6,7 +6,7 @@ its logits. Design decision 1: drive, do not patch.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -15,12 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Dense
-from coserve.adapters.sites import EMBEDDED, Site, gain_of
+from coserve.adapters.sites import EMBEDDED, gain_of
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec
 from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
-from coserve.model.linear import FrozenLinear, Placement
+from coserve.model.linear import FrozenLinear, Placement, PlainPlacement
+from coserve.model.origin import Origin
+from coserve.model.quantized.embedding import QuantizedEmbedding
+from coserve.model.quantized.int8 import Int8Placement
 from coserve.model.slot import Call, Slot
 
 
@@ -29,30 +32,29 @@ class Base:
 
     Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path, `sites` where
     adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones
-    once), `fingerprint` (content hash of configuration).
+    once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that).
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         slots: list[Slot],
-        sites: dict[str, Site],
+        origin: Origin,
         cell: BatchCell,
         max_positions: int,
-        fingerprint: str,
     ) -> None:
         self.model = model
         self.slots = slots
-        self.sites = sites
+        self.sites = origin.sites
         self.cell = cell
         self.max_positions = max_positions
-        self.fingerprint = fingerprint
+        self.fingerprint = origin.fingerprint
+        self.quantized = origin.quantized
         self.linears: dict[str, FrozenLinear] = {}
         self.caches: list[CacheShape] = []
-        parameter = next(model.parameters())
-        self.dtype: torch.dtype = parameter.dtype
-        self.device: torch.device = parameter.device
-        self.parameters = model.num_parameters()
+        self.dtype = origin.dtype
+        self.device = origin.device
+        self.parameters = origin.parameters
         self.hidden_size = 0
         self.vocabulary = 0
         self._arguments: RowArguments | None = None
@@ -63,6 +65,31 @@ class Base:
     def depth(self) -> int:
         """Number of decoder layers."""
         return len(self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are held now, shared storage counted once."""
+        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._unplaced()}
+        own = (p for p in self._placements() if not (isinstance(p, PlainPlacement) and p.pointer in held))
+        return sum(held.values()) + sum(placement.nbytes for placement in own)
+
+    @property
+    def nbytes_to_train(self) -> int:
+        """Bytes that its linears will hold more once something trains."""
+        return sum(linear.placement.nbytes_to_train for linear in self.linears.values())
+
+    def _placements(self) -> Iterable[Placement]:
+        """Each once; a quantized embedding has one too, which a tied head shares."""
+        placed: dict[int, Placement] = {id(lin.placement): lin.placement for lin in self.linears.values()}
+        embedding = self.model.get_input_embeddings()
+        if isinstance(embedding, QuantizedEmbedding):
+            placed[id(embedding.placement)] = embedding.placement
+        return placed.values()
+
+    def _unplaced(self) -> Iterator[Tensor]:
+        """What stays in the model: embeddings, norms, experts, tables."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
 
     @property
     def arguments(self) -> RowArguments:
@@ -87,6 +114,17 @@ class Base:
         weight = self.model.get_submodule(path).weight
         assert isinstance(weight, Tensor)
         return Dense(weight.detach(), self.bias(path))
+
+    def is_own(self, path: str, weight: Tensor) -> bool:
+        """Whether the linear or embedding at `path` has this weight, or was quantized from it."""
+        module = self.model.get_submodule(path)
+        own = self.dense(path).weight
+        if weight.shape != own.shape:
+            return False
+        given = weight.to(own.device, own.dtype)
+        if isinstance(getattr(module, "placement", None), Int8Placement):
+            given = Int8Placement(given, None).weight()
+        return torch.equal(given, own)
 
     def gain(self, path: str) -> Tensor:
         """What the norm at `path` multiplies each normalized feature by. Raises AdapterError."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
+from coserve.adapters.stacks import Gathered
 from coserve.kernels.attention import AttentionSpec
 
 if TYPE_CHECKING:  # linear.py needs the cell; only its type is needed here
@@ -54,21 +55,27 @@ class BatchCell(threading.local):
             self.rows = None
 
 
-class Part(Protocol):
-    """A contiguous range of rows that shares its way of attending.
+class Keeper(Protocol):
+    """Sees what frozen linears give to some rows, [rows, out], on its way through."""
 
-    `is_kept` says whether the part wants to see the frozen products (`keep`): inference rows never do.
-    """
+    def keep(self, path: str, product: Tensor) -> None:
+        """Before any bypass."""
+        ...
+
+    def keep_sum(self, path: str, y: Tensor) -> None:
+        """With all bypasses."""
+        ...
+
+
+class Part(Protocol):
+    """A contiguous range of rows that shares its way of attending. `keeper` is who keeps of them what going
+    back needs: nobody, where they infer."""
 
     @property
     def count(self) -> int: ...
 
     @property
-    def is_kept(self) -> bool: ...
-
-    def keep(self, path: str, product: Tensor) -> None:
-        """product [rows of this part, out], before any bypass."""
-        ...
+    def keeper(self) -> Keeper | None: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """As `Rows.attend`, for the rows of this part."""
@@ -76,33 +83,43 @@ class Part(Protocol):
 
 
 class FusedRows:
-    """Parts side by side in one forward run without a graph, adapters over their ranges of rows.
+    """Parts side by side in one forward run without a graph, adapters over their ranges of rows; those of
+    `gathered` are added together.
 
     Each adapter reads and writes its own rows only, so a NaN in one never reaches another.
     """
 
-    def __init__(self, parts: Sequence[Part], adapters: Sequence[tuple[slice, Bypasses]]) -> None:
-        self._adapters = adapters
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        adapters: Sequence[tuple[slice, Bypasses]],
+        gathered: Sequence[Gathered] = (),
+    ) -> None:
+        self._adapters, self._gathered = adapters, gathered
         self._parts: list[tuple[slice, Part]] = []
         start = 0
         for part in parts:
             self._parts.append((slice(start, start + part.count), part))
             start += part.count
-        self._kept = [(rows, part) for rows, part in self._parts if part.is_kept]
+        self._keepers = [(rows, part.keeper) for rows, part in self._parts if part.keeper is not None]
         self._bounds = [part.count for part in parts]
 
     def linear(self, path: str, placement: "Placement", x: Tensor) -> Tensor:
-        if not self._kept and not self._adapters:
+        if not self._keepers and not self._adapters and not self._gathered:
             return placement.forward(x)
         x = self._entering(path, x)
         y = placement.forward(x)
         x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
-        for rows, part in self._kept:
-            part.keep(path, y2[rows])
+        for rows, keeper in self._keepers:
+            keeper.keep(path, y2[rows])
+        for gathered in self._gathered:
+            gathered.add_(path, x, y2)
         for rows, bypasses in self._adapters:
             bypass = bypasses.outputs.get(path)
             if bypass is not None:
                 self._add(bypass, rows, x2, y2)
+        for rows, keeper in self._keepers:
+            keeper.keep_sum(path, y2[rows])
         return y
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class TiledRows:
     """
 
     count = ROWS
-    is_kept = False
+    keeper = None
 
     def __init__(self, pool: KVPool, slots: Tensor, chunks: Sequence[PrefillRows]) -> None:
         self._pool = pool
@@ -80,9 +80,6 @@ class TiledRows:
             places += [position % QUERIES for position in positions]
         self._tile_of = torch.tensor(tiles, device=slots.device)  # of each row
         self._place_of = torch.tensor(places, device=slots.device)  # and its place there
-
-    def keep(self, path: str, product: Tensor) -> None:
-        raise AssertionError("inference rows keep nothing")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """As `Part.attend`; rows that fill the pass up get zeros, and nothing of them is cached."""
@@ -145,10 +142,7 @@ class _Selfish:
     """Rows that each see themselves only, so that nothing but their place and their neighbours can matter."""
 
     count = ROWS
-    is_kept = False
-
-    def keep(self, path: str, product: Tensor) -> None:
-        raise AssertionError("a proof keeps nothing")
+    keeper = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)

@@ -44,6 +44,11 @@ class Placement(Protocol):
         """Bytes this placement holds."""
         ...
 
+    @property
+    def nbytes_to_train(self) -> int:
+        """Bytes more that it will hold for good once a gradient has come through it; 0 from then on."""
+        ...
+
 
 class PlainPlacement:
     """The weight as it was loaded, [out, in]."""
@@ -64,8 +69,18 @@ class PlainPlacement:
         return row_norms(self._weight)
 
     @property
+    def pointer(self) -> int:
+        """Where the weight's storage lies: a tied head shares it with the embedding."""
+        pointer: int = self._weight.untyped_storage()._cdata  # there for tensors without data, too
+        return pointer
+
+    @property
     def nbytes(self) -> int:
         return self._weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def nbytes_to_train(self) -> int:
+        return 0
 
 
 class PackedPlacement:
@@ -104,6 +119,10 @@ class PackedPlacement:
     def nbytes(self) -> int:
         copies = 1 if self._transposed is None else 2
         return copies * self._bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def nbytes_to_train(self) -> int:
+        return self._bytes if self._transposed is None else 0
 
 
 def row_norms(weight: Tensor) -> Tensor:

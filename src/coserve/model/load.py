@@ -5,7 +5,6 @@ sequences side by side in one batch and one of them continued in a second window
 refused with the reason, never served approximately.
 """
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,17 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
 )
-from transformers.pytorch_utils import Conv1D
 
-from coserve.adapters.sites import Kind, decoder_layers, find_sites
+from coserve.adapters.sites import Kind, decoder_layers
 from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound, UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.memory.kv import CacheShape
 from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.linear import FrozenLinear, Placement, place_locally
+from coserve.model.origin import Origin
+from coserve.model.placing import place_linears
+from coserve.model.quantized.quantize import quantize_model
 from coserve.model.seam import Seam
 from coserve.model.slot import Slot
 
@@ -38,23 +39,33 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 
 def load_base(
-    model: str | Path | PreTrainedModel, dtype: torch.dtype | str = "auto", device: str | torch.device = "cpu"
+    model: str | Path | PreTrainedModel,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    quantize: str = "none",
 ) -> Base:
     """Loads, freezes, fits with seams and probes a causal language model.
 
-    `model` is a local folder, a hub name, or a model object, which is taken over. Raises ModelError (with
-    ModelNotFound and UnsupportedModel) or, for a device that is not there, ConfigError.
+    `model` is a local folder, a hub name, or a model object, which is taken over. `quantize` is "none",
+    "8bit" or "4bit". Raises ModelError (with ModelNotFound and UnsupportedModel) or, for a device or a
+    library that is not there, ConfigError.
     `trust_remote_code` is off and stays off.
     """
     where = _usable(device)
     loaded = model if isinstance(model, PreTrainedModel) else _load(model, dtype)
     _refuse_unsupported(loaded.config, loaded)
-    loaded = loaded.to(device=where).eval().requires_grad_(False)
+    loaded = loaded.eval().requires_grad_(False)
     layers = decoder_layers(loaded)
     _refuse_encoder(loaded, layers)
+    cell = BatchCell()
+    origin = Origin.of(loaded, layers, quantize, where)
+    if quantize != "none":
+        quantize_model(loaded, layers, origin, cell)
+    if any(tensor.device != where for tensor in loaded.state_dict().values()):
+        loaded = loaded.to(device=where)
     prompts = _probe_prompts(loaded)
     expected, returns_tuple = _own_logits(loaded, next(iter(layers.values())), prompts)
-    base = _fit(loaded, layers, returns_tuple)
+    base = _fit(loaded, layers, origin, cell, returns_tuple)
     _prove(base, prompts, expected)
     assert not any(p.requires_grad for p in loaded.parameters()), "the base is frozen"
     return base
@@ -91,6 +102,12 @@ def _load(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
 def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> None:
     text = config.get_text_config()
     name = config.model_type
+    if already := getattr(config, "quantization_config", None):
+        method = already.get("quant_method") if isinstance(already, dict) else already.quant_method
+        raise UnsupportedModel(
+            f"{name} was saved quantized ({getattr(method, 'value', method)}): load the model that it was "
+            "made of, with engine.quantize"
+        )
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; coserve serves decoder-only models")
     recurrent = {t for t in getattr(text, "layer_types", None) or () if "attention" not in t or "linear" in t}
@@ -145,13 +162,14 @@ def _own_logits(model: PreTrainedModel, layer: nn.Module, prompts: list[Tensor])
     return logits, isinstance(outputs[0], tuple)
 
 
-def _fit(model: PreTrainedModel, layers: dict[str, nn.Module], returns_tuple: bool) -> Base:
+def _fit(
+    model: PreTrainedModel, layers: dict[str, nn.Module], origin: Origin, cell: BatchCell, returns_tuple: bool
+) -> Base:
     """Seams in place: slots, attention, frozen linears."""
-    cell = BatchCell()
     text = model.config.get_text_config()
     positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
     slots = [Slot(path, layer, returns_tuple) for path, layer in layers.items()]
-    base = Base(model, slots, find_sites(model, layers), cell, positions, _fingerprint(model))
+    base = Base(model, slots, origin, cell, positions)
     caches: dict[int, CacheShape] = {}
     masked: set[int | None] = set()  # windows (None is unlimited) of the masks that the model asks for
 
@@ -162,28 +180,14 @@ def _fit(model: PreTrainedModel, layers: dict[str, nn.Module], returns_tuple: bo
     AttentionInterface.register(name, attention_function(cell, caches))
     AttentionMaskInterface.register(name, no_mask)
     model.set_attn_implementation(name)
-    _replace_linears(base)
+    place_linears(model, cell, lambda _, weight, bias: place_locally(weight, bias))
+    base.linears = {p: module for p, module in model.named_modules() if isinstance(module, FrozenLinear)}
     _put_seams(base)
     base.learn_arguments()
     _learn_caches(base, caches)
     _keep_sites_of_rows(base)
     _refuse_other_masks(base, masked)
     return base
-
-
-def _replace_linears(base: Base) -> None:
-    """Exact types only: some routers subclass nn.Linear and behave otherwise (design decision 5)."""
-    for path, module in list(base.model.named_modules()):
-        if type(module) not in (nn.Linear, Conv1D):
-            continue
-        weight = module.weight.data.t().contiguous() if isinstance(module, Conv1D) else module.weight.data
-        bias = None if module.bias is None else module.bias.data
-        linear = FrozenLinear(
-            path, place_locally(weight, bias), (weight.shape[0], weight.shape[1]), base.cell
-        )
-        parent, _, child = path.rpartition(".")
-        setattr(base.model.get_submodule(parent), child, linear)
-        base.linears[path] = linear
 
 
 def _put_seams(base: Base) -> None:
@@ -195,14 +199,11 @@ def _put_seams(base: Base) -> None:
 class _ProbeRows:
     """One prompt in windows: earlier keys and values are simply held."""
 
-    is_kept = False
+    keeper = None
 
     def __init__(self) -> None:
         self.count = 0
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def keep(self, path: str, product: Tensor) -> None:
-        raise AssertionError("a probe keeps nothing")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if layer in self._cache:
@@ -305,13 +306,3 @@ def _prove(base: Base, prompts: list[Tensor], expected: list[Tensor]) -> None:
             f"{base.model.config.model_type} cannot be driven layer by layer: its logits differ from its own "
             f"forward's by {worst:.1e} (allowed {_TOLERANCE[base.dtype]:.0e})"
         )
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Content hash of a base, from its configuration and the first values of every tensor: it keys
-    everything that is cached, and tells adapters trained on another base apart."""
-    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.flatten()[:64].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

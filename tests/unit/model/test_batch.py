@@ -69,11 +69,16 @@ class Part:
     """Notes what it is given; attends by adding its own number."""
 
     def __init__(self, count: int, is_kept: bool, number: float) -> None:
-        self.count, self.is_kept, self.number = count, is_kept, number
+        self.count, self.number = count, number
+        self.keeper = self if is_kept else None
         self.kept: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
 
     def keep(self, path: str, product: Tensor) -> None:
         self.kept[path] = product.clone()
+
+    def keep_sum(self, path: str, y: Tensor) -> None:
+        self.sums[path] = y.clone()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         assert q.shape[2] == k.shape[2] == v.shape[2] == self.count
@@ -100,6 +105,7 @@ def test_bypasses_touch_their_rows_and_parts_keep_the_bare_product() -> None:
         assert torch.allclose(out[at], bypass.add(x[0, at], bare[at]), atol=1e-6)
     assert torch.equal(out[2], bare[2])
     assert torch.equal(parts[1].kept["up"], bare[3:]) and not parts[0].kept
+    assert torch.equal(parts[1].sums["up"], out[3:]) and not parts[0].sums
     assert torch.equal(rows.linear("down", placement, x)[0], bare)
 
 

@@ -1,0 +1,50 @@
+"""What a model was before anything in it was replaced."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from coserve.adapters.sites import Site, find_sites
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`parameters` counts tied ones once, `quantized` ("none", "8bit" or "4bit") is how weights will be kept,
+    `device` where; `fingerprint` is a content hash of configuration, weights, and how they are kept."""
+
+    sites: dict[str, Site]
+    parameters: int
+    dtype: torch.dtype
+    device: torch.device
+    quantized: str
+    fingerprint: str
+
+    @staticmethod
+    def of(
+        model: PreTrainedModel, layers: Mapping[str, nn.Module], quantized: str, device: torch.device
+    ) -> "Origin":
+        """Of a model that is whole."""
+        return Origin(
+            find_sites(model, layers),
+            model.num_parameters(),
+            next(model.parameters()).dtype,
+            device,
+            quantized,
+            _fingerprint(model, quantized),
+        )
+
+
+def _fingerprint(model: PreTrainedModel, quantized: str) -> str:
+    """From the configuration and the first values of every tensor: it keys everything that is cached, and
+    tells bases apart."""
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.flatten()[:64].float().cpu().numpy().tobytes())
+    if quantized != "none":
+        digest.update(quantized.encode())
+    return digest.hexdigest()[:16]

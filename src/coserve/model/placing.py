@@ -1,0 +1,46 @@
+"""Frozen linears in the place of a model's own."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from coserve.model.batch import BatchCell
+from coserve.model.linear import FrozenLinear, Placement
+
+Choose = Callable[[str, Tensor, Tensor | None], Placement | None]  # of path, weight [out, in] and bias
+
+
+def place_linears(model: PreTrainedModel, cell: BatchCell, choose: Choose) -> None:
+    """Replaces those linears for which a placement is chosen, one after the other: each weight is let go
+    before the next one is placed.
+
+    Exact types only: some routers subclass nn.Linear and behave otherwise (design decision 5).
+    """
+    paths = [path for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    for path in paths:
+        weight, bias = _weights(model.get_submodule(path))
+        placement = choose(path, weight, bias)
+        if placement is not None:
+            put(model, path, FrozenLinear(path, placement, (weight.shape[0], weight.shape[1]), cell))
+
+
+def put(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Replaces the module at `path`."""
+    parent, _, child = path.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def leave_file(model: nn.Module) -> None:
+    """What is left of a model that was mapped from a file becomes memory of its own: as long as one norm is
+    read from the file, all of the file counts as memory in use."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def _weights(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    weight, bias = linear.weight, linear.bias
+    assert isinstance(weight, Tensor)
+    dense = weight.data.t().contiguous() if isinstance(linear, Conv1D) else weight.data
+    return dense, bias.data if isinstance(bias, Tensor) else None

@@ -1,0 +1,1 @@
+"""Frozen weights in eight and four bits, as placements behind the frozen linear."""

@@ -1,0 +1,33 @@
+"""The input embedding in eight bits: rows are widened as they are looked up."""
+
+import torch
+from torch import Tensor, nn
+
+from coserve.model.quantized.int8 import Int8Placement
+
+
+class QuantizedEmbedding(nn.Module):
+    """Stands where an embedding of the base stood; a tied head shares its `placement`."""
+
+    def __init__(self, placement: Int8Placement, factor: float) -> None:
+        super().__init__()
+        self.placement = placement
+        self._factor = factor
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight [vocabulary, width], without the factor."""
+        return self.placement.weight()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.placement.rows(tokens)
+        return rows if self._factor == 1.0 else rows * self._factor
+
+
+@torch.no_grad()
+def is_lookup(embedding: nn.Module, factor: float) -> bool:
+    """Whether an embedding gives rows of its weight times `factor` and does nothing else, found by trying."""
+    weight = embedding.weight
+    assert isinstance(weight, Tensor)
+    tokens = torch.arange(min(4, len(weight)), device=weight.device)
+    return torch.equal(embedding(tokens), weight[tokens] * factor)

@@ -1,0 +1,46 @@
+"""bitsandbytes, which makes and multiplies the four-bit format. It is loaded when a base asks for it."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+
+from coserve.errors import ConfigError
+
+_BACKEND = "bitsandbytes.backends.cpu.ops"
+
+
+@cache
+def bitsandbytes() -> ModuleType:
+    """Its functions. Raises ConfigError where it is not installed or cannot be loaded."""
+    try:
+        with _without_downloads():
+            return importlib.import_module("bitsandbytes.functional")
+    except (ImportError, OSError, RuntimeError) as error:  # no such package, or a library in it that fails
+        raise ConfigError(
+            "engine.quantize '4bit' needs bitsandbytes, which cannot be loaded "
+            f"(pip install 'coserve[quantized]'): {error}"
+        ) from error
+
+
+@contextmanager
+def _without_downloads() -> Iterator[None]:
+    """Where the package `kernels` is installed, bitsandbytes would fetch and run code from the hub as it is
+    imported. Nobody asked for that: here that package is out of sight, and nothing is said of its absence."""
+    missing = object()
+    before = sys.modules.get("kernels", missing)
+    log = logging.getLogger(_BACKEND)
+    level = log.level
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if before is missing:
+            del sys.modules["kernels"]
+        else:
+            sys.modules["kernels"] = before  # type: ignore[assignment]

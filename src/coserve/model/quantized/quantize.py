@@ -1,0 +1,82 @@
+"""Which weights of a model get how many bits.
+
+Linears of the decoder layers get what was asked for. Embedding and head get eight bits in any case: four
+would save less than a tenth of a small model, and what they lose is in every logit. Norms, biases, routers
+and fused experts (three-dimensional weights) stay as they are.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coserve.adapters.sites import Kind, Site
+from coserve.model.batch import BatchCell
+from coserve.model.linear import Placement
+from coserve.model.origin import Origin
+from coserve.model.placing import leave_file, place_linears, put
+from coserve.model.quantized.embedding import QuantizedEmbedding, is_lookup
+from coserve.model.quantized.int8 import Int8Placement
+from coserve.model.quantized.nf4 import BLOCK, place_in_nf4
+
+# Fewer outputs than any projection has: routers and gates, a thousandth of the bytes, which decide the most.
+_FEWEST_OUTPUTS: Final = 32
+
+_log = logging.getLogger(__name__)
+
+
+def quantize_model(model: PreTrainedModel, layers: Iterable[str], origin: Origin, cell: BatchCell) -> None:
+    """Puts quantized weights, on the origin's device, in the place of the model's own: one after the other,
+    so that no more than one is there twice. `layers` are the paths of the decoder layers.
+
+    Raises ConfigError where four bits are asked for and their library is missing.
+    """
+    inside = tuple(f"{path}." for path in layers)
+    head = _path_of(model, model.get_output_embeddings())
+    tied = _is_tied(model)
+    site = next(site for site in origin.sites.values() if site.kind is Kind.EMBEDDING)
+    embedding = _embedding(model, site, origin.device)
+
+    def choose(path: str, weight: Tensor, bias: Tensor | None) -> Placement | None:
+        if path == head and tied:
+            return None if embedding is None else embedding.placement
+        if len(weight) < _FEWEST_OUTPUTS:
+            return None
+        weight, bias = weight.to(origin.device), None if bias is None else bias.to(origin.device)
+        if origin.quantized == "4bit" and path.startswith(inside) and weight.shape[1] % BLOCK == 0:
+            return place_in_nf4(weight, bias)
+        return Int8Placement(weight, bias)
+
+    place_linears(model, cell, choose)
+    if embedding is not None:
+        put(model, site.path, embedding)
+    leave_file(model)
+    _say_what_stays(model, inside)
+
+
+def _embedding(model: PreTrainedModel, site: Site, device: torch.device) -> QuantizedEmbedding | None:
+    """None where the model's own does more than to look rows up; a head that is tied to it stays as well."""
+    own = model.get_input_embeddings()
+    if not is_lookup(own, site.factor):
+        return None
+    bias = model.get_output_embeddings().bias if _is_tied(model) else None  # the placement is the head's too
+    bias = None if bias is None else bias.data.to(device)
+    return QuantizedEmbedding(Int8Placement(own.weight.data.to(device), bias), site.factor)
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _path_of(model: PreTrainedModel, module: nn.Module | None) -> str | None:
+    return next((path for path, found in model.named_modules() if found is module), None)
+
+
+def _say_what_stays(model: PreTrainedModel, inside: tuple[str, ...]) -> None:
+    stays = sum(p.nbytes for path, p in model.named_parameters() if path.startswith(inside) and p.ndim > 2)
+    if stays:
+        _log.warning("fused experts are not quantized: %.1f GB of weights stay as they are", stays / 1e9)

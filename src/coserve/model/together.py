@@ -1,0 +1,50 @@
+"""Which linears are given the same input: found by looking, as models do not say.
+
+Adapters of linears that see one tensor (queries, keys and values; gate and up) can share their first product.
+"""
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionSpec
+from coserve.model.base import Base
+from coserve.model.linear import Placement
+
+Together = tuple[tuple[str, ...], ...]  # paths of linears, in the order in which the model calls them
+
+
+class _Watched:
+    """Rows that each see themselves only, and note who is given what."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Tensor, list[str]]] = []
+
+    def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
+        known = next((paths for tensor, paths in self.given if tensor is x), None)
+        if known is None:
+            self.given.append((x, [path]))
+        else:
+            known.append(path)
+        return placement.forward(x)
+
+    def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
+        return y
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
+
+
+@torch.no_grad()
+def linears_together(base: Base) -> Together:
+    """The linears of all layers, those that share their input together; one row passes the layers for it."""
+    hidden, calls = base.prologue(
+        torch.zeros(1, dtype=torch.long, device=base.device),
+        torch.zeros(1, dtype=torch.long, device=base.device),
+    )
+    found: list[tuple[str, ...]] = []
+    for layer in range(base.depth):
+        rows = _Watched()
+        with base.cell.set(rows):
+            hidden = base.layer(layer, hidden, calls)
+        found += [tuple(dict.fromkeys(paths)) for _, paths in rows.given]
+    return tuple(found)
