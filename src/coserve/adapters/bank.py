@@ -1,6 +1,7 @@
 """Which adapter versions are on the device, and who still needs the old ones."""
 
 from collections import Counter
+from collections.abc import Callable
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.errors import AdapterError, AdapterNotFound
@@ -17,6 +18,8 @@ class AdapterBank:
         self._current: dict[str, AdapterVersion] = {}
         self._versions: dict[str, AdapterVersion] = {}
         self._pins: Counter[str] = Counter()
+        self._newest: dict[str, int] = {}  # of every name there ever was
+        self._watchers: list[Callable[[AdapterVersion], None]] = []
 
     def __len__(self) -> int:
         """Versions on the device."""
@@ -33,6 +36,7 @@ class AdapterBank:
         before = self._current.get(adapter.name)
         self._versions[adapter.key] = adapter
         self._current[adapter.name] = adapter
+        self._newest[adapter.name] = max(adapter.version, self._newest.get(adapter.name, -1))
         if before is not None and before.key != adapter.key:
             self._drop_if_unused(before)
 
@@ -45,8 +49,9 @@ class AdapterBank:
         return found
 
     def next_version(self, name: str) -> int:
-        """A version number that no held version of this name has; old ones may still be answering."""
-        return 1 + max((v.version for v in self._versions.values() if v.name == name), default=-1)
+        """A version number that no version of this name ever had: old ones may still be answering, and what
+        was cached of those that are gone must not be taken for another's."""
+        return 1 + self._newest.get(name, -1)
 
     def remove(self, name: str) -> None:
         """Forgets a name; running requests keep their version until they end."""
@@ -71,6 +76,12 @@ class AdapterBank:
     def nbytes(self) -> int:
         return sum(adapter.nbytes for adapter in self._versions.values())
 
+    def when_dropped(self, tell: Callable[[AdapterVersion], None]) -> None:
+        """`tell` is called with each version that leaves the device."""
+        self._watchers.append(tell)
+
     def _drop_if_unused(self, adapter: AdapterVersion) -> None:
         if not self._pins[adapter.key] and self._current.get(adapter.name) is not adapter:
             self._versions.pop(adapter.key, None)
+            for tell in self._watchers:
+                tell(adapter)

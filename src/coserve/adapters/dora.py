@@ -57,6 +57,14 @@ class Norms:
         return exact.t() / factor
 
 
+class GivenNorms(Norms):
+    """Norms that are known, or that stand for ones without values where only shapes matter."""
+
+    def __init__(self, weights: Weights, lora: LowRank, values: Tensor) -> None:
+        super().__init__(weights, lora)
+        self.__dict__["values"] = values
+
+
 @dataclass(frozen=True, eq=False)
 class DoRABypass(Bypass):
     """`lora` and magnitude [out], beside the linear (or embedding) that `norms` are about.
@@ -90,13 +98,17 @@ class DoRABypass(Bypass):
         magnitude = self.magnitude.to(exact_type(dtype), copy=copy)
         return replace(self, lora=lora, magnitude=magnitude, norms=Norms(self.norms.weights, lora))
 
+    def with_norms(self, values: Tensor) -> "DoRABypass":
+        """The same with the norms [out] that are given, until its parameters change."""
+        return replace(self, norms=GivenNorms(self.norms.weights, self.lora, values))
+
     def dropping(self, mask: Mask) -> "DoRABypass":
         return replace(self, mask=mask)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         gain = self._gain()
         product = y if self._bias is None else y - self._bias
-        y = y + product * (gain - 1).to(y.dtype)
+        y = torch.addcmul(y, product, (gain - 1).to(y.dtype))  # to the bit what `add_` does
         return self.lora.with_outputs_scaled(gain).add(self._given(x), y)
 
     def add_(self, x: Tensor, y: Tensor) -> None:

@@ -91,11 +91,14 @@ def test_names_that_would_look_like_keys_are_refused(bank: AdapterBank, name: st
     assert bank.names == ["a"]
 
 
-def test_the_next_version_is_none_that_is_still_held(bank: AdapterBank) -> None:
-    """A removed name may still have answers under way."""
+def test_the_next_version_is_one_that_never_was(bank: AdapterBank) -> None:
+    """A removed name may still have answers under way, and keys and values in the cache."""
     assert bank.next_version("a") == 1 and bank.next_version("b") == 0
     bank.pin("a@0")
     bank.remove("a")
     assert bank.next_version("a") == 1
     bank.unpin("a@0")
-    assert bank.next_version("a") == 0
+    assert bank.next_version("a") == 1
+    bank.publish(version("a", 5))
+    bank.publish(version("a", 3))
+    assert bank.next_version("a") == 6

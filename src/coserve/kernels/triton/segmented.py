@@ -1,0 +1,160 @@
+"""Segmented gather: shrink and expand over tiles of rows, each with its own adapter's ranks (Punica, S-LoRA).
+
+What lies between is [rows, largest rank]; a tile fills as many columns as its adapter has ranks, and a
+program whose ranks begin beyond those ends at once. Tiles of one row are multiplied without matrix units: a
+decode row brings no padding with it. The plain twins are `reference.shrink`, `expand` and `outer`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coserve.kernels.triton.tiles import LARGEST, Tiles
+
+_RANKS, _WIDTH = 16, 64  # of a program's block
+
+
+def shrink(x: Tensor, a: Tensor, tiles: Tiles) -> Tensor:
+    """x [rows, in] by each row's own ranks of a [ranks, in]: [rows, largest rank] in x's type; columns beyond
+    an adapter's ranks, and rows of nobody, are zero."""
+    h = x.new_zeros(len(x), tiles.largest_rank)
+    if h.numel():
+        grid = (tiles.count, triton.cdiv(tiles.largest_rank, _RANKS))
+        _shrink[grid](x, a, h, *_columns(tiles), x.shape[1], x.stride(0), h.shape[1], *_block(tiles))
+    return h
+
+
+def expand_(h: Tensor, b: Tensor, y: Tensor, tiles: Tiles) -> None:
+    """y [rows, out] += h [rows, largest rank] by each row's own ranks of b [ranks, out]."""
+    if h.numel():
+        grid = (tiles.count, triton.cdiv(y.shape[1], _WIDTH))
+        _expand[grid](h, b, y, *_columns(tiles), y.shape[1], h.stride(0), y.stride(0), *_block(tiles))
+
+
+def outer(h: Tensor, x: Tensor, tiles: Tiles) -> Tensor:
+    """[ranks, in]: of each adapter hᵀ x over its own rows, all segments together, in at least float32."""
+    found = torch.zeros(tiles.layout.total_ranks, x.shape[1], device=x.device, dtype=torch.float32)
+    if found.numel():
+        grid = (
+            len(tiles.layout.ranks),
+            triton.cdiv(tiles.largest_rank, _RANKS),
+            triton.cdiv(x.shape[1], _WIDTH),
+        )
+        order, firsts, counts = tiles.by_owner
+        _outer[grid](
+            h, x, found, tiles.starts, tiles.counts, order, firsts, counts, *tiles.rank_spans,
+            x.shape[1], h.stride(0), x.stride(0), *_block(tiles),
+        )  # fmt: skip
+    return found
+
+
+def _columns(tiles: Tiles) -> tuple[Tensor, ...]:
+    return tiles.starts, tiles.counts, tiles.first, tiles.ranks
+
+
+def _block(tiles: Tiles) -> tuple[int, int, int, bool]:
+    return tiles.size, _RANKS, _WIDTH, tiles.size >= LARGEST
+
+
+@triton.jit
+def multiply(left: Any, right: Any, total: Any, DOT: tl.constexpr) -> Any:
+    """total + left [m, k] · right [k, n], in float32; by matrix units where the block is large enough."""
+    if DOT:
+        return tl.dot(left, right, total, input_precision="ieee")
+    return total + tl.sum(left[:, :, None].to(tl.float32) * right[None, :, :].to(tl.float32), axis=1)
+
+
+@triton.jit
+def _shrink(
+    x, a, h, starts, counts, first, ranks, width, x_stride, h_stride,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    rank = tl.load(ranks + tile)
+    own = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    if tl.program_id(1) * RANKS < rank:
+        row = tl.load(starts + tile) + tl.arange(0, ROWS)
+        is_row = tl.arange(0, ROWS) < tl.load(counts + tile)
+        matrix = a + (tl.load(first + tile) + own)[None, :].to(tl.int64) * width
+        total = tl.zeros((ROWS, RANKS), tl.float32)
+        for start in range(0, width, WIDTH):
+            column = start + tl.arange(0, WIDTH)
+            given = tl.load(
+                x + row[:, None].to(tl.int64) * x_stride + column[None, :],
+                mask=is_row[:, None] & (column < width)[None, :],
+                other=0.0,
+            )
+            weights = tl.load(
+                matrix + column[:, None], mask=(own < rank)[None, :] & (column < width)[:, None], other=0.0
+            )
+            total = multiply(given, weights, total, DOT)
+        into = h + row[:, None].to(tl.int64) * h_stride + own[None, :]
+        tl.store(into, total.to(h.dtype.element_ty), mask=is_row[:, None] & (own < rank)[None, :])
+
+
+@triton.jit
+def _expand(
+    h, b, y, starts, counts, first, ranks, width, h_stride, y_stride,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    rank = tl.load(ranks + tile)
+    row = tl.load(starts + tile) + tl.arange(0, ROWS)
+    is_row = tl.arange(0, ROWS) < tl.load(counts + tile)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_column = column < width
+    matrix = b + tl.load(first + tile).to(tl.int64) * width
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(0, rank, RANKS):
+        own = start + tl.arange(0, RANKS)
+        small = tl.load(
+            h + row[:, None].to(tl.int64) * h_stride + own[None, :],
+            mask=is_row[:, None] & (own < rank)[None, :],
+            other=0.0,
+        )
+        weights = tl.load(
+            matrix + own[:, None].to(tl.int64) * width + column[None, :],
+            mask=(own < rank)[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        total = multiply(small, weights, total, DOT)
+    into = y + row[:, None].to(tl.int64) * y_stride + column[None, :]
+    is_there = is_row[:, None] & is_column[None, :]
+    before = tl.load(into, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(into, (before + total).to(y.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _outer(
+    h, x, found, starts, counts, order, owner_first, owner_count, rank_first, rank_count,
+    width, h_stride, x_stride,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    owner = tl.program_id(0)
+    rank = tl.load(rank_count + owner)
+    own = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    is_column = column < width
+    if tl.program_id(1) * RANKS < rank:
+        total = tl.zeros((RANKS, WIDTH), tl.float32)
+        begin = tl.load(owner_first + owner)
+        for place in range(begin, begin + tl.load(owner_count + owner)):
+            tile = tl.load(order + place)
+            row = tl.load(starts + tile) + tl.arange(0, ROWS)
+            is_row = tl.arange(0, ROWS) < tl.load(counts + tile)
+            small = tl.load(
+                h + row[None, :].to(tl.int64) * h_stride + own[:, None],
+                mask=is_row[None, :] & (own < rank)[:, None],
+                other=0.0,
+            )
+            given = tl.load(
+                x + row[:, None].to(tl.int64) * x_stride + column[None, :],
+                mask=is_row[:, None] & is_column[None, :],
+                other=0.0,
+            )
+            total = multiply(small, given, total, DOT)
+        into = found + (tl.load(rank_first + owner) + own)[:, None].to(tl.int64) * width + column[None, :]
+        tl.store(into, total, mask=(own < rank)[:, None] & is_column[None, :])

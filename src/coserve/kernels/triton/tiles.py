@@ -1,0 +1,68 @@
+"""A layout as kernels read it: tiles of rows, and the blocks of ranks that each of them meets."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.layout import Layout
+
+LARGEST = 16  # rows of a tile: the least that matrix units multiply
+
+
+def tile_rows(layout: Layout) -> int:
+    """Rows of a tile: 1 where segments are decode rows, which are then multiplied without matrix units and
+    without a single row of padding."""
+    longest = max((rows.stop - rows.start for rows in layout.rows), default=1)
+    return 1 if longest <= 4 else LARGEST
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of a layout on a device: tile i has `counts[i]` rows from `starts[i]` on, and ranks from `first[i]` on,
+    `ranks[i]` of them, of adapter `owners[i]`. All int32 [tiles]. `size` is the most rows of one."""
+
+    layout: Layout
+    size: int
+    starts: Tensor
+    counts: Tensor
+    first: Tensor
+    ranks: Tensor
+    owners: Tensor
+
+    @staticmethod
+    def of(layout: Layout, device: torch.device) -> "Tiles":
+        size = tile_rows(layout)
+        found = [
+            (start, min(size, rows.stop - start), ranks.start, ranks.stop - ranks.start, owner)
+            for (rows, ranks), owner in zip(layout, layout.owners, strict=True)
+            for start in range(rows.start, rows.stop, size)
+        ]
+        columns = torch.tensor(found, dtype=torch.int32).view(-1, 5).t().contiguous().to(device)
+        starts, counts, first, ranks, owners = columns.unbind()
+        return Tiles(layout, size, starts, counts, first, ranks, owners)
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+    @property
+    def largest_rank(self) -> int:
+        return max((ranks.stop - ranks.start for ranks in self.layout.ranks), default=0)
+
+    @cached_property
+    def by_owner(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tiles adapter by adapter, and of each adapter the first of them and their number, int32."""
+        order = torch.argsort(self.owners, stable=True).to(torch.int32)
+        counts = torch.bincount(self.owners.long(), minlength=len(self.layout.ranks))
+        return order, (counts.cumsum(0) - counts).to(torch.int32), counts.to(torch.int32)
+
+    @cached_property
+    def rank_spans(self) -> tuple[Tensor, Tensor]:
+        """Of each adapter its first rank and their number, int32."""
+        found = [(ranks.start, ranks.stop - ranks.start) for ranks in self.layout.ranks]
+        first, count = (
+            torch.tensor(found, dtype=torch.int32).view(-1, 2).t().contiguous().to(self.starts.device)
+        )
+        return first, count

@@ -1,0 +1,118 @@
+"""Many LoRA adapters in one step: each answers as PEFT's model with that adapter alone does.
+
+Ranks and targets differ, and so do how many rows each has; answers come and go, so that adapters enter and
+leave the stacks, which are few here. One adapter is broken, and spoils nobody else's answers.
+"""
+
+import itertools
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from coserve import Engine, EngineConfig
+from coserve.adapters.stacks import Laid, Stacks
+from methods import SHAPES, SMALL, with_peft
+from mixed import SAMPLING, Logits, Mixture, make_engine
+from models import Exact, logits_of, tiny
+
+KINDS = {
+    "one": {"r": 1, "lora_alpha": 3},
+    "three": {"r": 3, "lora_alpha": 12},
+    "four": {"r": 4, "lora_alpha": 4, "use_rslora": True},
+    "four again": {"r": 4, "lora_alpha": 9},
+    "eight": {"r": 8, "lora_alpha": 16},
+    "seven": {"r": 7, "lora_alpha": 5},
+    "first linear": {"r": 8, "lora_alpha": 16},
+    "first linear too": {"r": 6, "lora_alpha": 16},
+    "dora": {"r": 8, "lora_alpha": 16, "use_dora": True},
+}
+TARGETS = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "gpt2": ["c_attn", "mlp.c_proj", "c_fc"],
+    "gemma2": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
+
+
+def save_adapters(name: str, folder: Path) -> dict[str | None, Logits]:
+    """PEFT's models in float64, each with one adapter; None is the base alone."""
+    alone: dict[str | None, Logits] = {None: logits_with(tiny(name, torch.float64, vocab_size=SMALL))}
+    for kind, fields in KINDS.items():
+        targets = TARGETS[name][:1] if kind.startswith("first") else TARGETS[name]
+        config = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **fields)
+        adapted = with_peft(name, config, torch.float64, vocab_size=SMALL)
+        adapted.save_pretrained(str(folder / kind))
+        alone[kind] = logits_with(adapted)
+    return alone
+
+
+def logits_with(model: torch.nn.Module) -> Logits:
+    def of(tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return logits_of(model, tokens)
+
+    return of  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64 to 1e-9; and steps did gather adapters of several families."""
+    together: list[int] = []
+    lay = Stacks.lay
+
+    def counted(self: Stacks, adapters: list) -> Laid:  # type: ignore[type-arg]
+        laid = lay(self, adapters)
+        together.append(len(laid.gathered))
+        return laid
+
+    monkeypatch.setattr(Stacks, "lay", counted)
+    with Exact():
+        alone = save_adapters(name, tmp_path)
+        mixture = Mixture(make_engine(name, torch.float64, tmp_path))
+        mixture.run(list(alone), prompts=3)
+        errors = mixture.errors(alone)
+    assert errors.keys() == alone.keys() and max(errors.values()) <= 1e-9, errors
+    assert max(together) >= 2, "several families in one step"
+
+
+def test_a_broken_adapter_spoils_its_own_answers_only(tmp_path: Path) -> None:
+    alone = save_adapters("llama", tmp_path)
+    engine = make_engine("llama", torch.float32, tmp_path)
+    broken = engine.bank.find("four again")
+    for tensor in broken.parameters().values():
+        tensor.fill_(math.nan)
+    mixture = Mixture(engine)
+    mixture.run(["eight", "four", "four again", "three"], prompts=2)
+    spoilt = [answer for kind, answer in mixture.answers if kind == "four again"]
+    assert all(math.isnan(row.top[0][1]) for answer in spoilt for row in answer.logprobs), "it is broken"
+    mixture.answers = [(kind, answer) for kind, answer in mixture.answers if kind != "four again"]
+    errors = mixture.errors(alone)
+    assert len(errors) == 3 and max(errors.values()) <= 1e-5, errors
+
+
+def test_few_slots_are_enough_and_versions_that_are_gone_hold_none(tmp_path: Path) -> None:
+    """Two sequences run at once, so that a family has two slots, and its adapters take turns there."""
+    alone = save_adapters("llama", tmp_path)
+    engine = Engine(
+        tiny("llama", torch.float32, vocab_size=SMALL),
+        EngineConfig(calibrate=False, cache_tokens=1024, page_size=4, max_running=2),
+    )
+    kinds = ["four", "four again", "three", "eight", "seven"]
+    for kind in kinds:
+        engine.load_adapter(kind, tmp_path / kind)
+    draws = random.Random(5)
+    mixture = Mixture(engine)
+    for kind in itertools.islice(itertools.cycle(kinds), 12):
+        prompt = [draws.randrange(1, SMALL) for _ in range(draws.randint(2, 12))]
+        mixture.answers.append((kind, engine.generate(prompt, kind, SAMPLING)))
+    engine.run()
+    errors = mixture.errors(alone)
+    assert errors.keys() == set(kinds) and max(errors.values()) <= 1e-5, errors
+    assert engine.runner.stacks.nbytes > 0
+    for kind in kinds:
+        engine.unload_adapter(kind)
+    assert not engine.runner.stacks.adapters

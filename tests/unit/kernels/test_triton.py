@@ -1,0 +1,32 @@
+"""Triton's kernels against the plain twins. Without a GPU they run in Triton's interpreter, in a process of
+its own: the interpreter is chosen when Triton is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+CASES = Path(__file__).with_name("triton_cases.py")
+
+
+def test_every_kernel_equals_its_twin() -> None:
+    """All cases of `triton_cases.py`: decode rows, long segments, both; ranks from 1 on, gaps, nobody's
+    rows."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    found = subprocess.run(
+        [sys.executable, str(CASES)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+    assert found.stdout.split()[-1] == "equal"

@@ -1,0 +1,123 @@
+"""Run by `test_triton.py`, with Triton's interpreter or on a GPU: each kernel on each layout, in each
+type."""
+
+import torch
+from torch import Tensor
+
+from coserve.kernels import reference
+from coserve.kernels.gathered import Owned, Stack
+from coserve.kernels.layout import Layout
+from coserve.kernels.triton import blocksparse, segmented
+from coserve.kernels.triton.blocksparse import Topology
+from coserve.kernels.triton.stack import RowTiles, TritonStack
+from coserve.kernels.triton.tiles import Tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter multiplies bfloat16 wrongly, without a word.
+TYPES = {torch.float32: 2e-6, torch.float16: 2e-3} | ({torch.bfloat16: 1.6e-2} if DEVICE == "cuda" else {})
+INSIDE, OUTSIDE = 70, 130
+
+LAYOUTS = {
+    "decode rows": Layout.of([(slice(0, 1), 0), (slice(1, 3), 2), (slice(4, 5), 1)], [8, 1, 37]),
+    "long segments": Layout.of([(slice(2, 22), 1), (slice(22, 55), 0)], [5, 16]),
+    "an adapter twice": Layout.of([(slice(0, 2), 1), (slice(2, 3), 0), (slice(3, 40), 1)], [64, 20, 9]),
+    "nobody": Layout.of([], [4]),
+}
+
+
+def main() -> None:
+    draws = torch.Generator().manual_seed(0)
+    for name, layout in LAYOUTS.items():
+        rows = max((r.stop for r in layout.rows), default=2) + 1
+        for dtype, tolerance in TYPES.items():
+            sizes = {
+                "x": (rows, INSIDE), "y": (rows, OUTSIDE), "a": (layout.total_ranks, INSIDE),
+                "b": (layout.total_ranks, OUTSIDE), "grad": (rows, OUTSIDE),
+            }  # fmt: skip
+            given = {
+                key: torch.randn(size, generator=draws).to(DEVICE, dtype) / size[-1] ** 0.5
+                for key, size in sizes.items()
+            }
+            _segmented(f"segmented, {name}, {dtype}", layout, given, tolerance)
+            _blocksparse(f"block-sparse, {name}, {dtype}", layout, given, tolerance)
+    _keeps_what_is_not_a_number()
+    _stack()
+    print("equal")
+
+
+def _segmented(what: str, layout: Layout, given: dict[str, Tensor], tolerance: float) -> None:
+    x, y, a, b, grad = (given[key] for key in ("x", "y", "a", "b", "grad"))
+    tiles = Tiles.of(layout, x.device)
+    h, between = segmented.shrink(x, a, tiles), segmented.shrink(grad, b, tiles)
+    out, gx = y.clone(), torch.zeros_like(x)
+    segmented.expand_(h, b, out, tiles)
+    segmented.expand_(between, a, gx, tiles)
+    found = out, gx, segmented.outer(between, x, tiles), segmented.outer(h, grad, tiles)
+    _compare(what, layout, given, found, tolerance)
+
+
+def _blocksparse(what: str, layout: Layout, given: dict[str, Tensor], tolerance: float) -> None:
+    x, y, a, b, grad = (given[key] for key in ("x", "y", "a", "b", "grad"))
+    topology = Topology.of(layout, x.device)
+    h, between = blocksparse.dds(x, a, topology), blocksparse.dds(grad, b, topology)
+    out, gx = y.clone(), torch.zeros_like(x)
+    blocksparse.sdd_(h, b, out, topology)
+    blocksparse.sdd_(between, a, gx, topology)
+    found = out, gx, blocksparse.transposed(between, x, topology), blocksparse.transposed(h, grad, topology)
+    _compare(what, layout, given, found, tolerance)
+
+
+def _compare(
+    what: str, layout: Layout, given: dict[str, Tensor], found: tuple[Tensor, ...], tolerance: float
+) -> None:
+    exact = {key: tensor.double() for key, tensor in given.items()}
+    x, y, a, b, grad = (exact[key] for key in ("x", "y", "a", "b", "grad"))
+    wanted = (
+        reference.multi_lora(x, y, a, b, layout),
+        *reference.multi_lora_backward(grad, x, a, b, layout),
+    )
+    for name, got, expected in zip(("y", "gradient of x", "of a", "of b"), found, wanted, strict=True):
+        error = float((got.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
+        assert error <= tolerance, f"{what}: {name} is off by {error:.2g}"
+
+
+def _keeps_what_is_not_a_number() -> None:
+    """An adapter that is broken spoils its own rows, and an outlier in a row nobody else's."""
+    layout = Layout.of([(slice(0, 2), 0), (slice(2, 20), 1), (slice(20, 21), 2)], [3, 4, 5])
+    x, y = torch.randn(21, INSIDE, device=DEVICE), torch.randn(21, OUTSIDE, device=DEVICE)
+    a, b = torch.randn(12, INSIDE, device=DEVICE), torch.randn(12, OUTSIDE, device=DEVICE)
+    a[4], b[5] = float("nan"), float("inf")
+    tiles, topology = Tiles.of(layout, x.device), Topology.of(layout, x.device)
+    ours, other = y.clone(), y.clone()
+    segmented.expand_(segmented.shrink(x, a, tiles), b, ours, tiles)
+    blocksparse.sdd_(blocksparse.dds(x, a, topology), b, other, topology)
+    for got in (ours, other):
+        assert got[:2].isfinite().all() and got[20:].isfinite().all(), "a neighbour is spoilt"
+        assert not got[2:20].isfinite().any(), "what is broken shows"
+
+
+def _stack() -> None:
+    """A GPU's stack gives what a CPU's does: two linears, ranks below the stack's, rows of slots in any
+    order."""
+    draws = torch.Generator().manual_seed(2)
+    sizes = (3, 8, INSIDE, (OUTSIDE, 20))
+    like = torch.zeros((), device=DEVICE)
+    ours, twin = TritonStack(*sizes, like), Stack(*sizes, torch.zeros((), dtype=torch.float64))
+    for slot, rank in enumerate((8, 3, 1)):
+        for linear, width in enumerate(sizes[3]):
+            a, b = torch.randn(rank, INSIDE, generator=draws), torch.randn(width, rank, generator=draws)
+            ours.put(slot, linear, a.to(DEVICE), b.to(DEVICE), 1.5 + slot)
+            twin.put(slot, linear, a.double(), b.double(), 1.5 + slot)
+    slots = [2, 0, 1, 1, 0]
+    x = torch.randn(len(slots), INSIDE, generator=draws)
+    tiles, owned = RowTiles(slots, like.device), Owned(slots, torch.device("cpu"))
+    h, wanted_h = ours.shrink(x.to(DEVICE), tiles), twin.shrink(x.double(), owned)
+    assert torch.allclose(h.double().cpu(), wanted_h, rtol=1e-5, atol=1e-5), "the stack's first product"
+    for linear in range(2):
+        got = ours.expand(linear, h, tiles).double().cpu()
+        assert torch.allclose(got, twin.expand(linear, wanted_h, owned), rtol=1e-5, atol=1e-4), f"{linear}"
+    assert 2 * ours.slot_nbytes == twin.slot_nbytes
+
+
+if __name__ == "__main__":
+    main()
