@@ -26,7 +26,7 @@ def list_jobs(
         jobs = client.get(PATH, limit=limit)["data"]
     if as_json:
         return print_json(jobs)
-    columns = ("job", "status", "model", "adapter", "tokens", "created")
+    columns = ("job", "status", "model", "adapter", "tokens", "created", "waiting for")
     rows = [
         (
             job["id"],
@@ -35,6 +35,7 @@ def list_jobs(
             job.get("fine_tuned_model") or "",
             str(job.get("trained_tokens") or ""),
             moment(job["created_at"]),
+            job.get("waiting_for") or "",
         )
         for job in jobs
     ]

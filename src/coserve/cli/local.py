@@ -47,7 +47,7 @@ def demo(
     json_file: Figures = None,
 ) -> None:
     """Streams conversations while two adapters are trained, and measures both."""
-    _check_writable("--json", json_file)
+    check_writable("--json", json_file)
     from coserve.demo.story import Options, Story
     from coserve.demo.view import make_view
 
@@ -69,8 +69,8 @@ def engine(
     ] = None,
 ) -> None:
     """Serving, training, and both at once, beside their floors and other programs."""
-    _check_writable("--json", json_file)
-    _check_writable("--plans", plans)
+    check_writable("--json", json_file)
+    check_writable("--plans", plans)
     from coserve.bench.engine import run_engine
     from coserve.bench.report import print_report
 
@@ -80,7 +80,7 @@ def engine(
 @bench.command()
 def server(json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m") -> None:
     """What HTTP costs beside the engine alone, and what is left of streams and jobs after kill -9."""
-    _check_writable("--json", json_file)
+    check_writable("--json", json_file)
     from coserve.bench.report import print_report
     from coserve.bench.server import run_server
 
@@ -98,8 +98,8 @@ def methods(
     ] = None,
 ) -> None:
     """Every adapter method: against its oracle, beside the others in one step, and while it learns."""
-    _check_writable("--json", json_file)
-    _check_writable("--picture", picture)
+    check_writable("--json", json_file)
+    check_writable("--picture", picture)
     from coserve.bench.methods.curves import draw
     from coserve.bench.methods.run import run_methods
     from coserve.bench.report import print_report
@@ -115,7 +115,7 @@ def policies(
     json_file: Figures = None,
     quick: Quick = False,
     only: Only = None,
-    shape: Shape = "19m",
+    shape: Annotated[str | None, typer.Option(help="255m, or 19m when --quick.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, readable=True, help="Azure LLM trace to replay too."),
@@ -129,6 +129,9 @@ def policies(
     seconds: Annotated[
         float | None, typer.Option(min=1.0, help="Seconds that requests arrive in, each run.")
     ] = None,
+    further: Annotated[
+        bool, typer.Option("--further", help="Keep what FILE of --json has of other groups.")
+    ] = False,
     page: Annotated[Path | None, typer.Option(help="File for the report, as HTML.")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="File for the summary picture, as SVG or PNG by its ending.")
@@ -136,12 +139,12 @@ def policies(
 ) -> None:
     """Every scheduling policy on the papers' traffic and a recorded one, and what one would do instead."""
     for flag, path in (("--json", json_file), ("--page", page), ("--picture", picture)):
-        _check_writable(flag, path)
+        check_writable(flag, path)
     from coserve.bench.policies.page import draw, write_page
     from coserve.bench.policies.run import run_policies
     from coserve.bench.report import print_report
 
-    results = run_policies(shape, quick, only or None, json_file, trace, prompts, seconds)
+    results = run_policies(shape, quick, only or None, json_file, trace, prompts, seconds, further)
     if page is not None:
         write_page(results, page)
     if picture is not None:
@@ -149,7 +152,30 @@ def policies(
     print_report(results)
 
 
-def _check_writable(flag: str, path: Path | None) -> None:
+@bench.command()
+def memory(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Shape = "255m",
+    picture: Annotated[
+        Path | None, typer.Option(help="File for the ablation, as SVG or PNG by its ending.")
+    ] = None,
+) -> None:
+    """What training keeps, what the ledger and the plan say beside what is measured, what is shared."""
+    check_writable("--json", json_file)
+    check_writable("--picture", picture)
+    from coserve.bench.memory.ablation import draw_ablation
+    from coserve.bench.memory.run import run_memory
+    from coserve.bench.report import print_report
+
+    results = run_memory(shape, quick, only or None, json_file)
+    if picture is not None and "ablation" in results:
+        draw_ablation(results, picture)
+    print_report(results)
+
+
+def check_writable(flag: str, path: Path | None) -> None:
     """Better to find out before minutes of work than after."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"{flag} {path}: expected a file in a folder that exists")

@@ -28,10 +28,31 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the base model.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda, cuda:1, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="Bits of the base's weights: 8bit or 4bit (4bit needs coserve[quantized])."),
+    ] = None,
     cache_tokens: Annotated[
         int | None, typer.Option(help="Keys and values held at once, in tokens over all sequences.")
     ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes for everything, as 6GiB, or a share, as 0.5.")
+    ] = None,
+    offload: Annotated[
+        bool | None,
+        typer.Option("--offload", help="Optimizer state rests in slower memory between steps."),
+    ] = None,
     max_running: Annotated[int | None, typer.Option(help="Answers that run at once; more wait.")] = None,
+    cache_dtype: Annotated[
+        str | None, typer.Option(help="auto (the model's), or int8: half the bytes, a little less exact.")
+    ] = None,
+    prefix_sharing: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-sharing/--no-prefix-sharing",
+            help="Compute what a tenant's prompts have in common once; on by default.",
+        ),
+    ] = None,
     max_jobs: Annotated[int | None, typer.Option(help="Jobs that train at once; more wait.")] = None,
     policy: Annotated[
         str | None,
@@ -92,8 +113,13 @@ def serve(
         engine=given(
             device=device,
             dtype=dtype,
+            quantize=quantize,
             cache_tokens=cache_tokens,
+            memory=memory,
+            offload=offload,
             max_running=max_running,
+            cache_dtype=cache_dtype,
+            prefix_sharing=prefix_sharing,
             policy=policy,
             deterministic=deterministic,
         )

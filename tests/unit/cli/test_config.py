@@ -63,6 +63,19 @@ def test_types_of_the_environment_are_the_settings_own() -> None:
     assert settings.adapter_root == Path("/somewhere")
 
 
+def test_a_budget_of_memory_is_named_anywhere(tmp_path: Path) -> None:
+    file = tmp_path / "coserve.toml"
+    for written, meant in (("6000000000", 6_000_000_000), ("0.5", 0.5), ('"6GiB"', "6GiB")):
+        file.write_text(f"[server.engine]\nmemory = {written}\n")
+        assert load_server_settings({}, file, {}).engine.memory == meant
+    environment = {"COSERVE_ENGINE_MEMORY": "25%", "COSERVE_ENGINE_OFFLOAD": "true"}
+    found = load_server_settings({}, file, environment).engine
+    assert found.memory == "25%" and found.offload
+    assert load_server_settings({"engine": {"memory": "1GB"}}, file, environment).engine.memory == "1GB"
+    with pytest.raises(ConfigError, match=r"engine\.memory"):
+        load_server_settings({}, None, {"COSERVE_ENGINE_MEMORY": "lots"})
+
+
 def test_a_policy_is_named_anywhere(tmp_path: Path) -> None:
     assert load_server_settings({}, None, {}).engine.policy == "hybrid"
     config = write(tmp_path, "[server.engine]\npolicy = 'deferred:0.2'\npolicy_options = {together = true}\n")

@@ -1,0 +1,214 @@
+"""`coserve plan`: what a model will take, before it is loaded."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coserve.cli.options import AsJson
+from coserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coserve.plan.rows import Asked, Recipes
+    from coserve.plan.subject import Subject
+    from coserve.train.keep import KeepSetting
+
+_COLUMNS = ("weights", "cache", "optimizer", "no_grad", "activations", "backward", "total")
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model's folder, a configuration of transformers (a file, or JSON), a bench shape such as "
+            "255m, or a kind of model such as gpt2."
+        ),
+    ],
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METHOD[:OPTIONS]",
+            help="An adapter, such as lora:rank=16,targets=q_proj+v_proj; may be repeated. Else all methods.",
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences at once; may be repeated, to compare.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 512,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
+    keep: Annotated[
+        str, typer.Option(help="What a tape keeps: inputs, pruned, everything, or bytes such as 500MB.")
+    ] = "inputs",
+    cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the engine's cache holds.")] = 32768,
+    memory: Annotated[str, typer.Option(help="The budget, as 6GiB, a share, or auto.")] = "auto",
+    loss: Annotated[
+        str, typer.Option(help="What plain torch goes back from: labels, or the sum of all logits.")
+    ] = "labels",
+    device: Annotated[str, typer.Option(help="Where it is measured: cpu, or cuda, cuda:1, ...")] = "cpu",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run it all in fresh processes, and compare.")
+    ] = False,
+    activations: Annotated[
+        bool,
+        typer.Option("--activations", help="Instead, tensor by tensor, what a tape keeps of a row, and why."),
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture, SVG or PNG by its ending.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Says how much memory answers, full fine-tuning and adapters will take, before anything is loaded.
+
+    Plain torch stands beside coserve's engine. Nothing of this is a formula: the programs themselves run on
+    tensors without data, and every allocation is counted.
+    """
+    from coserve.cli.local import check_writable
+
+    check_writable("--plot", plot)
+    subject = _subject(model, dtype)
+    recipes = _recipes(adapter)
+    if activations:
+        from coserve.cli.activations import activations as explain
+
+        if len(recipes) != 1:
+            raise ConfigError("--activations explains one --adapter at a time")
+        (parts,) = recipes.values()
+        return explain(subject.config, subject.dtype, parts, keep, as_json)
+    from coserve.plan.rows import make_plan
+
+    asked = _asked(recipes, batch, length, loss, keep, cache_tokens, memory, device, measure)
+    results = {"command": _command(), **make_plan(subject, asked, _say)}
+    if plot is not None:
+        from coserve.bench.memory.drawing import draw
+
+        draw(results, plot)
+    if as_json:
+        from coserve.cli.output import print_json
+
+        return print_json(results)
+    _print(results)
+
+
+def _subject(model: str, dtype: str) -> "Subject":
+    """Raises ConfigError or ModelNotFound for what is no model."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    from coserve.bench.shapes import shape_named, shape_names
+    from coserve.plan.subject import read_subject, subject_from_fields, subject_of
+
+    if model in shape_names():
+        return subject_of(model, shape_named(model).config, dtype)
+    if model.lstrip().startswith("{"):
+        try:
+            fields = json.loads(model)
+        except ValueError as error:
+            raise ConfigError(f"the model's configuration is no JSON: {error}") from error
+        return subject_from_fields(str(fields.get("model_type")), fields, dtype)
+    if Path(model).exists():
+        return read_subject(Path(model), dtype)
+    if model in CONFIG_MAPPING_NAMES:
+        return subject_of(model, AutoConfig.for_model(model), dtype)
+    raise ConfigError(
+        f"{model!r} is no model: expected a folder, a configuration, one of the shapes "
+        f"{', '.join(shape_names())}, or a kind of model that transformers knows"
+    )
+
+
+def _recipes(adapters: list[str] | None) -> "Recipes":
+    from coserve.plan.recipes import METHODS, read_recipe
+
+    if not adapters:
+        return {name: [fields] for name, fields in METHODS.items()}
+    return dict(read_recipe(adapter) for adapter in adapters)
+
+
+def _asked(
+    recipes: "Recipes",
+    batches: list[int] | None,
+    length: int,
+    loss: str,
+    keep: str,
+    cache_tokens: int,
+    memory: str,
+    device: str,
+    measure: bool,
+) -> "Asked":
+    """Raises ConfigError for what is out of its range."""
+    import torch
+
+    from coserve.engine.admission import device_capacity
+    from coserve.memory.budget import budget_of
+    from coserve.plan.rows import Asked
+    from coserve.plan.stages import Loss
+
+    if loss not in set(Loss):
+        raise ConfigError(f"--loss must be {' or '.join(Loss)}, not {loss!r}")
+    where = torch.device(device if measure else "cpu")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {device}: torch finds no such device")
+    return Asked(
+        recipes,
+        tuple(batches or (4,)),
+        length,
+        cache_tokens,
+        Loss(loss),
+        _keep(keep),
+        budget_of(memory, device_capacity(where)),
+        device if measure else None,
+    )
+
+
+def _keep(text: str) -> "KeepSetting":
+    """The name of a setting, or a number of bytes."""
+    from coserve.core.size import read_size
+    from coserve.train.keep import Keep, keep_setting
+
+    return keep_setting(text if text in {keep.value for keep in Keep} else read_size(text))
+
+
+def _print(results: dict[str, Any]) -> None:
+    """The table of a plan, what does not fit and what would, and how far measured and estimated are apart."""
+    from coserve.cli.output import print_table
+    from coserve.core.size import show_size
+
+    measured = results["error"] is not None
+    rows = [
+        (
+            f"{row['name']}" + (f", {row['keep']}" if row["keep"] else ""),
+            row["system"],
+            str(row["batch"]),
+            *(f"{row[column] / 1e6:,.0f}" for column in _COLUMNS),
+            *(_measured(row) if measured else ()),
+            "yes" if row["fits"] else "no",
+        )
+        for row in results["rows"]
+    ]
+    names = [column.replace("_", "-") for column in _COLUMNS]
+    print(
+        f"{results['model']} in {results['dtype']}, {results['length']} tokens a sequence; in MB (10^6 bytes)"
+    )
+    columns = ("", "by", "batch", *names, *(("measured", "error") * measured), "fits")
+    print_table(columns, rows, "nothing to plan")
+    print(f"the budget is {show_size(results['budget'])}")
+    for row in results["rows"]:
+        if row["refused"] and row["system"] == "coserve":
+            print(f"{row['name']}, batch {row['batch']}: {row['refused']}")
+    if measured:
+        print(f"measured: {results['measure']}; the largest error of any stage is {results['error']:.1%}")
+
+
+def _measured(row: dict[str, Any]) -> tuple[str, str]:
+    """A row's peak in its process, and the error of its worst stage."""
+    return f"{max(row['measured'].values()) / 1e6:,.0f}", f"{max(row['errors'].values()):.1%}"
+
+
+def _say(message: str) -> None:
+    """On a terminal only: what is under way."""
+    if sys.stderr.isatty():
+        print(message, file=sys.stderr)
+
+
+def _command() -> str:
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

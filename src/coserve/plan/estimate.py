@@ -1,0 +1,74 @@
+"""Peaks of a program and what they are made of, by running it on tensors without data."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from coserve.plan.nodata import without_data
+from coserve.plan.ours import OurRun
+from coserve.plan.plain import PlainRun
+from coserve.plan.stages import Peaks, Program, Run, Stage, System
+from coserve.plan.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """Bytes at the peak of a whole program, by what they are for.
+
+    `weights`, `cache` and `optimizer` are held; `no_grad` is what a pass without gradients takes beyond
+    that, `activations` what a pass forward with them takes more, `backward` what the way back adds.
+    """
+
+    weights: int
+    cache: int
+    optimizer: int
+    no_grad: int
+    activations: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A program's peaks by stage, and the components of the last one."""
+
+    peaks: Peaks
+    components: Components
+
+
+def make_run(subject: Subject, program: Program, device: torch.device) -> Run:
+    """The program on a device."""
+    kind = PlainRun if program.system is System.TORCH else OurRun
+    return kind(subject, program, device)
+
+
+def estimated(subject: Subject, program: Program) -> Estimate:
+    """Most bytes alive until each stage of the program was reached, and the weights' alone."""
+    peaks: dict[Stage, int] = {}
+    with without_data() as counted:
+        run = make_run(subject.without_weights(), program, torch.device("cpu"))
+        early = 0  # of the optimizer's bytes, those that are there when rows go forward
+        for stage in run.go():
+            if stage is Stage.LOADED:
+                counted.reset()
+                weights = counted.live - run.cache
+            if stage is Stage.FORWARD:
+                early = run.optimizer
+            peaks[stage] = counted.peak
+        return Estimate(peaks, _components(peaks, weights, run, early))
+
+
+def _components(peaks: Peaks, weights: int, run: Run, early: int) -> Components:
+    """Each takes what it needs of the total, as long as there is some left: what is let go before the peak
+    is not there at the peak."""
+    left = list(peaks.values())[-1]
+    no_grad = peaks[Stage.INFERENCE] - weights - run.cache
+    forward = peaks.get(Stage.FORWARD, peaks[Stage.INFERENCE]) - peaks[Stage.INFERENCE] - early
+    found = []
+    for wanted in (weights, run.cache, run.optimizer, no_grad, forward, left):
+        found.append(max(0, min(wanted, left)))
+        left -= found[-1]
+    return Components(*found)

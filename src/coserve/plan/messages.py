@@ -1,0 +1,60 @@
+"""What a measuring process is told, and what it tells."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import AutoConfig
+
+from coserve.plan.stages import Load, Program, Stage, System
+from coserve.plan.subject import Subject
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A program, and the model as JSON can say it."""
+
+    model: str
+    program_name: str
+    config: Mapping[str, Any]
+    dtype: str
+    folder: str | None
+    system: System
+    load: Load
+    trains: bool
+    parts: list[dict[str, Any]]
+    keep: str | int
+    device: str
+    threads: int
+
+    @staticmethod
+    def of(subject: Subject, program: Program, device: str, threads: int) -> "Order":
+        return Order(
+            model=subject.name,
+            program_name=program.name,
+            config=subject.config.to_dict(),
+            dtype=str(subject.dtype).removeprefix("torch."),
+            folder=None if subject.folder is None else str(subject.folder),
+            system=program.system,
+            load=program.load,
+            trains=program.trains,
+            parts=[dict(part) for part in program.parts],
+            keep=program.keep,
+            device=device,
+            threads=threads,
+        )
+
+    def subject(self) -> Subject:
+        folder = None if self.folder is None else Path(self.folder)
+        return Subject(self.model, AutoConfig.for_model(**self.config), getattr(torch, self.dtype), folder)
+
+    def program(self) -> Program:
+        return Program(self.program_name, self.system, self.load, self.trains, self.parts, self.keep)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Bytes by stage, and what was measured in words."""
+
+    peaks: dict[Stage, int]
+    how: str

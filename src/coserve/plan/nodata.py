@@ -1,0 +1,115 @@
+"""Runs code on tensors that hold no data, and counts what they would take.
+
+The program is the real one: torch's fake tensors have shapes, types, storages and lifetimes, and everything
+below them (which kernels run, what autograd saves, when it lets go) goes as it would. So what is counted here
+is what a device's allocator would be asked for, for any model, method and engine, with no formula about any
+of them.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of all storages that are alive, and the most there ever were.
+
+    Only tensors of `mode` count: what others make without data in between, to trace something, takes none
+    where the program runs with data either.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self._peak = 0
+        self._mode = mode
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    @property
+    def peak(self) -> int:
+        """Since the last reset."""
+        return self._peak
+
+    def reset(self) -> None:
+        """The peak begins anew, from what is alive now."""
+        self._peak = self.live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        answer = _ANSWERS.get(func)
+        out = func(*args, **(kwargs or {})) if answer is None else answer(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
+        self._peak = max(self._peak, self.live)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        if getattr(tensor, "fake_mode", None) is not self._mode:
+            return
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key in self._storages:
+            return
+        nbytes = storage.nbytes()
+
+        def gone(_: object) -> None:
+            self.live -= nbytes
+            del self._storages[key]
+
+        self._storages[key] = weakref.ref(storage, gone)
+        self.live += nbytes
+
+
+@contextmanager
+def without_data() -> Iterator[Allocations]:
+    """Everything in here runs on tensors without data, those that are made in here included."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _Blank(), Allocations(mode) as counted:
+        yield counted
+
+
+class _Blank(TorchFunctionMode):
+    """What leaves torch is zeros."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.numpy:
+            return np.zeros(tuple(args[0].shape), np.float32)
+        return func(*args, **(kwargs or {}))
+
+
+def _number(tensor: Tensor) -> bool | int | float:
+    """Zero is finite, no token out of range and no error; yes is the answer of a check."""
+    if tensor.dtype == torch.bool:
+        return True
+    return 0.0 if tensor.is_floating_point() else 0
+
+
+def _all_of_them(tensor: Tensor) -> Tensor:
+    """As if nothing were zero: the most that there could be."""
+    return torch.zeros(tensor.numel(), tensor.ndim, dtype=torch.long, device=tensor.device)
+
+
+def _same(tensor: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+# What depends on values, or has no form without them: packed weights are as large as plain ones.
+_ANSWERS: Final[Mapping[Any, Callable[..., Any]]] = {
+    torch.ops.aten._local_scalar_dense.default: _number,
+    torch.ops.aten.nonzero.default: _all_of_them,
+    torch.ops.aten.equal.default: lambda *_: True,
+    torch.ops.mkldnn._reorder_linear_weight.default: _same,
+}

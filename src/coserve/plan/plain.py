@@ -1,0 +1,183 @@
+"""The report's measurements: transformers' own model under autograd, trained whole or beside an adapter."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bypass import Bypass, Place, Side
+from coserve.adapters.merge import WholeModel
+from coserve.adapters.methods import method_of
+from coserve.adapters.settings import settings_of
+from coserve.adapters.sites import Kind
+from coserve.adapters.virtual import VirtualTokens
+from coserve.memory.kv import CacheShape
+from coserve.plan.stages import Load, Loss, Program, Stage
+from coserve.plan.subject import Subject
+
+_ATTENTION: Final = "coserve-plan"
+
+
+class PlainRun:
+    """`Program`s of plain torch. AdamW has its moments in the weights' own type, as torch's has."""
+
+    def __init__(self, subject: Subject, program: Program, device: torch.device) -> None:
+        self._subject, self._program, self._device = subject, program, device
+        self.cache = self.optimizer = 0
+
+    def go(self) -> Iterator[Stage]:
+        model = self._subject.load()
+        if self._device.type != "cpu":
+            model = model.to(self._device)
+        _without_masks(model)
+        model.requires_grad_(self._program.trains and not self._program.parts)
+        plain = _Plain(model, self._program.parts)
+        yield Stage.LOADED
+        self._answer(plain)
+        yield Stage.INFERENCE
+        if not self._program.trains:
+            return
+        trained = [p for p in (*model.parameters(), *plain.parameters()) if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+        load = self._program.load
+        for step in range(2):
+            end = plain.loss(self._ids(load), load.loss)
+            if not step:
+                yield Stage.FORWARD
+            end.backward()  # type: ignore[no-untyped-call]
+            if not step:
+                yield Stage.BACKWARD
+            optimizer.step()
+            optimizer.zero_grad()
+        self.optimizer = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+        yield Stage.STEP
+
+    @torch.no_grad()
+    def _answer(self, plain: "_Plain") -> None:
+        ids = self._ids(self._program.load)
+        if self._program.trains:
+            plain.logits(ids)
+            return
+        past = plain.logits(ids, cached=True).past_key_values
+        self.cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
+
+    def _ids(self, load: Load) -> Tensor:
+        return torch.zeros(load.batch, load.length, dtype=torch.long, device=self._device)
+
+
+class _Plain:
+    """A model with an adapter beside it, by hooks."""
+
+    def __init__(self, model: PreTrainedModel, parts: Sequence[Any]) -> None:
+        self._model: Any = model
+        self._adapter: AdapterVersion | None = None
+        if parts:
+            frame = _Whole(model)
+            generator = torch.Generator().manual_seed(0)
+            made = [method_of(c).fresh(c, frame, generator) for c in settings_of(parts)]
+            drawn = AdapterVersion("plan", 0, tuple(made)).in_type(model.dtype)
+            trained = {
+                name: tensor.to(model.device).detach().requires_grad_()
+                for name, tensor in drawn.parameters().items()
+            }
+            self._adapter = drawn.with_parameters(trained)
+            for place, bypass in self._adapter.placed():
+                if not isinstance(bypass, VirtualTokens):
+                    _hook(frame, place, bypass)
+
+    def parameters(self) -> list[Tensor]:
+        """Of the adapter."""
+        return [] if self._adapter is None else list(self._adapter.parameters().values())
+
+    def logits(self, ids: Tensor, labels: Tensor | None = None, cached: bool = False) -> Any:
+        """The model's answer to ids [batch, length], with its loss where there are labels, and with keys and
+        values where they are to be cached."""
+        given: dict[str, Any] = {"input_ids": ids}
+        virtual = None if self._adapter is None else self._adapter.virtual
+        if virtual is not None and virtual.prompt_count:
+            rows = virtual.rows().expand(len(ids), -1, -1)
+            embedded = self._model.get_input_embeddings()(ids)
+            given = {"inputs_embeds": torch.cat([rows.to(embedded.dtype), embedded], dim=1)}
+            if labels is not None:
+                labels = torch.cat([labels.new_full((len(ids), rows.shape[1]), -100), labels], dim=1)
+        if virtual is not None and virtual.given_count:
+            past = DynamicCache(config=self._model.config)
+            for layer, (k, v) in enumerate(virtual.caches()):
+                past.update(k.expand(len(ids), -1, -1, -1), v.expand(len(ids), -1, -1, -1), layer)
+            given["past_key_values"] = past
+        return self._model(**given, labels=labels, use_cache=cached)
+
+    def loss(self, ids: Tensor, loss: Loss) -> Tensor:
+        """What the backward pass begins with."""
+        out: Tensor = self.logits(ids, ids).loss if loss is Loss.LABELS else self.logits(ids).logits.sum()
+        return out
+
+
+class _Whole(WholeModel):
+    """A whole model that tells the shapes of its keys and values, too."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.model = model
+
+    @cached_property
+    def caches(self) -> Sequence[CacheShape]:
+        return cache_shapes(self.model)
+
+
+@torch.no_grad()
+def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
+    """Of each layer, found by letting one token through."""
+    one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    past = DynamicCache(config=model.config)
+    model(input_ids=one, past_key_values=past, use_cache=True)
+    return [
+        CacheShape(layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1]) for layer in past.layers
+    ]
+
+
+def _hook(frame: _Whole, place: Place, bypass: Bypass) -> None:
+    """Lets a bypass stand at its side of a module."""
+    module: nn.Module = frame.model.get_submodule(place.path)
+    if place.side is Side.INPUT:
+        module.register_forward_pre_hook(partial(_before, bypass))
+    else:
+        kind = frame.sites[place.path].kind
+        module.register_forward_hook(partial(_after, bypass, kind in (Kind.LINEAR, Kind.EMBEDDING)))
+
+
+def _before(bypass: Bypass, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x = args[0]
+    x2 = x.flatten(0, -2)
+    return (bypass.add(x2, x2).view(x.shape), *args[1:])
+
+
+def _after(bypass: Bypass, sees_input: bool, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    y: Tensor = out[0] if isinstance(out, tuple) else out
+    y2 = y.flatten(0, -2)
+    x2 = args[0].reshape(len(y2), -1).squeeze(-1) if sees_input else y2
+    given = bypass.add(x2, y2).view(y.shape)
+    return (given, *out[1:]) if isinstance(out, tuple) else given
+
+
+def _without_masks(model: PreTrainedModel) -> None:
+    """Where a causal mask is all there is to mask, torch's attention needs none. transformers leaves it out,
+    too, but for tensors without data, of which it cannot tell."""
+    if model.config._attn_implementation != "sdpa":
+        return
+    AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(_ATTENTION, _mask)
+    model.set_attn_implementation(_ATTENTION)
+
+
+def _mask(*_: Any, q_length: int = 0, kv_length: int = 0, device: Any = None, **__: Any) -> Tensor | None:
+    """None where rows look at themselves and those before; [1, 1, rows, tokens] behind others' keys."""
+    if kv_length <= q_length or q_length == 1:
+        return None
+    ones = torch.ones(q_length, kv_length, dtype=torch.bool, device=device)
+    return ones.tril(kv_length - q_length)[None, None]

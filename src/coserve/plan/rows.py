@@ -1,0 +1,140 @@
+"""A plan: what is asked about, what it takes, what was measured, and whether it fits."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from coserve.errors import PromptTooLong
+from coserve.model.load import load_base
+from coserve.plan.estimate import Estimate, estimated
+from coserve.plan.measure import measured
+from coserve.plan.nodata import without_data
+from coserve.plan.ours import refusal
+from coserve.plan.recipes import Fields
+from coserve.plan.stages import Load, Loss, Peaks, Program, System
+from coserve.plan.subject import Subject
+from coserve.train.keep import Keep, KeepSetting
+
+Recipes = Mapping[str, Sequence[Fields]]
+Tell = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A program and its bytes. `measured` are its peaks in fresh processes, where they were measured;
+    `refused` is why it does not fit into the budget, empty where it does."""
+
+    program: Program
+    estimate: Estimate
+    refused: str
+    measured: Peaks | None = None
+    how: str = ""  # it was measured
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """By stage, how far the estimate is from what was measured, relative to that."""
+        return {
+            stage.value: abs(self.estimate.peaks[stage] - peak) / peak
+            for stage, peak in (self.measured or {}).items()
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON; sizes in bytes."""
+        program, estimate = self.program, self.estimate
+        return {
+            "name": program.name,
+            "system": program.system.value,
+            "batch": program.load.batch,
+            "adapter": list(program.parts),
+            "keep": program.keep if program.system is System.COSERVE and program.trains else None,
+            **asdict(estimate.components),
+            "total": estimate.components.total,
+            "peaks": dict(estimate.peaks),
+            "measured": None if self.measured is None else dict(self.measured),
+            "errors": self.errors,
+            "fits": not self.refused,
+            "refused": self.refused,
+        }
+
+
+def programs(load: Load, recipes: Recipes, keep: str | int) -> Iterator[Program]:
+    """Answers alone, everything trained, and each of the adapters, by plain torch and by the engine, which
+    trains no whole models."""
+    for system in System:
+        yield Program("inference", system, load, trains=False)
+        if system is System.TORCH:
+            yield Program("full fine-tuning", system, load, trains=True)
+        for name, parts in recipes.items():
+            yield Program(name, system, load, trains=True, parts=parts, keep=keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a plan is to say. `keep` is what coserve's tapes keep, `budget` the bytes there are; `device` is
+    where everything is measured, None where it is only estimated."""
+
+    recipes: Recipes
+    batches: Sequence[int] = (4,)
+    length: int = 512
+    cache_tokens: int = 32768
+    loss: Loss = Loss.LABELS
+    keep: KeepSetting = Keep.INPUTS
+    budget: int = 0
+    device: str | None = None
+
+    def programs(self) -> Iterator[Program]:
+        """Of all batches."""
+        keep = self.keep.value if isinstance(self.keep, Keep) else self.keep
+        for batch in self.batches:
+            yield from programs(Load(batch, self.length, self.cache_tokens, self.loss), self.recipes, keep)
+
+
+def make_plan(subject: Subject, asked: Asked, tell: Tell = lambda _: None) -> dict[str, Any]:
+    """The whole plan, ready for JSON. `tell` hears what is under way. Raises ModelError or AdapterError for
+    what no engine could run, and ServerError where measuring fails."""
+    check(subject, asked.length)
+    rows = list(plan_rows(subject, list(asked.programs()), asked.budget, asked.device, tell))
+    return {
+        "model": subject.name,
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "length": asked.length,
+        "loss": asked.loss.value,
+        "cache_tokens": asked.cache_tokens,
+        "budget": asked.budget,
+        "measure": next((row.how for row in rows if row.how), None),
+        "error": worst(rows),
+        "rows": [row.as_dict() for row in rows],
+    }
+
+
+def check(subject: Subject, length: int) -> None:
+    """Raises UnsupportedModel for a model that coserve does not drive, PromptTooLong where its sequences are
+    not that long."""
+    with without_data():
+        positions = load_base(subject.build()).max_positions
+    if length > positions:
+        raise PromptTooLong(f"{length} tokens do not fit into the {positions} positions of {subject.name}")
+
+
+def plan_rows(
+    subject: Subject, asked: Sequence[Program], budget: int, device: str | None, tell: Tell = lambda _: None
+) -> Iterator[Row]:
+    """One row after the other. On a `device` they are measured, too; None only estimates."""
+    for program in asked:
+        tell(f"estimating {program.system}, {program.name}")
+        estimate = estimated(subject, program)
+        if program.system is System.COSERVE:
+            refused = refusal(subject, program, budget)
+        else:
+            refused = "" if estimate.components.total <= budget else "it needs more than there is"
+        found, how = None, ""
+        if device is not None:
+            tell(f"measuring {program.system}, {program.name}")
+            found, how = measured(subject, program, device)
+        yield Row(program, estimate, refused, found, how)
+
+
+def worst(rows: Sequence[Row]) -> float | None:
+    """The largest of all errors; None where nothing was measured."""
+    errors = [error for row in rows for error in row.errors.values()]
+    return max(errors) if errors else None

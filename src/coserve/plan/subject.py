@@ -1,0 +1,122 @@
+"""The model that is planned for: its configuration and type, known without its weights."""
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from huggingface_hub.errors import StrictDataclassError as HubError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from coserve.errors import ConfigError, ModelNotFound, UnsupportedModel
+
+# Floating-point types as safetensors calls them.
+_TYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+_WANTED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+_LONGEST_HEADER: Final = 100 << 20  # bytes; safetensors itself accepts no more
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model by its configuration. `folder` holds its weights; None where they are drawn at random."""
+
+    name: str
+    config: Any
+    dtype: torch.dtype
+    folder: Path | None = None
+
+    def build(self) -> PreTrainedModel:
+        """A model of this configuration, its weights drawn from a fixed seed. Raises UnsupportedModel."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            own = deepcopy(self.config)  # a model writes into its configuration
+            try:
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(own, dtype=self.dtype)
+            except ValueError as error:
+                raise UnsupportedModel(f"{self.name} is no decoder-only language model") from error
+        return model.eval()
+
+    def without_weights(self) -> "Subject":
+        """The same model, of whose folder nothing is read."""
+        return replace(self, folder=None)
+
+    def load(self) -> PreTrainedModel:
+        """The model in the folder, or one with random weights where there is none."""
+        if self.folder is None:
+            return self.build()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=self.dtype, trust_remote_code=False
+        )
+        return model.eval()
+
+
+def subject_of(name: str, config: Any, dtype: str = "auto", folder: Path | None = None) -> Subject:
+    """`dtype` is a floating-point type, or "auto": the one that the configuration or else the weights are in.
+
+    Raises ConfigError for anything else.
+    """
+    if dtype == "auto":
+        own = getattr(config, "dtype", None)
+        found = own if isinstance(own, torch.dtype) else _saved_type(folder)
+        return Subject(name, config, found or torch.float32, folder)
+    if dtype not in _WANTED:
+        raise ConfigError(f"--dtype must be auto, {', '.join(sorted(_WANTED))}, not {dtype!r}")
+    return Subject(name, config, getattr(torch, dtype), folder)
+
+
+def read_subject(path: Path, dtype: str = "auto") -> Subject:
+    """A model's folder, or a file with its configuration as transformers writes it. Nothing but JSON and the
+    headers of safetensors files is read. Raises ModelNotFound or ConfigError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{path} holds no configuration of a model: {error}") from error
+    return subject_from_fields(path.resolve().name, fields, dtype, path if path.is_dir() else None)
+
+
+def subject_from_fields(name: str, fields: Any, dtype: str = "auto", folder: Path | None = None) -> Subject:
+    """From what a configuration's JSON says. Raises ModelNotFound or ConfigError."""
+    try:
+        if not isinstance(fields, dict) or fields.get("model_type") not in CONFIG_MAPPING_NAMES:
+            raise ValueError("it names no model_type that transformers knows")
+        config = AutoConfig.for_model(**fields)
+    except (ValueError, TypeError, KeyError, HubError) as error:
+        reason = str(error).partition(". ")[0]
+        raise ModelNotFound(f"{name} is no configuration of a transformers model: {reason}") from error
+    return subject_of(name, config, dtype, folder)
+
+
+def _saved_type(folder: Path | None) -> torch.dtype | None:
+    """The type that most of the folder's numbers are saved in; None where there are none."""
+    counts: Counter[str] = Counter()
+    for file in [] if folder is None else sorted(folder.glob("*.safetensors")):
+        for tensor in _header(file).values():
+            size = 1
+            for count in tensor.get("shape", ()):
+                size *= count
+            counts[tensor.get("dtype", "")] += size
+    known = [name for name, _ in counts.most_common() if name in _TYPES]
+    return _TYPES[known[0]] if known else None
+
+
+def _header(file: Path) -> Mapping[str, Any]:
+    """What a safetensors file says of its tensors. Raises ModelNotFound where it is none."""
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < length <= _LONGEST_HEADER:
+            raise ModelNotFound(f"{file} is no safetensors file")
+        try:
+            found = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ModelNotFound(f"{file} is no safetensors file: its header is no JSON") from error
+    return {name: tensor for name, tensor in found.items() if name != "__metadata__"}

@@ -1,0 +1,92 @@
+"""`coserve plan` from outside."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coserve.cli import app
+from coserve.errors import CoserveError
+
+SMALL = ("--batch", "2", "--length", "16", "--cache-tokens", "64")
+
+
+def plan(*arguments: str) -> str:
+    """What the command prints."""
+    result = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def refusal(*arguments: str) -> str:
+    """Its deliberate error, in one line."""
+    with pytest.raises(CoserveError) as caught:
+        CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+    return str(caught.value)
+
+
+def test_the_table_has_answers_full_fine_tuning_and_the_adapter() -> None:
+    printed = plan("tiny", "--adapter", "lora:rank=4", *SMALL, "--memory", "1GiB")
+    for word in ("inference", "full fine-tuning", "lora:rank=4", "torch", "coserve", "1 GiB", "yes"):
+        assert word in printed, printed
+    assert " no" not in printed.replace(" no-grad", "")
+
+
+def test_a_budget_that_is_too_small_is_said_to_be() -> None:
+    printed = plan("tiny", "--adapter", "ia3", *SMALL, "--memory", "300KB")
+    assert " no" in printed.replace(" no-grad", "") and "yes" not in printed
+    assert "engine.memory" in printed
+
+
+def test_json_and_a_picture_over_batches(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    printed = plan("tiny", "--adapter", "ia3", *SMALL, "--batch", "4", "--plot", str(picture), "--json")
+    found = json.loads(printed)
+    assert {row["batch"] for row in found["rows"]} == {2, 4}
+    assert found["model"] == "tiny" and found["dtype"] == "bfloat16" and found["error"] is None
+    rows = {(row["system"], row["name"], row["batch"]): row for row in found["rows"]}
+    assert len(rows) == len(found["rows"]) == 2 * 5
+    assert rows["torch", "ia3", 4]["total"] > rows["torch", "ia3", 2]["total"]
+    assert rows["coserve", "ia3", 2]["keep"] == "inputs" and rows["torch", "ia3", 2]["keep"] is None
+    assert "activations" in picture.read_text()
+
+
+def test_a_configuration_in_a_file_or_in_place(tmp_path: Path) -> None:
+    fields = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(fields))
+    asked = ("--adapter", "lora", *SMALL, "--json")
+    totals = [
+        [row["total"] for row in json.loads(plan(model, *asked))["rows"]]
+        for model in (str(tmp_path), json.dumps(fields))
+    ]
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nothing"], "'nothing' is no model"),
+        (['{"model_type": "nothing"}'], "no configuration of a transformers model"),
+        (["{"], "no JSON"),
+        (["tiny", "--adapter", "nothing"], "no adapter method 'nothing'"),
+        (["tiny", "--adapter", "lora:colour=3"], "colour"),
+        (["tiny", "--dtype", "int4"], "--dtype"),
+        (["tiny", "--keep", "nothing"], "number of bytes"),
+        (["tiny", "--memory", "much"], "memory"),
+        (["tiny", "--loss", "much"], "--loss"),
+        (["t5", "--adapter", "lora", *SMALL], "decoder-only"),
+        (["tiny", "--activations"], "one --adapter"),
+        (["tiny", "--plot", "/nowhere/to/be/found.svg"], "--plot"),
+        (["tiny", "--length", "5000"], "1024"),
+    ],
+)
+def test_nonsense_is_one_line(arguments: list[str], says: str) -> None:
+    said = refusal(*arguments)
+    assert says in said and len(said.splitlines()) == 1
+
+
+def test_activations_are_explained() -> None:
+    printed = plan("tiny", "--adapter", "lora", "--activations", "--keep", "pruned")
+    assert "kept" in printed and "q_proj" in printed
