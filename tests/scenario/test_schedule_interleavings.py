@@ -1,5 +1,7 @@
 """Whatever happens in whatever order: nothing leaks, nothing is lost, and the answers are the same."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,12 +29,17 @@ SCHEDULES = [
     *("temporal:2,batch", "temporal:3,batch,2,0.3", "temporal:2,request,3,0.3"),
 ]
 
+words = st.integers(0, VOCABULARY - 1)
 submits = st.fixed_dictionaries(
     {
-        "prompt": st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6),
+        "prompt": st.one_of(
+            st.lists(words, min_size=1, max_size=6),
+            st.builds(list.__add__, st.just([3, 1, 4, 1, 5, 9, 2]), st.lists(words, max_size=2)),
+        ),
         "answer": st.integers(1, 10),
         "minimum": st.integers(0, 6),
         "scored": st.booleans(),
+        "scope": st.sampled_from(["", "", "other", None]),
         "adapter": st.sampled_from(list(VIRTUAL)),
         "slo": st.sampled_from(
             [SLO(), SLO(between_tokens=0.0), SLO(first_token=0.1), SLO(deferral=0.01), SLO(end_to_end=1.0)]
@@ -74,10 +81,12 @@ def answer_alone(request: Request) -> list[int]:
 class World:
     """One run: does what it is told, follows every job for a few optimizer steps, and remembers."""
 
-    def __init__(self, policy: str, pages: int, max_running: int, quantum: float) -> None:
+    def __init__(
+        self, policy: str, pages: int, max_running: int, quantum: float, sharing: bool = True
+    ) -> None:
         config = SchedulerConfig(
             layers=DEPTH,
-            max_positions=24,
+            max_positions=27,
             eos_token_ids=(EOS,),
             max_running=max_running,
             max_prefill_rows=5,
@@ -85,6 +94,7 @@ class World:
             max_training_rows=32,
             min_training_rows=8,
             quantum=quantum,
+            prefix_sharing=sharing,
         )
         self.pool = PagePool(pages, PAGE)
         self.it = Scheduler(config, self.pool, CostModel(), make_policy(policy))
@@ -93,6 +103,9 @@ class World:
         self.events: dict[int, list[Event]] = {}
         self.jobs: dict[str, list[list[int]]] = {}
         self.steps: dict[str, int] = {}
+        self.contents: dict[
+            tuple[int, object], list[int | None]
+        ] = {}  # of pages that can be found, by page and name
 
     def submit(self, of: dict[str, object]) -> None:
         sampling = SamplingParams(
@@ -111,6 +124,7 @@ class World:
             arrival=self.runner.now,
             virtual=virtual,
             virtual_rows=virtual if adapter == "full@1" else 0,
+            scope=of.get("scope", ""),  # type: ignore[arg-type]
         )
         try:
             self.sequences.append(self.it.submit(request, self.runner.now))
@@ -163,13 +177,29 @@ class World:
             self.check()
 
     def check(self) -> None:
-        owned = {key: pages for key, pages in self.pool.owners.items() if pages}
         running = [s for s in self.sequences if s.pages]
-        adapters = {s.request.adapter for s in running if s.virtual}
-        own = {s.key: s.pages[s.shared :] for s in running}
-        assert owned == own | {("virtual", a): owned[("virtual", a)] for a in adapters}
-        assert {s.key for s in self.it.running} == own.keys()
-        assert sum(map(len, owned.values())) + self.pool.free_count == self.pool.pages
+        assert {s.key for s in self.it.running} == {s.key for s in running}
+        read = Counter[int]()
+        for sequence in running:
+            owned = self.pool.owners[sequence.key]
+            template = sequence.virtual % PAGE > 0  # of the version, which it keeps as long as it runs
+            assert len(owned) == len({*owned}) == len(sequence.pages) + template
+            assert {*sequence.pages} <= {*owned}
+            read.update(owned)
+            mine = sequence.pages[(sequence.virtual + sequence.computed) // PAGE :]
+            assert not any(self.pool.is_named(page) or self.pool.readers(page) > 1 for page in mine)
+        assert len(self.pool.owners) == len(running)
+        assert [self.pool.readers(page) for page in range(self.pool.pages)] == [
+            read[page] for page in range(self.pool.pages)
+        ]
+        assert self.pool.free_count == self.pool.pages - len(read)
+        names = self.pool._names
+        for page, name in names.items():
+            content = [self.runner._cache.get((page, slot)) for slot in range(PAGE)]
+            if isinstance(name, bytes):
+                assert None not in content, "a page with a name is full"
+            assert self.contents.setdefault((page, name), content) == content, "it is never written"
+        self.contents = {key: it for key, it in self.contents.items() if names.get(key[0]) == key[1]}
 
     def drain(self) -> None:
         for _ in range(4000):
@@ -185,13 +215,14 @@ class World:
     pages=st.integers(4, 9),
     max_running=st.integers(2, 5),
     quantum=st.sampled_from([1e-3, 0.025, 1.0]),
+    sharing=st.sampled_from([True, True, False]),
     burst=bursts,
     script=st.lists(actions, max_size=25),
 )
 def test_any_interleaving(
-    policy: str, pages: int, max_running: int, quantum: float, burst: Script, script: Script
+    policy: str, pages: int, max_running: int, quantum: float, sharing: bool, burst: Script, script: Script
 ) -> None:
-    world = World(policy, pages, max_running, quantum)
+    world = World(policy, pages, max_running, quantum, sharing)
     for name, argument in burst + script:
         getattr(world, name)(argument)
     world.drain()

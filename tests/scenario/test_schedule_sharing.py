@@ -74,12 +74,12 @@ def test_a_job_that_comes_late_does_not_catch_up() -> None:
 
 def test_jobs_may_share_a_step_in_both_directions() -> None:
     it, runner = scheduler("hybrid"), FakeRunner(16)
-    jobs = {"a": (1.0, 64, 2), "b": (1.0, 64, 2)}
+    jobs = {"a": (1.0, 64, 2), "b": (1.0, 32, 1)}  # of different sizes, so that they do not go in step
     for name, job in jobs.items():
         give(it, name, *job)
     keep_training(it, runner, 3.0, jobs)
     ways = [[segment.direction for segment in plan.training] for plan in runner.plans]
-    assert [Direction.KEEP, Direction.BACKWARD] in ways
+    assert any({Direction.KEEP, Direction.BACKWARD} <= set(one) for one in ways)
     assert any(len({segment.sequence.job for segment in plan.training}) == 2 for plan in runner.plans)  # type: ignore[union-attr]
 
 

@@ -2,7 +2,8 @@
 
 import time
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 from coserve.bench.ours import greedy, start_job
 from coserve.bench.workloads import TimedRequest, Workload
@@ -75,9 +76,18 @@ class Load:
         return sum(self._is_within(at, begin, end) for at in stamps) / (self.seconds * (end - begin))
 
     def training_rate(self, begin: float = 0.0, end: float = 1.0) -> float:
-        """Fine-tuning tokens a second between two parts of the load's time."""
-        tokens = sum(tokens for at, tokens in self.trained if self._is_within(at, begin, end))
-        return tokens / (self.seconds * (end - begin))
+        """Fine-tuning tokens a second between two parts of the load's time.
+
+        What a step trained counts as evenly spread over the time since the one before: a whole mini-batch may
+        take seconds, and it would matter by how little the last one came too late.
+        """
+        low, high = (self.started + part * self.seconds for part in (begin, end))
+        found, before = 0.0, self.started
+        for at, pieces in groupby(sorted(self.trained), key=itemgetter(0)):
+            inside = max(min(at, high) - max(before, low), 0.0)
+            found += sum(tokens for _, tokens in pieces) * inside / max(at - before, 1e-9)
+            before = at
+        return found / (high - low)
 
     def attainment(self, slo: SLO) -> float:
         """Share of all requests that had every token in time."""

@@ -79,6 +79,15 @@ class Results:
         self._sections: dict[str, Any] = {}
         self.figures: dict[str, Figure] = {}
 
+    def take_over(self, earlier: Mapping[str, Any]) -> None:
+        """Begins with what an earlier run wrote down, without its sections; what is measured again counts."""
+        self._keys.update({key: earlier[key] for key in self._bars if key in earlier})
+        self._spreads.update({key: (low, high) for key, (low, high) in earlier["spreads"].items()})
+        self._notes.update(earlier["notes"])
+        self._series.update(earlier["series"])
+        self.figures.update({name: Figure(**figure) for name, figure in earlier["figures"].items()})
+        self._header["groups"] = list(dict.fromkeys([*earlier["groups"], *self._header["groups"]]))
+
     def row(self, key: str, value: float, spread: tuple[float, float] | None = None, note: str = "") -> None:
         """Sets one key of the table and writes everything down."""
         assert key in self._bars, f"{key} is not in the table"

@@ -20,12 +20,14 @@ class SchedulerConfig:
     training_window: int | None = None  # rows of every window, never cut (a quarter for the loss); None: free
     micro_batches_in_flight: int = 2  # of one job on the tape at once; each costs tape bytes
     quantum: float = 0.03  # training in a step without inference: the wait of who arrives meanwhile
+    max_quantum: float = 0.5  # the same where requests have been patient of late: the next one may not be
     quantum_with_inference: float = 0.1  # most training beside inference, however large the slack
     ride_along: float = 1.0  # training beside requests that state no bound, per second of inference
     reliability: float = 0.995  # share of steps that are to take no longer than allowed for; more train less
     max_margin: float = 1.0  # most that is allowed for, relative to a prediction; more would stop training
     starvation: float | None = 0.5  # a job that got nothing for so long gets one piece; None: never
     patience: float = 10.0  # deadline in the waiting line of who states none; smaller lets fewer pass
+    prefix_sharing: bool = False  # whether what prompts have in common is computed once
 
     def __post_init__(self) -> None:
         checks = {
@@ -39,6 +41,7 @@ class SchedulerConfig:
             "training_window": self.training_window is None or self.training_window >= 1,
             "micro_batches_in_flight": self.micro_batches_in_flight >= 1,
             "quantum": self.quantum > 0,
+            "max_quantum": self.max_quantum > 0,
             "quantum_with_inference": self.quantum_with_inference >= 0,
             "ride_along": self.ride_along >= 0,
             "reliability": 0 <= self.reliability < 1,

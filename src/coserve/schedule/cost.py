@@ -25,7 +25,7 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
     "decode_context": 1e-7,  # a cached token read by a decode row
     "forward_attention": 1e-8,  # a (row, earlier row) pair of a prefill or a kept window, whole depth
-    "adapters": 2e-4,  # a distinct adapter in the step
+    "adapters": 2e-4,  # a distinct adapter through the whole depth
     "backward_layers": 2e-2,  # one backward segment over the whole depth; segments share no reading
     "backward_rows": 3e-4,  # a row back through the whole depth
     "backward_attention": 4e-8,  # a (row, earlier row) pair on the way back, whole depth
@@ -94,7 +94,7 @@ class Features:
         self.trains = False
         self._covered = 0  # a bit for each layer that some forward row visits
         self._fills = 0  # passes over the whole depth that precede the step's own
-        self._adapters: set[str] = set()
+        self._adapters: dict[str, float] = {}  # the share of the depth that rows of each pass
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -153,9 +153,8 @@ class Features:
             values[_DECODE_CONTEXT] += start + 1
         else:
             values[_FORWARD_ATTENTION] += causal_pairs(start, rows)
-        if adapter is not None and adapter not in self._adapters:
-            self._adapters.add(adapter)
-            values[_ADAPTERS] += 1.0
+        if adapter is not None:
+            self._add_adapter(adapter, 1.0)
 
     def add_fill(self, given: int, rows: int) -> None:
         """Counts in a pass of `rows` virtual tokens after `given` ones that have their keys and values."""
@@ -182,14 +181,19 @@ class Features:
             values[_BACKWARD_LAYERS] += part
             values[_BACKWARD_ROWS] += rows * part
             values[_BACKWARD_ATTENTION] += pairs * part
-        if batch.adapter not in self._adapters:
-            self._adapters.add(batch.adapter)
-            values[_ADAPTERS] += 1.0
+        self._add_adapter(batch.adapter, part)
 
     def add_update(self) -> None:
         """Counts an optimizer step in."""
         self.trains = True
         self.values[_UPDATES] += 1.0
+
+    def _add_adapter(self, key: str, part: float) -> None:
+        """Counts an adapter in that rows pass for `part` of the depth; rows of the same one share it."""
+        known = self._adapters.get(key, 0.0)
+        if part > known:
+            self._adapters[key] = part
+            self.values[_ADAPTERS] += part - known
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Fills a step with training: argmax f(c, s) <= budget (FlexLLM, 6.2), over rows and layers."""
+"""Fills a step with training, as much as the budget holds (FlexLLM, 6.2), in rows and layers."""
 
 from collections.abc import Iterable
 
@@ -69,30 +69,29 @@ class Filler:
         most, least = self._allowance.rows, max(1, self._config.min_training_rows // share)
         if most is None:
             return [batch.rows_left]
+        if self._draft.training and not self._draft.inference:
+            # What is left of a step is worth less than a window that stays whole: see `_largest`.
+            return [min(most, batch.rows_left)]
         ladder = [most]
         while ladder[-1] > least:
             ladder.append(max(ladder[-1] // 2, least))
         return list(dict.fromkeys(min(rows, batch.rows_left) for rows in ladder))
 
     def _largest(self, batch: MicroBatch, sizes: Iterable[int], budget: float) -> tuple[int, int] | None:
-        """The (rows, layers) of most work within `budget`; of equal work the one with more rows."""
-        best, best_rank = None, (0, 0)
-        for rows in sizes:
-            # A smaller window has to pass more layers to do more work: mostly one look says that it cannot.
-            least = best_rank[0] // rows + 1
-            layers = self._layers(batch, rows, least, budget)
-            if layers == 0:
-                continue
-            rank = (rows * layers, rows)
-            if rank > best_rank:
-                best, best_rank = (rows, layers), rank
-        return best
+        """(rows, layers) within `budget`: as many rows as get through one layer, then as many layers.
 
-    def _layers(self, batch: MicroBatch, rows: int, least: int, budget: float) -> int:
-        """Most layers of a window of `rows` rows that fit into `budget`; 0 if those are less than `least`."""
-        low, high = least, len(batch.next_span(batch.layers))
-        if low > high or self._seconds(batch, rows, low) > budget:
-            return 0
+        Fewer rows may fill the budget better, but each part of a window that was cut reads the weights of all
+        layers that are left once more.
+        """
+        for rows in sizes:
+            layers = self._layers(batch, rows, budget)
+            if layers:
+                return rows, layers
+        return None
+
+    def _layers(self, batch: MicroBatch, rows: int, budget: float) -> int:
+        """Most layers of a window of `rows` rows that fit into `budget`."""
+        low, high = 0, len(batch.next_span(batch.layers))
         while low < high:
             middle = (low + high + 1) // 2
             if self._seconds(batch, rows, middle) <= budget:

@@ -138,6 +138,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """What the next step does: inference first, then the training that the policy lets ride along."""
         draft = Draft(now)
+        self._lines.look_up()
         jobs, starving = self._book.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
         if not self.policy.holds(view):
@@ -203,6 +204,8 @@ class Scheduler:
         line = sorted([*begun, *self.policy.admit(view)], key=self._lines.urgency)
         limit = prefill_limit(draft, line, self.cost, self.config) / self._slowness
         for sequence in line:
+            if not sequence.pages:  # who entered before it may have taken what it would have found
+                self._lines.prefixes.look_up(sequence)
             filled = self._lines.prefixes.rows(sequence.request)
             rows = self._chunk(draft, sequence, filled, left, limit)
             if rows <= 0:
@@ -211,6 +214,7 @@ class Scheduler:
                 closed = closed or not self._lines.enter(sequence, draft.now)
                 if closed:
                     continue
+                self.stats.count_entered(sequence)
             draft.add(self._segment(sequence, rows), filled)
             left -= filled + rows
 
@@ -326,6 +330,7 @@ class Scheduler:
             else:
                 self.stats.prefill_tokens += segment.length
             event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
+            self._lines.prefixes.record(sequence)
             if event is None:
                 continue
             reason = answers.stop_reason(sequence, self.config)

@@ -60,8 +60,8 @@ def test_a_round_is_summed_up() -> None:
         "first_token": {"mean": 0.5, "p50": 0.5, "p99": 0.5},
         "between": {"mean": 0.75, "p50": 0.75, "p99": pytest.approx(0.995)},  # 0.5 and 1
         "attainment": {"own": 0.25, "2 s": 0.5},  # of all four
-        "training": 15.0,  # what came after the four seconds does not count
-        "training_share": 0.25,
+        "training": pytest.approx((60.0 + 99.0 / 6) / 4),  # of the last step's time a sixth is within
+        "training_share": pytest.approx((60.0 + 99.0 / 6) / 4 / 60.0),
         "loss": [3.5, 1.0],  # the first and the last tenth
         "processor": 6.0 / 5.0 / torch.get_num_threads(),
         "requests": 4,
@@ -113,7 +113,7 @@ def contest(name: str, **runs: tuple[float, float]) -> Contest:
 def compare(compared: Rounds, *contests: Contest) -> dict[str, Any]:
     results = Results({}, None, run.BARS)
     it = replace(compared, bench=replace(compared.bench, results=results))
-    it.contests = {one.workload.name: one for one in contests}
+    it.done = {one.workload.name: one.as_dict() for one in contests}
     run._compare(it)
     return results.as_dict()
 
@@ -164,7 +164,7 @@ def test_the_lead_is_over_the_next_who_keeps_as_much(compared: Rounds) -> None:
 
 
 def test_a_lead_that_nobody_follows_is_none(compared: Rounds) -> None:
-    assert math.isnan(run._lead(contest("w", adaptive=(1.0, 5.0)))[0])
+    assert math.isnan(run._lead(5.0, {})[0]) and math.isnan(run._lead(5.0, {"isolated": (1.0, 0.0)})[0])
     found = compare(compared, contest("w", adaptive=(1.0, 5.0), isolated=(1.0, 0.0)))
     assert "ours.best_lead" not in found and found["ours.dominated"] == 0.0
     assert "ours.dominated" not in compare(compared, contest("instead", adaptive=(1.0, 5.0)))
@@ -179,7 +179,7 @@ def arena() -> Arena:
 
 
 def test_a_contest_of_two(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_PEAK_SECONDS", 0.3)
+    monkeypatch.setattr(rounds, "_PEAK_SHARE", 0.6)
     it = Rounds(bench(tmp_path / "bench.json"), arena, Sizes(0.5, SHAPE.vocabulary))
     named = {"whole": "temporal:2,grain=batch"}
     found = it.contest(WORKLOAD, (OURS,), {"own": own_bounds}, {"own": "5 s"}, named)
@@ -248,7 +248,8 @@ def test_isolation_trains_in_a_process_of_its_own(arena: Arena) -> None:
 def test_the_command_says_what_it_does() -> None:
     result = CliRunner().invoke(app, ["bench", "policies", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0
-    for option in ("--trace", "--prompts", "--seconds", "--page", "--picture", "--quick", "--only", "--json"):
+    made = ("--trace", "--prompts", "--seconds", "--page", "--picture", "--json", "--further")
+    for option in (*made, "--quick", "--only"):
         assert option in result.output
 
 
@@ -264,3 +265,32 @@ def test_groups_and_traces_that_do_not_exist(tmp_path: Path) -> None:
     assert isinstance(found.exception, DataError) and "expected TIMESTAMP" in str(found.exception)
     found = CliRunner().invoke(app, [*command, "--page", str(tmp_path / "no" / "page.html")])
     assert isinstance(found.exception, ConfigError) and "--page" in str(found.exception)
+
+
+def test_further_groups_join_what_a_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    found = contest("w", adaptive=(1.0, 130.0), hybrid=(1.0, 100.0))
+    first = Results({"shape": "tiny", "groups": ["tiers"], "quick": True}, path, run.BARS)
+    first.row("fineinfer.gain", 1.5, (1.0, 2.0), "said")
+    first.figure("bench.tiers", 9.0, "seconds it took")
+    first.section("workloads", {"w": found.as_dict()})
+    run.run_policies("tiny", quick=True, only=("switch",), json_path=path, further=True)
+    both = json.loads(path.read_text())
+    assert both["groups"] == ["tiers", "switch"]
+    assert (both["fineinfer.gain"], both["spreads"]["fineinfer.gain"]) == (1.5, [1.0, 2.0])
+    assert both["notes"]["fineinfer.gain"] == "said" and both["met"]["fineinfer.gain"]
+    assert both["figures"].keys() >= {"bench.tiers", "bench.switch"}
+    assert both["workloads"]["w"]["runs"] == found.runs and both["switch"].keys() >= {"seconds"}
+    assert both["ours.best_lead"] == pytest.approx(1.3)  # of all that the file has
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "no results"), ('{"shape": "tiny"}', "no results"), ('{"shape": "19m", "workloads": {}}', "19m")],
+)
+def test_files_that_cannot_be_gone_on_with(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        run.run_policies("tiny", only=("switch",), json_path=path, further=True)
+    assert path.read_text() == text

@@ -50,12 +50,14 @@ def test_an_answer_keeps_its_bounds_token_by_token() -> None:
 
 
 def test_rates_count_what_came_within_the_load() -> None:
+    """A step's fine-tuning tokens came evenly since the step before; the last one's half within the load."""
     answers = [Answered(0.0, [100.5, 101.5, 102.5]), Answered(0.0, [101.0])]
-    load = Load(100.0, 2.0, answers, trained=[(100.1, 30.0), (101.9, 10.0), (102.0, 99.0)])
+    load = Load(100.0, 2.0, answers, trained=[(102.5, 98.0), (100.5, 10.0), (101.5, 20.0), (100.5, 20.0)])
     assert load.output_rate() == pytest.approx(1.5)
-    assert load.training_rate() == pytest.approx(20.0)
-    assert load.training_rate(0.5, 1.0) == pytest.approx(10.0)
-    assert load.per_second() == [(0.0, 1.0, 30.0), (1.0, 2.0, 10.0)]
+    assert load.training_rate() == pytest.approx((30.0 + 20.0 + 49.0) / 2)
+    assert load.training_rate(0.5, 1.0) == pytest.approx(10.0 + 49.0)
+    assert load.training_rate(0.0, 0.125) == pytest.approx(15.0 / 0.25)
+    assert load.per_second() == [(0.0, 1.0, 30.0), (1.0, 2.0, 20.0)]
 
 
 def test_shapes_count_their_parameters() -> None:

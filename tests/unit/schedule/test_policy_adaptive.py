@@ -20,7 +20,7 @@ from timetable import COSTS, Ask, Tune, World, table
 
 # A token takes a second, a micro-batch three (see `timetable`); of a quantum of 3 seconds one is too little
 # to train in. Beside answers there is no training but what costs nothing: the way there, in the same pass.
-SLOW = {"quantum": 3.0, "quantum_with_inference": 3.0, "ride_along": 0.0}
+SLOW = {"quantum": 3.0, "max_quantum": 3.0, "quantum_with_inference": 3.0, "ride_along": 0.0}
 DEPTH = 4
 
 
@@ -120,7 +120,9 @@ def test_nobody_is_pushed_out_after_the_last_job() -> None:
 
 def config(**changes: float) -> SchedulerConfig:
     return SchedulerConfig(
-        layers=2, max_positions=64, **({"quantum": 1.0, "quantum_with_inference": 10.0} | changes)
+        layers=2,
+        max_positions=64,
+        **({"quantum": 1.0, "max_quantum": 10.0, "quantum_with_inference": 10.0} | changes),
     )  # type: ignore[arg-type]
 
 
@@ -192,35 +194,41 @@ def test_where_nobody_else_is_expected_everybody_joins() -> None:
 # How much
 
 
+def seen(*patience: float) -> Policy:
+    """Who has seen requests that could wait so many seconds each, alone; the last 32 count."""
+    policy = make_policy("adaptive")
+    for key, seconds in enumerate(patience, 1):  # 1 second for each prompt
+        policy.admit(view((asked(key, slo=SLO(first_token=stated(seconds + 1.0))),)))
+        policy.admit(view())
+    return policy
+
+
 @pytest.mark.parametrize(
     ("patience", "waited", "seconds"),
     [
-        (12.0, 0.0, 3.0),  # a quarter of it
-        (100.0, 0.0, 10.0),  # as beside inference at most
-        (3.0, 0.0, 1.0),  # a quantum at least
-        (12.0, 10.0, 2.0),  # until it is due
+        (13.0, 0.0, 6.0),  # half of it, less a second for the prompt of the one who waits
+        (100.0, 0.0, 10.0),  # the longest one
+        (2.5, 0.0, 1.0),  # a quantum at least
+        (13.0, 11.0, 2.0),  # until it is due
     ],
 )
 def test_a_quantum_is_as_long_as_requests_are_patient(patience: float, waited: float, seconds: float) -> None:
-    policy = make_policy("adaptive")
-    state = view((asked(1, slo=SLO(first_token=stated(patience + 1.0))),), now=waited)  # 1 for its prompt
+    policy = seen(*[patience] * 16)
+    state = view((asked(99, slo=SLO(first_token=stated(patience + 1.0))),), now=waited)
     assert keys(policy, state) == []
     assert policy.allow(state).seconds == pytest.approx(seconds)
 
 
+def test_of_few_requests_little_is_concluded() -> None:
+    found = [seen(*[100.0] * count).allow(view()).seconds for count in (0, 1, 4, 8, 16, 32)]
+    assert found == pytest.approx([1.0, 1.0, 2.5, 5.0, 10.0, 10.0])
+
+
 def test_the_least_patient_of_late_counts() -> None:
-    policy = make_policy("adaptive")
-    assert policy.allow(view()).seconds == 1.0  # nobody came yet
-    slos = [SLO(first_token=stated(41.0)), SLO(first_token=stated(21.0)), SLO(first_token=stated(31.0))]
-    policy.admit(view(tuple(asked(key, slo=slo) for key, slo in enumerate(slos, 1))))
-    assert policy.allow(view()).seconds == pytest.approx(5.0)
-    policy.admit(view((asked(4, slo=SLO()),)))
-    policy.admit(view())
-    assert policy.allow(view()).seconds == 1.0  # who states no bound has no patience
-    for key in range(5, 5 + 32):
-        policy.admit(view((asked(key, slo=SLO(first_token=stated(31.0))),)))
-        policy.admit(view())
-    assert policy.allow(view()).seconds == pytest.approx(7.5)  # the impatient one is long ago
+    assert seen(*[40.0] * 16, 12.0, 30.0).allow(view()).seconds == pytest.approx(6.0)
+    assert seen(*[40.0] * 16, 0.0).allow(view()).seconds == 1.0  # who cannot wait has no patience
+    assert seen(12.0, *[16.0] * 31).allow(view()).seconds == pytest.approx(6.0)
+    assert seen(12.0, *[16.0] * 32).allow(view()).seconds == pytest.approx(8.0)  # that one is long ago
 
 
 @pytest.mark.parametrize("inference", [0.0, 1.0])
@@ -277,8 +285,8 @@ def test_several_jobs_share_by_weight(rate: float) -> None:
     weights = {"heavy": 3.0, "light": 1.0}
     for job, weight in weights.items():
         give(it, job, weight)
-    coming = deque(traffic("weights", rate, 30.0, "end_to_end")) if rate else deque()
-    while runner.now < 30.0:
+    coming = deque(traffic("weights", rate, 90.0, "end_to_end")) if rate else deque()
+    while runner.now < 90.0:
         while coming and coming[0].arrival <= runner.now:
             it.submit(coming.popleft(), runner.now)
         step(it, runner, weights)
@@ -357,8 +365,8 @@ def test_every_bound_is_kept(kind: str, rate: float) -> None:
 def test_pushing_requests_out_leaves_more_to_training() -> None:
     """Than answering each at once: where whole answers are wanted in time, and few of them."""
     ours = theirs = 0.0
-    for seed in range(6):
-        requests = traffic(f"few/{seed}", 1.0, 10.0, "end_to_end")
-        ours += serve("adaptive", requests, 10.0)[1]
-        theirs += serve("hybrid", requests, 10.0)[1]
+    for seed in range(2):
+        requests = traffic(f"few/{seed}", 1.0, 40.0, "end_to_end")
+        ours += serve("adaptive", requests, 40.0)[1]
+        theirs += serve("hybrid", requests, 40.0)[1]
     assert ours >= 1.02 * theirs

@@ -164,3 +164,21 @@ def test_a_fixed_window_is_never_cut(direction: Direction, rows: int | None) -> 
         want = [(max(250 - start - rung, 0), min(rung, 250 - start)) for start in cuts]
     assert list(dict.fromkeys(windows)) == want
     assert batch.direction is not direction or batch.done
+
+
+@pytest.mark.parametrize("direction", [Direction.KEEP, Direction.LOSS, Direction.BACKWARD])
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_one_job_leaves_of_a_quantum_cuts_no_window_of_the_next(
+    direction: Direction, inference: bool
+) -> None:
+    """Beside answers every bit counts; without them the next window waits for a step where it stays whole."""
+    first, second = micro_batch(128, direction), micro_batch(512, direction)
+    it = draft(inference)
+    filler = Filler(it, Allowance(1.0, rows=512), CostModel(), CONFIG)
+    assert filler.window(first) and it.training[0].length == 128
+    filler.left = added(fill(second, 1.0, inference, rows=64), inference)
+    filler.left /= 1 if direction is Direction.LOSS else DEPTH
+    assert filler.window(second) is inference
+    assert all(segment.length < 512 for segment in it.training)
+    filler.left = 10.0
+    assert filler.window(second) and it.training[-1].length == 512

@@ -1,4 +1,4 @@
-"""Pages of virtual tokens: one copy for each version, as long as a running sequence uses it."""
+"""Pages of virtual tokens: one copy for each version, as long as its pages are not needed otherwise."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_full_pages_are_shared_and_the_rest_is_a_template(
     virtual: int, shared: int, template: bool, own: int
 ) -> None:
     pool = PagePool(16, PAGE)
-    it = Prefixes(pool)
+    it = Prefixes(pool, sharing=False)
     first, second = (running(it, key, request("a@1", virtual)) for key in (1, 2))
     assert first.pages[:shared] == second.pages[:shared] and first.shared == second.shared == shared
     assert (first.template is not None) is template and first.template == second.template
@@ -51,31 +51,52 @@ def test_full_pages_are_shared_and_the_rest_is_a_template(
 
 
 def test_what_must_be_filled_is_said_once() -> None:
-    it = Prefixes(PagePool(16, PAGE))
+    it = Prefixes(PagePool(16, PAGE), sharing=False)
     of = request("a@1", 6, rows=2)
-    assert (it.missing(of), it.rows(of)) == (2, 2)
+    assert it.rows(of) == 2
     first = running(it, 1, of)
     assert it.take_unfilled() == (Prefix("a@1", (*first.pages[:1], first.template or 0), 6, 2),)
     running(it, 2, of)
-    assert (it.missing(of), it.rows(of), it.take_unfilled()) == (0, 0, ())
+    assert (it.rows(of), it.take_unfilled()) == (0, ())
 
 
-def test_the_last_one_to_leave_frees_them() -> None:
+def test_they_stay_as_long_as_their_pages_are_not_needed() -> None:
     pool = PagePool(16, PAGE)
-    it = Prefixes(pool)
+    it = Prefixes(pool, sharing=False)
     first, second = (running(it, key, request("a@1", 6)) for key in (1, 2))
     other = running(it, 3, request("b@1", 6))
-    it.leave(first)
-    assert ("virtual", "a@1") in pool.owners and (first.pages, first.shared, first.template) == ([], 0, None)
-    it.leave(second)
-    assert {*pool.owners} == {3, ("virtual", "b@1")}
-    it.leave(other)
-    assert pool.free_count == 16 and it.take_unfilled() == ()
+    assert len(it.take_unfilled()) == 2
+    kept = first.pages[0], first.template
+    for sequence in (first, second, other):
+        it.leave(sequence)
+        assert (sequence.pages, sequence.shared, sequence.template) == ([], 0, None)
+    assert (pool.free_count, pool.cached_count) == (16, 4) and it.rows(request("a@1", 6, rows=6)) == 0
+    again = running(it, 4, request("a@1", 6))
+    assert (again.pages[0], again.template) == kept and it.take_unfilled() == ()
+    it.leave(again)
+    pool.allocate("others", 13)  # one of the four goes, the least recently used version's last
+    assert it.rows(request("b@1", 6, rows=6)) == 6 and it.rows(request("a@1", 6, rows=6)) == 0
+
+
+def test_what_is_left_of_them_is_not_found_once_a_page_is_gone() -> None:
+    """They are filled together; nobody may write into a page that somebody else still reads."""
+    pool = PagePool(6, PAGE)
+    it = Prefixes(pool, sharing=False)
+    it.leave(running(it, 1, request("a@1", 8, prompt=1)))
+    pool.allocate("others", 5)
+    it.take_unfilled()
+    pool.free("others")
+    assert pool.cached_count == 1
+    again = running(it, 2, request("a@1", 8, prompt=1))
+    assert it.take_unfilled() == (Prefix("a@1", tuple(again.pages[:2]), 8),)
+    assert pool.cached_count == 0
+    it.leave(again)
+    assert (pool.free_count, pool.cached_count) == (6, 2)
 
 
 def test_no_room_takes_nothing() -> None:
     pool = PagePool(4, PAGE)
-    it = Prefixes(pool)
+    it = Prefixes(pool, sharing=False)
     sequence = Sequence(1, request("a@1", 9, prompt=8))
     assert not it.enter(sequence, 8)  # three of the version's and three of its own
     assert pool.free_count == 4 and not sequence.pages
@@ -115,7 +136,7 @@ def test_growth_may_take_the_pages_of_somebody_else_s_virtual_tokens() -> None:
     first.output = [1] * 10
     assert it.grow(first)
     assert (len(first.pages), second.pages, it.waiting) == (5, [], [second])
-    assert {*pool.owners} == {1, ("virtual", "a@1")}
+    assert {*pool.owners} == {1}
     it.retire(first, FinishReason.STOP)
     assert it.enter(second, 1.0) and it.prefixes.take_unfilled()[-1].adapter == "b@1"
 

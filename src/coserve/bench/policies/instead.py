@@ -19,7 +19,7 @@ from coserve.core.request import SLO
 TWO: Final = "two processes"
 ONE: Final = "one process that stops"
 _LOAD: Final = 0.15  # of what the engine answers: what transformers on half of the machine keeps up with
-_TRIAL: Final = 6.0  # seconds of each setting
+_TRIAL: Final = 0.5  # of a round's length: each setting
 _ROUNDS: Final = 3
 
 
@@ -33,10 +33,11 @@ def compare(rounds: Rounds) -> Contest:
     workload = traffic.poisson(rounds.sizes.given(), rate=rate, prompt=64, training=training)
     workload = replace(workload, name="instead", title="Poisson arrivals; what a user would do instead")
     shape, threads = rounds.bench.shape, torch.get_num_threads()
-    split, tried = best_split(shape, workload, threads, _TRIAL)
+    trial = _TRIAL * rounds.sizes.seconds
+    split, tried = best_split(shape, workload, threads, trial)
     _note(rounds, TWO, tried)
     ratios, shares = [], []
-    peak = rounds.arena.peak(workload, 4.0)
+    peak = rounds.peak(workload)
     with TwoProcesses(shape, split) as two:
         for _ in range(_ROUNDS):
             theirs = two.run(workload)
@@ -49,7 +50,7 @@ def compare(rounds: Rounds) -> Contest:
                 contest.add(policy, rounds.arena.run(policy, _bounded(workload, bound)))
             ratios.append(contest.training(OURS) / contest.training(TWO))
             shares.append(contest.attainment(OURS))
-    turns, tried = best_turns(shape, workload, threads, _TRIAL)
+    turns, tried = best_turns(shape, workload, threads, trial)
     _note(rounds, ONE, tried)
     with OneProcess(shape, turns) as one:
         contest.add(ONE, one.run(workload), f"the best of {len(tried)} settings: {turns.describe()}")

@@ -26,8 +26,8 @@ EVERYWHERE: Final = (
 _ROOM: Final = 1.5  # bounds over what requests take without training, where a workload's source has none
 SOME: Final = Adapters()  # requests ask for the base: what adapters cost is not the question here
 _FEW: Final = Adapters(count=2, rank=8, exponent=1.0)
-_PEAK_SECONDS: Final = 4.0
-_SHARE: Final = 0.1  # of the requests that the machine answers 16 at once; few at once take much more of it
+_PEAK_SHARE: Final = 0.3  # of a round's length: what training alone is watched for
+_SHARE: Final = 0.12  # of the requests that the machine answers 16 at once; few at once take much more of it
 _OWN: Final = "own bounds"
 
 
@@ -48,12 +48,13 @@ class Sizes:
 
 @dataclass(slots=True)
 class Rounds:
-    """Runs contests in one arena; `contests` are those that are over, `sweeps` runs by one quantity."""
+    """Runs contests in one arena; `done` are those that are over, as JSON has them, `sweeps` runs by one
+    quantity."""
 
     bench: Bench
     arena: Arena
     sizes: Sizes
-    contests: dict[str, Contest] = field(default_factory=dict)
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
     sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def contest(
@@ -66,7 +67,7 @@ class Rounds:
         latency_bounds: Mapping[str, float] = MappingProxyType({}),
     ) -> Contest:
         """Every policy on a workload, and isolation. `named` are policies with options, by shorter names."""
-        peak = self.arena.peak(workload, _PEAK_SECONDS)
+        peak = self.peak(workload)
         contest = Contest(workload, bounds, judges, peak, latency_bounds)
         for name, policy in {**named, **{policy: policy for policy in policies}}.items():
             contest.add(name, self.arena.run(policy, workload), "" if name == policy else policy)
@@ -74,11 +75,14 @@ class Rounds:
         self.keep(contest)
         return contest
 
+    def peak(self, workload: Workload) -> float:
+        """What the workload's jobs train without its requests, tokens/s."""
+        return self.arena.peak(workload, _PEAK_SHARE * self.sizes.seconds)
+
     def keep(self, contest: Contest) -> None:
         """Writes down what has been found."""
-        self.contests[contest.workload.name] = contest
-        done = {name: one.as_dict() for name, one in self.contests.items()}
-        self.bench.results.section("workloads", done)
+        self.done[contest.workload.name] = contest.as_dict()
+        self.bench.results.section("workloads", self.done)
 
     def sweep(self, name: str, points: list[dict[str, Any]]) -> None:
         """Writes down what has been found by one quantity."""
@@ -176,15 +180,13 @@ class Alone:
     latency: float
     first: float
     between: float
-    median_step: float  # between tokens, the 50th
 
     @classmethod
     def of(cls, load: Load) -> "Alone":
         """Of a load without jobs."""
         latencies = [answer.latency for answer in load.answers]
-        gaps = load.gaps
         first = percentile(load.first_tokens, 0.99)
-        return cls(percentile(latencies, 0.99), first, percentile(gaps, 0.99), median(gaps))
+        return cls(percentile(latencies, 0.99), first, percentile(load.gaps, 0.99))
 
 
 def _pushed_out(seconds: float) -> tuple[str, ...]:

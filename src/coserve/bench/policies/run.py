@@ -1,5 +1,6 @@
 """`coserve bench policies`: every strategy on every traffic, and what a user would do instead."""
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -9,13 +10,14 @@ from typing import Any, Final
 
 from coserve.bench.groups import begin, run_groups
 from coserve.bench.policies import instead, papers, switching
-from coserve.bench.policies.contest import OURS, PROMISED, Arena, Contest
+from coserve.bench.policies.contest import OURS, PROMISED, Arena
 from coserve.bench.policies.making import Training
 from coserve.bench.policies.prompts import encoded, read_prompts, word_ids
 from coserve.bench.policies.rounds import Rounds, Sizes
 from coserve.bench.policies.traffic import poisson
 from coserve.bench.results import Bar
 from coserve.bench.workloads import read_trace
+from coserve.errors import ConfigError
 
 TRACED: Final = ("azure", "azure-arrivals")
 GROUPS: Final = (
@@ -29,7 +31,9 @@ BARS: Final[Mapping[str, Bar | None]] = {
     "ours.best_lead": Bar(1.15),
     "ours.vs_two_processes": Bar(1.5),
 }
-_SECONDS: Final = 12.0
+_SHAPE: Final = "255m"
+_QUICK_SHAPE: Final = "19m"
+_SECONDS: Final = 30.0
 _QUICK_SECONDS: Final = 5.0
 _QUICK: Final = ("switch", "report", "fineinfer", "poisson", "tiers", "answers", "instead")
 _NOTICED: Final = 1.02  # training more than this beyond ours, at our attainment or more, dominates it
@@ -37,28 +41,39 @@ _LONGEST: Final = 512  # tokens of a prompt that is read from a file
 
 
 def run_policies(
-    shape: str = "19m",
+    shape: str | None = None,
     quick: bool = False,
     only: Collection[str] | None = None,
     json_path: str | Path | None = None,
     trace: str | Path | None = None,
     prompts: str | Path | None = None,
     seconds: float | None = None,
+    further: bool = False,
 ) -> dict[str, Any]:
     """Measures some groups (all, by default; without a `trace` none that replays one).
 
     `prompts` is a CSV or JSONL with texts that requests begin with; `seconds` is how long requests arrive in
-    each run. The dictionary is as `bench.engine.run_engine`'s, with sections `workloads`, `sweeps` and
+    each run. With `further` what `json_path` already has stays, but for the groups that are measured now.
+    `shape` is by default small for `quick`, and otherwise large enough for weights to be what decoding reads.
+    The dictionary is as `bench.engine.run_engine`'s, with sections `workloads`, `sweeps` and
     `switch` for `policies.page`. Raises ConfigError or DataError.
     """
     groups = _QUICK if quick else tuple(g for g in GROUPS if trace is not None or g not in TRACED)
     groups = groups if only is None else tuple(only)
+    shape = shape or (_QUICK_SHAPE if quick else _SHAPE)
+    earlier = _earlier(json_path, shape) if further else {}
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
     vocabulary = bench.shape.vocabulary
     texts = () if prompts is None else encoded(read_prompts(prompts), word_ids(vocabulary), _LONGEST)
     rows = () if trace is None else read_trace(trace)
     sizes = Sizes(seconds or (_QUICK_SECONDS if quick else _SECONDS), vocabulary, rows, texts)
     rounds = Rounds(bench, Arena(bench), sizes)
+    if earlier:
+        bench.results.take_over(earlier)
+        rounds.done.update(earlier.get("workloads", {}))
+        rounds.sweeps.update(earlier.get("sweeps", {}))
+        for name in ("workloads", "sweeps", "switch"):
+            bench.results.section(name, earlier.get(name, {}))
     bench.results.section("ours", OURS)
     run_groups(bench, groups, _runs(rounds))
     _compare(rounds)
@@ -89,22 +104,36 @@ def _switch(rounds: Rounds) -> None:
     switching.measure(rounds.bench, rounds.arena, workload, rounds=5)
 
 
+def _earlier(path: str | Path | None, shape: str) -> dict[str, Any]:
+    """What an earlier run wrote down, if there was one."""
+    if path is None or not Path(path).exists():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(Path(path).read_text())
+        theirs = found["shape"], found["workloads"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} holds no results of this bench to go on with") from error
+    if theirs[0] != shape:
+        raise ConfigError(f"{path} is about the shape {theirs[0]}, not {shape}")
+    return found
+
+
 def _compare(rounds: Rounds) -> None:
     """Ours against the best of the others on every workload: where it is beaten, and by how much it leads."""
     dominated: list[str] = []
     leads: dict[str, tuple[float, str]] = {}
-    for name, contest in rounds.contests.items():
+    for name, contest in rounds.done.items():
         if name == "instead":
             continue
-        ours, trained = contest.attainment(OURS), contest.training(OURS)
-        for other in contest.runs.keys() - {OURS}:
-            if contest.attainment(other) >= ours and contest.training(other) > _NOTICED * trained:
-                rate = contest.training(other)
+        runs = {run: _judged(found) for run, found in contest["runs"].items()}
+        ours, trained = runs.pop(OURS)
+        for other, (kept, rate) in runs.items():
+            if kept >= ours and rate > _NOTICED * trained:
                 dominated.append(f"{name}: {other}, {rate:,.0f} tokens/s where ours trains {trained:,.0f}")
         if ours >= PROMISED:
-            leads[name] = _lead(contest)
+            leads[name] = _lead(trained, runs)
     results = rounds.bench.results
-    if rounds.contests.keys() - {"instead"}:
+    if rounds.done.keys() - {"instead"}:
         told = "; ".join(dominated) or "nobody with at least our attainment trains over 2 % more"
         results.row("ours.dominated", float(len(dominated)), note=told)
     counted = [name for name, (lead, _) in leads.items() if not math.isnan(lead)]
@@ -114,10 +143,15 @@ def _compare(rounds: Rounds) -> None:
         results.row("ours.best_lead", leads[best][0], note=f"on {best}; at 99 % attainment: {told}")
 
 
-def _lead(contest: Contest) -> tuple[float, str]:
+def _judged(run: Mapping[str, Any]) -> tuple[float, float]:
+    """A run's share of requests that the first judge is content with, and its fine-tuning tokens/s."""
+    return next(iter(run["attainment"].values())), run["training"]
+
+
+def _lead(trained: float, others: Mapping[str, tuple[float, float]]) -> tuple[float, str]:
     """Ours over the one that trains most of the others that keep 99 %; nan where none of those trains."""
-    others = [n for n in contest.runs if n != OURS and contest.attainment(n) >= PROMISED]
-    following = max(others, key=contest.training, default="")
-    if not following or not contest.training(following):
+    rates = {name: rate for name, (kept, rate) in others.items() if kept >= PROMISED}
+    following = max(rates, key=rates.__getitem__, default="")
+    if not following or not rates[following]:
         return math.nan, "nobody who trains"
-    return contest.training(OURS) / contest.training(following), following
+    return trained / rates[following], following

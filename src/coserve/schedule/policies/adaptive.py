@@ -11,10 +11,11 @@ from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, Vie
 from coserve.schedule.policies.hybrid import Hybrid
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
+_KNOWN: Final = 16  # requests after which their patience is: of fewer less is concluded
 _SURE: Final = 0.9  # of a bound on time: who enters last has nothing left to make up for a slow step with
 _DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in
 _SOON: Final = 0.5  # seconds that training can wait for the machine; pieces cut short until then cost more
-_PATIENCE: Final = 0.25  # of what the least patient of those could wait: what a quantum may take
+_PATIENCE: Final = 0.5  # of what the least patient of those could wait: what a quantum may take
 
 
 @register("adaptive")
@@ -29,20 +30,24 @@ class Adaptive(Hybrid):
     much as their bounds leave (FlexLLM, 6.2). Who states no bound is never pushed out.
     """
 
+    whole = True
+
     def __init__(self) -> None:
         # When the newest requests arrived, and how long each could wait.
         self._newest: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
         self._last = 0  # key of the last of them
         self._left = INFINITE  # seconds until somebody is due
+        self._prompts = 0.0  # seconds for the prompts of those who wait
         self._alone = -INFINITE  # when training last had the machine to itself
 
     def admit(self, view: View) -> Iterable[Sequence]:
         """Everybody once somebody is due; before, only those who share enough of the steps under way."""
-        self._left = INFINITE
+        self._left, self._prompts = INFINITE, 0.0
         if not view.jobs or not view.waiting:
             return view.waiting
         pace = _Pace(view)
         self._note(view, pace)
+        self._prompts = pace.prompts
         left = {sequence.key: pace.until_entry(sequence) for sequence in view.waiting}
         if min(left.values()) <= view.config.quantum * _DUE:
             return view.waiting
@@ -62,17 +67,21 @@ class Adaptive(Hybrid):
             is_short = riding.seconds < config.quantum and riding.minimum < config.quantum
             return NO_TRAINING if is_short and view.now - self._alone < _SOON else riding
         self._alone = view.now
-        patience = _PATIENCE * min((left for _, left in self._newest), default=0.0)
-        quantum = min(max(patience, config.quantum), config.quantum_with_inference)
+        patience = _PATIENCE * (min((left for _, left in self._newest), default=0.0) - self._prompts)
+        longest = config.max_quantum * min(len(self._newest) / _KNOWN, 1.0)
+        quantum = max(min(patience, longest), config.quantum)
         sure = 1 + view.cost.margin(config, trains=True)
-        return Allowance(min(quantum, self._left / sure), rows, minimum=INFINITE)
+        seconds, job = min(quantum, self._left / sure), view.jobs[0].name
+        # Only who is in turn: with the rest of a long quantum others would get more than their weight.
+        return Allowance(seconds, rows, minimum=INFINITE, job=job)
 
     def _note(self, view: View, pace: "_Pace") -> None:
         for sequence in sorted(view.waiting, key=lambda one: one.key):
             if sequence.key > self._last:
                 self._last = sequence.key
                 arrival = sequence.request.arrival
-                self._newest.append((arrival, pace.until_entry(sequence) + view.now - arrival))
+                patience = pace.until_entry(sequence, alone=True) + view.now - arrival
+                self._newest.append((arrival, patience))
 
     def _rate(self, now: float) -> float:
         """Requests a second, of late."""
@@ -100,34 +109,35 @@ class _Pace:
             start = sequence.virtual + sequence.length
             decode.add_inference(start, 1, 1, sequence.request.adapter, config.layers)
         self._step = cost.predict_features(decode)
-        self._prefill = self._prefill_seconds(decode)
+        self._decode = decode
+        self.prompts = self._prefill_seconds(sum(sequence.remaining for sequence in view.waiting))
 
     def tokens(self, sequence: Sequence) -> int:
         """Steps until its last token."""
         return max(sequence.request.sampling.max_tokens - len(sequence.output), 1)
 
-    def until_entry(self, sequence: Sequence) -> float:
-        """Seconds until a waiting request has to enter."""
+    def until_entry(self, sequence: Sequence, alone: bool = False) -> float:
+        """Seconds until a waiting request has to enter, with all who wait or `alone`."""
         slo, waited = sequence.request.slo, self._view.now - sequence.request.arrival
         if sequence.output or sequence.admitted_at is not None:  # begun elsewhere, or preempted
             return 0.0
         sure = 1 + self._margin
+        prefill = self._prefill_seconds(sequence.remaining) if alone else self.prompts
         found = []
         if slo.first_token is not None:
-            found.append(_SURE * slo.first_token - waited - self._prefill * sure)
+            found.append(_SURE * slo.first_token - waited - prefill * sure)
         if slo.end_to_end is not None:
             # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
             steps = self.tokens(sequence) - 1
             answer = steps * self._step * (1 + self._margin / max(steps, 1) ** 0.5)
-            found.append(_SURE * slo.end_to_end - waited - self._prefill * sure - answer)
+            found.append(_SURE * slo.end_to_end - waited - prefill * sure - answer)
         if slo.deferral is not None:
             found.append(slo.deferral - sequence.deferred)
         return min(found, default=0.0)
 
-    def _prefill_seconds(self, decode: Features) -> float:
-        """Until all who wait have their first tokens, in steps that are short enough for those who run."""
-        config, cost = self._view.config, self._view.cost
-        rows = sum(sequence.remaining for sequence in self._view.waiting)
+    def _prefill_seconds(self, rows: int) -> float:
+        """For so many prompt rows, in steps that are short enough for those who run."""
+        config, cost, decode = self._view.config, self._view.cost, self._decode
         if not rows:
             return 0.0
         with_prompts = decode.copy()

@@ -68,8 +68,11 @@ NO_TRAINING = Allowance(seconds=0.0, rows=0)
 class Policy(ABC):
     """Decides who enters and how much training rides along. May keep state of its own between steps.
 
-    A step asks, in this order: `holds`, then `admit` unless it holds, then `allow` if a job is there.
+    A step asks, in this order: `holds`, then `admit` unless it holds, then `allow` if a job is there. `whole`
+    says that a window may be a whole micro-batch, however long: that takes more memory.
     """
+
+    whole = False
 
     def holds(self, view: View) -> bool:
         """Whether no inference at all runs in this step. Asked once a step, first."""

@@ -12,6 +12,7 @@ class WholeBatches(Policy):
     With `whole_jobs` training keeps it until the job has ended.
     """
 
+    whole = True
     whole_jobs = False
 
     def __init__(self) -> None:
