@@ -8,7 +8,7 @@ from coserve.bench.timing import percentile
 from coserve.bench.workloads import Tokens, fixed_prompts
 from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
-from coserve.train.tape import Keep
+from coserve.train.keep import Keep
 
 
 def run(bench: Bench) -> None:

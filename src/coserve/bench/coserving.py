@@ -16,7 +16,7 @@ from coserve.bench.timing import percentile
 from coserve.bench.workloads import Workload, poisson_requests
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
-from coserve.train.tape import Keep
+from coserve.train.keep import Keep
 
 _LOAD = 0.5  # of the capacity
 _SLACK = 2.0  # bounds over what requests have without training
@@ -158,7 +158,7 @@ def _sliced(bench: Bench, slicing: Slicing, terms: _Terms) -> _Scored:
 def _start_jobs(bench: Bench, engine: Engine, examples: int) -> None:
     """Jobs that train throughout, past their first step; a mini-batch holds so many examples."""
     names = [f"adapter-{index + 1}" for index in range(bench.settings.jobs)]
-    jobs = [start_training(engine, bench, name, Keep.PRODUCTS, batch=examples) for name in names]
+    jobs = [start_training(engine, bench, name, Keep.EVERYTHING, batch=examples) for name in names]
     warm_training(engine, jobs)
 
 

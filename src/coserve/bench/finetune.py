@@ -9,7 +9,7 @@ from coserve.bench.timing import Timing, alternate, speedup
 from coserve.core.plan import Plan
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.engine.engine import Engine
-from coserve.train.tape import Keep
+from coserve.train.keep import Keep
 
 
 def run(bench: Bench) -> None:
@@ -21,13 +21,13 @@ def run(bench: Bench) -> None:
     _bytes_row(bench, engine, matched)
     _speed_rows(bench, engine, "_checkpointing", default, matched)
     del engine
-    _speed_rows(bench, _training_engine(bench, Keep.PRODUCTS), "", default, matched)
+    _speed_rows(bench, _training_engine(bench, Keep.EVERYTHING), "", default, matched)
 
 
 def peak(bench: Bench) -> float:
     """Our tokens a second of the third row, measured now if that row has not been."""
     if "finetune.ours" not in bench.results.figures:
-        engine = _training_engine(bench, Keep.PRODUCTS)
+        engine = _training_engine(bench, Keep.EVERYTHING)
         ours = partial(one_optimizer_step, engine)
         times = alternate({"ours": ours}, bench.settings.train_rounds, bench.machine.threads)
         _figure(bench, "finetune.ours", times["ours"], recompute=False)

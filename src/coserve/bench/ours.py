@@ -18,7 +18,7 @@ from coserve.core.request import SamplingParams
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning
 from coserve.train.example import IGNORED, Example
-from coserve.train.tape import Keep
+from coserve.train.keep import Keep
 from coserve.train.trainer import TrainingConfig
 
 CACHE_TOKENS = 16384
@@ -40,10 +40,11 @@ def make_engine(bench: Bench, **config: Any) -> Engine:
     """An engine on a copy of the shape's weights, with default settings but for those given here.
 
     Its cache is half of the default one: half a gigabyte on the large shape, and room for 56 requests of
-    the first row.
+    the first row. What prompts have in common is computed every time: rounds ask the same ones again.
     """
     gc.collect()  # the last engine's gigabytes
-    return Engine(bench.shape.build(), replace(EngineConfig(cache_tokens=CACHE_TOKENS), **config))
+    settings = EngineConfig(cache_tokens=CACHE_TOKENS, prefix_sharing=False)
+    return Engine(bench.shape.build(), replace(settings, **config))
 
 
 def greedy(answer: int) -> SamplingParams:
@@ -90,7 +91,7 @@ def start_training(
     return engine.finetune(examples(data), name, LoRAConfig(rank=settings.rank), training)
 
 
-def start_job(engine: Engine, job: TimedJob, keep: Keep = Keep.PRODUCTS) -> FineTuning:
+def start_job(engine: Engine, job: TimedJob, keep: Keep = Keep.EVERYTHING) -> FineTuning:
     """The job of a workload, with AdamW at a constant rate."""
     training = TrainingConfig(
         schedule="constant",

@@ -119,25 +119,24 @@ def best_batch_settings(
     return min(tried, key=tried.__getitem__), {s.describe(): seconds for s, seconds in tried.items()}
 
 
-class PeftTraining:
-    """PEFT with LoRA on every linear of the layers: forward with labels, backward, clipping, AdamW.
+class TorchTraining:
+    """A training step as anybody would write it: forward with labels, backward, clipping, AdamW.
 
-    `matched` keeps the adapter in the base's dtype, as the engine computes; PEFT's default is float32.
+    `model` is the `base` with whatever trains in it; all examples are of one length.
     """
 
-    def __init__(self, shape: Shape, examples: Sequence[Tokens], rank: int, matched: bool) -> None:
-        from peft import LoraConfig, get_peft_model
-
-        self._base: Any = shape.build()
-        lora = LoraConfig(r=rank, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear")
-        self._model = get_peft_model(self._base, lora, autocast_adapter_dtype=not matched)
-        self._trained = [p for p in self._model.parameters() if p.requires_grad]
-        expected = torch.bfloat16 if matched else torch.float32
-        assert {p.dtype for p in self._trained} == {expected}, "PEFT keeps adapters in another dtype"
+    def __init__(self, base: Any, model: Any, examples: Sequence[Tokens], vocabulary: int) -> None:
+        self._base, self._model = base, model
+        self._trained = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(self._trained, lr=2e-4, fused=True)
         self._ids = torch.tensor(examples)
-        self._vocabulary = shape.vocabulary
+        self._vocabulary = vocabulary
         self._model.train()
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of what trains."""
+        return {p.dtype for p in self._trained}
 
     def step(self, checkpointing: bool) -> float:
         """Seconds of one optimizer step on all examples."""
@@ -169,6 +168,23 @@ class PeftTraining:
             self._base.activation_checkpointing_enable({"use_reentrant": False})
         else:
             self._base.activation_checkpointing_disable()
+
+
+class PeftTraining(TorchTraining):
+    """PEFT with LoRA on every linear of the layers.
+
+    `matched` keeps the adapter in the base's dtype, as the engine computes; PEFT's default is float32.
+    """
+
+    def __init__(self, shape: Shape, examples: Sequence[Tokens], rank: int, matched: bool) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        base: Any = shape.build()
+        lora = LoraConfig(r=rank, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear")
+        model = get_peft_model(base, lora, autocast_adapter_dtype=not matched)
+        super().__init__(base, model, examples, shape.vocabulary)
+        expected = torch.bfloat16 if matched else torch.float32
+        assert self.dtypes == {expected}, "PEFT keeps adapters in another dtype"
 
 
 def _quiet() -> None:

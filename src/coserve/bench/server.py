@@ -47,7 +47,7 @@ def _on_one_server(bench: Bench, model: Path, groups: Collection[str]) -> None:
     """Those groups that kill nothing but an idle engine, with the engine settings of the engine's bench."""
     with (
         tempfile.TemporaryDirectory(dir=model.parent) as folder,
-        Served(model, Path(folder), engine_cache_tokens=CACHE_TOKENS) as served,
+        Served(model, Path(folder), engine_cache_tokens=CACHE_TOKENS, engine_prefix_sharing=False) as served,
     ):
         served.wait_standby()  # its imports are work too
         run_groups(bench, groups, {g: partial(run, bench, served) for g, run in _ON_ONE_SERVER.items()})

@@ -46,6 +46,13 @@ class Settings:
     kill_steps: int = 16  # optimizer steps of each job, with a checkpoint after every fourth
     kill_length: int = 64  # of a job's examples
 
+    held_batch: int = 2  # examples whose activations are held
+    held_length: int = 1024
+
+    prefix: int = 1000  # tokens that prompts have in common
+    prefix_rest: int = 24  # and of its own of each
+    cache8_texts: int = 12
+
     curve_steps: int = 120  # optimizer steps of each method that learns
 
     seconds: float = 60.0  # of the co-serving run
@@ -95,6 +102,10 @@ TINY = Settings(
     kill_answer=200,
     kill_steps=40,
     kill_length=32,
+    prefix=70,
+    prefix_rest=3,
+    cache8_texts=2,
+    held_length=64,
     curve_steps=6,
     seconds=1.0,
 )

@@ -23,9 +23,10 @@ class Shape:
     vocabulary: int
     positions: int
 
-    def build(self) -> PreTrainedModel:
-        """A fresh model; every call gives the same weights (seed 0) in storage of its own."""
-        config = LlamaConfig(
+    @property
+    def config(self) -> LlamaConfig:
+        """As transformers has it."""
+        return LlamaConfig(
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
             intermediate_size=self.intermediate,
@@ -37,10 +38,14 @@ class Shape:
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=0,
+            dtype=torch.bfloat16,
         )
+
+    def build(self) -> PreTrainedModel:
+        """A fresh model; every call gives the same weights (seed 0) in storage of its own."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+            model = LlamaForCausalLM._from_config(self.config, dtype=torch.bfloat16)
         built: PreTrainedModel = model.eval()
         return built
 
@@ -100,6 +105,11 @@ _SHAPES = {
         Shape("tiny", 64, 4, 176, 4, 2, 512, 1024),
     )
 }
+
+
+def shape_names() -> tuple[str, ...]:
+    """Of all there are."""
+    return tuple(_SHAPES)
 
 
 def shape_named(name: str) -> Shape:

@@ -34,6 +34,7 @@ def run(bench: Bench, model: Path) -> None:
             model,
             Path(folder),
             engine_cache_tokens=CACHE_TOKENS,
+            engine_prefix_sharing=False,
             engine_deterministic=True,
             checkpoint_steps=_CHECKPOINTS,
         ) as served,

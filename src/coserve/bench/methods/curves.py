@@ -14,7 +14,7 @@ from coserve.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning
 from coserve.tiny.newtasks import examples
-from coserve.train.tape import Keep
+from coserve.train.keep import Keep
 from coserve.train.trainer import TrainingConfig
 
 TASK: Final = "pirate"
@@ -32,7 +32,7 @@ def run(bench: Bench) -> None:
     jobs: dict[str, FineTuning] = {}
     for method, fields in METHODS.items():
         training = TrainingConfig(
-            learning_rate=RATES[method], batch_size=_BATCH, warmup_ratio=0.05, keep=Keep.PRODUCTS
+            learning_rate=RATES[method], batch_size=_BATCH, warmup_ratio=0.05, keep=Keep.EVERYTHING
         )
         jobs[method] = engine.finetune(data, method, settings_of(fields), training)
     engine.run()

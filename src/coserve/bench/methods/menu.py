@@ -1,20 +1,11 @@
 """The adapter methods that are measured, as a request would ask for them."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-Fields = Mapping[str, Any]
+from coserve.plan.recipes import METHODS as METHODS
+from coserve.plan.recipes import Fields as Fields
 
-METHODS: Final[Mapping[str, Fields]] = {
-    "lora": {"type": "lora", "rank": 8},
-    "dora": {"type": "lora", "rank": 8, "use_dora": True},
-    "ia3": {"type": "ia3"},
-    "bottleneck": {"type": "bottleneck"},
-    "bitfit": {"type": "bitfit"},
-    "prefix_tuning": {"type": "prefix_tuning", "num_virtual_tokens": 16},
-    "prompt_tuning": {"type": "prompt_tuning", "num_virtual_tokens": 16},
-    "p_tuning": {"type": "p_tuning", "num_virtual_tokens": 16},
-}
 # Peak learning rates of the order that is usual for each method on so small a model. Nothing was searched
 # beyond raising those of the last three and IA3's once, whose losses fell slowly at 1e-2 and 3e-3.
 RATES: Final[Mapping[str, float]] = {
