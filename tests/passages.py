@@ -120,7 +120,7 @@ class Passage:
             warmup_ratio=0.0,
             max_grad_norm=None,
             batch_size=count,
-            rows=sum(case.lengths),
+            rows=sum(case.lengths) + case.adapter.virtual.prompt_count,
             keep=keep,
         )
         # The examples in places that the job's shuffling takes to the order wanted.

@@ -15,7 +15,7 @@ from coserve.engine.handles import Completion, FineTuning
 from coserve.engine.runner import LocalRunner
 from coserve.errors import ConfigError, UnsupportedModel
 from coserve.train.example import Example
-from coserve.train.tape import Keep
+from coserve.train.keep import Keep
 from models import MIXTURES, prompts, tiny, with_lora
 
 WINDOW = 23  # rows of the training windows

@@ -10,7 +10,7 @@ import pytest
 
 from adapters import lora_adapter
 from coserve.core.sequence import Span
-from coserve.train.tape import Keep
+from coserve.train.keep import Keep
 from models import ARCHITECTURES, Exact
 from passages import LORA, Case, Passage, make_case, windows, worst
 
@@ -36,9 +36,9 @@ def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
                 for pieces in (None, draws):
                     errors[keep.value, size, pieces is not None] = travel(case, keep, size, size, pieces)
         errors["inputs", 1, True] = travel(case, Keep.INPUTS, 1, 1, draws)
-        errors["products", 1, False] = travel(case, Keep.PRODUCTS, 1, 1, None)
+        errors["products", 1, False] = travel(case, Keep.EVERYTHING, 1, 1, None)
         # The way back need not be cut like the way there.
-        errors["products", "7 and 64", True] = travel(case, Keep.PRODUCTS, 7, 64, draws)
+        errors["products", "7 and 64", True] = travel(case, Keep.EVERYTHING, 7, 64, draws)
         errors["inputs", "64 and 7", False] = travel(case, Keep.INPUTS, 64, 7, None)
     assert max(errors.values()) <= TOLERANCE, errors
 
@@ -80,7 +80,7 @@ def test_an_adapter_on_some_layers_only_has_the_gradients_it_has_among_others() 
                     bypass.b.zero_()
             bypasses = {path: case.adapter.bypasses.outputs[path] for path in layers if path in some}
             alone = replace(case, adapter=lora_adapter("probe", 0, LORA, bypasses))
-            whole, part = Passage(case, Keep.INPUTS), Passage(alone, Keep.PRODUCTS)
+            whole, part = Passage(case, Keep.INPUTS), Passage(alone, Keep.EVERYTHING)
             for passage, size in ((whole, ROWS), (part, 16)):
                 passage.travel(size, size)
                 passage.finish()

@@ -87,7 +87,7 @@ def test_bytes_kept_do_not_depend_on_the_inference_rows(keep: Keep) -> None:
 
 def test_keeping_inputs_keeps_less_than_products() -> None:
     inputs, _ = kept_beside(Keep.INPUTS, 2, 10)
-    products, _ = kept_beside(Keep.PRODUCTS, 2, 10)
+    products, _ = kept_beside(Keep.EVERYTHING, 2, 10)
     assert inputs < 0.6 * products
 
 
@@ -111,7 +111,7 @@ def test_the_fused_forward_has_no_graph(keep: Keep) -> None:
 
 
 def test_a_window_that_is_through_leaves_no_tape() -> None:
-    fused = Fused(Keep.PRODUCTS)
+    fused = Fused(Keep.EVERYTHING)
     fused.runner.run(Plan(training=(fused.window(Direction.KEEP),)))
     before = fused.run.nbytes
     tape = fused.run.tape(fused.micro_batch).nbytes

@@ -102,7 +102,7 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
             engine.load_adapter(adapter, folder)
         training = TrainingConfig(
             learning_rate=1e-2, batch_size=4, max_steps=STEPS, epochs=STEPS, warmup_ratio=0.0, rows=64,
-            keep=Keep.PRODUCTS,
+            keep=Keep.EVERYTHING,
         )  # fmt: skip
         jobs = [engine.finetune(data, "trained", LoRAConfig(rank=3), training)] if data else []
         with watch_plans(engine, look):

@@ -134,7 +134,13 @@ def swapped_rows(patch: pytest.MonkeyPatch) -> None:
     """Each adapter of a run is given the rows of another."""
     init = FusedRows.__init__
 
-    def swapping(self: FusedRows, parts: Sequence[Part], adapters: Sequence[tuple[slice, Bypasses]]) -> None:
+    def swapping(
+        self: FusedRows,
+        parts: Sequence[Part],
+        adapters: Sequence[tuple[slice, Bypasses]],
+        gathered: Sequence[object] = (),
+    ) -> None:
+        assert not gathered, "no two adapters here are of one family"
         others = [bypasses for _, bypasses in adapters]
         others = [*others[1:], *others[:1]]
         init(self, parts, [(rows, other) for (rows, _), other in zip(adapters, others, strict=True)])

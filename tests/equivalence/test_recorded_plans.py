@@ -16,7 +16,7 @@ from coserve.bench.plans import (
     whole_journeys,
 )
 from coserve.core.sequence import Direction
-from coserve.train.tape import Keep
+from coserve.train.keep import Keep
 from models import Exact, prompts, tiny
 from passages import Case, Passage, make_case
 

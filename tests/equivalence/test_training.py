@@ -129,7 +129,7 @@ JOBS = (
         LoRAConfig(rank=4, alpha=8.0),
         TrainingConfig(
             learning_rate=3e-3, batch_size=4, epochs=7, max_steps=STEPS, weight_decay=0.1, warmup_ratio=0.1,
-            max_grad_norm=0.5, rows=64, keep=Keep.PRODUCTS, seed=3,
+            max_grad_norm=0.5, rows=64, keep=Keep.EVERYTHING, seed=3,
         ),
     ),
     (

@@ -173,9 +173,9 @@ class Passage:
 
 # Rows of a window there and back, whether layers are cut, and what the tape keeps.
 WAYS: Mapping[str, tuple[int, int, bool, Keep]] = {
-    "whole": (1000, 1000, False, Keep.PRODUCTS),
+    "whole": (1000, 1000, False, Keep.EVERYTHING),
     "small": (6, 6, True, Keep.INPUTS),
-    "cut differently": (11, 4, True, Keep.PRODUCTS),
+    "cut differently": (11, 4, True, Keep.EVERYTHING),
     "row by row": (1, 1, False, Keep.INPUTS),
 }
 
