@@ -115,6 +115,10 @@ class Optimizer(Named):
     rows: int = Field(
         default=2048, ge=1, le=1_000_000, description="Tokens trained at once; fewer take less memory."
     )
+    keep: Literal["inputs", "pruned", "everything"] | Annotated[int, Field(ge=1, le=1 << 50)] = Field(
+        default="inputs",
+        description="What is kept for the way back, or how many bytes of it: more is faster to train.",
+    )
 
 
 class JobRequest(Named):
