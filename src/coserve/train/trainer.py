@@ -21,7 +21,7 @@ from coserve.memory.arena import Arena
 from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.train.example import IGNORED, Example, LossOn, epochs, pack, steps_per_epoch
-from coserve.train.keep import Fates, Keep, KeepSetting
+from coserve.train.keep import Fates, Keep, KeepSetting, keep_setting
 from coserve.train.optim import Optimizer
 from coserve.train.pruning.plan import fates_of
 from coserve.train.rates import LearningRate, Schedule
@@ -73,11 +73,11 @@ class TrainingConfig:
             "epsilon": 0.0 < self.epsilon < math.inf,
             "max_grad_norm": self.max_grad_norm is None or self.max_grad_norm > 0,
             "loss_on": self.loss_on in get_args(LossOn),
-            "keep": isinstance(self.keep, Keep) or (type(self.keep) is int and self.keep > 0),
         }
         for name, holds in checks.items():
             if not holds:
                 raise ConfigError(f"training.{name} is out of its range: {getattr(self, name)}")
+        object.__setattr__(self, "keep", keep_setting(self.keep))  # a name stands for the setting
 
 
 @dataclass(slots=True)

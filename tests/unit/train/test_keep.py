@@ -1,0 +1,26 @@
+"""What a job's tapes are to keep, as files and command lines say it."""
+
+import pytest
+
+from coserve import Keep, TrainingConfig
+from coserve.errors import ConfigError
+from coserve.serve.schema.jobs import Optimizer
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [*((keep.value, keep) for keep in Keep), (Keep.PRUNED, Keep.PRUNED), (5, 5)]
+)
+def test_a_name_stands_for_its_setting(given: object, meant: object) -> None:
+    assert TrainingConfig(keep=given).keep == meant  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["most", "Keep.PRUNED", 0, -1, 1.5, True, None])
+def test_what_is_neither_a_name_nor_bytes(given: object) -> None:
+    with pytest.raises(ConfigError, match="training.keep is inputs, pruned, everything or a number of bytes"):
+        TrainingConfig(keep=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [*(keep.value for keep in Keep), 1 << 20])
+def test_what_is_asked_for_over_http_is_one_of_them(given: object) -> None:
+    asked = Optimizer.model_validate({"keep": given}).model_dump()["keep"]
+    assert TrainingConfig(keep=asked).keep == (given if isinstance(given, int) else Keep(given))
