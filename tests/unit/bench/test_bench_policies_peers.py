@@ -243,9 +243,9 @@ def test_attainment_is_chosen_before_training() -> None:
 
 def test_a_load_is_measured_by_each_requests_own_bounds() -> None:
     strict = SLO(end_to_end=0.4)
-    load = Load(10.0, 4.0, trained=[(11.0, 64.0), (13.9, 64.0), (14.1, 64.0)])
+    load = Load(10.0, 4.0, trained=[(11.0, 64.0), (13.5, 64.0), (14.5, 64.0)])
     load.answers = [Answered(10.0, [10.5], SLO()), Answered(11.0, [11.5], strict)]
-    assert measure(load) == Tried(0.5, 0.5, 0.5, 0.5, 32.0)
+    assert measure(load) == Tried(0.5, 0.5, 0.5, 0.5, 40.0)  # half of the last step's tokens
 
 
 def test_a_trial_is_the_beginning_from_the_first_job_on() -> None:

@@ -99,7 +99,7 @@ def test_token_examples_are_cut_and_counted(engine: Engine) -> None:
         {"epochs": 1.5},
         {"max_grad_norm": -1.0},
         {"loss_on": "x"},
-        {"keep": "inputs"},
+        {"keep": "most"},
         {"learning_rate": math.inf},
     ],
     ids=str,
