@@ -68,7 +68,9 @@ def examples(seed: str) -> list[Example]:
     return [Example(tuple(p), (*p[1:], -100)) for p in made]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module", params=[n if n != "mixtral" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
 def adapters(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Path]]:
     """An architecture, and adapters for it: beside all its linears, and beside the embedding and the head."""
     name = request.param
