@@ -5,7 +5,7 @@ shares nothing with coserve: PEFT's, or a plain torch module where PEFT has none
 whatever folder `oracle.save_pretrained` has written, so each check passes through the files as well.
 
     adapted = with_peft("llama", IA3Config(...), torch.float32)     # PEFT's model, random trainable weights
-    error, difference = forward_errors("llama", adapted, folder)    # logits against the served ones
+    error, difference = forward_errors("llama", adapted, folder)    # what is served against its logits
     with Exact():
         adapted = with_peft("llama", IA3Config(...), torch.float64)
         case = case_of("llama", adapted, folder)                    # loss and gradients of whole sequences
@@ -31,8 +31,9 @@ from coserve import Engine, EngineConfig, Keep, SamplingParams
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter
 from coserve.adapters.methods import method_named
-from models import logits_of, tiny
+from models import logits_of, make_eager, tiny
 from passages import Case, Gradients, Passage, examples, mean_loss, worst
+from rounding import allowed, both_ways, error, largest
 
 SHAPES = ("llama", "gpt2", "mixtral", "gemma2")
 SMALL = 20  # a vocabulary that `prompt_logprobs` can report all of
@@ -54,7 +55,7 @@ def spread(parameters: Sequence[Tensor], seed: int = 7) -> None:
 def with_peft(name: str, config: PeftConfig, dtype: torch.dtype, **changes: Any) -> PeftModel:
     """A model of architecture `name` under PEFT, all that trains moved away from where PEFT puts it."""
     model = tiny(name, dtype, **changes)
-    model.set_attn_implementation("eager")
+    make_eager(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -82,17 +83,19 @@ def served(engine: Engine, prompt: Sequence[int], adapter: str | None) -> Tensor
 def forward_errors(
     name: str, oracle: Any, folder: Path, engine: Engine | None = None, **changes: Any
 ) -> tuple[float, float]:
-    """(largest difference of a served log-probability from the oracle's, what it is without the adapter).
+    """(largest difference of a served log-probability from the oracle's own in float64, over what rounding
+    allows; the difference without the adapter). Up to 1 the first is rounding.
 
-    The oracle must have a vocabulary of SMALL: `with_peft(..., vocab_size=SMALL)`.
+    The oracle must be in float32 and have a vocabulary of SMALL: `with_peft(..., vocab_size=SMALL)`.
     """
     oracle.save_pretrained(str(folder))
     draws = random.Random(f"forward/{name}")
     prompt = [draws.randrange(1, SMALL) for _ in range(27)]
     engine = engine or engine_of(name, vocab_size=SMALL, **changes)
     engine.load_adapter("theirs", folder)
-    wanted = logits_of(oracle, prompt)[-len(prompt) : -1].log_softmax(-1)
-    return tuple(float((served(engine, prompt, a) - wanted).abs().max()) for a in ("theirs", None))
+    theirs, exact = both_ways(oracle, lambda it: logits_of(it, prompt)[-len(prompt) : -1].log_softmax(-1))
+    mine, without = (error(served(engine, prompt, adapter), exact) for adapter in ("theirs", None))
+    return mine / allowed(theirs, exact), without
 
 
 def case_of(
@@ -128,21 +131,23 @@ def case_of(
 
 
 def windowed_errors(
-    case: Case, sizes: Sequence[int] = (7, 1000), floor: float = 1e-6, pieces: bool = True
+    case: Case, sizes: Sequence[int] = (7,), floor: float = 1e-6, pieces: bool = True
 ) -> dict[str, float]:
     """By window size and what the tape keeps: the worst relative error of the loss and of any parameter's
-    gradient (relative to at least `floor` times all gradients' norm). Every parameter must be there."""
+    gradient (relative to at least `floor` times all gradients' norm). Every parameter must be there. Windows
+    of all `sizes` with every tape, and a whole micro-batch in one."""
     draws = random.Random("windows")
-    errors = {}
-    for keep, size in itertools.product(Keep, sizes):
+    errors, whole = {}, sum(case.lengths)
+    cuts = [(keep, min(size, whole)) for keep, size in itertools.product(Keep, sizes)]
+    for keep, size in dict.fromkeys([*cuts, (Keep.EVERYTHING, whole)]):
         passage = Passage(case, keep)
         passage.travel(size, size, draws if pieces else None)
         loss = passage.finish()
         got = in_files(case.adapter.with_parameters(passage.gradients))
         assert got.keys() == case.wanted.keys(), got.keys() ^ case.wanted.keys()
         got = {name: tensor.reshape(case.wanted[name].shape) for name, tensor in got.items()}
-        errors[f"{keep.value}/{size}"] = max(
-            worst(got, case.wanted, floor), abs(loss - case.loss) / abs(case.loss)
+        errors[f"{keep.value}/{size}"] = largest(
+            [worst(got, case.wanted, floor), abs(loss - case.loss) / abs(case.loss)]
         )
     return errors
 

@@ -31,8 +31,9 @@ from coserve.core.sequence import Sequence as Answer
 from coserve.engine.handles import Completion, FineTuning
 from coserve.train.example import Example
 from methods import SMALL, with_peft
-from models import logits_of, tiny
+from models import Exact, logits_of, tiny
 from plain import with_biases, with_bottlenecks, with_ia3_and_lora
+from rounding import SLACK, largest
 from virtual import own_logits, with_virtual
 
 VIRTUAL = ("prefix", "projected prefix", "prompt", "p-tuning")
@@ -66,9 +67,10 @@ SAMPLING = SamplingParams(max_tokens=4, logprobs=SMALL, prompt_logprobs=SMALL, i
 Logits = Callable[[Sequence[int]], Tensor]  # [rows, vocabulary] of a sequence's own tokens
 
 
-def oracles(name: str, folder: Path) -> dict[str | None, Logits]:
-    """Models with one adapter each, in float64, which are saved in `folder`; None is the base alone."""
-    dtype = torch.float64
+def oracles(
+    name: str, folder: Path | None = None, dtype: torch.dtype = torch.float64
+) -> dict[str | None, Logits]:
+    """Models with one adapter each, which are saved in `folder` if there is one; None is the base alone."""
     fields: dict[str, Any] = {"dtype": dtype, "vocab_size": SMALL}
     targets, task = _SCALED[name], "CAUSAL_LM"
     lora = LoraConfig(task_type=task, r=4, lora_alpha=12, target_modules=targets)
@@ -87,15 +89,16 @@ def oracles(name: str, folder: Path) -> dict[str | None, Logits]:
     }
     for kind in VIRTUAL:
         made[kind] = with_virtual(tiny(name, dtype, vocab_size=SMALL), kind)
-    for kind, model in made.items():
-        model.save_pretrained(str(folder / kind))
+    if folder is not None:
+        for kind, model in made.items():
+            model.save_pretrained(str(folder / kind))
     alone: dict[str | None, Logits] = {None: _logits(tiny(name, dtype, vocab_size=SMALL), False)}
     return alone | {kind: _logits(model, kind in VIRTUAL) for kind, model in made.items()}
 
 
 def _logits(model: Any, virtual: bool) -> Logits:
     def of(tokens: Sequence[int]) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), Exact():
             return own_logits(model, list(tokens)) if virtual else logits_of(model, tokens)
 
     return of
@@ -166,20 +169,40 @@ class Mixture:
     def errors(self, alone: Mapping[str | None, Logits]) -> dict[str | None, float]:
         """The largest difference of any log-probability, of all of the vocabulary, by adapter; relative to it
         where it is beyond one."""
+        return self._errors(alone, _served)
+
+    def allowed(self, alone: Mapping[str | None, Logits], single: Mapping[str | None, Logits]) -> float:
+        """What may be the largest of these in float32: SLACK times what it is for `single`, which are the
+        same oracles in float32, on the same tokens."""
+
+        def theirs(kind: str | None, completion: Completion) -> Tensor:
+            return single[kind](_tokens(completion)).log_softmax(-1)
+
+        return SLACK * max(self._errors(alone, theirs).values())
+
+    def _errors(
+        self, alone: Mapping[str | None, Logits], answer: Callable[[str | None, Completion], Tensor]
+    ) -> dict[str | None, float]:
         found: dict[str | None, float] = {}
         for kind, completion in self.answers:
             if kind in alone:
-                found[kind] = max(found.get(kind, 0.0), _error(completion, alone[kind]))
+                exact = alone[kind](_tokens(completion)).log_softmax(-1)
+                error = (answer(kind, completion).double() - exact) / exact.abs().clamp_min(1.0)
+                found[kind] = largest([found.get(kind, 0.0), float(error.abs().max())])
         return found
 
 
-def _error(completion: Completion, logits: Logits) -> float:
-    tokens = [*completion.sequence.request.prompt, *completion.tokens]
-    wanted = logits(tokens[:-1]).log_softmax(-1)
+def _tokens(completion: Completion) -> list[int]:
+    """Those that something was asked after."""
+    return [*completion.sequence.request.prompt, *completion.tokens][:-1]
+
+
+def _served(kind: str | None, completion: Completion) -> Tensor:
+    """Log-probabilities [rows, SMALL]."""
     rows = [*completion.prompt_logprobs, *completion.logprobs]
-    got = torch.full(wanted.shape, float("nan"), dtype=wanted.dtype)
+    assert len(rows) == len(_tokens(completion))
+    found = torch.full((len(rows), SMALL), float("nan"), dtype=torch.float64)
     for row, of_row in enumerate(rows):
         for token, logprob in of_row.top:
-            got[row, token] = logprob
-    assert len(rows) == len(wanted)
-    return float(((got - wanted) / wanted.abs().clamp_min(1.0)).abs().max())
+            found[row, token] = logprob
+    return found

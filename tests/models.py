@@ -95,6 +95,13 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes
     return model.to(dtype).eval()
 
 
+def make_eager(model: PreTrainedModel) -> None:
+    """Plain products alone, as float64 has them."""
+    model.set_attn_implementation("eager")
+    if model.config.model_type in MIXTURES:
+        model.set_experts_implementation("eager")
+
+
 @torch.no_grad()
 def _spread(model: nn.Module, seed: int) -> None:
     """Weights that make answers depend on their prompts; biases, norms and sinks that are not 0 or 1."""

@@ -24,6 +24,7 @@ from coserve.core.sequence import Direction, Span
 from coserve.train.example import Example, epochs
 from coserve.train.trainer import TrainingRun
 from models import linear_paths, lora_parameters, prompts, tiny, with_lora
+from rounding import largest
 
 LORA = LoRAConfig(rank=4, alpha=6.0)  # as `with_lora` makes them
 _HUGE = 1e14
@@ -172,7 +173,7 @@ class Passage:
     def error(self) -> float:
         """The worst relative error of any parameter's gradient, and of the loss."""
         loss = self.finish()
-        return max(worst(self.gradients, self.case.wanted), abs(loss - self.case.loss) / self.case.loss)
+        return largest([worst(self.gradients, self.case.wanted), abs(loss - self.case.loss) / self.case.loss])
 
 
 def windows(size: int, rows: int) -> list[tuple[int, int]]:
@@ -194,7 +195,7 @@ def worst(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], floor: float 
     norm of all where that is more (some gradients are zero but for rounding)."""
     assert got.keys() <= wanted.keys()
     whole = float(torch.stack([w.norm() for w in wanted.values()]).norm())
-    return max(
+    return largest(
         float((got[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(max(floor * whole, 1e-30)))
         for name in got
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from models import tiny
+from models import make_eager, tiny
 
 SUBLAYERS = {"houlsby": ("self_attn", "attn", "mlp"), "pfeiffer": ("mlp",)}
 _LISTED = ("v_proj", "o_proj", "c_attn", "c_proj")
@@ -35,6 +35,17 @@ class Plain:
         self.model.zero_grad()
         for parameter in self.trainable.values():
             parameter.grad = None
+
+    def double(self) -> None:
+        self._go_to(torch.float64)
+
+    def float(self) -> None:
+        self._go_to(torch.float32)
+
+    def _go_to(self, dtype: torch.dtype) -> None:
+        self.model.to(dtype)
+        for parameter in self.trainable.values():  # hooks hold these very ones
+            parameter.data = parameter.data.to(dtype)
 
     def save_pretrained(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -120,7 +131,7 @@ def with_ia3_and_lora(name: str, dtype: torch.dtype, **changes: Any) -> Plain:
 
 def _frozen(name: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
     model = tiny(name, dtype, **changes).requires_grad_(False)
-    model.set_attn_implementation("eager")
+    make_eager(model)
     return model
 
 

@@ -20,6 +20,7 @@ class EngineConfig:
     max_running: int = 64  # sequences that run at once; more wait
     prefix_sharing: bool = True  # what prompts have in common is computed once; never across scopes
     memory: str | int | float = "auto"  # for everything: "6GiB", a share (0.5), or most of what is free
+    adapter_memory: str | int | float = "auto"  # of it, for stored adapters: bytes, a share, or what is free
     offload: bool = False  # moments of AdamW rest in slower memory between steps: the host's, or a file
     scratch: str = ""  # folder of such files; empty: the system's for temporary ones
     policy: str = "hybrid"  # how training is fitted between answers: a name, or name:options
@@ -34,6 +35,7 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
         read_memory(self.memory)
+        read_memory(self.adapter_memory, "adapter_memory")
         if self.quantize not in ("none", "8bit", "4bit"):
             raise ConfigError(f"engine.quantize must be none, 8bit or 4bit, not {self.quantize!r}")
         if self.dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):

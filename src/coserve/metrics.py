@@ -95,6 +95,7 @@ class Metrics:
         self.prefix_cache_hits = Followed(
             self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
         )
+        self._make_adapters()
         self.engine_up = self._gauge("engine_up", "1 while the engine is connected.")
         self.engine_connections = self._gauge(
             "engine_connections",
@@ -110,6 +111,17 @@ class Metrics:
         self.num_preemptions = Followed(
             self._counter("num_preemptions", "Sequences computed again for want of pages.")
         )
+
+    def _make_adapters(self) -> None:
+        self.adapters_known = self._gauge("adapters_known", "Adapters that can be brought in from disk.")
+        self.adapters_in_memory = self._gauge("adapters_in_memory", "Adapter versions in memory.")
+        self.adapter_hits = Followed(
+            self._counter("adapter_hits", "Requests whose adapter was in memory when they came.")
+        )
+        self.adapter_misses = Followed(self._counter("adapter_misses", "Requests that waited for theirs."))
+        self.adapter_loads = Followed(self._counter("adapter_loads", "Adapters brought into memory."))
+        self.adapter_loaded_bytes = Followed(self._counter("adapter_loaded_bytes", "Bytes of these."))
+        self.adapter_evictions = Followed(self._counter("adapter_evictions", "Adapters dropped for others."))
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(f"coserve_{name}", text, labels, registry=self.registry)

@@ -9,9 +9,16 @@ import pytest
 
 from coserve.errors import EngineLost
 from coserve.wire.messages import Cancel
-from serving import Play, World, listening
+from serving import SECONDS, Play, World, listening
 
 BODY: Any = {"model": "tiny", "prompt": "x", "max_tokens": 1500, "seed": 1}
+
+
+async def leave(asked: "asyncio.Task[Any]") -> None:
+    """As a client does that has lost its patience: the connection is closed."""
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
 
 
 def is_idle(world: World) -> bool:
@@ -30,13 +37,14 @@ def test_a_client_that_leaves_frees_its_work_within_a_step(play: Play, stream: b
             for _ in range(6):
                 await anext(lines)
 
-    async def lose_patience(http: httpx2.AsyncClient) -> None:
-        with pytest.raises(httpx2.ReadTimeout):
-            await http.post("/v1/completions", json={**BODY, "n": count}, timeout=0.2)
-
     async def story(world: World) -> None:
-        async with listening(world.app) as url, httpx2.AsyncClient(base_url=url) as http:
-            await (read_some if stream else lose_patience)(http)
+        async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=SECONDS) as http:
+            if stream:
+                await read_some(http)
+            else:
+                asked = asyncio.create_task(http.post("/v1/completions", json={**BODY, "n": count}))
+                await world.until(lambda: world.engine.steps > 3 and len(world.engine.running) == count)
+                await leave(asked)
             steps = world.engine.steps
             await world.until(lambda: not world.engine.running)
             assert steps > 0 and world.engine.steps <= steps + 2 and len(_cancels(world)) == count
@@ -51,10 +59,12 @@ def _cancels(world: World) -> list[Cancel]:
 
 def test_who_leaves_the_queue_never_reaches_the_engine(play: Play) -> None:
     async def story(world: World) -> None:
-        async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=0.3) as http:
+        async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=SECONDS) as http:
             async with http.stream("POST", "/v1/completions", json={**BODY, "n": 2, "stream": True}):
-                with pytest.raises(httpx2.ReadTimeout):
-                    await http.post("/v1/completions", json={**BODY, "prompt": [99, 98]})
+                before = world.state.queue.waiting
+                asked = asyncio.create_task(http.post("/v1/completions", json={**BODY, "prompt": [99, 98]}))
+                await world.until(lambda: world.state.queue.waiting > before)
+                await leave(asked)
                 await world.until(lambda: world.state.queue.waiting == 0)
             await world.until(lambda: is_idle(world))
             assert all(sent.prompt != (99, 98) for sent in world.submits())

@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 
-from coserve.wire.messages import Fault, LoadAdapter, UnloadAdapter
+from coserve.wire.messages import Fault, LoadAdapter, PinAdapter, UnloadAdapter
 from serving import Play, World
 
 
@@ -364,3 +364,31 @@ def test_metrics_have_vllms_names(play: Play) -> None:
             assert f"# TYPE coserve_{name}" in answer.text
 
     play(story)
+
+
+def test_adapters_are_pinned_and_say_where_they_are(play: Play, tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        make_adapter(tmp_path / "root" / "one"), make_adapter(tmp_path / "root" / "two")
+        await load(world, "one", "one"), await load(world, "two", "two")
+        await ask(world, "one")
+        await world.until(lambda: bool(world.state.link.resident))
+        pinned = (await world.http.post("/v1/adapters/one/pin")).json()
+        assert pinned["id"] == "one" and pinned["pinned"] and pinned["location"] == "memory"
+        cards = {card["id"]: card for card in (await world.http.get("/v1/models")).json()["data"]}
+        assert (cards["tiny"]["location"], cards["tiny"]["pinned"]) == (None, False)
+        assert cards["one"]["pinned"] and not cards["two"]["pinned"]
+        (command,) = commands(world, PinAdapter)
+        assert command.pinned and world.engine.pinned == {command.key}
+        await world.engine.die()
+        await world.engine.start()
+        await world.until(lambda: world.engine.pinned == {command.key})  # every engine to come keeps it
+        unpinned = (await world.http.delete("/v1/adapters/one/pin")).json()
+        assert not unpinned["pinned"] and world.engine.pinned == set()
+        assert (await world.http.post("/v1/adapters/nobody/pin")).status_code == 404
+        assert (await world.http.post("/v1/adapters/tiny/pin")).status_code == 403
+        world.engine.refusals["pin"] = Fault("OutOfMemory", "pinned adapters may have 1 GiB")
+        refused = await world.http.post("/v1/adapters/two/pin")
+        assert refused.status_code == 400 and "1 GiB" in refused.json()["error"]["message"]
+        assert not (await world.http.get("/v1/models/two")).json()["pinned"]
+
+    play(story, adapter_root=tmp_path / "root")

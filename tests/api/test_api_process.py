@@ -20,6 +20,7 @@ from coserve.wire.control import encode_line
 from coserve.wire.messages import Drain
 
 BODY: Any = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 1}
+PATIENCE = 90.0  # seconds; only a hang takes so long
 
 
 class Server:
@@ -56,10 +57,10 @@ def test_a_process_serves_survives_kill_9_and_drains(tmp_path: Path) -> None:
     async def story() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         fake = FakeEngine(settings.socket, step_seconds=0.01)
-        async with asyncio.timeout(60), fake:
+        async with asyncio.timeout(PATIENCE), fake:
             async with served(settings, listener) as first:
                 assert (await first.status())["state"] == "ready"
-                async with httpx2.AsyncClient(base_url=first.url, timeout=20) as http:
+                async with httpx2.AsyncClient(base_url=first.url, timeout=PATIENCE) as http:
                     whole = (await http.post("/v1/completions", json=BODY)).json()["choices"][0]["text"]
                     lost = asyncio.create_task(http.post("/v1/completions", json={**BODY, "max_tokens": 900}))
                     while not fake.running:
@@ -69,7 +70,7 @@ def test_a_process_serves_survives_kill_9_and_drains(tmp_path: Path) -> None:
                 while fake.running:  # its requests were cancelled with its connection
                     await asyncio.sleep(0.005)
             async with served(settings, listener) as second:
-                async with httpx2.AsyncClient(base_url=second.url, timeout=20) as http:
+                async with httpx2.AsyncClient(base_url=second.url, timeout=PATIENCE) as http:
                     # The supervisor's socket takes connections while nobody serves them yet.
                     assert (await http.post("/v1/completions", json=BODY)).json()["choices"][0][
                         "text"
@@ -97,10 +98,10 @@ def test_answers_that_take_too_long_end_with_the_drain(tmp_path: Path) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         fake = FakeEngine(settings.socket, step_seconds=0.01)
         async with (
-            asyncio.timeout(40),
+            asyncio.timeout(PATIENCE),
             served(settings, listener) as server,
             fake,
-            httpx2.AsyncClient(base_url=server.url, timeout=20) as http,
+            httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
         ):
             assert (await server.status())["state"] == "ready"
             endless = {**BODY, "max_tokens": 2000}
@@ -113,7 +114,7 @@ def test_answers_that_take_too_long_end_with_the_drain(tmp_path: Path) -> None:
             assert "shutting down" in answers[0].text
             assert await server.process.wait() == 0
             assert not fake.running and fake.said[-1] == Drain()
-        async with asyncio.timeout(20), served(settings, listener) as lonely:
+        async with asyncio.timeout(40), served(settings, listener) as lonely:  # 45 s for an engine
             assert (await lonely.status())["state"] == "ready"
             lonely.process.terminate()
             assert await lonely.process.wait() == 0
@@ -127,7 +128,7 @@ def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path: Path) -> None:
 
     async def story() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
-        async with asyncio.timeout(30), served(settings, listener) as server:
+        async with asyncio.timeout(PATIENCE), served(settings, listener) as server:
             status = await server.status()
             assert status["state"] == "failed" and status["kind"] == "ConfigError" and status["text"]
             assert await server.process.wait() == 1

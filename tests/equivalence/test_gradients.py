@@ -3,6 +3,7 @@
 The rounding of float64 leaves about 1e-15 here; a wrong window, mask or put-down shows at 1e-3 and above.
 """
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from passages import LORA, Case, Passage, make_case, windows, worst
 TOLERANCE = 1e-10
 LENGTHS = (9, 40, 1, 25, 12)  # packed end to end; some longer than the sliding windows
 ROWS = sum(LENGTHS)
+SHORT = (9, 14, 1, 5)
+WHOLE = ("gpt2", "gemma2")  # learnt positions; sliding windows, soft-capping, norms behind products
 
 
 def travel(case: Case, keep: Keep, there: int, back: int, draws: random.Random | None) -> float:
@@ -27,17 +30,33 @@ def travel(case: Case, keep: Keep, there: int, back: int, draws: random.Random |
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
+    """Small windows put down anywhere, large ones and whole micro-batches, each with another tape."""
     draws = random.Random(f"windows/{name}")
     errors = {}
     with Exact():
         case = make_case(name, LENGTHS)
-        for keep in Keep:
-            for size in (7, 64, ROWS):
-                for pieces in (None, draws):
-                    errors[keep.value, size, pieces is not None] = travel(case, keep, size, size, pieces)
+        errors["inputs", 7] = travel(case, Keep.INPUTS, 7, 7, draws)
+        errors["pruned", 64] = travel(case, Keep.PRUNED, 64, 64, draws)
+        errors["everything", ROWS] = travel(case, Keep.EVERYTHING, ROWS, ROWS, None)
+        # The way back need not be cut like the way there.
+        errors["everything", "7 and 64"] = travel(case, Keep.EVERYTHING, 7, 64, draws)
+        errors["pruned", "64 and 7"] = travel(case, Keep.PRUNED, 64, 7, None)
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in WHOLE else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+)
+def test_windows_of_any_size_with_any_tape(name: str) -> None:
+    """All sizes with all tapes, put down and not."""
+    draws = random.Random(f"any/{name}")
+    errors = {}
+    with Exact():
+        case = make_case(name, LENGTHS)
+        for keep, size, pieces in itertools.product(Keep, (7, 64, ROWS), (None, draws)):
+            errors[keep.value, size, pieces is not None] = travel(case, keep, size, size, pieces)
         errors["inputs", 1, True] = travel(case, Keep.INPUTS, 1, 1, draws)
         errors["products", 1, False] = travel(case, Keep.EVERYTHING, 1, 1, None)
-        # The way back need not be cut like the way there.
         errors["products", "7 and 64", True] = travel(case, Keep.EVERYTHING, 7, 64, draws)
         errors["inputs", "64 and 7", False] = travel(case, Keep.INPUTS, 64, 7, None)
     assert max(errors.values()) <= TOLERANCE, errors
@@ -46,7 +65,7 @@ def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
 @pytest.mark.parametrize("keep", Keep)
 def test_windows_of_one_row_without_put_downs(keep: Keep) -> None:
     with Exact():
-        case = make_case("llama", LENGTHS)
+        case = make_case("llama", SHORT)
         assert travel(case, keep, 1, 1, None) <= TOLERANCE
 
 

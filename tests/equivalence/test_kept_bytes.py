@@ -77,9 +77,7 @@ def kept_beside(keep: Keep, count: int, length: int) -> tuple[int, int]:
     return live_bytes() - before, fused.run.nbytes
 
 
-@pytest.mark.parametrize(
-    "keep", [Keep.INPUTS, Keep.PRUNED, pytest.param(Keep.EVERYTHING, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("keep", Keep)
 def test_bytes_kept_do_not_depend_on_the_inference_rows(keep: Keep) -> None:
     alone = kept_beside(keep, 0, 0)
     assert alone[0] > 0

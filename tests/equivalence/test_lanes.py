@@ -26,7 +26,7 @@ from models import Exact, prompts, tiny, with_lora
 NAMES = ("llama", "gpt2", "mixtral")
 SERVED = (None, "all", "edges")
 STEPS = 4
-ROUNDS = 3
+ROUNDS = {"llama": 2, "gpt2": 1, "mixtral": 3}
 TOLERANCE = 1e-9  # relative to a matrix's norm; AdamW divides by roots of second moments
 
 
@@ -146,7 +146,7 @@ def worst_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def test_lanes_compute_what_a_fused_step_does(adapters: tuple[str, dict[str, Path]]) -> None:
-    for number in range(ROUNDS):
+    for number in range(ROUNDS[adapters[0]]):
         asked, data = requests(f"asked/{number}"), examples(f"data/{number}")
         fused = run(adapters, "hybrid", asked, data)
         alone = run(adapters, "hybrid", asked, [])

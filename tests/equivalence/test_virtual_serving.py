@@ -16,12 +16,12 @@ from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.handles import Completion
 from coserve.train.example import Example
 from coserve.train.trainer import fresh_adapter
-from models import logits_of, prompts, tiny, with_lora
+from models import Exact, logits_of, prompts, tiny, with_lora
+from rounding import allowed, both_ways, error
 from virtual import KINDS, logits_behind, own_logits, with_virtual
 
 NAMES = ("llama", "gpt2", "gemma2", "mixtral")
 PAGE = 4  # the adapters have 4 to 9 virtual tokens: a page, and pages with and without a rest
-TOLERANCE = 1e-5
 ADAPTERS = (None, "lora", *KINDS)
 
 
@@ -48,12 +48,12 @@ def engine_of(name: str, folders: dict[tuple[str, str], Path], **settings: objec
 
 
 @cache
-def logits(name: str, adapter: str | None, tokens: tuple[int, ...]) -> torch.Tensor:
-    """[rows, vocabulary] of a sequence, by PEFT."""
-    with torch.no_grad():
-        if adapter is None or adapter == "lora":
-            return logits_of(tiny(name) if adapter is None else with_lora(tiny(name), 1, 0.6), tokens)
-        return own_logits(with_virtual(tiny(name), adapter), list(tokens))
+def logits(
+    name: str, adapter: str, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[rows, vocabulary] of a sequence, by PEFT; exact in float64."""
+    with torch.no_grad(), Exact():
+        return own_logits(with_virtual(tiny(name, dtype), adapter), list(tokens))
 
 
 @cache
@@ -71,12 +71,15 @@ def greedy(name: str, adapter: str | None, prompt: tuple[int, ...], count: int) 
     return tokens[len(prompt) :]
 
 
-def check_scores(found: torch.Tensor, prompt: tuple[int, ...], answer: Completion) -> None:
-    """Log-probabilities of the prompt's tokens and of the first one answered; found [rows, vocabulary]."""
+def check_scores(
+    theirs: torch.Tensor, exact: torch.Tensor, prompt: tuple[int, ...], answer: Completion
+) -> None:
+    """Log-probabilities of the prompt's tokens and of the first one answered, against logits [rows,
+    vocabulary] in float32 and in float64."""
     tokens = (*prompt, answer.tokens[0])
-    wanted = found.log_softmax(-1)[range(len(prompt)), tokens[1:]].tolist()
-    got = [score.chosen for score in (*answer.prompt_logprobs, answer.logprobs[0])]
-    assert got == pytest.approx(wanted, abs=TOLERANCE)
+    theirs, exact = theirs.log_softmax(-1), exact.log_softmax(-1)
+    got = torch.tensor([score.chosen for score in (*answer.prompt_logprobs, answer.logprobs[0])])
+    assert error(got, exact[range(len(prompt)), tokens[1:]]) <= allowed(theirs, exact)
 
 
 SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True)
@@ -88,8 +91,8 @@ def test_logits_are_peft_s(name: str, kind: str, folders: dict[tuple[str, str], 
     engine = engine_of(name, folders)
     for length in (1, 6, 31):
         prompt = tuple(prompts(random.Random(length), [length])[0])
-        found = logits(name, kind, prompt)
-        check_scores(found, prompt, engine.generate(prompt, kind, SCORED).result())
+        theirs, exact = (logits(name, kind, prompt, dtype) for dtype in (torch.float32, torch.float64))
+        check_scores(theirs, exact, prompt, engine.generate(prompt, kind, SCORED).result())
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -109,9 +112,10 @@ def test_prefix_prompt_and_lora_are_one_adapter(
     oracle = with_lora(tiny(name), 1, 0.6)
     for length in (1, 6, 31):
         tokens = prompts(random.Random(length), [length])[0]
-        with torch.no_grad():
-            found = logits_behind(oracle, prefix, prompt, tokens)
-        check_scores(found, tuple(tokens), engine.generate(tokens, "both", SCORED).result())
+        theirs, exact = both_ways(
+            oracle, lambda it, of=tokens: logits_behind(it, prefix.to(it.dtype), prompt.to(it.dtype), of)
+        )
+        check_scores(theirs, exact, tuple(tokens), engine.generate(tokens, "both", SCORED).result())
 
 
 @pytest.mark.parametrize(("name", "pages"), [("gemma2", 500), ("gemma2", 22), ("gpt2", 22)])
@@ -205,4 +209,5 @@ def test_what_is_written_peft_reads(
     tokens = [7, 2, 50, 3, 3, 8]
     with torch.no_grad():
         found = own_logits(read, tokens)
-    assert torch.allclose(found, logits(name, kind, tuple(tokens)), rtol=0, atol=TOLERANCE)
+    exact = logits(name, kind, tuple(tokens), torch.float64)
+    assert error(found, exact) <= allowed(logits(name, kind, tuple(tokens)), exact)

@@ -114,7 +114,7 @@ def test_streams_and_jobs_go_on_after_a_kill(model: Path, data: Path, tmp_path: 
         # The one it went on from is told again: its engine may have died before that was written down.
         assert second.of(JobCheckpoint)[0].digest == kept.digest
         engine.process.stdin.close()  # as if the supervisor were killed
-        assert engine.process.wait(10) == ORPHANED
+        assert engine.process.wait(60) == ORPHANED
     one, other = weights(tmp_path / "whole/step-000024"), weights(tmp_path / "cut/step-000024")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -204,7 +204,7 @@ def test_pause_resume_and_drain(engine: EngineProcess, data: Path, tmp_path: Pat
     assert server.ended("p1").status == "stopped"
     assert server.tokens["answer"] == greedy(tiny("llama"), [1, 2, 3], 60)
     assert engine.phase().state == "drained"
-    assert engine.process.wait(10) == 0
+    assert engine.process.wait(60) == 0
     kept = newest_checkpoint(tmp_path / "job")
     assert kept is not None and kept.step == server.of(JobCheckpoint, "p1")[-1].step > ended.step
 
@@ -220,7 +220,7 @@ def test_sigterm_ends_an_engine_once_its_server_has_gone(model: Path, data: Path
         assert not server.of(JobEnded, "p1")
         server.close()
         assert engine.phase().state == "drained"
-        assert engine.process.wait(10) == 0
+        assert engine.process.wait(60) == 0
     kept = newest_checkpoint(tmp_path / "job")
     assert kept is not None and kept.step >= server.of(JobStep, "p1")[-1].step
 
@@ -231,15 +231,15 @@ def test_sigterm_ends_an_engine_that_is_loading_at_once(tmp_path: Path) -> None:
         while engine.phase().state != "measuring":
             pass
         engine.process.send_signal(signal.SIGTERM)
-        assert engine.process.wait(10) == -signal.SIGTERM
+        assert engine.process.wait(60) == -signal.SIGTERM
 
 
 def test_an_engine_that_comes_after_another_does_not_measure_again(model: Path, tmp_path: Path) -> None:
     remembered = tmp_path / "calibration.json"
 
-    def phases(ends: Callable[[EngineProcess], object], **fields: int) -> list[str]:
+    def phases(ends: Callable[[EngineProcess], object]) -> list[str]:
         """What an engine goes through until it is ready; then it ends."""
-        with EngineProcess(tmp_path, calibrate=True, **fields) as engine:
+        with EngineProcess(tmp_path, calibrate=True) as engine:
             engine.feed(model, threads=1, calibration=str(remembered))
             found = [engine.phase().state]
             while found[-1] != "ready":
@@ -251,12 +251,10 @@ def test_an_engine_that_comes_after_another_does_not_measure_again(model: Path, 
         engine.process.send_signal(signal.SIGTERM)
         assert engine.phase().state == "drained"
 
-    measured = ["standby", "loading", "measuring", "ready"]
-    assert phases(EngineProcess.kill) == measured
+    assert phases(EngineProcess.kill) == ["standby", "loading", "measuring", "ready"]
     first = remembered.read_bytes()
     assert phases(drain) == ["standby", "loading", "ready"]
     assert remembered.read_bytes() == first  # no step has corrected anything
-    assert phases(EngineProcess.kill, max_running=32) == measured
 
 
 def test_a_model_that_is_none_says_so(tmp_path: Path) -> None:
@@ -265,4 +263,4 @@ def test_a_model_that_is_none_says_so(tmp_path: Path) -> None:
         assert [broken.phase().state for _ in range(2)] == ["standby", "loading"]
         failed = broken.phase()
         assert (failed.state, failed.kind) == ("failed", "ModelNotFound") and "nothing" in failed.text
-        assert broken.process.wait(10) == 1
+        assert broken.process.wait(60) == 1

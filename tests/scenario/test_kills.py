@@ -17,9 +17,9 @@ from coserve.bench.kills import Kills, Outcome, Work
 from coserve.bench.served import Served, Victim
 from models import VOCABULARY, save, tiny
 
-SEEDS = (101, 102, 103, 104, 105, 106)
-MORE_SEEDS = tuple(range(201, 233))
-VICTIMS = (Victim.ENGINE, Victim.API, Victim.ENGINE, Victim.EVERYTHING, Victim.ENGINE, Victim.API)
+SEEDS = (101, 102, 104)
+MORE_SEEDS = (103, 105, 106, *range(201, 233))
+VICTIMS = (Victim.ENGINE, Victim.API, Victim.EVERYTHING)
 STEPS, BATCH = 60, 2
 EXAMPLES = ({"prompt": f"number {i}?", "completion": f" it is {i * i}"} for i in range(STEPS * BATCH))
 DATA = "".join(json.dumps(example) + "\n" for example in EXAMPLES).encode()
@@ -36,7 +36,7 @@ WORK = Work(
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kills]:
     """A server that has seen an uninterrupted run."""
-    model = save(tiny("llama"), tmp_path_factory.mktemp("model"))
+    model = save(tiny("llama", num_hidden_layers=2), tmp_path_factory.mktemp("model"))
     served = Served(
         model,
         tmp_path_factory.mktemp("served"),
@@ -75,7 +75,7 @@ def strike(kills: Kills, victim: Victim, seed: int) -> Outcome:
     return outcome
 
 
-def test_six_kills(kills: Kills) -> None:
+def test_a_kill_of_each(kills: Kills) -> None:
     for seed, victim in zip(SEEDS, VICTIMS, strict=True):
         strike(kills, victim, seed)
     assert kills.lost_in_all() == []

@@ -209,9 +209,7 @@ class World:
         raise AssertionError("the work does not end")
 
 
-@pytest.mark.parametrize("policy", SCHEDULES)
-@settings(max_examples=150, deadline=None)
-@given(
+anything = given(
     pages=st.integers(4, 9),
     max_running=st.integers(2, 5),
     quantum=st.sampled_from([1e-3, 0.025, 1.0]),
@@ -219,9 +217,31 @@ class World:
     burst=bursts,
     script=st.lists(actions, max_size=25),
 )
+
+
+@pytest.mark.parametrize("policy", SCHEDULES)
+@settings(max_examples=60, deadline=None)
+@anything
 def test_any_interleaving(
     policy: str, pages: int, max_running: int, quantum: float, sharing: bool, burst: Script, script: Script
 ) -> None:
+    check(policy, pages, max_running, quantum, sharing, burst, script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", SCHEDULES)
+@settings(max_examples=1000, deadline=None)
+@anything
+def test_a_great_many_interleavings(
+    policy: str, pages: int, max_running: int, quantum: float, sharing: bool, burst: Script, script: Script
+) -> None:
+    check(policy, pages, max_running, quantum, sharing, burst, script)
+
+
+def check(
+    policy: str, pages: int, max_running: int, quantum: float, sharing: bool, burst: Script, script: Script
+) -> None:
+    """Plays a script to its end; every answer is the one that its request gets alone."""
     world = World(policy, pages, max_running, quantum, sharing)
     for name, argument in burst + script:
         getattr(world, name)(argument)

@@ -63,7 +63,7 @@ class AdapterVersion:
         )
         return replace(self, parts=tuple(parts))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.parameters().values())
 

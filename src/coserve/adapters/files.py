@@ -7,13 +7,13 @@ configurations of its parts, and the names of part n's tensors begin with `n:`.
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,32 +25,85 @@ from coserve.adapters.saved import Saved
 from coserve.adapters.sites import Frame
 from coserve.errors import AdapterError
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG: Final = "adapter_config.json"
+WEIGHTS: Final = "adapter_model.safetensors"
 _LIST: Final = "COSERVE_LIST"
+TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 def read_adapter(
-    folder: str | Path, name: str, frame: Frame, dtype: torch.dtype, device: torch.device
+    folder: str | Path,
+    name: str,
+    frame: Frame,
+    dtype: torch.dtype,
+    device: torch.device,
+    load: Callable[[Path], Mapping[str, Tensor]] = load_file,
+    rest: Callable[[], None] = lambda: None,
 ) -> AdapterVersion:
     """The adapter in `folder` as version 0 of `name`, on `device`, for a base in `dtype`.
+
+    What `load` gives of the weights is copied. `rest` is called after every piece of work.
 
     Raises AdapterError for files that cannot be read, AdapterMismatch for what does not fit the base.
     """
     folder = Path(folder)
-    fields = _read_fields(folder / _CONFIG)
+    fields = _read_fields(folder / CONFIG)
     try:
-        tensors = load_file(folder / _WEIGHTS)
+        tensors = load(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{folder / _WEIGHTS} cannot be read: {error}") from error
+        raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    # A tensor that is in its type already still lies in the file, which somebody may write to.
+    exact, parts = _assemble(name, folder, fields, tensors, frame, dtype, device, rest), []
+    for part in exact.parts:
+        copied = {}
+        for place, bypass in part.bypasses.items():
+            copied[place] = bypass.in_type(dtype, copy=True)
+            rest()
+        parts.append(replace(part, bypasses=copied))
+    return replace(exact, parts=tuple(parts))
+
+
+def read_outline(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype) -> AdapterVersion:
+    """What `read_adapter` would give, with tensors that have no values: no weights are read.
+
+    Raises what `read_adapter` would raise, but for what the values would show.
+    """
+    folder = Path(folder)
+    fields = _read_fields(folder / CONFIG)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            tensors = {name: _without_values(one) for name, one in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    return _assemble(name, folder, fields, tensors, frame, dtype, torch.device("meta")).in_type(dtype)
+
+
+def _assemble(
+    name: str,
+    folder: Path,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    frame: Frame,
+    dtype: torch.dtype,
+    device: torch.device,
+    rest: Callable[[], None] = lambda: None,
+) -> AdapterVersion:
+    """The adapter that a file's fields and tensors are, in the exact type of a base in `dtype`."""
     parts = []
     for own_fields, own_tensors in _split(fields, tensors, folder):
-        saved = Saved(str(folder), own_fields, own_tensors, exact_type(dtype), device)
+        saved = Saved(str(folder), own_fields, own_tensors, exact_type(dtype), device, rest)
         parts.append(method_in_file(own_fields.get("peft_type")).read(saved, frame))
         saved.finish()
         if not parts[-1].bypasses:
-            raise AdapterError(f"{folder / _WEIGHTS} holds no tensors of a {parts[-1].method} adapter")
-    return AdapterVersion(name, 0, tuple(parts)).in_type(dtype)
+            raise AdapterError(f"{folder / WEIGHTS} holds no tensors of a {parts[-1].method} adapter")
+    return AdapterVersion(name, 0, tuple(parts))
+
+
+def _without_values(one: Any) -> Tensor:
+    """A tensor of the shape and type that a slice of safetensors has."""
+    return torch.empty(one.get_shape(), dtype=TYPES.get(one.get_dtype(), torch.int8), device="meta")
 
 
 def write_adapter(
@@ -74,8 +127,8 @@ def write_adapter(
     else:
         tensors = {f"{n}:{name}": t for n, w in enumerate(written) for name, t in w.tensors.items()}
         config = {"peft_type": _LIST, "base_model_name_or_path": base_name, "parts": configs}
-    save_file({n: _plain(t) for n, t in tensors.items()}, folder / _WEIGHTS, metadata={"format": "pt"})
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    save_file({n: _plain(t) for n, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _config(part: Part, written: Written, base_name: str) -> dict[str, Any]:
@@ -110,12 +163,12 @@ def _split(
         return [(fields, tensors)]
     configs = fields.get("parts")
     if not isinstance(configs, list) or not configs or not all(isinstance(c, dict) for c in configs):
-        raise AdapterError(f"{folder / _CONFIG}: parts must be the configurations of the adapter's parts")
+        raise AdapterError(f"{folder / CONFIG}: parts must be the configurations of the adapter's parts")
     by_part: list[dict[str, Tensor]] = [{} for _ in configs]
     for name, tensor in tensors.items():
         number, colon, own = name.partition(":")
         if not colon or not number.isdecimal() or int(number) >= len(configs):
-            raise AdapterError(f"{folder / _WEIGHTS}: tensor {name!r} belongs to none of the parts")
+            raise AdapterError(f"{folder / WEIGHTS}: tensor {name!r} belongs to none of the parts")
         by_part[int(number)][own] = tensor
     return list(zip(configs, by_part, strict=True))
 

@@ -1,6 +1,6 @@
 """What a file in `methods/` has to offer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -51,9 +51,13 @@ class Method(Protocol):
         ...
 
 
-def named(path: str, targets: Iterable[str]) -> bool:
+def named(path: str, targets: Container[str]) -> bool:
     """Whether a path is one of the targets, or ends with one."""
-    return any(path == target or path.endswith("." + target) for target in targets)
+    while path not in targets:
+        _, dot, path = path.partition(".")
+        if not dot:
+            return False
+    return True
 
 
 def chosen(

@@ -1,6 +1,6 @@
 """An adapter's two files while a method reads them: what is not taken is refused by name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ class Saved:
     tensors: Mapping[str, Tensor]
     dtype: torch.dtype
     device: torch.device
+    rest: Callable[[], None] = lambda: None  # called after each tensor, by whoever must not take too much
     _fields: dict[str, Any] = field(init=False)
     _tensors: dict[str, Tensor] = field(init=False)
 
@@ -113,7 +114,9 @@ class Saved:
         if not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
             raise AdapterMismatch(f"{self.folder}: tensor {name!r} holds {kind}, not floating-point numbers")
-        return tensor.to(device=self.device, dtype=self.dtype)
+        moved = tensor.to(device=self.device, dtype=self.dtype)
+        self.rest()
+        return moved
 
 
 def site_at(sites: Sites, path: str, *kinds: Kind) -> Site:

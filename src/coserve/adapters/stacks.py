@@ -41,8 +41,7 @@ class Family:
         self._touched = 0
         self.places: dict[str, tuple[Stack, int]] = {}  # of each linear: its stack, and which it is there
         for rank, paths in _alike(groups, dict(first.shape)):
-            a = first.plain[paths[0]].a
-            stack = make_stack(slots, rank, a.shape[1], [len(first.plain[path].b) for path in paths], a)
+            stack = _stack(slots, rank, paths, first)
             self._stacks.append(stack)
             self.places |= {path: (stack, number) for number, path in enumerate(paths)}
 
@@ -137,6 +136,14 @@ class Stacks:
     def nbytes(self) -> int:
         return sum(family.nbytes for family in self._families.values())
 
+    def slot_nbytes(self, bypasses: Bypasses) -> int:
+        """Bytes of a version's slot, whether it has one or not; its tensors need no values."""
+        if self._when is None:
+            return 0
+        member = _member(bypasses, self._paths)
+        alike = _alike(self._groups, dict(member.shape))
+        return sum(_stack(1, rank, paths, member).slot_nbytes for rank, paths in alike)
+
     def lay(self, adapters: Sequence[Ranged]) -> Laid:
         """Which of these go together. What it gave last is given again as long as nothing changes."""
         if self._when is None or len(adapters) < self._when.adapters:
@@ -161,8 +168,11 @@ class Stacks:
     def forget(self, bypasses: Bypasses) -> None:
         """Frees the slot of a version that is gone."""
         member = self._members.pop(id(bypasses), None)
-        if member is not None and member.shape in self._families:
-            self._families[member.shape].forget(id(bypasses))
+        family = None if member is None else self._families.get(member.shape)
+        if member is not None and family is not None:
+            family.forget(id(bypasses))
+            if not len(family):
+                del self._families[member.shape]
         self._last = None
 
     def _lay(self, adapters: Sequence[Ranged]) -> Laid:
@@ -205,6 +215,12 @@ def _member(bypasses: Bypasses, paths: Collection[str]) -> Member:
     rest = Bypasses(bypasses.inputs, others) if others or bypasses.inputs else None
     shape = tuple((path, stack_rank(len(bypass.a))) for path, bypass in sorted(plain.items()))
     return Member(bypasses, plain, rest, shape)
+
+
+def _stack(slots: int, rank: int, paths: Sequence[str], member: Member) -> Stack:
+    """For the linears at `paths`, which are given the same input."""
+    a = member.plain[paths[0]].a
+    return make_stack(slots, rank, a.shape[1], [len(member.plain[path].b) for path in paths], a)
 
 
 def _alike(groups: Iterable[Sequence[str]], ranks: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:

@@ -23,6 +23,7 @@ class Answered:
     tokens: list[float] = field(default_factory=list)
     slo: SLO = field(default_factory=SLO)  # its own bounds
     deferred: float = 0.0  # seconds that training held it up, where the engine says so
+    kept: bool = False  # whether its adapter had to be brought into memory first
 
     @property
     def first_token(self) -> float:
@@ -58,6 +59,7 @@ class Load:
     answers: list[Answered] = field(default_factory=list)
     trained: list[tuple[float, float]] = field(default_factory=list)  # (when, tokens)
     losses: list[float] = field(default_factory=list)  # of optimizer steps, in order, over all jobs
+    is_apart: bool = False  # whether training had processors of its own, and ended with the load's time
     processor: float = 0.0  # processor seconds used, by all processes that took part
     finished_at: float = 0.0  # when the last answer was complete, on the same clock
 
@@ -88,6 +90,14 @@ class Load:
             found += sum(tokens for _, tokens in pieces) * inside / max(at - before, 1e-9)
             before = at
         return found / (high - low)
+
+    def overall_training_rate(self) -> float:
+        """Fine-tuning tokens a second until the last answer was complete: who pushes requests out beyond the
+        load's time pays for them all the same. Training that is apart knows nothing of answers."""
+        last = max((a.tokens[-1] for a in self.answers if a.tokens), default=self.started)
+        return self.training_rate(
+            end=1.0 if self.is_apart else max(1.0, (last - self.started) / self.seconds)
+        )
 
     def attainment(self, slo: SLO) -> float:
         """Share of all requests that had every token in time."""
@@ -168,7 +178,8 @@ class _Run:
         handle = self._engine.generate(
             request.prompt, request.adapter, greedy(request.answer), request.slo, arrival
         )
-        answered = Answered(arrival, slo=request.slo)
+        kept = handle.sequence in self._engine.scheduler.kept
+        answered = Answered(arrival, slo=request.slo, kept=kept)
         self._load.answers.append(answered)
         self._open[handle.sequence.key] = answered, handle
 

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,8 +28,8 @@ def list_adapters(
         found = [model for model in client.get("/v1/models")["data"] if model.get("parent")]
     if as_json:
         return print_json(found)
-    rows = [(one["id"], one["parent"], one["owned_by"], moment(one["created"])) for one in found]
-    print_table(("adapter", "parent", "owner", "created"), rows, "no adapters yet")
+    rows = [(one["id"], one["parent"], one["owned_by"], moment(one["created"]), _place(one)) for one in found]
+    print_table(("adapter", "parent", "owner", "created", "in"), rows, "no adapters yet")
 
 
 @app.command("import")
@@ -98,6 +98,44 @@ def delete(
 
 
 @app.command()
+def pin(
+    context: typer.Context,
+    name: AdapterName,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Keeps an adapter in the server's memory. Others come from disk when they are asked for."""
+    from coserve.cli.client import in_path
+    from coserve.cli.output import print_json
+
+    with connect(context, url, api_key) as client:
+        found = client.post(f"/v1/adapters/{in_path(name)}/pin")
+    if as_json:
+        return print_json(found)
+    print(f"pinned {name}")
+
+
+@app.command()
+def unpin(
+    context: typer.Context,
+    name: AdapterName,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Lets an adapter leave the server's memory when others need its room."""
+    from coserve.cli.client import in_path
+    from coserve.cli.output import print_json
+
+    with connect(context, url, api_key) as client:
+        found = client.delete(f"/v1/adapters/{in_path(name)}/pin")
+    if as_json:
+        return print_json(found)
+    print(f"unpinned {name}")
+
+
+@app.command()
 def merge(
     adapter: Annotated[
         str,
@@ -134,6 +172,11 @@ def merge(
 
         merge_adapter(model or str(tiny.path()), folder, to)
     print(f"merged into {to}\n  coserve serve {to}")
+
+
+def _place(model: dict[str, Any]) -> str:
+    """Where an adapter is, and whether it stays there."""
+    return f"{model.get('location') or '-'}{', pinned' if model.get('pinned') else ''}"
 
 
 def _download(client: "Client", name: str, to: Path) -> int:

@@ -111,6 +111,30 @@ def methods(
 
 
 @bench.command()
+def adapters(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Shape = "255m",
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="File for throughput over adapters and batches, as SVG or PNG by its ending."),
+    ] = None,
+) -> None:
+    """Many adapters in one step: beside one and none, beside PEFT, training, and paged in from disk."""
+    check_writable("--json", json_file)
+    check_writable("--picture", picture)
+    from coserve.bench.adapters.drawing import draw
+    from coserve.bench.adapters.run import run_adapters
+    from coserve.bench.report import print_report
+
+    results = run_adapters(shape, quick, only or None, json_file)
+    if picture is not None and "figure" in results:
+        draw(results, picture)
+    print_report(results)
+
+
+@bench.command()
 def policies(
     json_file: Figures = None,
     quick: Quick = False,

@@ -38,6 +38,10 @@ def serve(
     memory: Annotated[
         str | None, typer.Option(help="Bytes for everything, as 6GiB, or a share, as 0.5.")
     ] = None,
+    adapter_memory: Annotated[
+        str | None,
+        typer.Option(help="Of that, for adapters from disk: bytes, a share, or auto: what is free."),
+    ] = None,
     offload: Annotated[
         bool | None,
         typer.Option("--offload", help="Optimizer state rests in slower memory between steps."),
@@ -116,6 +120,7 @@ def serve(
             quantize=quantize,
             cache_tokens=cache_tokens,
             memory=memory,
+            adapter_memory=adapter_memory,
             offload=offload,
             max_running=max_running,
             cache_dtype=cache_dtype,

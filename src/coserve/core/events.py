@@ -39,6 +39,15 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """A sequence ended because what it needs cannot be had; in place of its `Finished`."""
+
+    key: int
+    request_id: str
+    error: CoserveError
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingProgress:
     """Rows of one job went some way; `rows` counts a row that passed half of the layers as one half,
     and one that passed the tail as one layer's."""
@@ -65,4 +74,4 @@ class JobFailed:
     error: CoserveError
 
 
-Event = TokenEvent | Finished | TrainingProgress | StepDone | JobFailed
+Event = TokenEvent | Finished | RequestFailed | TrainingProgress | StepDone | JobFailed

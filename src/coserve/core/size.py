@@ -21,8 +21,9 @@ def read_size(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** _POWERS.index(power.upper()))
 
 
-def read_memory(memory: str | int | float) -> int | float | None:
-    """`EngineConfig.memory` as a number of bytes or as a share of all there is (a float); None for "auto".
+def read_memory(memory: str | int | float, name: str = "memory") -> int | float | None:
+    """`EngineConfig.memory`, or the field called `name`, as a number of bytes or as a share of all there is
+    (a float); None for "auto".
 
     Shares may be written as 0.5 or as "50%". Raises ConfigError for what is none of these.
     """
@@ -36,9 +37,9 @@ def read_memory(memory: str | int | float) -> int | float | None:
             try:
                 memory = read_size(memory)
             except ConfigError as error:
-                raise ConfigError(f"engine.memory: {error}, a share such as 0.5, or auto") from error
+                raise ConfigError(f"engine.{name}: {error}, a share such as 0.5, or auto") from error
     if memory <= 0 or (isinstance(memory, float) and memory > 1):
-        raise ConfigError(f"engine.memory must be positive, and a share at most 1, not {memory}")
+        raise ConfigError(f"engine.{name} must be positive, and a share at most 1, not {memory}")
     return memory
 
 

@@ -9,13 +9,14 @@ they came: a small one does not pass a large one for ever.
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Final, Protocol
 
 import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.config import EngineConfig
-from coserve.core.size import show_size
+from coserve.core.size import read_memory, show_size
 from coserve.engine.runner import LocalRunner
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.memory.budget import Capacity, budget_of, process_capacity
@@ -23,11 +24,30 @@ from coserve.memory.ledger import Account, Bytes, Ledger
 from coserve.memory.measured import make_meter
 from coserve.schedule.config import SchedulerConfig
 from coserve.train.fitting import JobSize, settings_that_fit
-from coserve.train.needs import JobNeeds, Steps, step_bytes
+from coserve.train.needs import JobNeeds, Steps, step_bytes, walk_bytes
 from coserve.train.trainer import TrainingConfig
 
 _ADAPTERS: Final = "adapters"
-_WALK: Final = "walk"  # what one job's rows need on their way back
+_STORED: Final = "stored adapters"  # those that lie on disk, too
+_WALK: Final = "walk"  # what rows need on their way back, at a time
+
+
+class Stored(Protocol):
+    """Adapters in memory that could be dropped, and read again when they are asked for."""
+
+    @property
+    def used(self) -> int:
+        """Bytes of all of them, and of those on their way."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """Of these, how many are for places in stacks."""
+        ...
+
+    def shed(self, nbytes: int) -> None:
+        """Frees so many bytes, if what nobody uses is enough for that."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +68,16 @@ class Admission:
         device = torch.device(config.device)
         self.meter = make_meter(device)
         self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
+        self._limit = _limit_of(config, self.ledger.budget)
+        self._stored: Stored | None = None
         self._waiting: deque[_Candidate] = deque()
         self._jobs: dict[str, JobSize] = {}
 
     def open(self, runner: LocalRunner, config: SchedulerConfig, steps: Steps) -> None:
         """Enters what is there for good. Raises ConfigError where that is more than the budget."""
         self._runner, self._base, self._steps = runner, runner.base, steps
+        runner.company_rows = 0 if config.training_window is not None else config.max_training_rows
+        self._company = walk_bytes(runner.base, runner.company_rows)
         weights, pages = runner.base.nbytes, runner.pool.nbytes
         workspace = step_bytes(runner.base, config, pages)
         fixed: dict[str, Bytes] = {
@@ -68,6 +92,14 @@ class Admission:
                 f"step ({show_size(workspace)})"
             )
         self.ledger.reserve(fixed)
+        if self._limit is not None:
+            asked = {_STORED: {Account.ADAPTERS: self._limit}}
+            if missing := self.ledger.missing(asked):
+                raise ConfigError(
+                    f"engine.adapter_memory: {show_size(self._limit)} are {show_size(missing)} more than "
+                    f"engine.memory ({show_size(self.ledger.budget)}) leaves beside model, cache and a step"
+                )
+            self.ledger.reserve(asked)
 
     # Jobs
 
@@ -92,9 +124,12 @@ class Admission:
         """Whether a job's bytes are free, and from now on its own. If not it waits: `start` is called when it
         has them, `tell` with the reason whenever that changes."""
         self._count_adapters()
-        if not self._waiting and not self.ledger.missing(self._wanted(name, size)):
-            self._take(name, size)
-            return True
+        if not self._waiting:
+            wanted = self._wanted(name, size)
+            self._shed(partial(self.ledger.missing, wanted))
+            if not self.ledger.missing(wanted):
+                self._take(name, size)
+                return True
         self._waiting.append(_Candidate(name, size, start, tell))
         self._tell()
         return False
@@ -121,7 +156,9 @@ class Admission:
         self._count_adapters()
         while self._waiting:
             first = self._waiting[0]
-            if self.ledger.missing(self._wanted(first.name, first.size)):
+            wanted = self._wanted(first.name, first.size)
+            self._shed(partial(self.ledger.missing, wanted))
+            if self.ledger.missing(wanted):
                 break
             self._waiting.popleft()
             self._take(first.name, first.size)
@@ -132,12 +169,37 @@ class Admission:
 
     def load(self, adapter: AdapterVersion) -> None:
         """Makes sure that there is room for a version that is to be published. Raises OutOfMemory."""
+
+        def short() -> int:
+            held = self.ledger.of(_ADAPTERS)
+            return self.ledger.missing({_ADAPTERS: {Account.ADAPTERS: held + adapter.nbytes}})
+
         self._count_adapters()
-        held = self.ledger.of(_ADAPTERS)
-        if missing := self.ledger.missing({_ADAPTERS: {Account.ADAPTERS: held + adapter.nbytes}}):
+        self._shed(short)
+        if missing := short():
             raise OutOfMemory(
                 f"the adapter {adapter.name!r} needs {show_size(adapter.nbytes)}, {show_size(missing)} more "
                 "than are free: unload others, let jobs end, or raise engine.memory"
+            )
+
+    def stored(self, stored: Stored) -> None:
+        """Counts these from now on."""
+        self._stored = stored
+
+    def room(self) -> int:
+        """Bytes that stored adapters in memory may have together: what was set, or what nobody else has."""
+        if self._limit is not None:
+            return self._limit
+        self._count_adapters()
+        return self.ledger.free + self.ledger.of(_STORED)
+
+    def fit(self, name: str, cost: int) -> None:
+        """Raises OutOfMemory for a stored adapter that would never fit, if it were alone."""
+        most = self._room() if self._limit is None else self._limit
+        if cost > most:
+            raise OutOfMemory(
+                f"the adapter {name!r} needs {show_size(cost)} of memory, {show_size(cost - most)} more than "
+                "adapters may have: raise engine.adapter_memory or engine.memory"
             )
 
     # What there is
@@ -154,18 +216,20 @@ class Admission:
     # Inside
 
     def _wanted(self, name: str, size: JobSize) -> dict[str, Bytes]:
-        """With what training as such needs: weights laid out for the way back, and room for the rows of one
-        job at a time."""
+        """With what training as such needs: weights laid out for the way back, and room for the rows that go
+        back at a time."""
         needs = size.needs(self._base, self._steps)
         others = (other for job, other in self._jobs.items() if job != name)
         return {
             _owner(name): needs.own,
-            _WALK: {Account.WORKSPACES: max(needs.shared, self._walk(others))},
+            _WALK: {Account.WORKSPACES: self._walk([size, *others])},
             "base": {Account.BASE: self._base.nbytes + self._base.nbytes_to_train},
         }
 
     def _walk(self, jobs: Iterable[JobSize]) -> int:
-        return max((job.needs(self._base, self._steps).shared for job in jobs), default=0)
+        """Windows of several jobs go back together, with no more rows than one may have."""
+        shared = [job.needs(self._base, self._steps).shared for job in jobs]
+        return max(max(shared, default=0), min(sum(shared), self._company))
 
     def _take(self, name: str, size: JobSize) -> None:
         self.ledger.reserve(self._wanted(name, size))
@@ -180,13 +244,32 @@ class Admission:
     def _room(self) -> int:
         """Bytes that a job could have if it were alone, with no adapter loaded."""
         fixed = self.ledger.of("pages") + self.ledger.of("steps")
-        return self.ledger.budget - fixed - self._base.nbytes - self._base.nbytes_to_train
+        return (
+            self.ledger.budget - fixed - (self._limit or 0) - self._base.nbytes - self._base.nbytes_to_train
+        )
 
     def _count_adapters(self) -> None:
-        """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold."""
+        """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold.
+
+        A stored one comes with its place in a stack, whether it has one yet or not.
+        """
+        bank, stacks = self._runner.bank, self._runner.stacks.nbytes
         own = sum(run.current.nbytes for run in self._runner.runs.values())
-        held = self._runner.bank.nbytes + self._runner.stacks.nbytes
-        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, held - own)
+        if self._stored is not None:
+            stacks = max(stacks - self._stored.copies, 0)
+            self.ledger.charge(_STORED, Account.ADAPTERS, self._stored.used)
+        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, bank.nbytes - bank.stored_nbytes + stacks - own)
+
+    def _shed(self, missing: Callable[[], int]) -> None:
+        """Has stored adapters that nobody uses leave, if that is enough. What was set for them is theirs.
+
+        The place of one that left may stay in a stack for the next one: then more have to leave.
+        """
+        stored, before = self._stored, -1
+        while stored is not None and self._limit is None and missing() and stored.used != before:
+            before = stored.used
+            stored.shed(missing())
+            self._count_adapters()
 
     def _tell(self) -> None:
         for place, candidate in enumerate(self._waiting):
@@ -204,6 +287,15 @@ class Admission:
 def _owner(job: str) -> str:
     """What a job is called in the ledger, where it stands beside the base and the pages."""
     return f"job {job}"
+
+
+def _limit_of(config: EngineConfig, budget: int) -> int | None:
+    """Bytes that are set for stored adapters, None where nothing is."""
+    match read_memory(config.adapter_memory, "adapter_memory"):
+        case float() as share:
+            return int(share * budget)
+        case limit:
+            return limit
 
 
 def device_capacity(device: torch.device) -> Capacity:

@@ -13,23 +13,28 @@ import torch
 from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.bank import AdapterBank, Known
 from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
+from coserve.adapters.paging.levels import reads_for
+from coserve.adapters.paging.reader import Reader
+from coserve.adapters.paging.stored import Outlines, StoredVersion
 from coserve.config import EngineConfig
-from coserve.core.events import Event, Finished, JobFailed, StepDone, TokenEvent
+from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.engine.admission import Admission
 from coserve.engine.calibrate import measure
+from coserve.engine.counted import count
 from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.handles import Completion, FineTuning, Keeping
+from coserve.engine.paged import PagedAdapters
 from coserve.engine.runner import LocalRunner
 from coserve.engine.table import SequenceTable
 from coserve.engine.training import Asked, Training
-from coserve.errors import AdapterError, ConfigError, RequestError
+from coserve.errors import AdapterError, ConfigError, CoserveError, RequestError
 from coserve.jobs import datasets
 from coserve.memory.kv import KVPool
-from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
+from coserve.memory.malloc import keep_freed_memory, return_freed_memory
 from coserve.memory.pages import PagePool
 from coserve.memory.store import Int8Store, Store
 from coserve.model.grammar import Grammars
@@ -84,6 +89,8 @@ class Engine:
         self.runner = self._make_runner()
         self.scheduler = self._make_scheduler(policy)
         self.admission.open(self.runner, self.scheduler.config, self._steps(policy))
+        self._outlines = Outlines(self.base, self.base.dtype, self.runner.stacks.slot_nbytes)
+        self.stored = self._make_stored()
         self.training = Training(
             self.runner, self.scheduler, self.admission, self._drive, self.save_adapter, self._lock,
             shelf_for(self.base.device, config.scratch) if config.offload else None,
@@ -101,6 +108,7 @@ class Engine:
     def step(self) -> list[Event]:
         """One step: decide, run, take in. Returns what it brought about, for every request and job."""
         with self._lock:
+            self.stored.advance()
             plan = self.scheduler.plan(self.clock())
             result = self.runner.run(plan)
             events = self.scheduler.apply(plan, result, self.clock())
@@ -136,7 +144,7 @@ class Engine:
         RequestError, AdapterNotFound or ConfigError, with nothing queued.
         """
         with self._lock:
-            version = None if adapter is None else self.bank.find(adapter)
+            version = None if adapter is None else self.bank.look(adapter)
             request = self._request(self.tokenize(prompt), version, sampling, slo, arrival, scope)
             if unknown := [t for t in (*request.prompt, *continued) if not 0 <= t < self.base.vocabulary]:
                 raise RequestError(f"token {unknown[0]} is not one of the model's {self.base.vocabulary}")
@@ -144,7 +152,8 @@ class Engine:
             if text and sampling.stop and self.text is None:
                 raise ConfigError("stop strings need a tokenizer, and the engine was given none")
             stream = self.text.stream(sampling.stop) if text and self.text else None
-            sequence = self.scheduler.submit(request, self.clock(), continued)
+            kept = version is not None and self.stored.needs(version.key)
+            sequence = self.scheduler.submit(request, self.clock(), continued, kept)
             if version is not None:
                 self.bank.pin(version.key)
             cancel = partial(self._cancel_sequence, sequence.key)
@@ -152,6 +161,8 @@ class Engine:
             self.completions[sequence.key] = completion
             if completion.skip(continued):
                 self.scheduler.finish(sequence.key, FinishReason.STOP)
+            if kept and not sequence.is_finished:
+                self.stored.came(sequence)
             return completion
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
@@ -177,13 +188,39 @@ class Engine:
         return read_adapter(folder, name, self.base, self.base.dtype, self.base.device)
 
     def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
-        """Makes an adapter that was read before answer to its name; returns it with its version number."""
+        """Makes an adapter that was read before answer to its name; returns it with its version number. It
+        stays in memory."""
         with self._lock:
             self.training.refuse_while_trained(adapter.name)
             self.admission.load(adapter)
             adapter = replace(adapter, version=self.bank.next_version(adapter.name))
             self.bank.publish(adapter)
             return adapter
+
+    def register_adapter(self, name: str, folder: str | Path) -> StoredVersion:
+        """Makes the adapter in `folder` answer to `name`, and leaves its weights on disk until a request asks
+        for it. They leave memory again for others; so the folder has to stay as it is."""
+        return self.add_stored(self.look_at_adapter(name, folder))
+
+    def look_at_adapter(self, name: str, folder: str | Path) -> StoredVersion:
+        """What the files in `folder` say of an adapter, ready for `add_stored`. Reads no weights and takes no
+        lock. Raises AdapterError for what is no adapter of this base."""
+        return self._outlines.look(name, folder)
+
+    def add_stored(self, stored: StoredVersion) -> StoredVersion:
+        """Makes an adapter that was looked at before answer to its name; returns it with its version number.
+        Raises OutOfMemory for one that would never fit."""
+        with self._lock:
+            self.training.refuse_while_trained(stored.name)
+            self.admission.fit(stored.name, stored.cost)
+            stored = replace(stored, version=self.bank.next_version(stored.name))
+            self.stored.add(stored)
+            return stored
+
+    def pin_adapter(self, name: str, pinned: bool = True) -> None:
+        """Has a registered adapter brought in and kept in memory, or no longer kept there."""
+        with self._lock:
+            self.stored.pin(self.bank.look(name).key, pinned)
 
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter; answers under way keep it until they end."""
@@ -196,7 +233,7 @@ class Engine:
         """Writes the adapter's current version in PEFT's format."""
         with self._lock:
             try:
-                write_adapter(self.bank.find(name), folder, str(self.base.model.config.name_or_path))
+                write_adapter(self._weights(name), folder, str(self.base.model.config.name_or_path))
             except OSError as error:
                 raise AdapterError(f"the adapter cannot be written to {folder}: {error.strerror}") from error
 
@@ -224,7 +261,7 @@ class Engine:
         """
         prepared = data if isinstance(data, Prepared) else self.prepare(data, training)
         with self._lock:
-            start = self.bank.find(start_from) if isinstance(start_from, str) else start_from
+            start = self._weights(start_from) if isinstance(start_from, str) else start_from
             asked = Asked(
                 job or f"job-{len(self.jobs) + 1}", adapter, prepared, method, training,
                 start if resume is None else resume.adapter, resume,
@@ -278,31 +315,7 @@ class Engine:
     def stats(self) -> Stats:
         """Counters since the start, and where things stand now."""
         with self._lock:
-            counted, pages = self.scheduler.stats, self._pages
-            return Stats(
-                steps=counted.steps,
-                fused_steps=counted.fused_steps,
-                decode_tokens=counted.decode_tokens,
-                prefill_tokens=counted.prefill_tokens,
-                trained_tokens=counted.backward_rows,
-                updates=counted.updates,
-                preemptions=counted.preemptions,
-                running=len(self.scheduler.running),
-                waiting=len(self.scheduler.waiting),
-                pages=pages.pages,
-                free_pages=pages.free_count,
-                asked_tokens=counted.asked_tokens,
-                found_tokens=counted.found_tokens,
-                cost_error=self.scheduler.cost.error,
-                cost_margin=self.scheduler.cost.margin(self.scheduler.config, trains=True),
-                slo_met=counted.slo_met,
-                slo_missed=counted.slo_missed,
-                adapters=len(self.bank),
-                resident_bytes=resident_bytes(),
-                memory={account.value: nbytes for account, nbytes in self.admission.audit().items()},
-                memory_budget=self.admission.ledger.budget,
-                memory_peak=self.admission.meter.peak(),
-            )
+            return count(self, self._pages)
 
     # Inside
 
@@ -321,6 +334,20 @@ class Engine:
         sampling = SamplingTable(config.max_running, base.vocabulary, eos, base.device, grammars)
         runner = DeterministicRunner if config.deterministic else LocalRunner
         return runner(base, self.bank, pool, SequenceTable(config.max_running, most, pool, sampling))
+
+    def _make_stored(self) -> PagedAdapters:
+        base = self.base
+        reader = Reader(reads_for(base, base.dtype, base.device))
+        stored = PagedAdapters(self.bank, self.scheduler, reader, self.admission.room)
+        self.admission.stored(stored)
+        return stored
+
+    def _weights(self, name: str) -> AdapterVersion:
+        """An adapter with its weights, read from its files if they are not in memory."""
+        known = self.bank.look(name)
+        if isinstance(known, StoredVersion) and not self.bank.has_weights(known.key):
+            return known.read(self.base, self.base.dtype, self.base.device)
+        return self.bank.find(name)
 
     def _steps(self, policy: Policy) -> Steps:
         """What a job may have under way at once."""
@@ -347,7 +374,7 @@ class Engine:
     def _request(
         self,
         tokens: tuple[int, ...],
-        version: AdapterVersion | None,
+        version: Known | None,
         sampling: SamplingParams,
         slo: SLO,
         arrival: float | None,
@@ -387,6 +414,8 @@ class Engine:
                     self.scheduler.finish(event.key, FinishReason.STOP)
             case Finished():
                 self._complete(event.key, event.finish_reason)
+            case RequestFailed():
+                self._complete(event.key, FinishReason.CANCELLED, event.error)
             case StepDone() | JobFailed():
                 self.training.deliver(event)
 
@@ -394,12 +423,15 @@ class Engine:
         """Whether a job that failed in this step does it again, so that nothing of it is news."""
         return isinstance(event, JobFailed) and self.jobs[event.job].is_under_way
 
-    def _complete(self, key: int, reason: FinishReason) -> None:
+    def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
         completion = self.completions.pop(key)
-        completion.finish(reason)
+        completion.finish(reason, error)
         adapter = completion.sequence.request.adapter
         if adapter is not None:
+            self.stored.went(completion.sequence)
             self.bank.unpin(adapter)
+            if self.admission.waiting:  # maybe for the bytes of this adapter
+                self.admission.advance()
 
     def _cancel_sequence(self, key: int) -> None:
         with self._lock:

@@ -28,7 +28,8 @@ class Delta:
 
 
 class Completion:
-    """One request's answer. Iterate it for deltas, or ask for its `result`."""
+    """One request's answer. Iterate it for deltas, or ask for its `result`; both raise what made it fail: its
+    adapter could not be loaded, then `error` says why."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Completion:
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        self.error: CoserveError | None = None
         self._stream = text
         self._drive, self._cancel = drive, cancel
         self._deltas: deque[Delta] = deque()
@@ -58,12 +60,14 @@ class Completion:
             if self.finish_reason is not None or not self._drive():
                 while self._deltas:  # another thread may have driven to the end meanwhile
                     yield self._deltas.popleft()
+                self._raise()
                 return
 
     def result(self) -> "Completion":
         """Runs the engine until the answer is complete."""
         while self.finish_reason is None and self._drive():
             pass
+        self._raise()
         return self
 
     def cancel(self) -> None:
@@ -89,11 +93,15 @@ class Completion:
         self._add(Delta(text, event.token, event.logprobs))
         return self._stream is not None and self._stream.stopped
 
-    def finish(self, reason: FinishReason) -> None:
-        """No more tokens will come."""
+    def finish(self, reason: FinishReason, error: CoserveError | None = None) -> None:
+        """No more tokens will come, because of `error` if there is one."""
         if self._stream is not None:
             self._add(Delta(self._stream.finish()))
-        self.finish_reason = reason
+        self.finish_reason, self.error = reason, error
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def _add(self, delta: Delta) -> None:
         self.text += delta.text

@@ -44,7 +44,7 @@ from coserve.wire.messages import Hello
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Seconds after which a thread that reads training data lets a step go on: with Python's own 5 ms, steps of
 # 4 ms took 21 beside it, with this 13.
-_SWITCH: Final = 5e-4
+SWITCH: Final = 5e-4
 _FLUSH: Final = 5.0  # seconds that the last report of a drain may take to be read
 _MEASURING: Final = "measuring what steps cost on this machine (some seconds, the first time only)"
 
@@ -54,7 +54,7 @@ def main() -> None:
     sys.excepthook = _crash
     threading.excepthook = lambda args: _crash(args.exc_type, args.exc_value, args.exc_traceback)
     transformers_logging.disable_progress_bar()
-    sys.setswitchinterval(_SWITCH)
+    sys.setswitchinterval(SWITCH)
     pipes = Supervised()
     pipes.say(Status("standby"))
     inbox: Inbox = queue.SimpleQueue()

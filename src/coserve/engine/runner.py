@@ -19,6 +19,7 @@ from coserve.core.grid import on_grid
 from coserve.core.plan import Lane, Plan, Prefix, Sampled, Segment, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.core.sequence import Sequence as Answer
+from coserve.engine import returning
 from coserve.engine.lanes import Lanes
 from coserve.engine.shortage import Shortages
 from coserve.engine.table import SequenceTable
@@ -27,11 +28,13 @@ from coserve.memory.arena import Arena
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
-from coserve.model.batch import FusedRows, LayerCalls, Part
+from coserve.model.batch import FusedRows, LayerCalls, Many, Part
 from coserve.model.sample import sample, token_logprobs
 from coserve.model.together import linears_together
+from coserve.train.company import Abreast, KeptCompany
 from coserve.train.tape import KeptWindow, Tape
 from coserve.train.trainer import TrainingRun
+from coserve.train.walk import Returning
 from coserve.train.window import Window
 
 _NAP: Final = 0.001  # seconds; a pause is cut into so many, for whoever arrives meanwhile
@@ -67,6 +70,7 @@ class LocalRunner:
     def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
         self.base, self.bank, self.pool, self.table = base, bank, pool, table
         self.arena = Arena()
+        self.company_rows = 0  # most that go back together
         self.stacks = Stacks(linears_together(base), table.capacity, base.device)
         bank.when_dropped(lambda version: self.stacks.forget(version.bypasses))
         self.runs: dict[str, TrainingRun] = {}
@@ -142,10 +146,12 @@ class LocalRunner:
         return time.perf_counter() - started
 
     def _walk_all(self, lane: Lane) -> None:
+        """Windows through the tail, then windows back through layers."""
         for segment in lane.training:
-            if segment.direction is not Direction.KEEP and (job := job_of(segment)) not in self._short:
+            if segment.direction is Direction.LOSS and (job := job_of(segment)) not in self._short:
                 with self._short.of(job):
-                    self._walk(segment)
+                    self._through_tail(segment)
+        self._walk([segment for segment in lane.training if segment.direction is Direction.BACKWARD])
 
     def _drop(self, job: str) -> None:
         """Gives back what a job that ran out of memory has on its way."""
@@ -237,11 +243,8 @@ class LocalRunner:
                 start += travel.window.rows
 
     def _travel(self, segment: Segment) -> Travel:
-        micro_batch = segment.sequence
-        assert isinstance(micro_batch, MicroBatch)
-        run = self.runs[micro_batch.job]
+        run, micro_batch, window = self._window(segment)
         tape = run.tape(micro_batch)
-        window = tape.window(segment.start, segment.length)
         return Travel(segment, tape, window, run.bypasses(micro_batch, window), tape.calls_for(window))
 
     def _compose(
@@ -252,12 +255,19 @@ class LocalRunner:
         adapters = list(laid.alone)
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]
-        for travel in travels:
-            parts.append(KeptWindow(travel.tape, travel.window))
-            adapters.append((slice(start, start + travel.window.rows), travel.bypasses))
-            calls.append(travel.calls)
-            start += travel.window.rows
-        return FusedRows(parts, adapters, laid.gathered), self.base.arguments.concat(calls)
+        kept = [KeptWindow(travel.tape, travel.window) for travel in travels]
+        parts += [KeptCompany(kept)] if len(kept) > 1 else kept
+        calls += [travel.calls for travel in travels]
+        many: list[Many] = list(laid.gathered)
+        for rows, same in groupby(travels, lambda travel: travel.window.rows):
+            bypasses = [travel.bypasses for travel in same]
+            if len(bypasses) > 1:
+                many.append(abreast := Abreast(bypasses, start, rows))
+                bypasses = abreast.rest
+            for number, own in enumerate(bypasses):
+                adapters.append((slice(start + number * rows, start + (number + 1) * rows), own))
+            start += len(bypasses) * rows
+        return FusedRows(parts, adapters, many), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[Segment]) -> Inference:
         """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
@@ -372,18 +382,31 @@ class LocalRunner:
             found += self._score(self._logits(rows[None], adapters), chunk, wanted)
         return tuple(found)
 
-    def _walk(self, segment: Segment) -> None:
-        """A window through the tail, or back through layers."""
+    def _through_tail(self, segment: Segment) -> None:
+        run, micro_batch, window = self._window(segment)
+        run.walk(micro_batch).through_tail(window, run.bypasses(micro_batch, window))
+
+    def _walk(self, segments: Sequence[Segment]) -> None:
+        """Windows back through layers."""
+        windows: list[tuple[str, Returning]] = []
+        for segment in segments:
+            if (job := job_of(segment)) not in self._short:
+                with self._short.of(job):
+                    run, micro_batch, window = self._window(segment)
+                    bypasses = run.bypasses(micro_batch, window)
+                    windows.append((job, run.walk(micro_batch).set_out(window, segment.span, bypasses)))
+        returning.back(windows, self.company_rows, self._short)
+        for segment in segments:
+            is_through = segment.start == 0 and segment.span.first == 0
+            if is_through and job_of(segment) not in self._short:
+                run, micro_batch, _ = self._window(segment)
+                run.release(micro_batch)
+
+    def _window(self, segment: Segment) -> tuple[TrainingRun, MicroBatch, Window]:
         micro_batch = segment.sequence
         assert isinstance(micro_batch, MicroBatch)
         run = self.runs[micro_batch.job]
-        window = run.tape(micro_batch).window(segment.start, segment.length)
-        if segment.direction is Direction.LOSS:
-            run.walk(micro_batch).through_tail(window, run.bypasses(micro_batch, window))
-            return
-        run.walk(micro_batch).back(window, segment.span, run.bypasses(micro_batch, window))
-        if segment.start == 0 and segment.span.first == 0:
-            run.release(micro_batch)
+        return run, micro_batch, run.tape(micro_batch).window(segment.start, segment.length)
 
     def _update(self, jobs: Sequence[str]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}

@@ -4,9 +4,9 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.paging.stored import StoredVersion
 from coserve.adapters.settings import settings_of
-from coserve.core.events import Event, Finished, TokenEvent
+from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.request import SamplingParams
 from coserve.engine.aside import Aside, Outcome
 from coserve.engine.checking import read_beginning
@@ -25,6 +25,7 @@ from coserve.wire.messages import (
     Drain,
     Hello,
     LoadAdapter,
+    PinAdapter,
     Reply,
     Report,
     StartJob,
@@ -91,6 +92,8 @@ class Worker:
                 self._cancel(command.id)
             case LoadAdapter():
                 self._load(command)
+            case PinAdapter():
+                self._pin(command)
             case UnloadAdapter():
                 self._unload(command)
             case CheckMethod():
@@ -190,7 +193,7 @@ class Worker:
         the rest, does not know of them."""
         if command.adapter is None or command.sampling.max_tokens == 0:
             return command.sampling
-        virtual = self._engine.bank.find(command.adapter).virtual.count
+        virtual = self._engine.bank.look(command.adapter).virtual.count
         room = self._engine.scheduler.room(len(command.prompt), virtual)
         if not virtual or not 1 <= room < command.sampling.max_tokens:
             return command.sampling
@@ -204,10 +207,14 @@ class Worker:
             completion.cancel()
 
     def _tell(self, event: Event) -> None:
-        if not isinstance(event, TokenEvent | Finished):
+        if not isinstance(event, TokenEvent | Finished | RequestFailed):
             return
         name = self._ids.get(event.key)
         if name is None:  # cancelled meanwhile, or a validation example
+            return
+        if isinstance(event, RequestFailed):
+            self._tokens.append(Token(name, fault=fault_of(event.error)))
+            del self._answers[name], self._ids[event.key]
             return
         if isinstance(event, TokenEvent):
             self._tokens.append(
@@ -226,23 +233,31 @@ class Worker:
             del self._answers[name], self._ids[event.key]
 
     def _load(self, command: LoadAdapter) -> None:
-        if command.key in self._engine.bank.names:
+        if command.key in self._engine.bank:
             self._replies.append(Reply(command.ref))
             return
-        read = partial(self._engine.read_adapter, command.key, command.path)
-        self._aside.do(read, partial(self._loaded, command, self._connection))
+        look = partial(self._engine.look_at_adapter, command.key, command.path)
+        self._aside.do(look, partial(self._looked_at, command, self._connection))
 
-    def _loaded(self, command: LoadAdapter, connection: int, outcome: Outcome[AdapterVersion]) -> None:
+    def _looked_at(self, command: LoadAdapter, connection: int, outcome: Outcome[StoredVersion]) -> None:
         try:
             if isinstance(outcome, CoserveError):
                 raise outcome
-            if command.key not in self._engine.bank.names:  # it may have been asked for twice
-                self._engine.add_adapter(outcome)
+            if command.key not in self._engine.bank:  # it may have been asked for twice
+                self._engine.add_stored(outcome)
             reply = Reply(command.ref)
         except CoserveError as error:
             reply = Reply(command.ref, fault_of(error))
         if connection == self._connection:
             self._replies.append(reply)
+
+    def _pin(self, command: PinAdapter) -> None:
+        try:
+            self._engine.pin_adapter(command.key, command.pinned)
+        except CoserveError as error:
+            self._replies.append(Reply(command.ref, fault_of(error)))
+        else:
+            self._replies.append(Reply(command.ref))
 
     def _check(self, command: CheckMethod) -> None:
         try:

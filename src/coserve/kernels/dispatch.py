@@ -1,21 +1,40 @@
 """Which way rows of several adapters are multiplied: declared here, from measurements, and nowhere else.
 
-Every way is described by its plain twins in `reference.py`. *Grouped*: one adapter after the other, each with
-its own two products (`lora.py`), which is what PEFT does. *Gathered*: each row by its own adapter's matrices
-in a stack, two operations for all adapters of a rank (`gathered.py` on a CPU, `triton/stack.py` on a GPU).
-*Block-sparse*: what lies between as blocks of rows and ranks (`triton/blocksparse.py`); no measurement has
-asked for it yet.
+Every way is described by its plain twins in `reference.py`, forward and backward.
+
+- *Grouped*: one adapter after the other, each with its own two products (`grouped.py`; `lora.py` where an
+  adapter has tensors of its own), which is what PEFT does.
+- *Gathered*, segmented: each row by its own adapter's matrices, two operations for all adapters. Without a
+  graph these lie in a stack (`gathered.py` on a CPU, `triton/stack.py` on a GPU); in one there is
+  `triton/segmented.py`.
+- *Block-sparse*: what lies between as blocks of rows and ranks (`blocksparse.py`, `triton/blocksparse.py`).
+
+Serving takes stacks where `gathering` says so. `make_way` is for matrices that lie end to end, in a graph or
+without.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from coserve.kernels import gathered
+from coserve.kernels.blocksparse import BlockSparse
+from coserve.kernels.grouped import Grouped
+from coserve.kernels.layout import Layout
+from coserve.kernels.many import Way
 from coserve.kernels.triton import is_installed
+
+
+class Approach(StrEnum):
+    """The ways there are for adapters that lie end to end."""
+
+    GROUPED = "grouped"
+    SEGMENTED = "segmented"
+    BLOCK_SPARSE = "block-sparse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +48,10 @@ class Gathering:
 
 # A CPU's: two cores, 255M shape, seven linears a layer; docs/adapters.md has the figures.
 _GATHERING: Final = {"cpu": Gathering(rows=24, adapters=2), "cuda": Gathering(rows=16, adapters=2)}
+# Of what lies end to end: block-sparse where segments have at most so many rows on average, else grouped.
+# 16 adapters at a 1024x1024 linear, forward and back, ms block-sparse / grouped for segments of 2, 64 and 512
+# rows: rank 8 0.36 / 2.1, 0.69 / 4.3, 7.4 / 19; ranks 16 to 128 1.1 / 2.8, 3.0 / 4.6, 24 / 31.
+_SHORT: Final = {"cpu": 512}
 # That stacks have; beyond them, multiples of 64.
 _RANKS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _COARSE: Final = 64
@@ -61,6 +84,29 @@ def gathering(device: torch.device) -> Gathering | None:
     if device.type == "cuda" and not is_installed():
         return None
     return _GATHERING.get(device.type)
+
+
+def choose(layout: Layout, device: torch.device) -> Approach:
+    """The way that measured fastest for a layout on a device."""
+    if device.type == "cuda" and is_installed():
+        return Approach.SEGMENTED
+    rows = sum(segment.stop - segment.start for segment in layout.rows)
+    few = rows <= len(layout.rows) * _SHORT.get(device.type, 0)
+    return Approach.BLOCK_SPARSE if few and len(layout.rows) > 1 else Approach.GROUPED
+
+
+def make_way(layout: Layout, rows: int, device: torch.device, approach: Approach | None = None) -> Way:
+    """How tensors of so many rows are multiplied, by the fastest approach if none is asked for. Without
+    Triton a device's segments are multiplied one after the other."""
+    approach = choose(layout, device) if approach is None else approach
+    if approach is Approach.GROUPED:
+        return Grouped(layout)
+    if device.type == "cuda" and is_installed():
+        from coserve.kernels.triton.ways import BlockSparseWay, SegmentedWay
+
+        of_layout = SegmentedWay if approach is Approach.SEGMENTED else BlockSparseWay
+        return of_layout.of(layout, device)
+    return BlockSparse.of(layout, rows, device) if approach is Approach.BLOCK_SPARSE else Grouped(layout)
 
 
 def stack_rank(rank: int) -> int:

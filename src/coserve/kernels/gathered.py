@@ -36,9 +36,11 @@ class Stack:
         up with zeros. The scale is rounded into b, once."""
         rank = len(a)
         down = self._down[slot, :, linear * self.rank : (linear + 1) * self.rank]
-        down[:, :rank], down[:, rank:] = a.t(), 0
         up = self._up[linear][slot]
-        up[:rank], up[rank:] = b.t() * scale, 0
+        down[:, :rank] = a.t()
+        torch.mul(b.t(), scale, out=up[:rank])
+        if rank < self.rank:
+            down[:, rank:], up[rank:] = 0, 0
 
     def shrink(self, x: Tensor, owned: "Owned") -> Tensor:
         """x [rows, in] by each row's own A: [rows, rank of all linears]."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
-from coserve.adapters.stacks import Gathered
 from coserve.kernels.attention import AttentionSpec
 
 if TYPE_CHECKING:  # linear.py needs the cell; only its type is needed here
@@ -82,9 +81,17 @@ class Part(Protocol):
         ...
 
 
+class Many(Protocol):
+    """Adapters that are multiplied together, and know which rows are theirs."""
+
+    def add_(self, path: str, given: Tensor, y: Tensor) -> None:
+        """What they add to y [all rows, out] at a linear that is `given` [..., in], in place."""
+        ...
+
+
 class FusedRows:
     """Parts side by side in one forward run without a graph, adapters over their ranges of rows; those of
-    `gathered` are added together.
+    `many` are added together.
 
     Each adapter reads and writes its own rows only, so a NaN in one never reaches another.
     """
@@ -93,9 +100,9 @@ class FusedRows:
         self,
         parts: Sequence[Part],
         adapters: Sequence[tuple[slice, Bypasses]],
-        gathered: Sequence[Gathered] = (),
+        many: Sequence[Many] = (),
     ) -> None:
-        self._adapters, self._gathered = adapters, gathered
+        self._adapters, self._many = adapters, many
         self._parts: list[tuple[slice, Part]] = []
         start = 0
         for part in parts:
@@ -105,15 +112,15 @@ class FusedRows:
         self._bounds = [part.count for part in parts]
 
     def linear(self, path: str, placement: "Placement", x: Tensor) -> Tensor:
-        if not self._keepers and not self._adapters and not self._gathered:
+        if not self._keepers and not self._adapters and not self._many:
             return placement.forward(x)
         x = self._entering(path, x)
         y = placement.forward(x)
         x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
         for rows, keeper in self._keepers:
             keeper.keep(path, y2[rows])
-        for gathered in self._gathered:
-            gathered.add_(path, x, y2)
+        for many in self._many:
+            many.add_(path, x, y2)
         for rows, bypasses in self._adapters:
             bypass = bypasses.outputs.get(path)
             if bypass is not None:

@@ -90,6 +90,12 @@ class Book:
         """A job's micro-batches that may travel now, in order."""
         return list(job.micro_batches)[: self._in_flight]
 
+    def level(self, first: Job, jobs: Iterable[Job]) -> list[MicroBatch]:
+        """Micro-batches that may travel with those of the job whose turn it is: of jobs that are ahead of it
+        by no more than it gets itself meanwhile, so that weights hold in the long run."""
+        reach = first.progress + first.micro_batches[0].length / first.weight
+        return [batch for job in jobs if job.progress <= reach for batch in self.ready(job)]
+
     def serve(self, name: str, now: float) -> None:
         """Notes that a job has a piece in the step planned at `now`."""
         self._jobs[name].served_at = now

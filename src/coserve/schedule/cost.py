@@ -26,7 +26,7 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "decode_context": 1e-7,  # a cached token read by a decode row
     "forward_attention": 1e-8,  # a (row, earlier row) pair of a prefill or a kept window, whole depth
     "adapters": 2e-4,  # a distinct adapter through the whole depth
-    "backward_layers": 2e-2,  # one backward segment over the whole depth; segments share no reading
+    "backward_layers": 2e-2,  # a way back over the whole depth: jobs at the same layer share it
     "backward_rows": 3e-4,  # a row back through the whole depth
     "backward_attention": 4e-8,  # a (row, earlier row) pair on the way back, whole depth
     "loss_rows": 2e-4,  # a row's head and loss, forward and back
@@ -86,13 +86,14 @@ def window_pairs(batch: MicroBatch, start: int, rows: int) -> int:
 class Features:
     """What is in a step, counted as it is put together. `values` follows `NAMES`."""
 
-    __slots__ = ("_adapters", "_covered", "_fills", "trains", "values")
+    __slots__ = ("_adapters", "_covered", "_fills", "_returned", "trains", "values")
 
     def __init__(self) -> None:
         self.values = [0.0] * len(NAMES)
         self.values[_STEP] = 1.0
         self.trains = False
         self._covered = 0  # a bit for each layer that some forward row visits
+        self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._fills = 0  # passes over the whole depth that precede the step's own
         self._adapters: dict[str, float] = {}  # the share of the depth that rows of each pass
 
@@ -120,6 +121,7 @@ class Features:
         twin.values = self.values.copy()
         twin.trains = self.trains
         twin._covered = self._covered
+        twin._returned = self._returned.copy()
         twin._fills = self._fills
         twin._adapters = self._adapters.copy()
         return twin
@@ -178,10 +180,20 @@ class Features:
             values[_FORWARD_ROWS] += rows * part
             values[_FORWARD_ATTENTION] += pairs * part
         else:
-            values[_BACKWARD_LAYERS] += part
+            values[_BACKWARD_LAYERS] += self._read_again(batch.job, span) / batch.layers
             values[_BACKWARD_ROWS] += rows * part
             values[_BACKWARD_ATTENTION] += pairs * part
         self._add_adapter(batch.adapter, part)
+
+    def _read_again(self, job: str, span: Span) -> int:
+        """Layers whose weights one more window of a job going back takes another pass over: those that no
+        window of another job passes, or one of its own does already."""
+        layers = (1 << span.last) - (1 << span.first)
+        own, others = self._returned.get(job, 0), 0
+        for other, passed in self._returned.items():
+            others |= passed if other != job else 0
+        self._returned[job] = own | layers
+        return (layers & (own | ~others)).bit_count()
 
     def add_update(self) -> None:
         """Counts an optimizer step in."""

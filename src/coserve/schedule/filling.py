@@ -1,6 +1,6 @@
 """Fills a step with training, as much as the budget holds (FlexLLM, 6.2), in rows and layers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from coserve.core.plan import Segment
 from coserve.core.sequence import Direction, MicroBatch
@@ -39,13 +39,47 @@ class Filler:
         self._spend(seconds)
         return True
 
+    def company(self, first: MicroBatch, others: Iterable[MicroBatch]) -> bool:
+        """Adds whole windows of several jobs, the first one's and of as many others as are at the same layer
+        and fit: they go through layers together, in a pass over the weights for all."""
+        most = self._allowance.rows
+        if not most or self._allowance.job is not None or self._config.training_window is not None:
+            return False
+        if first.direction is Direction.LOSS or self._draft.training:
+            return False
+        chosen, rows = [first], first.rows_left
+        for batch in others:
+            if self._is_beside(chosen, batch) and rows + batch.rows_left <= most:
+                chosen.append(batch)
+                rows += batch.rows_left
+        while len(chosen) > 1 and not (layers := self._layers(chosen, most, self.left)):
+            chosen.pop()
+        if len(chosen) == 1 or rows > most:
+            return False
+        self._minimum = 0.0
+        for batch in chosen:
+            self._add(batch, most, layers)
+        if not self._draft.inference:  # what is left is worth less than all of them at one layer
+            self.left = 0.0
+        return True
+
+    def _is_beside(self, chosen: Sequence[MicroBatch], other: MicroBatch) -> bool:
+        """Whether it is another job's, on the same way and at the same layer."""
+        if other.direction is not chosen[0].direction or other.job in (batch.job for batch in chosen):
+            return False
+        return other.next_span(1) == chosen[0].next_span(1)
+
+    def has(self, batch: MicroBatch) -> bool:
+        """Whether a piece of a micro-batch is in the step already."""
+        return any(segment.sequence is batch for segment in self._draft.training)
+
     def window(self, batch: MicroBatch) -> bool:
         """Adds the next piece of a micro-batch: as much as fits, or its smallest part within the minimum."""
         if self._allowance.rows == 0 or not self._may_train(batch.job):
             return False
         minimum, sizes = self._pop_minimum(), self._sizes(batch)
         chosen = self._largest(batch, sizes, self.left)
-        if chosen is None and self._seconds(batch, sizes[-1], 1) <= minimum:
+        if chosen is None and self._seconds([batch], sizes[-1], 1) <= minimum:
             chosen = sizes[-1], 1
         if chosen is None:
             return False
@@ -84,33 +118,35 @@ class Filler:
         layers that are left once more.
         """
         for rows in sizes:
-            layers = self._layers(batch, rows, budget)
+            layers = self._layers([batch], rows, budget)
             if layers:
                 return rows, layers
         return None
 
-    def _layers(self, batch: MicroBatch, rows: int, budget: float) -> int:
-        """Most layers of a window of `rows` rows that fit into `budget`."""
-        low, high = 0, len(batch.next_span(batch.layers))
+    def _layers(self, batches: Sequence[MicroBatch], rows: int, budget: float) -> int:
+        """Most layers of windows of at most `rows` rows, all at one layer, that fit into `budget`."""
+        low, high = 0, len(batches[0].next_span(batches[0].layers))
         while low < high:
             middle = (low + high + 1) // 2
-            if self._seconds(batch, rows, middle) <= budget:
+            if self._seconds(batches, rows, middle) <= budget:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _seconds(self, batch: MicroBatch, rows: int, layers: int) -> float:
-        """What a piece would add to the step."""
+    def _seconds(self, batches: Iterable[MicroBatch], rows: int, layers: int) -> float:
+        """What a piece of each would add to the step."""
         features = self._draft.trained.copy()
-        window = (batch.key, *batch.next_window(rows))
-        if window not in self._pairs:
-            self._pairs[window] = window_pairs(batch, *window[1:])
-        features.add_training(batch, window[2], self._pairs[window], batch.direction, batch.next_span(layers))
+        for batch in batches:
+            window = (batch.key, *batch.next_window(rows))
+            if window not in self._pairs:
+                self._pairs[window] = window_pairs(batch, *window[1:])
+            pairs, span = self._pairs[window], batch.next_span(layers)
+            features.add_training(batch, window[2], pairs, batch.direction, span)
         return self._cost.predict_features(features) - self._before
 
     def _add(self, batch: MicroBatch, rows: int, layers: int) -> None:
-        seconds = self._seconds(batch, rows, layers)
+        seconds = self._seconds([batch], rows, layers)
         start, rows = batch.next_window(rows)
         segment = Segment(batch, start, rows, batch.direction, batch.next_span(layers))
         self._draft.training.append(segment)

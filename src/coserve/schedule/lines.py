@@ -1,4 +1,4 @@
-"""Who waits, who runs, and their pages."""
+"""Who waits, who runs, and their pages; and who is kept back until somebody else lets it in."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ class Lines:
     """The waiting line, the running sequences, and the pages that only the running ones hold."""
 
     def __init__(self, config: SchedulerConfig, pages: PagePool) -> None:
+        self.kept: list[Sequence] = []  # back, for want of what they need beside pages; most urgent first
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.released: list[int] = []  # keys whose device state the next plan drops
@@ -71,6 +72,15 @@ class Lines:
         """Puts a sequence into the waiting line."""
         insort(self.waiting, sequence, key=self.urgency)
 
+    def keep(self, sequence: Sequence) -> None:
+        """Keeps a sequence out of the waiting line: no policy sees it, and nothing is planned for it."""
+        insort(self.kept, sequence, key=self.urgency)
+
+    def let_in(self, sequence: Sequence) -> None:
+        """Puts a sequence that was kept back into the waiting line."""
+        self.kept.remove(sequence)
+        self.join(sequence)
+
     def enter(self, sequence: Sequence, now: float) -> bool:
         """Lets a waiting sequence run, if there are pages for its tokens and the next one."""
         if len(self.running) >= self._config.max_running:
@@ -121,8 +131,9 @@ class Lines:
         sequence.finish_reason = reason
         if sequence.pages:
             self._leave(sequence)
-        with suppress(ValueError):
-            self.waiting.remove(sequence)
+        for line in (self.waiting, self.kept):
+            with suppress(ValueError):
+                line.remove(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -7,12 +7,14 @@ Plain and deterministic: no clock of its own, no tensors. The caller alternates 
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
+from typing import Final
 
-from coserve.core.events import Event, Finished, JobFailed, StepDone, TrainingProgress
+from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TrainingProgress
 from coserve.core.grid import COARSE
 from coserve.core.plan import Plan, Segment, StepResult
 from coserve.core.request import FinishReason, Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.errors import CoserveError
 from coserve.memory.pages import PagePool
 from coserve.schedule import answers
 from coserve.schedule.book import Book, Job, rows_through
@@ -25,6 +27,8 @@ from coserve.schedule.pace import prefill_limit
 from coserve.schedule.policies.base import Policy, View
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
+
+_NAP: Final = 0.001  # seconds between two looks at whether somebody who is kept back may come in
 
 
 class Scheduler:
@@ -58,11 +62,14 @@ class Scheduler:
         """Tokens that an answer can have (see `Lines.room`)."""
         return self._lines.room(prompt, virtual)
 
-    def submit(self, request: Request, now: float, output: Iterable[int] = ()) -> Sequence:
+    def submit(
+        self, request: Request, now: float, output: Iterable[int] = (), kept: bool = False
+    ) -> Sequence:
         """Puts a request into the waiting line; raises a RequestError if it can never be served.
 
         `output` is how the answer begins, where somebody else began it: an answer that is complete already
-        ends at once, and the next `apply` returns its `Finished`.
+        ends at once, and the next `apply` returns its `Finished`. One that is `kept` back stays out of the
+        line until `let_in`.
         """
         self._lines.check(request)
         sequence = Sequence(self.new_key(), request, output=list(output))
@@ -70,10 +77,17 @@ class Scheduler:
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)
         self._sequences[sequence.key] = sequence
-        self._lines.join(sequence)
+        if kept:
+            self._lines.keep(sequence)
+        else:
+            self._lines.join(sequence)
         if sequence.output:
             self._take_over(sequence, now)
         return sequence
+
+    def let_in(self, sequence: Sequence) -> None:
+        """Puts a sequence that was kept back into the waiting line."""
+        self._lines.let_in(sequence)
 
     def _take_over(self, sequence: Sequence, now: float) -> None:
         """An answer that began elsewhere: its first token is out, the next one is due as of now."""
@@ -98,6 +112,12 @@ class Scheduler:
         ended = now if now is not None else sequence.last_token_at or sequence.request.arrival
         self._retire(sequence, reason, ended)
         self._events.append(Finished(key, sequence.request.id, reason))
+
+    def fail(self, key: int, error: CoserveError) -> None:
+        """Ends a sequence that cannot be answered; the next `apply` returns its `RequestFailed`."""
+        sequence = self._sequences[key]
+        self._retire(sequence, FinishReason.CANCELLED, sequence.last_token_at or sequence.request.arrival)
+        self._events.append(RequestFailed(key, sequence.request.id, error))
 
     def add_training(self, job: str, micro_batches: Iterable[MicroBatch], weight: float = 1.0) -> None:
         """Gives `job` the micro-batches of its next optimizer step.
@@ -127,6 +147,11 @@ class Scheduler:
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences without pages, most urgent first."""
         return tuple(self._lines.waiting)
+
+    @property
+    def kept(self) -> tuple[Sequence, ...]:
+        """Sequences that are kept back, most urgent first."""
+        return tuple(self._lines.kept)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -270,13 +295,19 @@ class Scheduler:
         for job in jobs:
             served = filler.update(job.name) if job.is_due else False
             for batch in self._book.ready(job):
-                served |= filler.window(batch)
+                served |= (
+                    filler.has(batch)
+                    or filler.company(batch, self._book.level(job, jobs))
+                    or filler.window(batch)
+                )
             if served:
                 self._book.serve(job.name, draft.now)
 
     def _pause(self, view: View) -> float:
         """How long the policy lets everybody wait for nothing that this step could do."""
-        return max(self.policy.wake(view) - view.now, 0.0) if view.waiting else 0.0
+        if not view.waiting:
+            return _NAP if self._lines.kept else 0.0
+        return max(self.policy.wake(view) - view.now, 0.0)
 
     def _close(self, draft: Draft) -> Plan:
         released = (*self._lines.released, *self._book.released)

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import hashlib
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from coserve.errors import ConfigError
+from coserve.errors import ConfigError, CoserveError
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.settings import ServerSettings
 from coserve.serve.shelf.imports import digest
@@ -17,6 +18,8 @@ from coserve.serve.store.store import Store
 from coserve.serve.training.foreman import Foreman
 from coserve.text import Text
 from coserve.wire.messages import Hello, Numbered
+
+log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -55,12 +58,20 @@ def _wire(state: State) -> None:
     async def resize(hello: Hello) -> None:
         state.queue.resize(hello.max_running)
 
+    async def pin(_: Hello) -> None:
+        for adapter in await state.store.adapters.pinned(state.catalog.base.name):
+            try:
+                await link.pin(adapter.id, adapter.path, True)
+            except CoserveError as error:
+                log.warning("the adapter %s cannot be pinned: %s", adapter.name, error)
+
     async def take(numbered: Numbered) -> None:
         if write_down is not None:
             await write_down(numbered)
         await state.watch.take(numbered.news)
 
     link.on_connect.insert(0, resize)
+    link.on_connect.append(pin)
     link.on_news = take
 
 

@@ -44,7 +44,7 @@ class Steps:
 @dataclass(frozen=True, slots=True)
 class JobNeeds:
     """Bytes of one job: `own` by account for as long as it is there, `shared` only while its rows or its
-    update pass, which is one job's at a time."""
+    update pass."""
 
     own: dict[Account, int]
     shared: int
@@ -71,7 +71,7 @@ def job_needs(
         Account.TAPES: tape_bytes(base, at_once, kept, virtual.given_count),
     }
     window = largest if steps.window is None else min(steps.window, largest)
-    shared = max(_walk_bytes(base, window), moments if steps.offloaded else 0)
+    shared = max(walk_bytes(base, window), moments if steps.offloaded else 0)
     return JobNeeds(own, shared)
 
 
@@ -125,7 +125,7 @@ def _wide(base: Base, layer: str) -> tuple[int, int]:
     return sum(linear.in_features for linear in inside), sum(linear.out_features for linear in inside)
 
 
-def _walk_bytes(base: Base, window: int) -> int:
+def walk_bytes(base: Base, window: int) -> int:
     """Most bytes of one piece of the way back: a chunk of logits with its gradient, or a window's rows in the
     graph of the widest layer. One does not begin before the other has ended."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize

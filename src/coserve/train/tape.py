@@ -74,6 +74,11 @@ class Tape:
     def window(self, start: int, rows: int) -> Window:
         return Window.of(self.lengths, start, rows, self._virtual.prompt_count)
 
+    @property
+    def has_given(self) -> bool:
+        """Whether keys and values are given before every example."""
+        return bool(self._given)
+
     def calls_for(self, window: Window) -> LayerCalls:
         """The layers' arguments for the rows of a window."""
         return self.base.arguments.narrow(self._calls, window.start, window.rows)
@@ -261,10 +266,14 @@ class KeptWindow:
         if self.tape.fates.of(path) is Fate.SIGN:
             self.tape.keep_sign(path, self.window, y)
 
+    def keeps_attention(self, layer: int) -> bool:
+        """Whether the tape is to have what the attention of a layer gives."""
+        return self.tape.fates.of_attention(layer) is Fate.KEPT
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self.tape.keep_cache(layer, self.window, k[0], v[0])
         past = self.tape.past(layer, self.window)
-        if self.tape.fates.of_attention(layer) is not Fate.KEPT:
+        if not self.keeps_attention(layer):
             return attend_window(q, k, v, past, self.window, spec)
         attended = attend_window_keeping(q, k, v, past, self.window, spec)
         self.tape.keep_attended(layer, self.window, attended)

@@ -7,6 +7,7 @@ there (FlexLLM 6.1, algorithm 2, lines 12-20).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,7 @@ class Walk:
     def __init__(
         self, tape: Tape, leaves: Leaves, weight: float, accumulate: Callable[[Tensor, Tensor], None]
     ) -> None:
-        self._tape = tape
+        self.tape = tape
         self._base: Base = tape.base
         self._leaves = leaves
         self._weight = weight
@@ -90,8 +91,8 @@ class Walk:
         their way back. Rows without a label cost nothing."""
         late = self._leaves.get(self._base.depth, ())
         rows_in_graph = GraphRows(bypasses) if late else None
-        labels = self._tape.labels[window.span]
-        hidden = self._tape.output(window)[0]
+        labels = self.tape.labels[window.span]
+        hidden = self.tape.output(window)[0]
         gradient = torch.zeros_like(hidden)
         rows = (labels >= 0).nonzero().squeeze(1)
         size = loss_rows(self._base.vocabulary)
@@ -105,20 +106,22 @@ class Walk:
             logits_gradient = F.pad(logits_gradient, (0, 0, 0, missing))
             found = torch.autograd.grad(logits, [leaf, *late], logits_gradient)
             gradient[chunk] = found[0][0, :count]
-            self._add_up(late, found[1:])
-            self._tape.loss += loss
-        self._tape.put_down(window, gradient[None])
+            self.add_up(late, found[1:])
+            self.tape.loss += loss
+        self.tape.put_down(window, gradient[None])
 
-    def back(self, window: Window, span: Span, bypasses: Bypasses) -> None:
-        """The window's rows back through the layers of `span`, from its last to its first."""
-        calls = self._tape.calls_for(window)
-        gradient = self._tape.picked_up(window)
-        for layer in reversed(range(max(span.first, self._lowest), span.last)):
-            gradient = self._through_layer(layer, window, bypasses, calls, gradient)
-        if span.first > max(self._lowest, 0):
-            self._tape.put_down(window, gradient)
+    def set_out(self, window: Window, span: Span, bypasses: Bypasses) -> "Returning":
+        """A window that goes back through layers of `span`, as many as lie above the lowest that trains."""
+        layers = range(span.last - 1, max(span.first, self._lowest) - 1, -1)
+        calls, gradient = self.tape.calls_for(window), self.tape.picked_up(window)
+        return Returning(self, window, span, layers, bypasses, calls, gradient)
+
+    def arrive(self, returning: "Returning") -> None:
+        """Puts a window down below the last of its layers, or takes it to what stands before all."""
+        if returning.span.first > max(self._lowest, 0):
+            self.tape.put_down(returning.window, returning.gradient)
         elif self._lowest == EMBEDDED:
-            self._through_embedding(window, bypasses, gradient)
+            self._through_embedding(returning.window, returning.bypasses, returning.gradient)
 
     def _through_embedding(self, window: Window, bypasses: Bypasses, gradient: Tensor) -> None:
         """To what stands before the first layer: beside the embedding, and as virtual tokens. What is owed to
@@ -128,49 +131,96 @@ class Walk:
         gradients: list[Tensor] = []
         with torch.enable_grad():
             if self._enters(bypasses):
-                outputs, gradients = [self._tape.embed(window, bypasses)], [gradient]
+                outputs, gradients = [self.tape.embed(window, bypasses)], [gradient]
             if window.start == 0:
-                outputs += self._tape.given_in_graph()
-                gradients += self._tape.given_grads()
+                outputs += self.tape.given_in_graph()
+                gradients += self.tape.given_grads()
         if outputs:
-            self._add_up(leaves, _vjp(outputs, gradients, leaves))
+            self.add_up(leaves, vjp(outputs, gradients, leaves))
 
     def _enters(self, bypasses: Bypasses) -> bool:
         """Whether anybody asks for the gradient of what the first layer is given for these rows."""
         return bypasses.touches(self._base.early_sites)
 
-    def _add_up(self, leaves: tuple[Tensor, ...], gradients: Sequence[Tensor | None]) -> None:
+    def add_up(self, leaves: tuple[Tensor, ...], gradients: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of what trains."""
         for leaf, gradient in zip(leaves, gradients, strict=True):
             if gradient is not None:  # an expert no row was routed to
                 self._accumulate(leaf, gradient)
 
-    def _through_layer(
-        self, layer: int, window: Window, bypasses: Bypasses, calls: LayerCalls, gradient: Tensor
-    ) -> Tensor:
+    def through_layer(self, layer: int, returning: "Returning") -> None:
         """Re-runs `layer` and goes back through it: from the gradient for its output to the one for its
-        input [1, rows, width]. Below the lowest adapter nobody asks for that, and it stays as it is."""
-        rows = ReplayedRows(self._tape, window, bypasses)
-        leaves = self._leaves.get(layer, ())
-        asks = layer > self._lowest and (layer > 0 or self._enters(bypasses))
-        x = self._tape.input(layer, window, bypasses).detach().requires_grad_(asks)
-        rows.past = self._tape.past(layer, window).as_leaves()
+        input [1, rows, width]."""
+        rows = ReplayedRows(self.tape, returning.window, returning.bypasses)
+        leaves = self.leaves(layer)
+        asks = returning.asks(layer)
+        x = returning.input(layer).requires_grad_(asks)
+        rows.past = self.tape.past(layer, returning.window).as_leaves()
         past = rows.past.tensors
         with torch.enable_grad(), self._base.cell.set(rows):
-            out = self._base.layer(layer, x, calls)
+            out = self._base.layer(layer, x, returning.calls)
         assert rows.current is not None, "every layer attends"
-        outputs, gradients = [out], [gradient]
-        owed = self._tape.cache_grads(layer, window, out.dtype)
+        outputs, gradients = [out], [returning.gradient]
+        owed = returning.owed(layer)
         if owed is not None:
             outputs += rows.current
             gradients += owed
-        asked = [*leaves, *past, *((x,) if asks else ())]
-        found = _vjp(outputs, gradients, asked)
-        self._add_up(leaves, found[: len(leaves)])
-        self._tape.add_past_grads(layer, window, found[len(leaves) : len(leaves) + len(past)])
-        return found[-1] if asks else gradient
+        found = vjp(outputs, gradients, [*leaves, *past, *((x,) if asks else ())])
+        own, earlier = found[: len(leaves)], found[len(leaves) : len(leaves) + len(past)]
+        returning.take(layer, own, earlier, found[-1] if asks else None)
+
+    def leaves(self, layer: int) -> tuple[Tensor, ...]:
+        """What trains in a layer."""
+        return self._leaves.get(layer, ())
+
+    def asks(self, layer: int, bypasses: Bypasses) -> bool:
+        """Whether anybody asks for the gradient of what a layer is given. Below the lowest adapter nobody
+        does, and it stays as it is."""
+        return layer > self._lowest and (layer > 0 or self._enters(bypasses))
 
 
-def _vjp(
+@dataclass(slots=True, eq=False)
+class Returning:
+    """A window on its way back through `layers` of `span`, with the gradient [1, rows, width] it has below
+    those that it has passed."""
+
+    walk: Walk
+    window: Window
+    span: Span
+    layers: range
+    bypasses: Bypasses
+    calls: LayerCalls
+    gradient: Tensor
+    _owed: tuple[int, Pair | None] = (-1, None)
+
+    def input(self, layer: int) -> Tensor:
+        """What a layer is given, [1, rows, width], outside of any graph."""
+        return self.walk.tape.input(layer, self.window, self.bypasses).detach()
+
+    def asks(self, layer: int) -> bool:
+        """Whether the gradient of what a layer is given is asked for."""
+        return self.walk.asks(layer, self.bypasses)
+
+    def owed(self, layer: int) -> Pair | None:
+        """What later windows owe to this one's keys and values in a layer, as often as it is asked for: the
+        tape gives it once."""
+        if self._owed[0] != layer:
+            dtype = self.gradient.dtype
+            self._owed = layer, self.walk.tape.cache_grads(layer, self.window, dtype)
+        return self._owed[1]
+
+    def take(
+        self, layer: int, own: Sequence[Tensor | None], earlier: Sequence[Tensor], below: Tensor | None
+    ) -> None:
+        """Gradients that its way through a layer gave: of what trains there, of `Tape.past`, and of what the
+        layer is given, where anybody asks."""
+        self.walk.add_up(self.walk.leaves(layer), own)
+        self.walk.tape.add_past_grads(layer, self.window, earlier)
+        if below is not None:
+            self.gradient = below
+
+
+def vjp(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], asked: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Gradients of what is asked for, given those of the outputs; None (which torch's types do not tell) for

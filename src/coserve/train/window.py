@@ -172,6 +172,34 @@ class _SideBySide:
 
 
 @dataclass(frozen=True, slots=True)
+class _Even:
+    """As `_SideBySide`, for examples of one length that needs no padding: rows stay where they lie."""
+
+    start: int
+    count: int
+    length: int
+
+    def of(self, x: Tensor) -> Tensor:
+        heads, rows = x.shape[1], self.count * self.length
+        if x.shape[2] != rows:
+            x = x[:, :, self.start : self.start + rows]
+        return x[0].view(heads, self.count, self.length, x.shape[-1]).transpose(0, 1)
+
+    def back(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1)[None]
+
+
+def _beside(start: int, pieces: Sequence[int], device: torch.device) -> _Rows:
+    """Whole examples from row `start` on, each by itself."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return _Together(start, start + first)
+    if set(pieces) == {first} and on_grid(first) == first:
+        return _Even(start, len(pieces), first)
+    return _SideBySide(start, pieces, device)
+
+
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """Rows that attend in one go, and their queries, keys and values."""
 
@@ -200,8 +228,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, past: Past, window: Window) -> Iter
         joined = _joined([*keys, past.own[0]], rows.of(k)), _joined([*values, past.own[1]], rows.of(v))
         yield _Piece(rows, (rows.of(q), *joined))
     if pieces:
-        alone = len(pieces) == 1
-        rows = _Together(start, start + pieces[0]) if alone else _SideBySide(start, pieces, q.device)
+        rows = _beside(start, pieces, q.device)
         yield _Piece(rows, (rows.of(q), _joined(keys, rows.of(k)), _joined(values, rows.of(v))))
 
 

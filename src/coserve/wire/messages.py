@@ -53,7 +53,8 @@ class Cancel(Message, frozen=True):
 class LoadAdapter(Message, frozen=True):
     """Makes the adapter in a folder (PEFT's format) answer to `key`; a `Reply` with `ref` follows.
 
-    A key that is loaded already is a success.
+    Its files are looked at now, and its weights read when a request asks for it. A key that is loaded already
+    is a success.
     """
 
     ref: int
@@ -66,6 +67,14 @@ class UnloadAdapter(Message, frozen=True):
 
     ref: int
     key: str
+
+
+class PinAdapter(Message, frozen=True):
+    """Keeps an adapter that was loaded before in memory, or no longer. A `Reply` with `ref` follows."""
+
+    ref: int
+    key: str
+    pinned: bool
 
 
 class CheckMethod(Message, frozen=True):
@@ -136,8 +145,8 @@ class Drain(Message, frozen=True):
 
 
 Command = (
-    Submit | Cancel | LoadAdapter | UnloadAdapter | CheckMethod | CheckJob | StartJob | StopJob | WeighJob
-    | Acknowledge | Drain
+    Submit | Cancel | LoadAdapter | UnloadAdapter | PinAdapter | CheckMethod | CheckJob | StartJob | StopJob
+    | WeighJob | Acknowledge | Drain
 )  # fmt: skip
 
 # Engine to server
@@ -267,6 +276,20 @@ class Numbered(Message, frozen=True):
     news: JobNews
 
 
+class Paging(Message, frozen=True):
+    """Adapters that lie on disk until a request needs them; counters are since the engine's start."""
+
+    known: int = 0
+    resident: tuple[str, ...] = ()  # names of those in memory, the least recently used first
+    pinned: tuple[str, ...] = ()
+    hits: int = 0  # requests whose adapter was there when they came
+    misses: int = 0
+    loaded: int = 0
+    loaded_bytes: int = 0
+    dropped: int = 0  # to make room
+    used_bytes: int = 0  # in memory or on their way, with their places in stacks
+
+
 class Stats(Message, frozen=True):
     """Where the engine stands; counters are since its start. Sent with a report about once a second."""
 
@@ -292,6 +315,7 @@ class Stats(Message, frozen=True):
     cost_margin: float = 0.0  # what is added to predicted times of steps that train, relative to them
     asked_tokens: int = 0  # of prompts that began to run
     found_tokens: int = 0  # of these, how many were in the cache
+    paging: Paging = Paging()
 
 
 class Report(Message, frozen=True):

@@ -130,9 +130,10 @@ def test_slots_are_used_again_by_whoever_comes_and_versions_that_are_gone_leave(
     assert stacks.nbytes == 3 * weights
     for one in known:
         stacks.forget(one)
+    assert stacks.nbytes == 0, "a family without members gives its memory back"
     fresh = [adapter(seed, 4) for seed in (11, 12)]
     expect_equal(stacks, [(slice(i, i + 1), one) for i, one in enumerate(fresh)], inputs(2))
-    assert stacks.nbytes == 3 * weights
+    assert stacks.nbytes == 2 * weights == sum(map(stacks.slot_nbytes, fresh))
 
 
 def test_a_step_with_the_same_rows_is_laid_once() -> None:

@@ -17,7 +17,7 @@ def test_bytes_and_speeds_of_each_setting(monkeypatch: pytest.MonkeyPatch) -> No
     """What is held is what the plan of the layers says, times rows and layers."""
     monkeypatch.setattr(activations, "OURS", {"ia3": OURS["ia3"]})
     results = run_memory("tiny", quick=True, only=["activations"])
-    ratios = [results[f"activations.vs_peft{suffix}[ia3]"] for suffix in ("", "_lean", "_windows")]
+    ratios = [results[f"activations.vs_peft{suffix}[ia3]"] for suffix in ("", "_budget", "_lean", "_windows")]
     assert min(ratios) > 0 and ratios[0] == max(ratios) < 0.8
     assert results["activations.speed[ia3]"] > 0 and results["activations.speed_lean[ia3]"] > 0
     figures = {name: figure["value"] for name, figure in results["figures"].items()}

@@ -58,6 +58,10 @@ def test_rates_count_what_came_within_the_load() -> None:
     assert load.training_rate(0.5, 1.0) == pytest.approx(10.0 + 49.0)
     assert load.training_rate(0.0, 0.125) == pytest.approx(15.0 / 0.25)
     assert load.per_second() == [(0.0, 1.0, 30.0), (1.0, 2.0, 20.0)]
+    assert load.overall_training_rate() == pytest.approx((30.0 + 20.0 + 98.0) / 2.5)  # until the last answer
+    load.is_apart = True
+    assert load.overall_training_rate() == load.training_rate()
+    assert Load(100.0, 2.0, trained=[(101.0, 8.0)]).overall_training_rate() == pytest.approx(4.0)
 
 
 def test_shapes_count_their_parameters() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,20 @@ def coserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=120
     )
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command that fails says, run in this process, which has what it imports."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["coserve", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 1
+        return capsys.readouterr().err
+
+    return run
 
 
 def one_line(text: str) -> str:
@@ -90,20 +105,16 @@ def test_serve_takes_a_policy(policy: str) -> None:
     assert json.loads(result.stdout)["engine"]["policy"] == policy
 
 
-def test_malformed_data_is_one_line_with_its_place(tmp_path: Path) -> None:
+def test_malformed_data_is_one_line_with_its_place(said: Callable[..., str], tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "a", "answer": "b"}\n{"question": 1}\n')
-    result = coserve("demo", "--quiet", "--data", str(data))
-    assert result.returncode == 1
-    assert "data.jsonl, line 2" in one_line(result.stderr)
+    assert "data.jsonl, line 2" in one_line(said("demo", "--quiet", "--data", str(data)))
 
 
-def test_a_malformed_trace_is_one_line_with_its_place(tmp_path: Path) -> None:
+def test_a_malformed_trace_is_one_line_with_its_place(said: Callable[..., str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n")
-    result = coserve("demo", "--quiet", "--trace", str(trace))
-    assert result.returncode == 1
-    assert "line 2" in one_line(result.stderr)
+    assert "line 2" in one_line(said("demo", "--quiet", "--trace", str(trace)))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +126,8 @@ def test_a_malformed_trace_is_one_line_with_its_place(tmp_path: Path) -> None:
         "bench server --json",
         "bench methods --json",
         "bench methods --picture",
+        "bench adapters --json",
+        "bench adapters --picture",
     ],
 )
 def test_a_file_that_cannot_be_written_is_found_out_first(flag: str, tmp_path: Path) -> None:

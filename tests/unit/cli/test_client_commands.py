@@ -66,6 +66,22 @@ def test_adapters_are_listed_for_people_and_for_programs(run: Run, stub: Stub) -
     assert json.loads(run("adapters", "list", "--json").stdout) == MODELS["data"][1:]
 
 
+def test_adapters_are_pinned_and_the_list_tells_where_they_are(run: Run, stub: Stub) -> None:
+    here = {**MODELS["data"][1], "pinned": True, "location": "memory"}
+    away = {**here, "id": "away", "pinned": False, "location": "disk"}
+    stub.answers |= {
+        "GET /v1/models": {"data": [here, away]},
+        f"POST /v1/adapters/{here['id']}/pin": here,
+        f"DELETE /v1/adapters/{here['id']}/pin": away,
+    }
+    lines = run("adapters", "list").stdout.splitlines()
+    assert any("memory, pinned" in line for line in lines) and any("disk" in line for line in lines)
+    assert run("adapters", "pin", here["id"]).stdout == f"pinned {here['id']}\n"
+    assert json.loads(run("adapters", "pin", here["id"], "--json").stdout) == here
+    assert run("adapters", "unpin", here["id"]).stdout == f"unpinned {here['id']}\n"
+    assert not json.loads(run("adapters", "unpin", here["id"], "--json").stdout)["pinned"]
+
+
 def test_import_sends_the_two_files_and_no_other(run: Run, stub: Stub, tmp_path: Path) -> None:
     folder = tmp_path / "poet"
     folder.mkdir()

@@ -40,12 +40,25 @@ def needed() -> int:
 
 @pytest.fixture(scope="module")
 def own(fixed: int, needed: int) -> int:
-    """Bytes of another job beside it: what rows need on their way back is there already."""
+    """Bytes of another job beside it: rows of both can go back together."""
     engine = make_engine()
     start(engine, "one"), start(engine, "two")
     found = engine.admission.ledger.used - fixed - needed
-    assert 0 < found < needed
+    assert 0 < found <= needed
     return found
+
+
+def test_what_goes_back_together_is_no_more_than_one_full_window(needed: int, own: int) -> None:
+    """Of 512 rows: the third job of 256 brings none that could go along."""
+    engine = make_engine()
+    used = []
+    for name in ("one", "two", "three"):
+        before = engine.admission.ledger.used
+        start(engine, name)
+        used.append(engine.admission.ledger.used - before)
+    assert used[:2] == [needed, own]
+    walk = used[1] - used[2]
+    assert walk > 0 and engine.admission.ledger.of("walk") == 2 * walk
 
 
 def start(engine: Engine, name: str, training: TrainingConfig = SETTINGS, rank: int = 4) -> FineTuning:
@@ -159,11 +172,11 @@ def test_settings_that_are_named_do_fit_and_larger_ones_do_not(fixed: int, neede
 def test_a_job_that_goes_on_with_less_frees_the_rest_and_never_asks_for_more(
     fixed: int, needed: int, own: int
 ) -> None:
-    engine = make_engine(fixed + needed + own // 2)
+    engine = make_engine(fixed + needed + own * 2 // 5)
     first, second = start(engine, "one"), start(engine, "two")
     engine.admission.shrink("one", replace(SETTINGS, batch_size=8))
     assert engine.admission.ledger.used == fixed + needed and second.status == "queued"
-    engine.admission.shrink("one", replace(SETTINGS, keep=Keep.INPUTS, rows=128))
+    engine.admission.shrink("one", replace(SETTINGS, keep=Keep.INPUTS, rows=64))
     assert second.status == "running" and first.is_under_way
 
 

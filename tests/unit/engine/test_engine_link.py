@@ -31,13 +31,13 @@ def path(tmp_path: Path, inbox: Inbox) -> Path:
 
 def connect(path: Path) -> socket.socket:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.settimeout(10)
+    server.settimeout(60)
     server.connect(str(path))
     return server
 
 
 def opened(inbox: Inbox) -> Connection:
-    item = inbox.get(timeout=10)
+    item = inbox.get(timeout=60)
     assert isinstance(item, Opened)
     return item.connection
 
@@ -53,7 +53,7 @@ def received(server: socket.socket) -> Report:
 
 def until_closed(inbox: Inbox, connection: Connection) -> tuple[list[Item], str]:
     items: list[Item] = []
-    while not isinstance(item := inbox.get(timeout=10), Closed) or item.connection is not connection:
+    while not isinstance(item := inbox.get(timeout=60), Closed) or item.connection is not connection:
         items.append(item)
     return items, item.reason
 

@@ -17,7 +17,7 @@ from coserve.train.example import Example
 from coserve.train.keep import Keep
 from coserve.train.tape import Tape
 from coserve.train.trainer import TrainingRun
-from coserve.train.walk import Walk
+from coserve.train.walk import Returning, Walk
 from models import tiny
 
 LENGTHS = (30, 24, 18, 27)
@@ -65,7 +65,7 @@ def failing(
         "tape": (TrainingRun, "tape"),
         "kept": (Tape, "keep_output"),
         "loss": (Walk, "through_tail"),
-        "back": (Walk, "_through_layer"),
+        "back": (Returning, "take"),
         "update": (TrainingRun, "update"),
     }[where]
     real = getattr(owner, name)
@@ -73,7 +73,8 @@ def failing(
     def run_of(found: Any) -> TrainingRun | None:
         if isinstance(found, TrainingRun):
             return found
-        tape = found if isinstance(found, Tape) else found._tape
+        walk = found.walk if isinstance(found, Returning) else found
+        tape = walk if isinstance(walk, Tape) else walk.tape
         for run in engine.runner.runs.values():
             for travelling in run._under_way.micro_batches.values() if run._under_way else ():
                 if travelling.tape is tape:
@@ -82,10 +83,10 @@ def failing(
 
     def wrapped(self: Any, *args: Any, **rest: Any) -> Any:
         run = run_of(self)
-        result = real(self, *args, **rest) if name == "_through_layer" else None
+        result = real(self, *args, **rest) if name == "take" else None
         if run is not None:
             allocator.use(run)
-        return real(self, *args, **rest) if name != "_through_layer" else result
+        return real(self, *args, **rest) if name != "take" else result
 
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, wrapped)
@@ -154,7 +155,7 @@ def test_another_error_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*_: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(Walk, "back", broken)
+    monkeypatch.setattr(Walk, "set_out", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         engine.run()
 

@@ -148,7 +148,7 @@ def test_a_job_that_ran_out_and_goes_on_tells_so(
     desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed: list[str] = []
-    real = LocalRunner._walk
+    real = LocalRunner._through_tail
 
     def walk(self: LocalRunner, segment: Any) -> None:
         if not failed:
@@ -156,7 +156,7 @@ def test_a_job_that_ran_out_and_goes_on_tells_so(
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         real(self, segment)
 
-    monkeypatch.setattr(LocalRunner, "_walk", walk)
+    monkeypatch.setattr(LocalRunner, "_through_tail", walk)
     desk.worker.take(start(data, tmp_path, "one"))
     desk.until(lambda: desk.of(JobEnded, "one"))
     (note,) = desk.of(JobNote, "one")

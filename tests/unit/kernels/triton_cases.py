@@ -4,13 +4,15 @@ type."""
 import torch
 from torch import Tensor
 
-from coserve.kernels import reference
+from coserve.kernels import many, reference
 from coserve.kernels.gathered import Owned, Stack
 from coserve.kernels.layout import Layout
+from coserve.kernels.many import Way
 from coserve.kernels.triton import blocksparse, segmented
 from coserve.kernels.triton.blocksparse import Topology
 from coserve.kernels.triton.stack import RowTiles, TritonStack
 from coserve.kernels.triton.tiles import Tiles
+from coserve.kernels.triton.ways import BlockSparseWay, SegmentedWay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 wrongly, without a word.
@@ -38,33 +40,24 @@ def main() -> None:
                 key: torch.randn(size, generator=draws).to(DEVICE, dtype) / size[-1] ** 0.5
                 for key, size in sizes.items()
             }
-            _segmented(f"segmented, {name}, {dtype}", layout, given, tolerance)
-            _blocksparse(f"block-sparse, {name}, {dtype}", layout, given, tolerance)
+            device = given["x"].device
+            for way in (SegmentedWay.of(layout, device), BlockSparseWay.of(layout, device)):
+                _graph(f"{type(way).__name__}, {name}, {dtype}", way, layout, given, tolerance)
     _keeps_what_is_not_a_number()
     _stack()
     print("equal")
 
 
-def _segmented(what: str, layout: Layout, given: dict[str, Tensor], tolerance: float) -> None:
+def _graph(what: str, way: Way, layout: Layout, given: dict[str, Tensor], tolerance: float) -> None:
+    """Forward and backward, as training calls them; and in place, as serving would."""
     x, y, a, b, grad = (given[key] for key in ("x", "y", "a", "b", "grad"))
-    tiles = Tiles.of(layout, x.device)
-    h, between = segmented.shrink(x, a, tiles), segmented.shrink(grad, b, tiles)
-    out, gx = y.clone(), torch.zeros_like(x)
-    segmented.expand_(h, b, out, tiles)
-    segmented.expand_(between, a, gx, tiles)
-    found = out, gx, segmented.outer(between, x, tiles), segmented.outer(h, grad, tiles)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
+    out = many.add(leaves[0], y, *leaves[1:], way)
+    found = out.detach(), *torch.autograd.grad(out, leaves, grad)
     _compare(what, layout, given, found, tolerance)
-
-
-def _blocksparse(what: str, layout: Layout, given: dict[str, Tensor], tolerance: float) -> None:
-    x, y, a, b, grad = (given[key] for key in ("x", "y", "a", "b", "grad"))
-    topology = Topology.of(layout, x.device)
-    h, between = blocksparse.dds(x, a, topology), blocksparse.dds(grad, b, topology)
-    out, gx = y.clone(), torch.zeros_like(x)
-    blocksparse.sdd_(h, b, out, topology)
-    blocksparse.sdd_(between, a, gx, topology)
-    found = out, gx, blocksparse.transposed(between, x, topology), blocksparse.transposed(h, grad, topology)
-    _compare(what, layout, given, found, tolerance)
+    in_place = y.clone()
+    many.add_(x, in_place, a, b, way)
+    assert torch.equal(in_place, found[0]), f"{what}: in place it is something else"
 
 
 def _compare(

@@ -31,6 +31,12 @@ def subject() -> Subject:
     return subject_of("small", CONFIG, "float32")
 
 
+@pytest.fixture(scope="module")
+def full(subject: Subject) -> Estimate:
+    """The whole model trains, in plain torch."""
+    return of(subject, System.TORCH)
+
+
 def parameters(subject: Subject) -> int:
     return sum(p.numel() for p in subject.build().parameters())
 
@@ -46,15 +52,14 @@ def of(subject: Subject, system: System, method: str | None = None, **load: Any)
     return estimated(subject, program(system, method, **load))
 
 
-def test_full_fine_tuning_is_made_of_what_it_holds(subject: Subject) -> None:
+def test_full_fine_tuning_is_made_of_what_it_holds(subject: Subject, full: Estimate) -> None:
     weights = WIDTH * parameters(subject)
-    found = of(subject, System.TORCH)
-    parts = found.components
+    parts = full.components
     assert parts.weights == pytest.approx(weights, rel=0.01)
     assert parts.optimizer == pytest.approx(2 * weights, rel=0.01), "two moments"
-    assert parts.total == found.peaks[Stage.STEP] >= 4 * weights, "gradients too"
-    assert list(found.peaks) == list(Stage)
-    assert list(found.peaks.values()) == sorted(found.peaks.values())
+    assert parts.total == full.peaks[Stage.STEP] >= 4 * weights, "gradients too"
+    assert list(full.peaks) == list(Stage)
+    assert list(full.peaks.values()) == sorted(full.peaks.values())
 
 
 def test_activations_grow_with_the_batch_and_the_weights_do_not(subject: Subject) -> None:
@@ -70,10 +75,9 @@ def test_activations_grow_with_the_batch_and_the_weights_do_not(subject: Subject
 
 @pytest.mark.parametrize("system", list(System))
 @pytest.mark.parametrize("method", list(METHODS))
-def test_every_method_is_planned_for(subject: Subject, system: System, method: str) -> None:
+def test_every_method_is_planned_for(subject: Subject, full: Estimate, system: System, method: str) -> None:
     found = of(subject, system, method).components
-    full = of(subject, System.TORCH).components
-    assert 0 < found.optimizer < full.optimizer
+    assert 0 < found.optimizer < full.components.optimizer
     assert found.activations > 0
     if system is System.COSERVE and method in ("lora", "ia3", "p_tuning"):
         adapter = fresh_adapter_of(subject, method)

@@ -84,14 +84,37 @@ def test_each_of_its_bounds_says_until_when(slo: SLO, tokens: int) -> None:
     assert slo.deferral is None or x.deferred <= slo.deferral
 
 
-def test_the_first_who_is_due_takes_everybody_along() -> None:
+@pytest.mark.parametrize(
+    ("slo", "lines"),
+    [
+        (SLO(end_to_end=stated(11)), ["9 prefill x y z", "10 decode x, train a"]),
+        # Its first token does not wait for their prompts, which pass beside its second one.
+        (SLO(first_token=stated(10)), ["9 prefill x", "10 decode x, prefill y z, train a"]),
+        (
+            SLO(first_token=stated(10), between_tokens=1.1),
+            ["9 prefill x", "10 decode x, prefill y z, train a"],
+        ),
+        # Beside it they would make that one late.
+        (SLO(first_token=stated(10), between_tokens=0.9), ["9 prefill x y z", "10 decode x, train a"]),
+    ],
+)
+def test_the_first_who_is_due_takes_everybody_along(slo: SLO, lines: list[str]) -> None:
     asks = {
-        "x": Ask(0.5, 2, SLO(first_token=stated(10))),
+        "x": Ask(0.5, 2, slo),
         "y": Ask(2, 1, SLO(end_to_end=stated(100))),
         "z": Ask(8.9, 1, SLO(deferral=60)),
     }
     world = play(asks, {"a": Tune()}, until=11)
-    assert world.lines[3:] == ["9 prefill x y z", "10 decode x, train a"]
+    assert world.lines[3:] == lines
+
+
+def test_who_is_as_urgent_goes_along_at_once() -> None:
+    asks = {
+        "x": Ask(0.5, 2, SLO(first_token=stated(10))),
+        "y": Ask(2, 1, SLO(end_to_end=stated(100))),
+        "z": Ask(1, 1, SLO(first_token=stated(9.4))),  # due before x, and asked later
+    }
+    assert play(asks, {"a": Tune()}, until=10).lines[3:] == ["9 prefill z x"]
 
 
 def test_who_states_no_bound_enters_at_once_and_takes_everybody_along() -> None:
@@ -204,17 +227,22 @@ def seen(*patience: float) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("patience", "waited", "seconds"),
+    ("patience", "waited", "between", "seconds"),
     [
-        (13.0, 0.0, 6.0),  # half of it, less a second for the prompt of the one who waits
-        (100.0, 0.0, 10.0),  # the longest one
-        (2.5, 0.0, 1.0),  # a quantum at least
-        (13.0, 11.0, 2.0),  # until it is due
+        (13.0, 0.0, None, 6.5),  # half of it
+        (13.0, 0.0, 1.1, 6.5),
+        (13.0, 0.0, 0.9, 6.0),  # less a second for the prompt of the one who waits, if it cannot follow
+        (100.0, 0.0, None, 10.0),  # the longest one
+        (1.5, 0.0, None, 1.0),  # a quantum at least
+        (13.0, 11.0, None, 2.0),  # until it is due
     ],
 )
-def test_a_quantum_is_as_long_as_requests_are_patient(patience: float, waited: float, seconds: float) -> None:
+def test_a_quantum_is_as_long_as_requests_are_patient(
+    patience: float, waited: float, between: float | None, seconds: float
+) -> None:
     policy = seen(*[patience] * 16)
-    state = view((asked(99, slo=SLO(first_token=stated(patience + 1.0))),), now=waited)
+    slo = SLO(first_token=stated(patience + 1.0), between_tokens=between)
+    state = view((asked(99, slo=slo),), now=waited)
     assert keys(policy, state) == []
     assert policy.allow(state).seconds == pytest.approx(seconds)
 

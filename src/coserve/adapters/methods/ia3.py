@@ -135,7 +135,7 @@ def _expect_targets(saved: Saved, frame: Frame, found: Collection[str]) -> None:
     if not isinstance(targets, list) or not isinstance(excluded, list):
         return  # a regular expression, or PEFT's own choice
     for path, site in frame.sites.items():
-        wanted = named(path, map(str, targets)) and not named(path, map(str, excluded))
+        wanted = named(path, [*map(str, targets)]) and not named(path, [*map(str, excluded)])
         if site.kind is Kind.LINEAR and wanted and path not in found:
             raise AdapterMismatch(f"{saved.folder}: {PREFIX}{path}.ia3_l is missing")
 

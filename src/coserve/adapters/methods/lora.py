@@ -259,6 +259,8 @@ def _expect_targets(saved: Saved, frame: Frame, found: Collection[Place]) -> Non
     leaves_out = saved.fields.get("layers_to_transform") is not None or saved.fields.get("exclude_modules")
     if leaves_out or not found:
         return
+    if not isinstance(targets, str):
+        targets = frozenset(targets)  # of a file of ours, every path: too many to look through for each
     for path, site in frame.sites.items():
         is_target = re.fullmatch(targets, path) if isinstance(targets, str) else named(path, targets)
         if is_target and site.kind in (Kind.LINEAR, Kind.EMBEDDING) and Place(path) not in found:

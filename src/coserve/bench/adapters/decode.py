@@ -1,14 +1,14 @@
 """Rows `<series>.decode.*`: a step of 64 decoding rows that belong to one adapter, to many, or to none."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.bench.adapters.peers import NaivePasses, PeftMixed
+from coserve.bench.adapters.peers import AtBestThreads, NaivePasses, PeftMixed
 from coserve.bench.adapters.sizes import Sizes, adapter_bytes, mean_rank, ranks_of
 from coserve.bench.ours import Bench, greedy, make_engine
 from coserve.bench.timing import Timing, alternate, speedup
@@ -23,8 +23,8 @@ def run(bench: Bench, sizes: Sizes, series: str) -> None:
     batch."""
     engine = make_engine(bench, max_running=sizes.rows)
     most = sizes.counts[-1]
-    many = [_add(engine, f"{series}-{i}", rank, i) for i, rank in enumerate(ranks_of(series, most))]
-    single = _add(engine, f"{series}-single", mean_rank(series), most)
+    many = [add_random(engine, f"{series}-{i}", rank, i) for i, rank in enumerate(ranks_of(series, most))]
+    single = add_random(engine, f"{series}-single", mean_rank(series), most)
     contestants = {"base": partial(decode_seconds, engine, bench, sizes, [None])}
     contestants["single"] = partial(decode_seconds, engine, bench, sizes, [single])
     for count in sizes.counts:
@@ -66,8 +66,8 @@ def decode_seconds(engine: Engine, bench: Bench, sizes: Sizes, adapters: Sequenc
     return seconds / sizes.steps
 
 
-def _add(engine: Engine, name: str, rank: int, seed: int) -> str:
-    """An adapter whose matrices are all random."""
+def add_random(engine: Engine, name: str, rank: int, seed: int) -> str:
+    """An adapter whose matrices are all random; its name."""
     drawn = fresh_adapter(engine.base, name, LoRAConfig(rank=rank), seed)
     generator = torch.Generator().manual_seed(seed)
     filled = {
@@ -109,17 +109,18 @@ def _vs_floor(bench: Bench, sizes: Sizes, times: dict[str, Timing]) -> None:
 
 def _peers(bench: Bench, sizes: Sizes, series: str, ours: partial[float]) -> None:
     """PEFT with `adapter_names`, and one pass of the whole model for each adapter."""
-    ranks = ranks_of(series, sizes.counts[-1])
+    ranks, most = ranks_of(series, sizes.counts[-1]), bench.machine.threads
     mixed = PeftMixed(bench.shape, ranks, sizes.rows, sizes.prompt, sizes.steps)
-    contestants: dict[str, Callable[[], float]] = {
-        "ours": ours,
-        "peft_mixed": mixed,
-        "naive": NaivePasses(mixed),
+    peers = {
+        "peft_mixed": AtBestThreads(mixed, most),
+        "naive": AtBestThreads(NaivePasses(mixed, bench.shape, sizes.prompt), most),
     }
-    times = alternate(contestants, min(sizes.rounds, 3), bench.machine.threads)
-    for name in ("peft_mixed", "naive"):
+    times = alternate({"ours": ours, **peers}, min(sizes.rounds, 3), most, warmup=0)
+    results = bench.results
+    for name, peer in peers.items():
         taken = times[name]
         spread = (1e3 * taken.low, 1e3 * taken.high)
-        bench.results.figure(f"{series}.decode.step[{name}]", 1e3 * taken.median, "ms", spread)
+        results.figure(f"{series}.decode.step[{name}]", 1e3 * taken.median, "ms", spread)
+        results.note(f"{series}.decode.step[{name}]", f"PEFT, {peer.threads} of {most} threads: its best")
     ratio = speedup(times["ours"], times["peft_mixed"])
-    bench.results.row(f"{series}.decode.vs_peft_mixed", ratio.value, (ratio.low, ratio.high))
+    results.row(f"{series}.decode.vs_peft_mixed", ratio.value, (ratio.low, ratio.high))

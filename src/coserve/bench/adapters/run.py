@@ -5,12 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from coserve.bench.adapters import decode, training
+from coserve.bench.adapters import decode, figure, swap, training
 from coserve.bench.adapters.sizes import Sizes
 from coserve.bench.groups import begin, run_groups
 from coserve.bench.results import Bar
 
-GROUPS: Final = ("rank8", "mixed", "train")
+GROUPS: Final = ("rank8", "mixed", "train", "swap", "figure")
 BARS: Final[Mapping[str, Bar | None]] = {
     **{f"rank8.decode.vs_single[{count}]": Bar(0.85) if count == 32 else None for count in (2, 4, 16, 32)},
     "rank8.decode.vs_base": Bar(0.75),
@@ -23,6 +23,7 @@ BARS: Final[Mapping[str, Bar | None]] = {
     "train.vs_single[16]": Bar(0.85),
     "train.vs_sequential": Bar(1.5),
     "train.vs_sequential_matched": None,
+    "swap.others_p99_ratio": Bar(1.2, at_most=True),
 }
 
 
@@ -43,6 +44,8 @@ def run_adapters(
         "rank8": partial(decode.run, bench, sizes, "rank8"),
         "mixed": partial(decode.run, bench, sizes, "mixed"),
         "train": partial(training.run, bench, sizes),
+        "swap": partial(swap.run, bench, quick),
+        "figure": partial(figure.run, bench, sizes, quick),
     }
     run_groups(bench, groups, runs)
     return bench.results.as_dict()

@@ -22,7 +22,7 @@ class Sizes:
     rows: int = 64
     counts: tuple[int, ...] = (4, 16, 32)
     steps: int = 16
-    prompt: int = 32
+    prompt: int = 8
     trained: int = 16  # adapters in one optimizer step
     tokens: int = 8192  # of that step
     jobs: int = 8  # small ones

@@ -49,7 +49,7 @@ def isolated(engine: Engine, shape: Shape, workload: Workload, serving: int, pat
             found = _receive(training)
     finally:
         torch.set_num_threads(threads)
-    load.trained, load.losses = found.trained, found.losses
+    load.trained, load.losses, load.is_apart = found.trained, found.losses, True
     load.processor += found.processor
     return load
 

@@ -117,7 +117,7 @@ def _batch_sweep(rounds: Rounds, scene: _Scene) -> None:
         ):
             load = rounds.arena.run(policy, workload)
             latencies = [answer.latency for answer in load.answers if answer.tokens]
-            mean, rate = sum(latencies) / max(1, len(latencies)), load.training_rate()
+            mean, rate = sum(latencies) / max(1, len(latencies)), load.overall_training_rate()
             points.append({"batch": len(jobs[0].examples), "policy": name, "latency": mean, "training": rate})
     rounds.sweep("batch", points)
 
@@ -153,7 +153,7 @@ def fineinfer(rounds: Rounds) -> Contest:
         for name, policy in names.items():
             load = arena.run(policy, scaled(bound))
             kept = sum(map(own_bounds, load.answers)) / len(scaled(bound).requests)
-            rate = found[name, bound] = load.training_rate()
+            rate = found[name, bound] = load.overall_training_rate()
             points.append({"bound": bound * ratio, "policy": name, "training": rate, "attainment": kept})
     label = f"deferred by at most {_BOUNDS[-1] * ratio:.2f} s (there {_BOUNDS[-1]})"
     contest = rounds.contest(
@@ -204,6 +204,6 @@ def load_sweep(rounds: Rounds) -> None:
             )
             kept = sum(map(own_bounds, load.answers)) / max(1, len(workload.requests))
             points.append(
-                {"rate": rate, "policy": policy, "training": load.training_rate(), "attainment": kept}
+                {"rate": rate, "policy": policy, "training": load.overall_training_rate(), "attainment": kept}
             )
     rounds.sweep("load", points)

@@ -28,6 +28,8 @@ SOME: Final = Adapters()  # requests ask for the base: what adapters cost is not
 _FEW: Final = Adapters(count=2, rank=8, exponent=1.0)
 _PEAK_SHARE: Final = 0.3  # of a round's length: what training alone is watched for
 _SHARE: Final = 0.12  # of the requests that the machine answers 16 at once; few at once take much more of it
+_MOSTLY_FLEX: Final = (0.1, 0.3, 0.6)  # of the requests: priority, default, flex
+_PATIENT: Final = 1 / 3  # of a round's length: what flex requests among mostly such ones can be deferred by
 _OWN: Final = "own bounds"
 
 
@@ -129,16 +131,28 @@ class Rounds:
 
     def tiers(self) -> Contest:
         """Our own service tiers, with two jobs of different weight."""
+        workload = self._tiers(self.sizes.given(), traffic.SHARES, deferral=3.0)
+        return self.own(workload, "enhanced-temporal:16,0.5", "deferred:0.5", "deferred:0.5,together=1")
+
+    def flex(self) -> Contest:
+        """Mostly requests that can wait, as those of batch tiers do; rounds are twice as long."""
+        given = replace(self.sizes.given(), seconds=2 * self.sizes.seconds)
+        patience = _PATIENT * given.seconds
+        workload = self._tiers(given, _MOSTLY_FLEX, deferral=patience)
+        workload = replace(workload, name="flex", title="Mostly requests that can wait")
+        return self.own(workload, *_pushed_out(patience))
+
+    def _tiers(self, given: Given, shares: tuple[float, float, float], deferral: float) -> Workload:
         rate = _SHARE * self.capacity(128, 32)
         alone = self._alone(lambda given: traffic.poisson(given, rate=rate, adapters=_FEW))
         classes = traffic.service_tiers(
             first_token=_ROOM * alone.first + 0.2,
             between_tokens=3 * alone.between,
             end_to_end=4 * alone.latency + 1.0,
-            deferral=3.0,
+            deferral=deferral,
+            shares=shares,
         )
-        workload = traffic.tiers(self.sizes.given(), classes, rate=rate, adapters=_FEW)
-        return self.own(workload, "enhanced-temporal:16,0.5", "deferred:0.5", "deferred:0.5,together=1")
+        return traffic.tiers(given, classes, rate=rate, adapters=_FEW)
 
     def answers(self) -> Contest:
         """Whole answers wanted in time, not single tokens: what a bound on the end allows to push out."""

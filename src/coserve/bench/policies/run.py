@@ -21,8 +21,8 @@ from coserve.errors import ConfigError
 
 TRACED: Final = ("azure", "azure-arrivals")
 GROUPS: Final = (
-    "switch", "report", "fineinfer", "flexllm", "poisson", "bursty", *TRACED, "tiers", "answers", "load",
-    "instead",
+    "switch", "report", "fineinfer", "flexllm", "poisson", "bursty", *TRACED, "tiers", "flex", "answers",
+    "load", "instead",
 )  # fmt: skip
 BARS: Final[Mapping[str, Bar | None]] = {
     "switch.seconds": Bar(0.052, at_most=True),
@@ -92,6 +92,7 @@ def _runs(rounds: Rounds) -> Mapping[str, Callable[[], object]]:
         "azure": rounds.azure,
         "azure-arrivals": rounds.azure_arrivals,
         "tiers": rounds.tiers,
+        "flex": rounds.flex,
         "answers": rounds.answers,
         "load": partial(papers.load_sweep, rounds),
         "instead": partial(instead.compare, rounds),

@@ -26,6 +26,7 @@ from coserve.bench.policies.making import (
 from coserve.bench.workloads import TraceRow, Workload, poisson_times
 from coserve.core.request import SLO
 
+SHARES: Final = (0.3, 0.4, 0.3)  # of requests in three tiers of service
 MLP: Final = ("gate_proj", "up_proj", "down_proj")  # the linears that FlexLLM adapts
 
 
@@ -220,7 +221,7 @@ def service_tiers(
     between_tokens: float,
     end_to_end: float,
     deferral: float,
-    shares: tuple[float, float, float] = (0.3, 0.4, 0.3),
+    shares: tuple[float, float, float] = SHARES,
 ) -> tuple[Tier, Tier, Tier]:
     """Priority (bounds on the first token and between tokens), default (on the whole answer), and flex
     (only on how long training may defer it)."""

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Final
 
 from coserve.core.sequence import Sequence
@@ -24,7 +25,8 @@ class Adaptive(Hybrid):
 
     What a step with inference in it costs training is nearly the same for one row as for many, so there
     should be few of them. Requests are pushed out, as FineInfer's are (3.2), but each by its own bounds:
-    until the first of them could not be answered in time any more, and then everybody goes along. Meanwhile
+    until the first of them could not be answered in time any more, and then everybody goes along (a step
+    later, where only their prompts would make its first token late and can pass beside its others). Meanwhile
     training has the machine, in windows that are put down between layers after a quantum; how long that is
     depends on how patient requests have been of late. Beside those who are being answered it rides along, as
     much as their bounds leave (FlexLLM, 6.2). Who states no bound is never pushed out.
@@ -37,7 +39,7 @@ class Adaptive(Hybrid):
         self._newest: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
         self._last = 0  # key of the last of them
         self._left = INFINITE  # seconds until somebody is due
-        self._prompts = 0.0  # seconds for the prompts of those who wait
+        self._prompts = 0.0  # seconds of others' prompts before the first token of who comes now
         self._alone = -INFINITE  # when training last had the machine to itself
 
     def admit(self, view: View) -> Iterable[Sequence]:
@@ -47,10 +49,11 @@ class Adaptive(Hybrid):
             return view.waiting
         pace = _Pace(view)
         self._note(view, pace)
-        self._prompts = pace.prompts
+        self._prompts = 0.0 if pace.can_follow else pace.prompts
         left = {sequence.key: pace.until_entry(sequence) for sequence in view.waiting}
-        if min(left.values()) <= view.config.quantum * _DUE:
-            return view.waiting
+        due = [s for s in view.waiting if left[s.key] <= view.config.quantum * _DUE]
+        if due:
+            return _before_prompts_that_follow(view.waiting, due) if pace.can_follow else view.waiting
         shared = max((pace.tokens(sequence) for sequence in view.running), default=0)
         rate = self._rate(view.now)
         joining = [s for s in view.waiting if _is_worth_it(pace.tokens(s), shared, rate * left[s.key])]
@@ -90,6 +93,12 @@ class Adaptive(Hybrid):
         return len(self._newest) / max(now - self._newest[0][0], 1e-9)
 
 
+def _before_prompts_that_follow(waiting: tuple[Sequence, ...], due: list[Sequence]) -> tuple[Sequence, ...]:
+    """Everybody; but where somebody's first token is due, only whose prompts pass before it."""
+    late = max((waiting.index(s) for s in due if s.request.slo.first_token is not None), default=None)
+    return waiting if late is None else waiting[: late + 1]
+
+
 def _is_worth_it(steps: int, shared: int, others: float) -> bool:
     """Whether a request of so many steps should join those who run for `shared` more: it costs fewer steps of
     its own than waiting for `others` would, who are expected until it is due and would share all of them."""
@@ -110,6 +119,11 @@ class _Pace:
             decode.add_inference(start, 1, 1, sequence.request.adapter, config.layers)
         self._step = cost.predict_features(decode)
         self._decode = decode
+        bounds = [sequence.request.slo.between_tokens for sequence in everybody]
+        self._between = min((bound for bound in bounds if bound is not None), default=INFINITE)
+        rows = accumulate(sequence.remaining for sequence in view.waiting)
+        self._rows = dict(zip((sequence.key for sequence in view.waiting), rows, strict=True))
+        self.can_follow = self._can_follow()
         self.prompts = self._prefill_seconds(sum(sequence.remaining for sequence in view.waiting))
 
     def tokens(self, sequence: Sequence) -> int:
@@ -125,7 +139,10 @@ class _Pace:
         prefill = self._prefill_seconds(sequence.remaining) if alone else self.prompts
         found = []
         if slo.first_token is not None:
-            found.append(_SURE * slo.first_token - waited - prefill * sure)
+            # The most urgent prompts pass first, and where the others can follow they do.
+            ahead = self._prefill_seconds(self._rows[sequence.key]) if self.can_follow else prefill
+            first = prefill if alone else ahead
+            found.append(_SURE * slo.first_token - waited - first * sure)
         if slo.end_to_end is not None:
             # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
             steps = self.tokens(sequence) - 1
@@ -135,19 +152,25 @@ class _Pace:
             found.append(slo.deferral - sequence.deferred)
         return min(found, default=0.0)
 
+    def _can_follow(self) -> bool:
+        """Whether each of the prompts that wait can pass in one step beside those who are being answered."""
+        most = self._view.config.max_prefill_rows
+        longest = min(max((s.remaining for s in self._view.waiting), default=0), most)
+        return (self._step + longest * self._row_seconds(longest)) * (1 + self._margin) <= self._between
+
+    def _row_seconds(self, rows: int) -> float:
+        """What each of so many prompt rows adds to a step."""
+        with_prompts = self._decode.copy()
+        with_prompts.add_inference(0, max(rows, 2), 0, None, self._view.config.layers)
+        return max(self._view.cost.predict_features(with_prompts) - self._step, 1e-9) / max(rows, 2)
+
     def _prefill_seconds(self, rows: int) -> float:
         """For so many prompt rows, in steps that are short enough for those who run."""
-        config, cost, decode = self._view.config, self._view.cost, self._decode
+        config, step = self._view.config, self._step
         if not rows:
             return 0.0
-        with_prompts = decode.copy()
-        with_prompts.add_inference(0, max(rows, 2), 0, None, config.layers)
-        step = cost.predict_features(decode)
-        row = max(cost.predict_features(with_prompts) - step, 1e-9) / max(rows, 2)
-        everybody = (*self._view.running, *self._view.waiting)
-        bounds = [sequence.request.slo.between_tokens for sequence in everybody]
-        between = min((bound for bound in bounds if bound is not None), default=INFINITE)
-        pace = min((between / (1 + self._margin) - step) / row, config.max_prefill_rows)
+        row = self._row_seconds(rows)
+        pace = min((self._between / (1 + self._margin) - step) / row, config.max_prefill_rows)
         at_once = 0 if self._view.running else config.max_prefill_rows
         passes = max(rows - at_once, 0) / max(pace, config.min_prefill_rows) + bool(at_once)
         return passes * step + rows * row

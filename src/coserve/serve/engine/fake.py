@@ -26,6 +26,8 @@ from coserve.wire.messages import (
     Hello,
     LoadAdapter,
     Numbered,
+    Paging,
+    PinAdapter,
     Reply,
     Report,
     Stats,
@@ -71,6 +73,7 @@ class FakeEngine:
         self.running: dict[str, Submit] = {}
         self.places: dict[str, int] = {}
         self.adapters: dict[str, str] = {}
+        self.pinned: set[str] = set()
         self.news: list[Numbered] = []
         self.jobs: tuple[str, ...] = ()  # that it says it trains, when a server connects
         self.waiting: dict[str, str] = {}  # and which of these wait for memory
@@ -93,6 +96,7 @@ class FakeEngine:
         """A new engine: nothing loaded, nothing running."""
         self._generation = f"generation-{next(self._generations)}"
         self.running, self.places, self.adapters, self.news = {}, {}, {}, []
+        self.pinned = set()
         self._replies, self._drained = [], False
         self._server = await asyncio.start_unix_server(self._accept, self.socket)
 
@@ -208,6 +212,11 @@ class FakeEngine:
             case UnloadAdapter():
                 self.adapters.pop(command.key, None)
                 self._replies.append(Reply(command.ref))
+            case PinAdapter():
+                fault = self.refusals.get("pin")
+                if fault is None:
+                    (self.pinned.add if command.pinned else self.pinned.discard)(command.key)
+                self._replies.append(Reply(command.ref, fault))
             case CheckMethod():
                 self._replies.append(Reply(command.ref, self.refusals.get("method")))
             case CheckJob():
@@ -238,5 +247,5 @@ class FakeEngine:
         running = min(len(self.running), self.max_running)
         return Stats(
             self.steps, 0, 0, 0, 0.0, 0, 0, running, len(self.running) - running, 2048, 2000, 0.1, 0, 0,
-            len(self.adapters), 0,
+            len(self.adapters), 0, paging=Paging(resident=tuple(self.adapters), pinned=tuple(self.pinned)),
         )  # fmt: skip

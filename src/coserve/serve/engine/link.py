@@ -25,6 +25,7 @@ from coserve.wire.messages import (
     Method,
     Numbered,
     Options,
+    PinAdapter,
     Reply,
     Report,
     Stats,
@@ -67,6 +68,7 @@ class EngineLink:
     def __init__(self, socket: Path, patience: float = 120.0) -> None:
         self.hello: Hello | None = None  # the newest engine's, kept while there is none
         self.stats: Stats | None = None
+        self.resident: frozenset[str] = frozenset()  # adapters that were in memory when the engine last told
         self.connections = 0  # since the start; more than one if an engine died
         self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
         self.on_connect: list[Callable[[Hello], Awaitable[None]]] = []
@@ -138,6 +140,15 @@ class EngineLink:
             return
         with suppress(ConnectionError):
             await self._ask(connection, UnloadAdapter(next(self._refs), key))
+
+    async def pin(self, key: str, path: Path, pinned: bool) -> None:
+        """Has the engine keep an adapter version in memory, or no longer. Raises what it was refused with."""
+        while True:
+            await self.wait_ready(self._patience)
+            with suppress(ConnectionError):
+                connection = self._current()
+                await self._load(connection, key, path)
+                return await self._ask(connection, PinAdapter(next(self._refs), key, pinned))
 
     async def check(self, method: Method) -> None:
         """Whether these are settings of an adapter method. Raises what they are refused with."""
@@ -234,7 +245,7 @@ class EngineLink:
             self._submit(connection, live)
 
     def _end(self, connection: _Connection) -> None:
-        self._connection, self.stats = None, None
+        self._connection, self.stats, self.resident = None, None, frozenset()
         self._connected.clear()
         self._told_all.set()
         for waiting in connection.replies.values():
@@ -270,7 +281,7 @@ class EngineLink:
         for numbered in report.jobs:
             self._told.put_nowait((connection.hello.generation, numbered))
         if report.stats is not None:
-            self.stats = report.stats
+            self.stats, self.resident = report.stats, frozenset(report.stats.paging.resident)
         if report.drained:
             self._told_all.set()
 
@@ -347,7 +358,9 @@ class EngineLink:
             raise
 
     def _ask(
-        self, connection: _Connection, command: LoadAdapter | UnloadAdapter | CheckMethod | CheckJob
+        self,
+        connection: _Connection,
+        command: LoadAdapter | UnloadAdapter | PinAdapter | CheckMethod | CheckJob,
     ) -> asyncio.Future[None]:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         connection.replies[command.ref] = waiting

@@ -1,4 +1,5 @@
-"""Adapters come and go: `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them."""
+"""Adapters come and go: `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them; and some
+stay in memory."""
 
 import asyncio
 
@@ -7,9 +8,10 @@ from fastapi.responses import PlainTextResponse
 
 from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.http.auth import Caller
-from coserve.serve.schema.models import LoadAdapterRequest, UnloadAdapterRequest
+from coserve.serve.routes.models import card_of
+from coserve.serve.schema.models import LoadAdapterRequest, ModelCard, UnloadAdapterRequest
 from coserve.serve.shelf.imports import folder_below
-from coserve.serve.shelf.shelf import import_adapter, remove_adapter
+from coserve.serve.shelf.shelf import import_adapter, pin_adapter, remove_adapter
 from coserve.serve.state import Shared
 
 router = APIRouter(tags=["Adapters"])
@@ -45,3 +47,22 @@ async def unload_lora_adapter(body: UnloadAdapterRequest, caller: Caller, state:
     """Takes an adapter's name away, waits for the answers that use it, and deletes the server's copy."""
     await remove_adapter(state, caller, await state.catalog.find(caller, body.lora_name))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.post(
+    "/v1/adapters/{name:path}/pin", responses=error_responses(403, 404, 409), summary="Pin an adapter"
+)
+async def pin(name: str, caller: Caller, state: Shared) -> ModelCard:
+    """Keeps an adapter in memory. Others come from disk when a request asks for them, and leave for others;
+    pinned ones may have half of the room."""
+    await pin_adapter(state, await state.catalog.find(caller, name), True)
+    return card_of(state, await state.catalog.find(caller, name))
+
+
+@router.delete(
+    "/v1/adapters/{name:path}/pin", responses=error_responses(403, 404, 409), summary="Unpin an adapter"
+)
+async def unpin(name: str, caller: Caller, state: Shared) -> ModelCard:
+    """Lets an adapter leave memory when others need its room."""
+    await pin_adapter(state, await state.catalog.find(caller, name), False)
+    return card_of(state, await state.catalog.find(caller, name))

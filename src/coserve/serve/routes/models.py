@@ -44,4 +44,6 @@ def card_of(state: State, model: Model) -> ModelCard:
         root=base.name,
         parent=None if adapter is None else adapter.parent or base.name,
         max_model_len=None if hello is None else hello.positions,
+        pinned=adapter is not None and adapter.pinned,
+        location=None if adapter is None else "memory" if adapter.id in state.link.resident else "disk",
     )

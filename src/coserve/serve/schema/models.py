@@ -18,6 +18,10 @@ class ModelCard(BaseModel):
     root: str = Field(description="The base model.")
     parent: str | None = Field(description="The model that an adapter was trained from; null for the base.")
     max_model_len: int | None = Field(None, description="Most tokens of prompt and answer together.")
+    pinned: bool = Field(False, description="Whether an adapter stays in memory when others need room.")
+    location: Literal["disk", "memory"] | None = Field(
+        None, description="Where an adapter's weights were a moment ago; null for the base."
+    )
 
 
 class ModelList(BaseModel):

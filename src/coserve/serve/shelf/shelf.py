@@ -61,3 +61,16 @@ async def remove_adapter(state: State, tenant: Tenant, model: Model) -> None:
         state.catalog.forget(adapter.id)
     if adapter.path.is_relative_to(state.store.folder):
         await asyncio.to_thread(shutil.rmtree, adapter.path, ignore_errors=True)
+
+
+async def pin_adapter(state: State, model: Model, pinned: bool) -> None:
+    """Has an adapter stay in memory, now and with every engine to come, or no longer. Raises ApiError 403,
+    404 or 409, and OutOfMemory where too much is pinned."""
+    adapter = model.adapter
+    if adapter is None:
+        raise ApiError(403, f"The model '{model.name}' is the base, which is always in memory.")
+    if adapter.step is not None:
+        raise ApiError(409, f"'{model.name}' is a checkpoint, which cannot be pinned.", code="is_checkpoint")
+    with state.catalog.use(model):
+        await state.link.pin(adapter.id, adapter.path, pinned)
+        await state.store.adapters.pin(adapter.id, pinned)

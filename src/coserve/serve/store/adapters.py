@@ -5,7 +5,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, and_, delete, insert, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    Select,
+    and_,
+    delete,
+    false,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database
@@ -98,6 +110,20 @@ class AdapterStore:
 
         return await self._database.write(write)
 
+    async def pin(self, id: str, pinned: bool) -> None:
+        """Notes whether an adapter stays in the engine's memory."""
+        changed = update(adapters).where(adapters.c.id == id).values(pinned=pinned)
+        await self._database.write(lambda connection: connection.execute(changed))
+
+    async def pinned(self, base: str) -> tuple[Adapter, ...]:
+        """Adapters of a base that stay in the engine's memory, whoever owns them."""
+        found = select(adapters).where(adapters.c.pinned, adapters.c.base == base).order_by(adapters.c.number)
+
+        def read(connection: Connection) -> tuple[Adapter, ...]:
+            return tuple(self._record(row) for row in connection.execute(found).mappings())
+
+        return await self._database.read(read)
+
     def _first(self, connection: Connection, *queries: Select[Any]) -> Adapter | None:
         """The first row of the first query that has one."""
         for query in queries:
@@ -140,4 +166,5 @@ def _checkpoints() -> Select[Any]:
         jobs.c.model.label("parent"),
         checkpoints.c.job,
         checkpoints.c.step,
+        false().label("pinned"),
     ).join(jobs, checkpoints.c.job == jobs.c.id)

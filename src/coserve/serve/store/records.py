@@ -60,6 +60,7 @@ class Adapter:
     parent: str | None = None  # name of the adapter that training began with
     job: str | None = None
     step: int | None = None
+    pinned: bool = False  # it stays in the engine's memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from sqlalchemy import (
     JSON,
+    Boolean,
     Column,
     Float,
     ForeignKey,
@@ -17,6 +18,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
 )
 
 metadata: Final = MetaData()
@@ -167,6 +169,7 @@ adapters: Final = Table(
     Column("parent", Text),
     _job(nullable=True),
     Column("step", Integer),
+    Column("pinned", Boolean, nullable=False, server_default=false()),
     UniqueConstraint("tenant", "name", name="one_adapter_a_name"),
     sqlite_autoincrement=True,
 )

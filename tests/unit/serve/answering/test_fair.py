@@ -21,7 +21,7 @@ class Clock:
 
 def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await story()
 
     asyncio.run(run())

@@ -36,7 +36,7 @@ def play(folder: Path, story: Story, patience: float = 5.0, **engine: Any) -> Fa
     fake = FakeEngine(folder / "engine.sock", **engine)
 
     async def run() -> None:
-        async with asyncio.timeout(10), fake:
+        async with asyncio.timeout(60), fake:
             link = EngineLink(fake.socket, patience)
             task = asyncio.create_task(link.run())
             try:

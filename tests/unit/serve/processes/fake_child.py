@@ -4,6 +4,7 @@ What it does is read, at each start, from FOLDER/<role>.mode; what happened is a
 """
 
 import os
+import select
 import signal
 import socket
 import sys
@@ -29,6 +30,8 @@ def main() -> None:
         with (folder / "events").open("a") as events:
             events.write(f"{role} {what} {os.getpid()}\n")
 
+    orders = select.poll()
+    orders.register(os.dup(0), 0)  # answers once nobody can write to it any more
     pipes = Supervised()
     print("a library that prints")  # must not reach the status lines
     mode = (folder / f"{role}.mode").read_text() if (folder / f"{role}.mode").exists() else ""
@@ -37,9 +40,8 @@ def main() -> None:
         sys.exit(7)
     if "--gently" in sys.argv and mode == "imports":
         note("imports")
-        supervisor = os.getppid()
-        while not (folder / "imported").exists() and os.getppid() == supervisor:
-            time.sleep(0.01)
+        while not (folder / "imported").exists() and not orders.poll(10):
+            pass
     if role == "engine":
         note("stands by")
         pipes.say(Status("standby"))

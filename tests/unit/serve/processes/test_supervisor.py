@@ -44,7 +44,7 @@ try:
 except CoserveError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
-PATIENCE = 20.0  # seconds, on a machine that is busy
+PATIENCE = 60.0  # seconds, on a machine that is busy
 
 
 def until(found: Callable[[], object], what: str) -> None:
@@ -96,13 +96,16 @@ class Server:
         return self
 
     def children(self) -> set[int]:
-        events = (("api", "starts"), ("engine", "stands by"))
+        events = (("api", "starts"), ("engine", "imports"), ("engine", "stands by"))
         return {pid for role, what in events for pid in self.events(role, what)}
 
-    def port(self) -> int:
+    def running(self) -> Running:
         running = find_running(self.folder / "state")
         assert running is not None and running.pid == self.process.pid
-        return int(running.url.rpartition(":")[2])
+        return running
+
+    def port(self) -> int:
+        return int(self.running().url.rpartition(":")[2])
 
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=PATIENCE)
@@ -222,11 +225,11 @@ def test_a_standby_that_ends_with_all_others_is_not_replaced(
     (tmp_path / "api.mode").write_text("stubborn")
     server = make_server().started()
     standby = server.events("engine", "stands by")[1]
+    until(lambda: server.running().standby == standby, "that it stands by")
     server.process.send_signal(signal.SIGTERM)
     server.wait_for("api", "ends")
     os.kill(standby, signal.SIGTERM)
-    until(lambda: not is_alive(standby), "its end")
-    time.sleep(0.5)  # for another one, if there were any
+    until(lambda: server.running().standby == 0, "its end")  # and what comes of it, in the same breath
     server.process.send_signal(signal.SIGTERM)
     _, out, _ = server.end()
     assert "the standby engine" not in out

@@ -144,6 +144,7 @@ def as_load(workload: Workload, started: float, outcomes: Sequence[Outcome]) -> 
         workload.seconds,
         answers=[Answered(started + request.at, found, request.slo) for request, found in pairs],
         trained=sorted(one for outcome in outcomes for one in outcome.trained),
+        is_apart=True,
         losses=[loss for outcome in outcomes for loss in outcome.losses],
         processor=sum(outcome.processor for outcome in outcomes),
         finished_at=max((found[-1] for found in stamps), default=started),

@@ -1,0 +1,70 @@
+"""Reads adapters beside the steps, on a thread that takes little from them."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.paging.stored import StoredVersion
+from coserve.errors import CoserveError, OutOfMemory
+from coserve.memory.exhausted import is_out_of_memory
+
+Outcome = AdapterVersion | CoserveError
+Read = Callable[[StoredVersion], AdapterVersion]
+
+
+class Reads(Protocol):
+    """Brings weights in while its caller goes on."""
+
+    def begin(self, stored: StoredVersion) -> None:
+        """Reads this one as well; `take` has it when that is done."""
+        ...
+
+    def take(self) -> list[tuple[StoredVersion, Outcome]]:
+        """Those that have been read since the last time, or could not be."""
+        ...
+
+
+class Reader:
+    """Reads one version after the other: two at once would only take more from the steps."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._under_way: list[tuple[StoredVersion, Future[Outcome]]] = []
+        self._thread: ThreadPoolExecutor | None = None
+
+    def begin(self, stored: StoredVersion) -> None:
+        if self._thread is None:
+            self._thread = _own_thread()
+        self._under_way.append((stored, self._thread.submit(self._outcome, stored)))
+
+    def take(self) -> list[tuple[StoredVersion, Outcome]]:
+        if not any(future.done() for _, future in self._under_way):
+            return []
+        done = [pair for pair in self._under_way if pair[1].done()]
+        self._under_way = [pair for pair in self._under_way if pair not in done]
+        return [(stored, future.result()) for stored, future in done]
+
+    def _outcome(self, stored: StoredVersion) -> Outcome:
+        """Any error but a deliberate one is a bug, and is raised in whoever takes the result."""
+        try:
+            version = self._read(stored)
+            _ = version.bypasses, version.virtual  # worked out here, and not in the first step that asks
+            return version
+        except CoserveError as error:
+            return error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return OutOfMemory(f"there was no memory to load the adapter {stored.name!r}")
+
+
+def _own_thread() -> ThreadPoolExecutor:
+    """A thread that has one of torch's. Setting their number there sets MKL's for all: that is set back."""
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(1, "adapters")
+    pool.submit(torch.set_num_threads, 1).result()
+    torch.set_num_threads(threads)
+    return pool

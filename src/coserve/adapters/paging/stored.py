@@ -1,0 +1,132 @@
+"""Adapters of which only the files are known: what they are and need, found without reading weights."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bypass import Bypasses
+from coserve.adapters.files import CONFIG, WEIGHTS, read_adapter, read_outline
+from coserve.adapters.paging.buffer import Buffer
+from coserve.adapters.sites import Frame
+from coserve.errors import AdapterError, CoserveError
+
+_LENGTH: Final = 8  # bytes before a safetensors header, which say how long that is
+_LONGEST: Final = 100 << 20  # of a header; safetensors allows no more
+Stamp = tuple[tuple[int, int, int], ...]  # of each file: size, time of its last change, inode
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of an adapter's virtual tokens, as `Virtual` has them: all, and those that are a prompt's rows."""
+
+    count: int
+    prompt_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is known of an adapter before its weights are: `cost` are its bytes in memory, with those of its
+    place in a stack (`nbytes` are without)."""
+
+    virtual: Counts
+    nbytes: int
+    cost: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """Version `version` of adapter `name`: its weights are what the files in `folder` were as of `stamp`."""
+
+    name: str
+    version: int
+    folder: Path
+    stamp: Stamp
+    outline: Outline
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}@{self.version}"
+
+    @property
+    def virtual(self) -> Counts:
+        """How many virtual tokens stand before every sequence."""
+        return self.outline.virtual
+
+    @property
+    def cost(self) -> int:
+        """Bytes that it takes in memory."""
+        return self.outline.cost
+
+    def read(
+        self,
+        frame: Frame,
+        dtype: torch.dtype,
+        device: torch.device,
+        buffer: Buffer | None = None,
+        rest: Callable[[], None] = lambda: None,
+    ) -> AdapterVersion:
+        """The weights; `rest` is called after every piece of work. Raises AdapterError where the files are
+        gone, or not what they were."""
+        load = (buffer or Buffer()).read
+        try:
+            if _stamp(self.folder) != self.stamp:
+                raise AdapterError(f"{self.folder / WEIGHTS} has changed since the adapter was loaded")
+            found = read_adapter(self.folder, self.name, frame, dtype, device, load, rest)
+        except CoserveError as error:  # where the files lie is not for whoever asks for the adapter
+            reason = str(error).replace(f"{self.folder}{os.sep}", "").removeprefix(f"{self.folder}: ")
+            raise type(error)(f"the adapter cannot be loaded: {reason}") from error
+        return AdapterVersion(self.name, self.version, found.parts)
+
+
+class Outlines:
+    """Looks at adapters' files. Those with the same configuration and the same header are alike, and looked
+    through once. May be used from several threads."""
+
+    def __init__(self, frame: Frame, dtype: torch.dtype, stacked: Callable[[Bypasses], int]) -> None:
+        """`stacked` tells the bytes of an adapter's place in a stack, from bypasses without values."""
+        self._frame, self._dtype, self._stacked = frame, dtype, stacked
+        self._known: dict[bytes, Outline] = {}
+
+    def look(self, name: str, folder: str | Path) -> StoredVersion:
+        """What lies in `folder`, as version 0 of `name`. Reads the configuration and the tensors' names,
+        types and shapes. Raises what `read_adapter` would raise for these."""
+        folder = Path(folder)
+        stamp = _stamp(folder)
+        digest = _digest(folder, stamp)
+        outline = self._known.get(digest)
+        if outline is None:
+            found = read_outline(folder, name, self._frame, self._dtype)
+            virtual = Counts(found.virtual.count, found.virtual.prompt_count)
+            outline = Outline(virtual, found.nbytes, found.nbytes + self._stacked(found.bypasses))
+            self._known[digest] = outline
+        return StoredVersion(name, 0, folder, stamp, outline)
+
+
+def _stamp(folder: Path) -> Stamp:
+    found = []
+    for name in (CONFIG, WEIGHTS):
+        try:
+            one = (folder / name).stat()
+        except OSError as error:
+            raise AdapterError(f"{folder / name} cannot be read: {error.strerror}") from error
+        found.append((one.st_size, one.st_mtime_ns, one.st_ino))
+    return tuple(found)
+
+
+def _digest(folder: Path, stamp: Stamp) -> bytes:
+    """Of all that an outline depends on."""
+    found = hashlib.sha256(repr([size for size, _, _ in stamp]).encode())
+    try:
+        found.update(hashlib.sha256((folder / CONFIG).read_bytes()).digest())
+        with (folder / WEIGHTS).open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH), "little")
+            found.update(file.read(min(length, _LONGEST)))
+    except OSError as error:
+        raise AdapterError(f"{folder} cannot be read: {error.strerror}") from error
+    return found.digest()

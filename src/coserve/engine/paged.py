@@ -1,0 +1,156 @@
+"""Requests and the adapters that they need: who is let in, and what is brought in for whom."""
+
+from collections.abc import Callable
+from typing import Final
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bank import AdapterBank
+from coserve.adapters.paging.reader import Reads
+from coserve.adapters.paging.residence import Residence
+from coserve.adapters.paging.stored import StoredVersion
+from coserve.core.sequence import Sequence
+from coserve.core.size import show_size
+from coserve.errors import AdapterError, CoserveError, OutOfMemory
+from coserve.schedule.scheduler import Scheduler
+from coserve.wire.messages import Paging
+
+_MOST_PINNED: Final = 0.5  # of the room: everybody else needs some
+
+
+class PagedAdapters:
+    """The stored adapters of one engine. Everything happens between two steps, under the engine's lock.
+
+    A request for one that is not in memory is kept back from the scheduler until it is, and holds it from
+    then until it ends. Reading begins when the request is queued. Requests for others never notice.
+    """
+
+    def __init__(
+        self, bank: AdapterBank, scheduler: Scheduler, reads: Reads, room: Callable[[], int]
+    ) -> None:
+        """`room` tells the bytes that all stored adapters in memory may have together."""
+        self._bank, self._scheduler, self._reads, self._room = bank, scheduler, reads, room
+        self._residence: Residence[StoredVersion] = Residence(self, room)
+        self._hits = self._misses = self._loaded = 0
+        self._loaded_bytes = self._evicted = 0
+        self._loading = 0
+        bank.when_forgotten(self._residence.forget)
+
+    # For the engine
+
+    @property
+    def used(self) -> int:
+        """Bytes of all that are in memory, or on their way."""
+        return self._residence.used
+
+    @property
+    def copies(self) -> int:
+        """Of these, how many are for places in stacks."""
+        return sum(item.cost - item.outline.nbytes for item in self._residence.items)
+
+    def add(self, stored: StoredVersion) -> None:
+        """A version that has a name from now on, and stays on disk until somebody asks for it."""
+        self._residence.add(stored)
+        self._bank.publish(stored)
+
+    def needs(self, key: str) -> bool:
+        """Whether requests for this version have to be kept back until it is in memory."""
+        return key in self._residence
+
+    def came(self, sequence: Sequence) -> None:
+        """A request that is kept back has been queued."""
+        self._let_in()
+        there = sequence not in self._scheduler.kept
+        self._hits, self._misses = self._hits + there, self._misses + (not there)
+        if not there:
+            self.advance()
+
+    def went(self, sequence: Sequence) -> None:
+        """A request has ended, or was given up."""
+        if (key := sequence.request.adapter) is not None:
+            self._residence.release(key, sequence.key)
+
+    def pin(self, key: str, pinned: bool) -> None:
+        """Whether a version is brought in when there is room, and stays. Raises AdapterError for one that is
+        in memory in any case, OutOfMemory where pinned ones would have more than half of the room."""
+        if key not in self._residence:
+            raise AdapterError(f"the adapter {_name(key)!r} has no files to be read from again: it stays")
+        most = int(_MOST_PINNED * self._room())
+        if pinned and (missing := self._residence.pinned_with(key) - most) > 0:
+            raise OutOfMemory(
+                f"pinned adapters may have {show_size(most)}, half of what adapters may have in memory: "
+                f"{show_size(missing)} less than with {_name(key)!r}"
+            )
+        self._residence.pin(key, pinned)
+        self.advance()
+
+    def shed(self, nbytes: int) -> None:
+        """Drops what nobody uses until so many bytes are free, if that is enough for so many."""
+        self._residence.shed(nbytes)
+
+    def advance(self) -> None:
+        """Takes in what has been read, lets those in who waited for it, and has the next ones read."""
+        if self._loading:
+            self._take_in()
+        kept = self._scheduler.kept
+        if not kept and not self._residence.pinned:
+            return
+        self._let_in()
+        wanted = [key for s in self._scheduler.kept if (key := s.request.adapter) is not None]
+        for key, error in self._residence.advance(wanted):
+            self._fail(key, error)
+
+    def stats(self) -> Paging:
+        """Counters since the start, and where things stand now."""
+        return Paging(
+            known=len(self._residence),
+            resident=tuple(map(_name, self._residence.inside)),
+            pinned=tuple(map(_name, self._residence.pinned)),
+            hits=self._hits,
+            misses=self._misses,
+            loaded=self._loaded,
+            loaded_bytes=self._loaded_bytes,
+            dropped=self._evicted,
+            used_bytes=self._residence.used,
+        )
+
+    # For the residence
+
+    def load(self, item: StoredVersion) -> None:
+        self._loading += 1
+        self._reads.begin(item)
+
+    def drop(self, item: StoredVersion) -> None:
+        self._evicted += 1
+        self._bank.send_out(item.key)
+
+    # Inside
+
+    def _take_in(self) -> None:
+        for stored, outcome in self._reads.take():
+            self._loading -= 1
+            if isinstance(outcome, AdapterVersion):
+                self._loaded += 1
+                self._loaded_bytes += outcome.nbytes
+                if self._residence.arrived(stored.key):
+                    self._bank.bring_in(outcome)
+            else:
+                self._residence.failed(stored.key)
+                self._fail(stored.key, outcome)
+
+    def _let_in(self) -> None:
+        for sequence in self._scheduler.kept:
+            key = sequence.request.adapter
+            assert key is not None, "only what an adapter is for is kept back"
+            if self._residence.hold(key, sequence.key):
+                self._scheduler.let_in(sequence)
+
+    def _fail(self, key: str, error: CoserveError) -> None:
+        """Ends the requests that wait for this version, and no others."""
+        for sequence in self._scheduler.kept:
+            if sequence.request.adapter == key:
+                self._scheduler.fail(sequence.key, error)
+
+
+def _name(key: str) -> str:
+    """Of the adapter that a version's key belongs to."""
+    return key.rpartition("@")[0]

@@ -1,0 +1,14 @@
+"""Adapters that stay in the engine's memory."""
+
+from alembic import op
+from sqlalchemy import Boolean, Column, false
+
+revision = "0003"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Those that were there are not pinned."""
+    op.add_column("adapters", Column("pinned", Boolean, nullable=False, server_default=false()))

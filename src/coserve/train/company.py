@@ -1,0 +1,234 @@
+"""Windows of several micro-batches side by side: one pass through a layer, and one way back, for all of them.
+
+The frozen base multiplies all rows at once. What is an adapter's own stays with its rows: a NaN among them
+reaches nobody else's, and each gets the gradients that it would get alone. Where adapters are alike, and have
+as many rows each, their products are a few batched ones (`kernels.lora.add_many`).
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypass, Bypasses
+from coserve.adapters.lowrank import LoRABypass
+from coserve.kernels import lora
+from coserve.kernels.attention import Attended, AttentionSpec
+from coserve.model.batch import Keeper
+from coserve.model.graph import stand_in
+from coserve.model.linear import Placement, frozen
+from coserve.train.keep import Fate
+from coserve.train.tape import KeptWindow, Tape
+from coserve.train.walk import Returning, vjp
+from coserve.train.window import Pair, Past, Window, attend_window, attend_window_keeping
+
+# Gradients of one window's part in a layer: see `Returning.take`.
+Share = tuple[Sequence[Tensor | None], Sequence[Tensor], Tensor | None]
+
+
+class Abreast:
+    """Adapters whose rows lie side by side, as many of each: `rest` is what of each one is not multiplied
+    together with that of the others. For rows without a graph, from `start` on."""
+
+    def __init__(self, bypasses: Sequence[Bypasses], start: int, rows: int) -> None:
+        first = bypasses[0]
+        self._bypasses = bypasses
+        self._rows = slice(start, start + len(bypasses) * rows)
+        self._together = {path for path in first.outputs if alike([b.outputs.get(path) for b in bypasses])}
+        self.rest = [_without(b, self._together) for b in bypasses]
+
+    def add_(self, path: str, given: Tensor, y: Tensor) -> None:
+        """What they add to y [all rows, out], in place; `given` [..., in] is what the linear is given."""
+        if path in self._together:
+            matrices = stacked([b.outputs[path] for b in self._bypasses])
+            lora.add_many_(given.flatten(0, -2)[self._rows], y[self._rows], *matrices)
+
+
+def alike(bypasses: Sequence[Bypass | None]) -> bool:
+    """Whether these are plain low-rank bypasses of one shape and one scale."""
+    kinds = {
+        (b.a.shape, b.b.shape, b.scale) if isinstance(b, LoRABypass) and b.bias is None else None
+        for b in bypasses
+    }
+    return len(kinds) == 1 and None not in kinds
+
+
+def stacked(bypasses: Sequence[Bypass]) -> tuple[Tensor, Tensor, float]:
+    """Their A [n, rank, in] and B [n, out, rank], in the current graph if there is one, and their scale."""
+    found = [b for b in bypasses if isinstance(b, LoRABypass)]
+    return torch.stack([b.a for b in found]), torch.stack([b.b for b in found]), found[0].scale
+
+
+class KeptCompany:
+    """Windows of several tapes in a fused forward run: one `Part` of it, and its `Keeper`."""
+
+    def __init__(self, windows: Sequence[KeptWindow]) -> None:
+        self._windows = windows
+        self._sizes = [window.count for window in windows]
+        self._whole = _whole([(w.tape, w.window) for w in windows])
+        self.count = sum(self._sizes)
+
+    @property
+    def keeper(self) -> Keeper | None:
+        return self if any(window.keeper for window in self._windows) else None
+
+    def keep(self, path: str, product: Tensor) -> None:
+        for window, rows in zip(self._windows, torch.split(product, self._sizes), strict=True):
+            window.keep(path, rows)
+
+    def keep_sum(self, path: str, y: Tensor) -> None:
+        for window, rows in zip(self._windows, torch.split(y, self._sizes), strict=True):
+            window.keep_sum(path, rows)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        parts = list(zip(self._windows, *(torch.split(x, self._sizes, 2) for x in (q, k, v)), strict=True))
+        if self._whole is None:
+            return torch.cat([window.attend(layer, *rows, spec) for window, *rows in parts], dim=1)
+        for window, _, keys, values in parts:
+            window.tape.keep_cache(layer, window.window, keys[0], values[0])
+        keeping = [i for i, w in enumerate(self._windows) if w.keeps_attention(layer)]
+        if not keeping:
+            return attend_window(q, k, v, Past(), self._whole, spec)
+        attended = attend_window_keeping(q, k, v, Past(), self._whole, spec)
+        of_each = list(zip(*(torch.split(x, self._sizes, 1) for x in attended), strict=True))
+        for i in keeping:
+            self._windows[i].tape.keep_attended(layer, self._windows[i].window, Attended(*of_each[i]))
+        return attended.out
+
+
+class ReplayedCompany:
+    """As `ReplayedRows`, for windows of several tapes side by side."""
+
+    def __init__(self, returning: Sequence[Returning], past: Sequence[Past]) -> None:
+        self._tapes = [r.walk.tape for r in returning]
+        self._windows = [r.window for r in returning]
+        self._sizes = [r.window.rows for r in returning]
+        self._bypasses = [r.bypasses for r in returning]
+        self._past = past
+        self._whole = _whole(list(zip(self._tapes, self._windows, strict=True)))
+        self.current: Pair | None = None
+
+    def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
+        entering = [b.inputs.get(path) for b in self._bypasses]
+        if any(b is not None for b in entering):
+            x2 = x.flatten(0, -2)
+            x = self._added(entering, x2, x2).view(x.shape)
+        y = frozen(x, placement, self._kept(path, x, placement))
+        bypasses = [b.outputs.get(path) for b in self._bypasses]
+        if any(b is not None for b in bypasses):
+            y = self._added(bypasses, x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
+        return self._summed(path, y)
+
+    def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
+        bypasses = [b.outputs.get(path) for b in self._bypasses]
+        return self._added(bypasses, x[0], y[0])[None] if any(b is not None for b in bypasses) else y
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        self.current = (k, v)
+        caches = [t.cache(layer, w) for t, w in self._each()]
+        k, v = (
+            stand_in(own, torch.cat(x, 2)) for own, x in zip((k, v), zip(*caches, strict=True), strict=True)
+        )
+        attended = [t.attended(layer, w) for t, w in self._each()]
+        if self._whole is not None:
+            found = [of for of in attended if of is not None]
+            kept = None
+            if len(found) == len(attended):
+                kept = Attended(*(torch.cat(x, 1) for x in zip(*found, strict=True)))
+            return attend_window(q, k, v, Past(), self._whole, spec, kept)
+        queries, keys, values = (torch.split(x, self._sizes, 2) for x in (q, k, v))
+        outs = [
+            attend_window(queries[i], keys[i], values[i], self._past[i], window, spec, attended[i])
+            for i, window in enumerate(self._windows)
+        ]
+        return torch.cat(outs, dim=1)
+
+    def _each(self) -> Iterator[tuple[Tape, Window]]:
+        return zip(self._tapes, self._windows, strict=True)
+
+    def _added(self, bypasses: Sequence[Bypass | None], x: Tensor, y: Tensor) -> Tensor:
+        """y [rows, out] with everybody's bypass; x [rows, in]."""
+        if len(set(self._sizes)) == 1 and alike(bypasses):
+            return lora.add_many(x, y, *stacked([b for b in bypasses if b is not None]))
+        parts = zip(bypasses, torch.split(x, self._sizes), torch.split(y, self._sizes), strict=True)
+        return torch.cat([y if bypass is None else bypass.add(x, y) for bypass, x, y in parts])
+
+    def _kept(self, path: str, x: Tensor, placement: Placement) -> Tensor | None:
+        """What stands for the product, where all tapes have it or nobody needs it."""
+        fates = [tape.fates.of(path) for tape in self._tapes]
+        if Fate.COMPUTED in fates:
+            return None
+        width = self._tapes[0].base.linears[path].out_features
+        shape = (*x.shape[:-1], width)
+        if Fate.KEPT not in fates:
+            return x.new_zeros(()).expand(shape)
+        parts = [
+            tape.product(path, window) if fate is Fate.KEPT else x.new_zeros(()).expand(window.rows, width)
+            for fate, (tape, window) in zip(fates, self._each(), strict=True)
+        ]
+        return torch.cat(parts).view(shape)
+
+    def _summed(self, path: str, y: Tensor) -> Tensor:
+        fates = [tape.fates.of(path) for tape in self._tapes]
+        if Fate.SIGN not in fates:
+            return y
+        of_each = zip(fates, self._each(), torch.split(y.detach().flatten(0, -2), self._sizes), strict=True)
+        parts = [
+            tape.signed(path, window, own) if fate is Fate.SIGN else own
+            for fate, (tape, window), own in of_each
+        ]
+        return stand_in(y, torch.cat(parts).view(y.shape))
+
+
+def through_layer(layer: int, returning: Sequence[Returning]) -> list[Share]:
+    """Re-runs a layer for the rows of several jobs at once and goes back through it: what `Returning.take` of
+    each is to be given. All agree on whether the gradient of its input is asked for; nothing of theirs
+    changes here."""
+    base = returning[0].walk.tape.base
+    leaves = [leaf for r in returning for leaf in r.walk.leaves(layer)]
+    past = [r.walk.tape.past(layer, r.window).as_leaves() for r in returning]
+    asks = returning[0].asks(layer)
+    x = torch.cat([r.input(layer) for r in returning], dim=1).requires_grad_(asks)
+    rows = ReplayedCompany(returning, past)
+    with torch.enable_grad(), base.cell.set(rows):
+        out = base.layer(layer, x, base.arguments.concat([r.calls for r in returning]))
+    assert rows.current is not None, "every layer attends"
+    outputs, gradients = [out], [torch.cat([r.gradient for r in returning], dim=1)]
+    owed = _owed(layer, returning, rows.current)
+    if owed is not None:
+        outputs += rows.current
+        gradients += owed
+    earlier = [tensor for of in past for tensor in of.tensors]
+    found = vjp(outputs, gradients, [*leaves, *earlier, *((x,) if asks else ())])
+    sizes = [r.window.rows for r in returning]
+    below = torch.split(found[-1], sizes, dim=1) if asks else [None] * len(returning)
+    own, rest = iter(found), iter(found[len(leaves) :])
+    return [
+        ([next(own) for _ in r.walk.leaves(layer)], [next(rest) for _ in of.tensors], of_input)
+        for r, of, of_input in zip(returning, past, below, strict=True)
+    ]
+
+
+def _owed(layer: int, returning: Sequence[Returning], current: Pair) -> Pair | None:
+    """What all rows' keys and values are owed, [1, groups, rows, width]; None if nothing."""
+    found = [r.owed(layer) for r in returning]
+    if all(pair is None for pair in found):
+        return None
+    sizes = [r.window.rows for r in returning]
+    parts = zip(found, *(torch.split(x.detach(), sizes, 2) for x in current), strict=True)
+    pairs = [(torch.zeros_like(k), torch.zeros_like(v)) if own is None else own for own, k, v in parts]
+    keys, values = (torch.cat(x, 2) for x in zip(*pairs, strict=True))
+    return keys, values
+
+
+def _whole(windows: Sequence[tuple[Tape, Window]]) -> Window | None:
+    """All windows as one, where nothing stands before any of their examples."""
+    if any(w.past or w.before or w.prompt or tape.has_given for tape, w in windows):
+        return None
+    pieces = tuple(piece for _, w in windows for piece in w.pieces)
+    return Window(0, sum(w.rows for _, w in windows), 0, pieces)
+
+
+def _without(bypasses: Bypasses, paths: Collection[str]) -> Bypasses:
+    """What stands elsewhere."""
+    return Bypasses(bypasses.inputs, {p: b for p, b in bypasses.outputs.items() if p not in paths})

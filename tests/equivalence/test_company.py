@@ -1,0 +1,258 @@
+"""Jobs whose windows pass layers together get the gradients that each gets alone, in float64; examples,
+weights and cuts are drawn anew in every run."""
+
+import itertools
+import math
+import random
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.methods.bottleneck import BottleneckConfig
+from coserve.adapters.methods.ia3 import IA3Config
+from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.core.plan import Plan, Segment
+from coserve.core.sequence import Direction, MicroBatch, Span
+from coserve.engine.deterministic import DeterministicRunner
+from coserve.engine.returning import company
+from coserve.kernels import lora
+from coserve.train.example import Example
+from coserve.train.trainer import TrainingRun, fresh_adapter
+from models import VOCABULARY, Exact, tiny
+
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, on examples of these lengths; `cut` is where its windows are parted, `rests` the layer
+    at which they are put down on their way back."""
+
+    method: object
+    lengths: tuple[int, ...] = (24,)
+    keep: Keep = Keep.EVERYTHING
+    cut: int | None = None
+    rests: int | None = None
+    poison: bool = False
+    seed: int = field(default_factory=lambda: secrets.randbits(32))
+
+
+LORA = LoRAConfig(rank=4)
+COMPANIES: dict[str, list[Job]] = {
+    "alike": [Job(LORA), Job(LORA), Job(LORA), Job(LORA)],
+    "of many examples": [Job(LORA, (9, 3, 12)), Job(LORA, (24,)), Job(LORA, (23, 1))],
+    "cut": [Job(LORA, (10, 14), cut=5), Job(LORA, (24,), cut=9), Job(LORA, (7, 17), cut=17)],
+    "put down": [Job(LORA, rests=1), Job(LORA, rests=2), Job(LORA), Job(LORA, cut=11, rests=1)],
+    "unlike": [
+        Job(LoRAConfig(rank=3, alpha=2.0), keep=Keep.PRUNED),
+        Job(LoRAConfig(rank=4, targets=("up_proj", "down_proj")), (8, 8, 8), Keep.INPUTS),
+        Job(LoRAConfig(rank=4, targets=("layers.2.mlp.gate_proj",))),
+        Job(LoRAConfig(rank=4, dora=True), (16,)),
+        Job(LoRAConfig(rank=4, dropout=0.3), (30, 2), cut=11),
+        Job(IA3Config(), (20,), Keep.PRUNED),
+        Job(BottleneckConfig(width=4), (12, 12)),
+        Job(PrefixTuningConfig(tokens=3), (9, 15), cut=12),
+        Job(PromptTuningConfig(tokens=3), (11, 10), rests=2),
+    ],
+}
+
+
+def drawn(engine: Engine, name: str, job: Job) -> AdapterVersion:
+    """A fresh adapter, moved: B at zero would have A's gradient be zero."""
+    generator = torch.Generator().manual_seed(job.seed)
+    fresh = fresh_adapter(engine.base, name, job.method, job.seed)
+    moved = {
+        n: p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        for n, p in fresh.parameters().items()
+    }
+    if job.poison:
+        moved[next(iter(moved))].fill_(math.nan)
+    return fresh.with_parameters(moved)
+
+
+def examples(job: Job) -> list[Example]:
+    draws = random.Random(job.seed)
+    made = []
+    for length in job.lengths:
+        tokens = [draws.randrange(1, VOCABULARY) for _ in range(length)]
+        made.append(Example(tuple(tokens), (*tokens[1:], -100)))
+    return made
+
+
+def begin(engine: Engine, name: str, job: Job) -> MicroBatch:
+    config = TrainingConfig(batch_size=len(job.lengths), keep=job.keep)
+    run = TrainingRun(engine.base, engine.bank, name, drawn(engine, name, job), examples(job), config)
+    engine.runner.runs[name] = run
+    (micro_batch,) = run.next_step(itertools.count(secrets.randbits(30)))
+    return micro_batch
+
+
+def pieces(job: Job, batch: MicroBatch, direction: Direction) -> Iterator[Segment]:
+    """A job's segments one way, in their order."""
+    parts = [(0, batch.length)]
+    if job.cut is not None:
+        parts = [(0, job.cut), (job.cut, batch.length - job.cut)]
+    depth = batch.layers
+    if direction is Direction.LOSS:
+        yield Segment(batch, 0, batch.length, direction, Span(depth, depth + 1))
+        return
+    spans = [Span(0, depth)]
+    if direction is Direction.BACKWARD:
+        parts.reverse()
+        spans = [Span(0, depth)] if job.rests is None else [Span(job.rests, depth), Span(0, job.rests)]
+    for start, rows in parts:
+        for span in spans:
+            yield Segment(batch, start, rows, direction, span)
+
+
+def travel(engine: Engine, jobs: dict[str, Job]) -> dict[str, dict[str, Tensor]]:
+    """All jobs there and back, the n-th pieces of all in one step; their gradients."""
+    batches = {name: begin(engine, name, job) for name, job in jobs.items()}
+    for direction in (Direction.KEEP, Direction.LOSS, Direction.BACKWARD):
+        columns = [list(pieces(job, batches[name], direction)) for name, job in jobs.items()]
+        for step in itertools.zip_longest(*columns):
+            engine.runner.run(Plan(training=tuple(segment for segment in step if segment is not None)))
+    found = {}
+    for name in jobs:
+        masters = engine.runner.runs.pop(name)._masters
+        found[name] = {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
+    return found
+
+
+def make_engine(**fields: object) -> Engine:
+    config = EngineConfig(calibrate=False, cache_tokens=64, **fields)  # type: ignore[arg-type]
+    return Engine(tiny("llama", torch.float64), config)
+
+
+def named(jobs: Sequence[Job]) -> dict[str, Job]:
+    return {f"job {i}": job for i, job in enumerate(jobs)}
+
+
+def expect_equal(got: dict[str, Tensor], wanted: dict[str, Tensor], whose: str) -> None:
+    assert got.keys() == wanted.keys() and got, whose
+    for name, gradient in wanted.items():
+        error = float((got[name] - gradient).norm() / gradient.norm().clamp_min(1e-30))
+        assert error <= TOLERANCE, f"{whose}, {name}: {error}"
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many windows passed a layer together, pass by pass."""
+    found: list[int] = []
+    real = company.through_layer
+
+    def counting(layer: int, returning: Sequence[company.Returning]) -> list[company.Share]:
+        found.append(len(returning))
+        return real(layer, returning)
+
+    monkeypatch.setattr(company, "through_layer", counting)
+    return found
+
+
+@pytest.mark.parametrize("kind", COMPANIES)
+def test_gradients_are_those_of_a_job_alone(kind: str, passes: list[int]) -> None:
+    jobs = named(COMPANIES[kind])
+    with Exact():
+        engine = make_engine()
+        together = travel(engine, jobs)
+        assert max(passes) > 1, "nothing went together"
+        passes.clear()
+        for name, job in jobs.items():
+            expect_equal(together[name], travel(engine, {name: job})[name], name)
+        assert not passes
+
+
+def test_products_of_alike_adapters_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All seven linears of every layer, there and back; and none where ranks differ."""
+    calls = {"add_many": 0, "add_many_": 0}
+    for name in calls:
+        real = getattr(lora, name)
+
+        def counting(*given: object, real: object = real, name: str = name) -> object:
+            calls[name] += 1
+            return real(*given)  # type: ignore[operator]
+
+        monkeypatch.setattr(lora, name, counting)
+    engine = make_engine()
+    travel(engine, named(COMPANIES["alike"]))
+    assert calls == dict.fromkeys(calls, 7 * engine.base.depth)
+    travel(engine, named([Job(LORA), Job(LoRAConfig(rank=3))]))
+    assert calls == dict.fromkeys(calls, 7 * engine.base.depth)
+
+
+def test_a_nan_in_one_job_reaches_no_other() -> None:
+    jobs = named([Job(LORA), Job(LORA, poison=True), Job(LORA, poison=True, lengths=(20, 4)), Job(LORA)])
+    with Exact():
+        engine = make_engine()
+        together = travel(engine, jobs)
+        for name, job in jobs.items():
+            if job.poison:
+                assert any(gradient.isnan().any() for gradient in together[name].values())
+            else:
+                expect_equal(together[name], travel(engine, {name: job})[name], name)
+
+
+def test_where_memory_is_short_they_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with what later windows owe to earlier ones, which the tape gives once."""
+    jobs = named(COMPANIES["cut"])
+    tried = []
+
+    def failing(layer: int, returning: Sequence[company.Returning]) -> list[company.Share]:
+        real(layer, returning)
+        tried.append(layer)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+
+    real = company.through_layer
+    with Exact():
+        engine = make_engine()
+        wanted = {name: travel(engine, {name: job})[name] for name, job in jobs.items()}
+        monkeypatch.setattr(company, "through_layer", failing)
+        together = travel(engine, jobs)
+        assert tried
+        for name in jobs:
+            expect_equal(together[name], wanted[name], name)
+
+
+def test_no_more_rows_go_together_than_there_is_memory_for(passes: list[int]) -> None:
+    engine = make_engine(scheduler={"max_training_rows": 50})
+    travel(engine, named([Job(LORA) for _ in range(5)]))
+    assert set(passes) == {2}
+
+
+def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> None:
+    """Through the scheduler, whole jobs of several steps, one of which is cancelled on its way."""
+    config = TrainingConfig(batch_size=2, epochs=3, learning_rate=1e-3)
+    draws = random.Random(secrets.randbits(32))
+    data = {f"job {i}": examples(Job(LORA, tuple(draws.randint(8, 40) for _ in range(4)))) for i in range(4)}
+
+    def learn(names: Sequence[str], cancelled: str | None = None) -> dict[str, dict[str, Tensor]]:
+        engine = make_engine()
+        handles = {n: engine.finetune(data[n], n, LORA, config, job=n) for n in names}
+        while any(handle.is_under_way for handle in handles.values()):
+            engine.step()
+            if cancelled is not None and len(handles[cancelled].history) == 2 and passes:
+                handles[cancelled].cancel()
+                cancelled = None
+        return {n: dict(engine.bank.find(n).parameters()) for n in names}
+
+    with Exact():
+        together = learn(list(data), cancelled="job 1")
+        assert max(passes, default=0) > 1
+        for name in data.keys() - {"job 1"}:
+            alone = learn([name])[name]
+            for parameter, value in together[name].items():
+                torch.testing.assert_close(value, alone[parameter], rtol=1e-8, atol=1e-11)
+
+
+def test_the_deterministic_mode_keeps_everybody_apart(passes: list[int]) -> None:
+    engine = make_engine(deterministic=True)
+    assert isinstance(engine.runner, DeterministicRunner)
+    travel(engine, named(COMPANIES["alike"]))
+    assert not passes

@@ -1,0 +1,42 @@
+"""Answers do not depend on where adapters lie: with memory for some 2 of 6, and with all in memory."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from coserve import SamplingParams
+from coserve.engine.handles import Completion
+from paged import METHODS, make_engine, stored
+
+NAMES = ("lora", "larger-lora", "dora", "ia3", "prefix", "ia3-and-lora")
+ROOM = 1.25  # of what the largest one needs
+
+
+@pytest.mark.parametrize("sharing", [True, False], ids=["shared prefixes", "nothing shared"])
+def test_answers_of_paged_adapters_are_those_of_adapters_in_memory(tmp_path: Path, sharing: bool) -> None:
+    plain = make_engine(prefix_sharing=sharing)
+    for seed, name in enumerate(NAMES):
+        plain.load_adapter(name, stored(plain, tmp_path / name, METHODS[name], seed))
+    costs = [plain.look_at_adapter(name, tmp_path / name).cost for name in NAMES]
+    limit = int(ROOM * max(costs))
+    assert limit < 0.7 * sum(costs)
+    paged = make_engine(prefix_sharing=sharing, adapter_memory=limit, max_running=4)
+    for name in NAMES:
+        paged.register_adapter(name, tmp_path / name)
+    draws = random.Random(1)
+    asked = []
+    for turn in range(36):
+        prompt = [draws.randrange(1, 96) for _ in range(draws.choice((3, 17, 30)))]
+        name = draws.choice((*NAMES, None))
+        sampling = SamplingParams(max_tokens=draws.randint(2, 9), ignore_eos=True, temperature=1.0, seed=turn)
+        asked.append((prompt, name, sampling))
+    expected = [plain.generate(*one).result().tokens for one in asked]
+    handles: list[Completion] = []
+    for number, one in enumerate(asked):
+        handles.append(paged.generate(*one))
+        for _ in range(number % 3):
+            paged.step()
+            assert paged.stored.used <= limit
+    assert [handle.result().tokens for handle in handles] == expected
+    assert paged.stats().paging.dropped > len(NAMES), "adapters came and went"

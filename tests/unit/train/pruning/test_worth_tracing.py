@@ -1,0 +1,76 @@
+"""Which jobs have their layers traced: it takes most of a second, which a small base cannot earn back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from coserve import Keep, LoRAConfig
+from coserve.model.base import Base
+from coserve.train.keep import Fate, KeepSetting
+from coserve.train.pruning import plan
+from coserve.train.trainer import fresh_adapter
+from methods import engine_of
+
+METHOD = LoRAConfig(rank=4, targets=("1.mlp.up_proj",))
+
+
+class Traced(Exception):
+    """Layers were asked about."""
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return engine_of("llama").base
+
+
+@pytest.fixture(autouse=True)
+def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Any:
+        raise Traced
+
+    monkeypatch.setattr(plan, "choices", refuse)
+
+
+def decide(base: Base, keep: KeepSetting) -> Any:
+    return plan.fates_of(base, fresh_adapter(base, "mine", METHOD, 0), keep, 16)
+
+
+def foresee(base: Base, keep: KeepSetting) -> None:
+    plan.foresee(base, [METHOD], keep)
+
+
+BOTH = pytest.mark.parametrize("ask", [decide, foresee])
+
+
+@BOTH
+def test_inputs_alone_of_a_small_base_are_not_worth_a_trace(ask: Callable[..., Any], base: Base) -> None:
+    assert base.nbytes < plan._LARGE
+    ask(base, Keep.INPUTS)
+
+
+@BOTH
+def test_of_a_large_base_they_are(
+    ask: Callable[..., Any], base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_LARGE", base.nbytes + 1)
+    ask(base, Keep.INPUTS)
+    monkeypatch.setattr(plan, "_LARGE", base.nbytes)
+    with pytest.raises(Traced):
+        ask(base, Keep.INPUTS)
+
+
+@BOTH
+@pytest.mark.parametrize("keep", [Keep.PRUNED, Keep.EVERYTHING, 1 << 20])
+def test_whoever_keeps_more_than_inputs_has_layers_traced(
+    keep: KeepSetting, ask: Callable[..., Any], base: Base
+) -> None:
+    with pytest.raises(Traced):
+        ask(base, keep)
+
+
+def test_without_a_trace_what_lies_below_the_adapter_is_still_not_computed(base: Base) -> None:
+    fates = decide(base, Keep.INPUTS)
+    assert fates.lowest == 1
+    found = {layer: fates.of(f"model.layers.{layer}.mlp.down_proj") for layer in range(base.depth)}
+    assert found == {0: Fate.UNUSED, 1: Fate.COMPUTED, 2: Fate.COMPUTED}
