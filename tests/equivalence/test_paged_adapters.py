@@ -26,7 +26,7 @@ def test_answers_of_paged_adapters_are_those_of_adapters_in_memory(tmp_path: Pat
         paged.register_adapter(name, tmp_path / name)
     draws = random.Random(1)
     asked = []
-    for turn in range(36):
+    for turn in range(60):
         prompt = [draws.randrange(1, 96) for _ in range(draws.choice((3, 17, 30)))]
         name = draws.choice((*NAMES, None))
         sampling = SamplingParams(max_tokens=draws.randint(2, 9), ignore_eos=True, temperature=1.0, seed=turn)
@@ -35,7 +35,7 @@ def test_answers_of_paged_adapters_are_those_of_adapters_in_memory(tmp_path: Pat
     handles: list[Completion] = []
     for number, one in enumerate(asked):
         handles.append(paged.generate(*one))
-        for _ in range(number % 3):
+        for _ in range(number % 5):
             paged.step()
             assert paged.stored.used <= limit
     assert [handle.result().tokens for handle in handles] == expected

@@ -15,13 +15,16 @@ from coserve.schedule.scheduler import Scheduler
 from coserve.wire.messages import Paging
 
 _MOST_PINNED: Final = 0.5  # of the room: everybody else needs some
+_PATIENT: Final = 4  # steps that a prompt from afar leaves to others, at most
 
 
 class PagedAdapters:
     """The stored adapters of one engine. Everything happens between two steps, under the engine's lock.
 
     A request for one that is not in memory is kept back from the scheduler until it is, and holds it from
-    then until it ends. Reading begins when the request is queued. Requests for others never notice.
+    then until it ends. Reading begins when the request is queued. Requests for others never notice: those
+    that were kept back enter one by one, and not in a step in which others begin, as long as that does not
+    take long. (Two prompts in a step are what its tokens wait for longest.)
     """
 
     def __init__(
@@ -33,6 +36,9 @@ class PagedAdapters:
         self._hits = self._misses = self._loaded = 0
         self._loaded_bytes = self._evicted = 0
         self._loading = 0
+        self._ready: set[int] = set()  # keys of those who hold their adapter and have not entered yet
+        self._newest = 0  # key of the last request that was seen to begin
+        self._left_out = 0  # steps that nobody has entered in since somebody was ready
         bank.when_forgotten(self._residence.forget)
 
     # For the engine
@@ -58,14 +64,18 @@ class PagedAdapters:
 
     def came(self, sequence: Sequence) -> None:
         """A request that is kept back has been queued."""
-        self._let_in()
-        there = sequence not in self._scheduler.kept
+        key = sequence.request.adapter
+        assert key is not None, "only what an adapter is for is kept back"
+        there = self._residence.hold(key, sequence.key)
         self._hits, self._misses = self._hits + there, self._misses + (not there)
-        if not there:
-            self.advance()
+        if there:
+            self._scheduler.let_in(sequence)
+        else:
+            self._ask()
 
     def went(self, sequence: Sequence) -> None:
         """A request has ended, or was given up."""
+        self._ready.discard(sequence.key)
         if (key := sequence.request.adapter) is not None:
             self._residence.release(key, sequence.key)
 
@@ -81,23 +91,18 @@ class PagedAdapters:
                 f"{show_size(missing)} less than with {_name(key)!r}"
             )
         self._residence.pin(key, pinned)
-        self.advance()
+        self._ask()
 
     def shed(self, nbytes: int) -> None:
         """Drops what nobody uses until so many bytes are free, if that is enough for so many."""
         self._residence.shed(nbytes)
 
     def advance(self) -> None:
-        """Takes in what has been read, lets those in who waited for it, and has the next ones read."""
+        """Takes in what has been read, lets in who waited for it, and has the next ones read. Once a step."""
         if self._loading:
             self._take_in()
-        kept = self._scheduler.kept
-        if not kept and not self._residence.pinned:
-            return
+        self._ask()
         self._let_in()
-        wanted = [key for s in self._scheduler.kept if (key := s.request.adapter) is not None]
-        for key, error in self._residence.advance(wanted):
-            self._fail(key, error)
 
     def stats(self) -> Paging:
         """Counters since the start, and where things stand now."""
@@ -137,12 +142,35 @@ class PagedAdapters:
                 self._residence.failed(stored.key)
                 self._fail(stored.key, outcome)
 
-    def _let_in(self) -> None:
-        for sequence in self._scheduler.kept:
+    def _ask(self) -> None:
+        """Holds what is there for those who are kept back, and has what is not there read."""
+        kept = [s for s in self._scheduler.kept if s.key not in self._ready]
+        if not kept and not self._residence.pinned:
+            return
+        wanted = []
+        for sequence in kept:
             key = sequence.request.adapter
             assert key is not None, "only what an adapter is for is kept back"
             if self._residence.hold(key, sequence.key):
-                self._scheduler.let_in(sequence)
+                self._ready.add(sequence.key)
+            else:
+                wanted.append(key)
+        for key, error in self._residence.advance(wanted):
+            self._fail(key, error)
+
+    def _let_in(self) -> None:
+        """The most urgent of those who are ready, if nobody else begins now; all if that holds up nobody."""
+        newest = max((sequence.key for sequence in self._scheduler.waiting), default=0)
+        others_begin, self._newest = newest > self._newest, max(newest, self._newest)
+        ready = [sequence for sequence in self._scheduler.kept if sequence.key in self._ready]
+        if ready and others_begin and self._left_out < _PATIENT:
+            self._left_out += 1
+            return
+        self._left_out = 0
+        is_idle = not self._scheduler.running and not self._scheduler.waiting
+        for sequence in ready if is_idle else ready[:1]:
+            self._ready.remove(sequence.key)
+            self._scheduler.let_in(sequence)
 
     def _fail(self, key: str, error: CoserveError) -> None:
         """Ends the requests that wait for this version, and no others."""

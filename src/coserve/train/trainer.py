@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import Final, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from coserve.train.state import Identity, TrainingState
 from coserve.train.tape import Tape
 from coserve.train.walk import Walk
 from coserve.train.window import Window
+
+_ADDED: Final = 1e-6  # to a norm that gradients are divided by, as torch does
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,7 @@ class TrainingRun:
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in self._flat if p.grad is not None]))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._not_finite(f"the loss became {loss} (gradient norm {norm})")
-        if limit is not None:
+        if limit is not None and norm + _ADDED > limit:  # else all gradients would be multiplied by one
             torch.nn.utils.clip_grads_with_norm_(self._flat, limit, torch.tensor(norm, dtype=self._exact))
         rate = self._rate.at(self.step)
         self._optimizer.step(rate)

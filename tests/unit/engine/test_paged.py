@@ -126,6 +126,71 @@ def test_a_running_answer_keeps_its_adapter_and_who_waits_for_bytes_gets_them(
     finish(engine, script)
 
 
+def begun(engine: Engine, *handles: Completion) -> list[bool]:
+    """Who has entered, after a step more."""
+    engine.step()
+    return [handle.sequence.admitted_at is not None for handle in handles]
+
+
+def test_those_from_disk_enter_one_by_one_beside_others(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
+) -> None:
+    engine, script = paged(monkeypatch, folders)
+    engine.generate(PROMPT, sampling=SamplingParams(max_tokens=30, ignore_eos=True))
+    engine.step()
+    cold = [ask(engine, number) for number in (0, 1, 0)]
+    script.hand_over()
+    script.hand_over()
+    found = [sum(begun(engine, *cold)) for _ in range(3)]
+    assert found == [1, 2, 3]
+    finish(engine, script)
+
+
+def test_those_from_disk_enter_together_where_nobody_is_answered(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
+) -> None:
+    engine, script = paged(monkeypatch, folders)
+    cold = [ask(engine, number) for number in (0, 1, 0)]
+    script.hand_over()
+    script.hand_over()
+    assert begun(engine, *cold) == [True] * 3
+
+
+@pytest.mark.parametrize(("newcomers", "steps"), [(1, 2), (3, 4), (4, 5), (9, 5)])
+def test_those_from_disk_let_newcomers_begin_first_but_not_for_long(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path], newcomers: int, steps: int
+) -> None:
+    engine, script = paged(monkeypatch, folders)
+    engine.generate(PROMPT, sampling=SamplingParams(max_tokens=30, ignore_eos=True))
+    engine.step()
+    cold = ask(engine, 0)
+    script.hand_over()
+    for number in range(1, 20):
+        newcomer = engine.generate(PROMPT, sampling=FOUR) if number <= newcomers else None
+        entered = begun(engine, cold)[0]
+        assert newcomer is None or newcomer.sequence.admitted_at is not None
+        if entered:
+            break
+    assert number == steps
+    finish(engine, script)
+
+
+def test_who_gives_up_between_its_adapter_and_its_turn_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path], cost: int, expected: list[list[int]]
+) -> None:
+    engine, script = paged(monkeypatch, folders, cost)
+    engine.generate(PROMPT, sampling=SamplingParams(max_tokens=6, ignore_eos=True))
+    engine.step()
+    cold = ask(engine, 0)
+    script.hand_over()
+    engine.generate(PROMPT, sampling=FOUR)
+    assert begun(engine, cold) == [False]
+    cold.cancel()
+    other = ask(engine, 1)  # there is one place
+    finish(engine, script)
+    assert other.tokens == expected[1]
+
+
 def test_a_failure_is_told_to_who_asked_and_harms_nobody(
     monkeypatch: pytest.MonkeyPatch, expected: list[list[int]], tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ def reads_for(frame: Frame, dtype: torch.dtype, device: torch.device) -> Read:
 
 class Pace:
     """Lets a thread work a fifth of the time, a millisecond at once: steps that all take a little longer are
-    better than one that takes much longer. (A lower priority was worse: it may have Python's lock.)"""
+    better than one that takes much longer."""
 
     def __init__(self) -> None:
         self._since = 0.0

@@ -16,7 +16,7 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.bench.adapters.approaches import APPROACHES, Batch, Decoding, SharedModel, Training
 from coserve.bench.adapters.decode import add_random, decode_seconds
 from coserve.bench.adapters.peers import AtBestThreads
-from coserve.bench.adapters.sizes import Sizes, mean_rank, ranks_of
+from coserve.bench.adapters.sizes import NOBODY_WAITS, Sizes, mean_rank, ranks_of
 from coserve.bench.ours import Bench, examples, make_engine
 from coserve.bench.timing import Timing, alternate
 from coserve.bench.workloads import training_tokens
@@ -168,7 +168,7 @@ class _FineTuning:
 
     def __init__(self, bench: Bench, shared: SharedModel, sizes: Sizes, rows: int) -> None:
         self._bench, self._shared = bench, shared
-        self._engine = make_engine(bench, cache_tokens=1024)
+        self._engine = make_engine(bench, cache_tokens=1024, scheduler=NOBODY_WAITS)
         self._jobs: list[Any] = []
 
     def contestants(self, batch: Batch) -> Mapping[str, Callable[[], float]]:

@@ -8,6 +8,8 @@ from coserve.bench.settings import Settings
 from coserve.bench.shapes import Shape
 
 _BYTES: Final = 2  # of a bfloat16
+# Of the scheduler, where nothing but training runs: large steps delay no answer.
+NOBODY_WAITS: Final[Mapping[str, float]] = {"quantum": 0.5, "max_training_rows": 1024}
 RANKS: Final[Mapping[str, tuple[int, ...]]] = {
     "rank8": (8,),
     "mixed": (16, 32, 64, 128),  # a quarter of the adapters each, as in the report's 5.1.1

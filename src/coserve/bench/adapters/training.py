@@ -4,10 +4,9 @@ other."""
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final
 
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.bench.adapters.sizes import Sizes
+from coserve.bench.adapters.sizes import NOBODY_WAITS, Sizes
 from coserve.bench.ours import Bench, examples, make_engine
 from coserve.bench.peers import PeftTraining
 from coserve.bench.timing import Timing, alternate, speedup
@@ -19,8 +18,6 @@ from coserve.train.trainer import TrainingConfig
 
 _RANK = 8
 _ENDLESS = 1_000_000
-# Large steps: here they delay no answer.
-_NOBODY_WAITS: Final = {"quantum": 0.5, "max_training_rows": 1024}
 _DATA = 4  # optimizer steps' worth of different examples
 
 
@@ -29,7 +26,7 @@ class Trainers:
     has made `steps` optimizer steps."""
 
     def __init__(self, bench: Bench, jobs: int, batch: int, length: int, steps: int = 1) -> None:
-        self._engine: Engine = make_engine(bench, cache_tokens=1024, scheduler=_NOBODY_WAITS)
+        self._engine: Engine = make_engine(bench, cache_tokens=1024, scheduler=NOBODY_WAITS)
         self._jobs, self._steps = jobs, steps
         config = TrainingConfig(
             schedule="constant",
