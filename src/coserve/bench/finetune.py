@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from coserve.bench.ours import Bench, batch_tokens, make_engine, one_optimizer_step, start_training
+from coserve.bench.ours import Bench, batch_tokens, make_engine, seconds_of_steps, start_training
 from coserve.bench.peers import PeftTraining
 from coserve.bench.plans import watch_plans
 from coserve.bench.timing import Timing, alternate, speedup
@@ -28,7 +28,7 @@ def peak(bench: Bench) -> float:
     """Our tokens a second of the third row, measured now if that row has not been."""
     if "finetune.ours" not in bench.results.figures:
         engine = _training_engine(bench, Keep.EVERYTHING)
-        ours = partial(one_optimizer_step, engine)
+        ours = partial(seconds_of_steps, engine)
         times = alternate({"ours": ours}, bench.settings.train_rounds, bench.machine.threads)
         _figure(bench, "finetune.ours", times["ours"], recompute=False)
     return bench.results.figures["finetune.ours"].value
@@ -39,7 +39,7 @@ def _speed_rows(
 ) -> None:
     recompute = bool(suffix)
     contestants = {
-        "ours": partial(one_optimizer_step, engine),
+        "ours": partial(seconds_of_steps, engine),
         "peft": partial(default.step, checkpointing=recompute),
         "peft_matched": partial(matched.step, checkpointing=recompute),
     }

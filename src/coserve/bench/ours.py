@@ -78,17 +78,21 @@ def start_training(
     batch = settings.batch if batch is None else batch
     length = settings.length if length is None else length
     data = training_tokens([length] * batch * _EXAMPLES, bench.shape.vocabulary, settings.seed)
-    training = TrainingConfig(
+    training = endless(bench, batch, rows=rows, keep=keep)
+    return engine.finetune(examples(data), name, LoRAConfig(rank=settings.rank), training)
+
+
+def endless(bench: Bench, batch: int, **more: Any) -> TrainingConfig:
+    """AdamW at a constant rate, `batch` examples an optimizer step, for longer than any run takes."""
+    return TrainingConfig(
         schedule="constant",
         warmup_ratio=0.0,
         batch_size=batch,
         epochs=_ENDLESS,
         max_steps=_ENDLESS,
-        rows=rows,
-        keep=keep,
-        seed=settings.seed,
+        seed=bench.settings.seed,
+        **more,
     )
-    return engine.finetune(examples(data), name, LoRAConfig(rank=settings.rank), training)
 
 
 def start_job(engine: Engine, job: TimedJob, keep: Keep = Keep.EVERYTHING) -> FineTuning:
@@ -106,11 +110,11 @@ def start_job(engine: Engine, job: TimedJob, keep: Keep = Keep.EVERYTHING) -> Fi
     return engine.finetune(examples(job.examples), job.adapter, method, training)
 
 
-def one_optimizer_step(engine: Engine) -> float:
-    """Seconds until the engine's next optimizer step is done; between calls nothing runs."""
+def seconds_of_steps(engine: Engine, count: int = 1) -> float:
+    """Seconds until the engine's jobs have made `count` optimizer steps; between calls nothing runs."""
     started = time.perf_counter()
-    while not any(isinstance(event, StepDone) for event in engine.step()):
-        pass
+    while count > 0:
+        count -= sum(isinstance(event, StepDone) for event in engine.step())
     return time.perf_counter() - started
 
 

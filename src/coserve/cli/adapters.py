@@ -106,14 +106,8 @@ def pin(
     api_key: ApiKey = None,
 ) -> None:
     """Keeps an adapter in the server's memory. Others come from disk when they are asked for."""
-    from coserve.cli.client import in_path
-    from coserve.cli.output import print_json
-
     with connect(context, url, api_key) as client:
-        found = client.post(f"/v1/adapters/{in_path(name)}/pin")
-    if as_json:
-        return print_json(found)
-    print(f"pinned {name}")
+        _tell_pin(name, client.post(_pin_of(name)), as_json)
 
 
 @app.command()
@@ -125,14 +119,8 @@ def unpin(
     api_key: ApiKey = None,
 ) -> None:
     """Lets an adapter leave the server's memory when others need its room."""
-    from coserve.cli.client import in_path
-    from coserve.cli.output import print_json
-
     with connect(context, url, api_key) as client:
-        found = client.delete(f"/v1/adapters/{in_path(name)}/pin")
-    if as_json:
-        return print_json(found)
-    print(f"unpinned {name}")
+        _tell_pin(name, client.delete(_pin_of(name)), as_json)
 
 
 @app.command()
@@ -177,6 +165,21 @@ def merge(
 def _place(model: dict[str, Any]) -> str:
     """Where an adapter is, and whether it stays there."""
     return f"{model.get('location') or '-'}{', pinned' if model.get('pinned') else ''}"
+
+
+def _pin_of(name: str) -> str:
+    """Where an adapter's pin is put and taken away."""
+    from coserve.cli.client import in_path
+
+    return f"/v1/adapters/{in_path(name)}/pin"
+
+
+def _tell_pin(name: str, found: dict[str, Any], as_json: bool) -> None:
+    from coserve.cli.output import print_json
+
+    if as_json:
+        return print_json(found)
+    print(f"{'pinned' if found['pinned'] else 'unpinned'} {name}")
 
 
 def _download(client: "Client", name: str, to: Path) -> int:

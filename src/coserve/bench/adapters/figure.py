@@ -6,7 +6,6 @@ gathers; the others are `approaches.py`'s.
 """
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,19 +16,15 @@ from coserve.bench.adapters.approaches import APPROACHES, Batch, Decoding, Share
 from coserve.bench.adapters.decode import add_random, decode_seconds
 from coserve.bench.adapters.peers import AtBestThreads
 from coserve.bench.adapters.sizes import NOBODY_WAITS, Sizes, mean_rank, ranks_of
-from coserve.bench.ours import Bench, examples, make_engine
+from coserve.bench.ours import Bench, endless, examples, make_engine, seconds_of_steps
 from coserve.bench.timing import Timing, alternate
 from coserve.bench.workloads import training_tokens
-from coserve.core.events import StepDone
-from coserve.engine.engine import Engine
 from coserve.kernels.dispatch import Approach
 from coserve.train.keep import Keep
-from coserve.train.trainer import TrainingConfig
 
 SERIES: Final = "mixed"
 OURS: Final = "coserve"
 INFERENCE, FINE_TUNING = "inference", "fine-tuning"
-_ENDLESS: Final = 1_000_000
 _FEW: Final = 4  # adapters that the series' ranks need to be a quarter each
 
 
@@ -180,7 +175,7 @@ class _FineTuning:
             self._job(f"figure-{i}", rank, share, batch.length)
             for i, (rank, share) in enumerate(zip(batch.ranks, batch.shares, strict=True))
         ]
-        made[OURS] = lambda: _until_all_stepped(self._engine, len(self._jobs))
+        made[OURS] = lambda: seconds_of_steps(self._engine, len(self._jobs))
         return made
 
     def clear(self) -> None:
@@ -192,22 +187,6 @@ class _FineTuning:
 
     def _job(self, name: str, rank: int, share: int, length: int) -> Any:
         bench = self._bench
-        config = TrainingConfig(
-            schedule="constant",
-            warmup_ratio=0.0,
-            batch_size=share,
-            epochs=_ENDLESS,
-            max_steps=_ENDLESS,
-            keep=Keep.EVERYTHING,
-            seed=bench.settings.seed,
-        )
+        config = endless(bench, share, keep=Keep.EVERYTHING)
         data = training_tokens([length] * share, bench.shape.vocabulary, bench.settings.seed)
         return self._engine.finetune(examples(data), name, LoRAConfig(rank=rank), config)
-
-
-def _until_all_stepped(engine: Engine, jobs: int) -> float:
-    """Seconds until as many optimizer steps are done as there are jobs; between calls nothing runs."""
-    started = time.perf_counter()
-    while jobs > 0:
-        jobs -= sum(isinstance(event, StepDone) for event in engine.step())
-    return time.perf_counter() - started

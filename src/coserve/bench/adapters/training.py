@@ -1,23 +1,19 @@
 """Rows `train.*`: many adapters that train in one step, beside one adapter, and beside one after the
 other."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.bench.adapters.sizes import NOBODY_WAITS, Sizes
-from coserve.bench.ours import Bench, examples, make_engine
+from coserve.bench.ours import Bench, endless, examples, make_engine, seconds_of_steps
 from coserve.bench.peers import PeftTraining
 from coserve.bench.timing import Timing, alternate, speedup
 from coserve.bench.workloads import training_tokens
-from coserve.core.events import StepDone
 from coserve.engine.engine import Engine
 from coserve.train.keep import Keep
-from coserve.train.trainer import TrainingConfig
 
 _RANK = 8
-_ENDLESS = 1_000_000
 _DATA = 4  # optimizer steps' worth of different examples
 
 
@@ -28,15 +24,7 @@ class Trainers:
     def __init__(self, bench: Bench, jobs: int, batch: int, length: int, steps: int = 1) -> None:
         self._engine: Engine = make_engine(bench, cache_tokens=1024, scheduler=NOBODY_WAITS)
         self._jobs, self._steps = jobs, steps
-        config = TrainingConfig(
-            schedule="constant",
-            warmup_ratio=0.0,
-            batch_size=batch,
-            epochs=_ENDLESS,
-            max_steps=_ENDLESS,
-            keep=Keep.EVERYTHING,
-            seed=bench.settings.seed,
-        )
+        config = endless(bench, batch, keep=Keep.EVERYTHING)
         for job in range(jobs):
             data = training_tokens(
                 [length] * batch * _DATA, bench.shape.vocabulary, bench.settings.seed + job
@@ -45,11 +33,7 @@ class Trainers:
 
     def __call__(self) -> float:
         """Seconds until all have stepped that often; between calls nothing runs."""
-        left = self._jobs * self._steps
-        started = time.perf_counter()
-        while left > 0:
-            left -= sum(isinstance(event, StepDone) for event in self._engine.step())
-        return time.perf_counter() - started
+        return seconds_of_steps(self._engine, self._jobs * self._steps)
 
 
 def run(bench: Bench, sizes: Sizes) -> None:

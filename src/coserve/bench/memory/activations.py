@@ -6,7 +6,7 @@ from functools import partial
 from typing import Final
 
 from coserve.bench.memory.peers import OURS, peer_of
-from coserve.bench.ours import Bench, examples, make_engine, one_optimizer_step
+from coserve.bench.ours import Bench, endless, examples, make_engine, seconds_of_steps
 from coserve.bench.peers import TorchTraining
 from coserve.bench.plans import watch_plans
 from coserve.bench.timing import alternate, speedup
@@ -16,14 +16,12 @@ from coserve.core.sequence import Direction, MicroBatch
 from coserve.engine.engine import Engine
 from coserve.memory.ledger import Account
 from coserve.train.keep import Keep, KeepSetting
-from coserve.train.trainer import TrainingConfig
 
 # Rows, where training goes by token windows. Larger ones owe less to earlier keys and values (float32, in
 # every layer), and hold more of one layer on its way back: of 1,024-token examples, halves hold least in all.
 WINDOW: Final = 512
 _FAST: Final = 0.45  # of the peer's bytes: the bar of the pruned tape, as a budget
 _LEAN: Final = 0.38  # of the same, at the peak: between the passes it is less than 0.29, the other bar
-_ENDLESS: Final = 1_000_000  # optimizer steps: more than any run takes
 _BORDER: Final = "held between forward and backward; logits are left out of both"
 _PEAK: Final = f"the most at any time, in windows of {WINDOW} rows, with what keys and values are owed"
 
@@ -62,7 +60,7 @@ def _measure(
     _figure(bench, f"ours{suffix}[{method}]", held)
     bench.results.row(f"activations.vs_peft{suffix}[{method}]", held.border / theirs, note=_BORDER)
     contestants: dict[str, Callable[[], float]] = {
-        "ours": partial(one_optimizer_step, engine),
+        "ours": partial(seconds_of_steps, engine),
         "peer": partial(peer.step, checkpointing=False),
     }
     times = alternate(contestants, bench.settings.train_rounds, bench.machine.threads)
@@ -92,16 +90,8 @@ def training_engine(bench: Bench, method: str, keep: KeepSetting, window: int | 
     config = {} if window is None else {"training_window": window}
     engine = make_engine(bench, cache_tokens=min(1024, bench.shape.positions), scheduler=config)
     settings = bench.settings
-    training = TrainingConfig(
-        schedule="constant",
-        warmup_ratio=0.0,
-        batch_size=settings.held_batch,
-        epochs=_ENDLESS,
-        max_steps=_ENDLESS,
-        rows=settings.held_batch * settings.held_length,
-        keep=keep,
-        seed=settings.seed,
-    )
+    rows = settings.held_batch * settings.held_length
+    training = endless(bench, settings.held_batch, rows=rows, keep=keep)
     engine.finetune(examples(held_tokens(bench)), "bench", OURS[method], training)
     return engine
 
@@ -122,5 +112,5 @@ def held_bytes(engine: Engine) -> Held:
                 border.append(run.tape(batch).nbytes)
 
     with watch_plans(engine, look):
-        one_optimizer_step(engine)
+        seconds_of_steps(engine)
     return Held(border[0], max(peak))

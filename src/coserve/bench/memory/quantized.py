@@ -15,7 +15,7 @@ from coserve.bench.folder import save_shape
 from coserve.bench.inference import answer_all
 from coserve.bench.memory.logits import LogitError, logits_of
 from coserve.bench.memory.resident import Held, Order
-from coserve.bench.ours import Bench, make_engine, one_optimizer_step, start_training
+from coserve.bench.ours import Bench, make_engine, seconds_of_steps, start_training
 from coserve.bench.timing import alternate, timed
 from coserve.bench.workloads import fixed_prompts
 from coserve.config import EngineConfig
@@ -132,7 +132,7 @@ def _speeds(bench: Bench) -> None:
             bench.results.figure(f"quantized.decode[{kind},{batch}]", rate, "output tokens/s", spread)
     for engine in engines.values():
         start_training(engine, bench, "trained", Keep.EVERYTHING)
-    steps = {kind: partial(one_optimizer_step, engine) for kind, engine in engines.items()}
+    steps = {kind: partial(seconds_of_steps, engine) for kind, engine in engines.items()}
     tokens = settings.batch * settings.length
     for kind, times in alternate(steps, settings.train_rounds, bench.machine.threads).items():
         spread = (tokens / times.high, tokens / times.low)

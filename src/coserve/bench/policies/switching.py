@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from coserve.bench.ours import Bench, greedy, one_optimizer_step, start_job
+from coserve.bench.ours import Bench, greedy, seconds_of_steps, start_job
 from coserve.bench.policies.contest import Arena
 from coserve.bench.timing import timed
 from coserve.bench.workloads import Workload
@@ -56,7 +56,7 @@ class _Turns:
         self._prompt = workload.requests[0].prompt
         self._answering(False)
         self._job = start_job(self._engine, workload.jobs[0])
-        one_optimizer_step(self._engine)
+        seconds_of_steps(self._engine)
 
     def by_turns(self) -> None:
         for _ in range(_TURNS):
@@ -98,7 +98,7 @@ class _Turns:
 
     def _iterate(self) -> None:
         self._answering(False)
-        one_optimizer_step(self._engine)
+        seconds_of_steps(self._engine)
 
     def _answering(self, wanted: bool) -> None:
         self._engine.scheduler.policy = make_policy("temporal:1000000" if wanted else "postpone-all")
