@@ -22,7 +22,7 @@ from coserve.core.plan import Plan, Segment
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.returning import company
-from coserve.kernels import lora
+from coserve.kernels.beside import Beside
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun, fresh_adapter
 from models import VOCABULARY, Exact, tiny
@@ -170,21 +170,23 @@ def test_gradients_are_those_of_a_job_alone(kind: str, passes: list[int]) -> Non
 
 
 def test_products_of_alike_adapters_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All seven linears of every layer, there and back; and none where ranks differ."""
-    calls = {"add_many": 0, "add_many_": 0}
-    for name in calls:
-        real = getattr(lora, name)
+    """At all seven linears of every layer, there and back, wherever alike ones stand in the plan."""
+    groups: list[int] = []
+    real = Beside.__init__
 
-        def counting(*given: object, real: object = real, name: str = name) -> object:
-            calls[name] += 1
-            return real(*given)  # type: ignore[operator]
+    def counting(self: Beside, *given: object) -> None:
+        real(self, *given)  # type: ignore[arg-type]
+        groups.append(len(self._groups))
 
-        monkeypatch.setattr(lora, name, counting)
+    monkeypatch.setattr(Beside, "__init__", counting)
     engine = make_engine()
+    linears = 7 * engine.base.depth
     travel(engine, named(COMPANIES["alike"]))
-    assert calls == dict.fromkeys(calls, 7 * engine.base.depth)
-    travel(engine, named([Job(LORA), Job(LoRAConfig(rank=3))]))
-    assert calls == dict.fromkeys(calls, 7 * engine.base.depth)
+    assert groups == [1] * 2 * linears
+    groups.clear()
+    other = LoRAConfig(rank=3)
+    travel(engine, named([Job(LORA), Job(other), Job(LORA), Job(other), Job(LORA, (12,))]))
+    assert groups == [3] * 2 * linears
 
 
 def test_a_nan_in_one_job_reaches_no_other() -> None:

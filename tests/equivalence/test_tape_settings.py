@@ -154,5 +154,5 @@ def test_bits_of_a_relu_stand_for_what_it_is_given() -> None:
     assert [run.fates.of(path) for path in paths] == [Fate.SIGN] * 3
     expect_equal(case, 11, [Keep.PRUNED, *budgets(case)])
     whole = case_of("opt", LoRAConfig(rank=4))
-    assert Passage(whole, Keep.PRUNED).run.fates.of(paths[0]) is Fate.KEPT
+    assert Passage(whole, Keep.PRUNED).run.fates.of(paths[0]) is Fate.SUM
     assert tiny("opt").config.activation_function == "relu"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,6 +57,12 @@ class LoRABypass(Bypass):
             return replace(dense, weight=weight)
         added = self.scale * self.bias.to(exact)
         return Dense(weight, added if dense.bias is None else dense.bias + added)
+
+
+def is_plain(bypass: Bypass | None) -> TypeGuard[LoRABypass]:
+    """Whether it is two products of all that the linear is given, and no more: such bypasses are multiplied
+    together, and their gradients do not depend on what the linear gives."""
+    return type(bypass) is LoRABypass and bypass.bias is None and not bypass.dropout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

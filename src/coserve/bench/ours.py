@@ -13,7 +13,7 @@ from coserve.bench.settings import Settings
 from coserve.bench.shapes import Shape
 from coserve.bench.workloads import TimedJob, Tokens, training_tokens
 from coserve.config import EngineConfig
-from coserve.core.events import StepDone
+from coserve.core.events import StepDone, TrainingProgress
 from coserve.core.request import SamplingParams
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning
@@ -116,6 +116,18 @@ def seconds_of_steps(engine: Engine, count: int = 1) -> float:
     while count > 0:
         count -= sum(isinstance(event, StepDone) for event in engine.step())
     return time.perf_counter() - started
+
+
+def seconds_of_tokens(engine: Engine, tokens: int) -> float:
+    """Seconds that the engine's jobs train `tokens` tokens in, whosever they are; between calls nothing runs.
+
+    Half of a token counts when it is kept and half when it has come back. What the last step did beyond that
+    is taken off in proportion.
+    """
+    started, trained = time.perf_counter(), 0.0
+    while trained < tokens:
+        trained += sum(event.rows for event in engine.step() if isinstance(event, TrainingProgress)) / 2
+    return (time.perf_counter() - started) * tokens / trained
 
 
 def warm_training(engine: Engine, jobs: Sequence[FineTuning]) -> None:

@@ -34,6 +34,7 @@ from coserve.model.together import linears_together
 from coserve.train.company import Abreast, KeptCompany
 from coserve.train.tape import KeptWindow, Tape
 from coserve.train.trainer import TrainingRun
+from coserve.train.updating import update_all
 from coserve.train.walk import Returning
 from coserve.train.window import Window
 
@@ -221,7 +222,7 @@ class LocalRunner:
 
     def _forward(self, inference: Inference | None, kept: Sequence[Segment]) -> None:
         """All rows through the layers; a window joins at its span's first layer and leaves after its last."""
-        travels = [self._travel(segment) for segment in kept]
+        travels = [self._travel(segment) for segment in self._in_likeness(kept)]
         composed: list[Travel] | None = None
         for layer in range(self.base.depth):
             joined = [t for t in travels if t.segment.span.first <= layer < t.segment.span.last]
@@ -259,14 +260,13 @@ class LocalRunner:
         parts += [KeptCompany(kept)] if len(kept) > 1 else kept
         calls += [travel.calls for travel in travels]
         many: list[Many] = list(laid.gathered)
-        for rows, same in groupby(travels, lambda travel: travel.window.rows):
-            bypasses = [travel.bypasses for travel in same]
-            if len(bypasses) > 1:
-                many.append(abreast := Abreast(bypasses, start, rows))
-                bypasses = abreast.rest
-            for number, own in enumerate(bypasses):
-                adapters.append((slice(start + number * rows, start + (number + 1) * rows), own))
-            start += len(bypasses) * rows
+        bypasses = [travel.bypasses for travel in travels]
+        if len(bypasses) > 1:
+            many.append(abreast := Abreast(bypasses, start, [travel.window.rows for travel in travels]))
+            bypasses = abreast.rest
+        for travel, own in zip(travels, bypasses, strict=True):
+            adapters.append((slice(start, start + travel.window.rows), own))
+            start += travel.window.rows
         return FusedRows(parts, adapters, many), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[Segment]) -> Inference:
@@ -389,7 +389,7 @@ class LocalRunner:
     def _walk(self, segments: Sequence[Segment]) -> None:
         """Windows back through layers."""
         windows: list[tuple[str, Returning]] = []
-        for segment in segments:
+        for segment in self._in_likeness(segments):
             if (job := job_of(segment)) not in self._short:
                 with self._short.of(job):
                     run, micro_batch, window = self._window(segment)
@@ -402,6 +402,10 @@ class LocalRunner:
                 run, micro_batch, _ = self._window(segment)
                 run.release(micro_batch)
 
+    def _in_likeness(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Those of like jobs next to each other; a job's own stay in their order."""
+        return sorted(segments, key=lambda segment: self.runs[job_of(segment)].likeness)
+
     def _window(self, segment: Segment) -> tuple[TrainingRun, MicroBatch, Window]:
         micro_batch = segment.sequence
         assert isinstance(micro_batch, MicroBatch)
@@ -412,12 +416,16 @@ class LocalRunner:
         updated: dict[str, Updated] = {}
         failed: dict[str, CoserveError] = {}
         short = Shortages(self._drop)
+        due = []
         for job in jobs:
-            try:
-                with short.of(job):
-                    updated[job] = self.runs[job].update()
-            except LossNotFinite as error:
-                failed[job] = error
+            with short.of(job):
+                self.runs[job].make_room()
+                due.append(self.runs[job])
+        for run, found in zip(due, update_all(due), strict=True):
+            if isinstance(found, LossNotFinite):
+                failed[run.job] = found
+            else:
+                updated[run.job] = found
         return updated, failed | short.take()
 
 

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.lowrank import is_plain
 from coserve.kernels.attention import AttentionSpec
-from coserve.model.linear import Placement, frozen
+from coserve.kernels.beside import Beside, Segment
+from coserve.model.linear import Placement, bypassed, frozen
 
 
 class GraphRows:
@@ -21,8 +23,13 @@ class GraphRows:
         if entering is not None:
             x2 = x.flatten(0, -2)
             x = entering.add(x2, x2).view(x.shape)
-        y = frozen(x, placement, self._kept(path, x))
+        kept, is_added = self._kept(path, x)
         bypass = self._bypasses.outputs.get(path)
+        if is_plain(bypass) and torch.is_grad_enabled():
+            rows = x.shape[:-1].numel()
+            segment = Segment(0, rows, bypass.a, bypass.b, bypass.scale, is_added)
+            return self._summed(path, bypassed(x, placement, Beside([segment]), kept))
+        y = frozen(x, placement, kept)
         if bypass is not None:
             y = bypass.add(x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
         return self._summed(path, y)
@@ -34,9 +41,10 @@ class GraphRows:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         raise AssertionError("nothing attends outside of the layers")
 
-    def _kept(self, path: str, x: Tensor) -> Tensor | None:
-        """What stands for the product of x [..., in], so that it is not computed."""
-        return None
+    def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, bool]:
+        """What stands for the product of x [..., in], so that it is not computed; and whether what a plain
+        low-rank bypass adds is in it, or wanted by nobody."""
+        return None, False
 
     def _summed(self, path: str, y: Tensor) -> Tensor:
         """What stands for the product with its bypasses, in y's place of the graph."""

@@ -1,22 +1,23 @@
 """Windows of several micro-batches side by side: one pass through a layer, and one way back, for all of them.
 
 The frozen base multiplies all rows at once. What is an adapter's own stays with its rows: a NaN among them
-reaches nobody else's, and each gets the gradients that it would get alone. Where adapters are alike, and have
-as many rows each, their products are a few batched ones (`kernels.lora.add_many`).
+reaches nobody else's, and each gets the gradients that it would get alone. Where neighbours are alike, and
+have as many rows each, their products are a few batched ones (`kernels/beside.py`).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
-from coserve.adapters.lowrank import LoRABypass
-from coserve.kernels import lora
+from coserve.adapters.lowrank import is_plain
 from coserve.kernels.attention import Attended, AttentionSpec
+from coserve.kernels.beside import Beside, Segment
 from coserve.model.batch import Keeper
 from coserve.model.graph import stand_in
-from coserve.model.linear import Placement, frozen
+from coserve.model.linear import Placement, bypassed, frozen
 from coserve.train.keep import Fate
 from coserve.train.tape import KeptWindow, Tape
 from coserve.train.walk import Returning, vjp
@@ -27,36 +28,28 @@ Share = tuple[Sequence[Tensor | None], Sequence[Tensor], Tensor | None]
 
 
 class Abreast:
-    """Adapters whose rows lie side by side, as many of each: `rest` is what of each one is not multiplied
-    together with that of the others. For rows without a graph, from `start` on."""
+    """Adapters whose rows lie side by side, each with a number of them: `rest` is what of each one is not
+    multiplied with that of others. For rows without a graph, from `start` on."""
 
-    def __init__(self, bypasses: Sequence[Bypasses], start: int, rows: int) -> None:
-        first = bypasses[0]
-        self._bypasses = bypasses
-        self._rows = slice(start, start + len(bypasses) * rows)
-        self._together = {path for path in first.outputs if alike([b.outputs.get(path) for b in bypasses])}
-        self.rest = [_without(b, self._together) for b in bypasses]
+    def __init__(self, bypasses: Sequence[Bypasses], start: int, rows: Sequence[int]) -> None:
+        ends = list(accumulate(rows, initial=start))
+        self._ranged = list(zip(pairwise(ends), bypasses, strict=True))
+        self.rest = [
+            Bypasses(own.inputs, {path: b for path, b in own.outputs.items() if not is_plain(b)})
+            for own in bypasses
+        ]
 
     def add_(self, path: str, given: Tensor, y: Tensor) -> None:
         """What they add to y [all rows, out], in place; `given` [..., in] is what the linear is given."""
-        if path in self._together:
-            matrices = stacked([b.outputs[path] for b in self._bypasses])
-            lora.add_many_(given.flatten(0, -2)[self._rows], y[self._rows], *matrices)
+        segments = _segments([(span, own.outputs.get(path), False) for span, own in self._ranged])
+        if segments:
+            beside = Beside(segments)
+            beside.add_(given.flatten(0, -2), y, beside.a, beside.b)
 
 
-def alike(bypasses: Sequence[Bypass | None]) -> bool:
-    """Whether these are plain low-rank bypasses of one shape and one scale."""
-    kinds = {
-        (b.a.shape, b.b.shape, b.scale) if isinstance(b, LoRABypass) and b.bias is None else None
-        for b in bypasses
-    }
-    return len(kinds) == 1 and None not in kinds
-
-
-def stacked(bypasses: Sequence[Bypass]) -> tuple[Tensor, Tensor, float]:
-    """Their A [n, rank, in] and B [n, out, rank], in the current graph if there is one, and their scale."""
-    found = [b for b in bypasses if isinstance(b, LoRABypass)]
-    return torch.stack([b.a for b in found]), torch.stack([b.b for b in found]), found[0].scale
+def _segments(ranged: Sequence[tuple[tuple[int, int], Bypass | None, bool]]) -> list[Segment]:
+    """Of the plain low-rank ones among bypasses of (first row, end), which may have been added already."""
+    return [Segment(*span, b.a, b.b, b.scale, is_added) for span, b, is_added in ranged if is_plain(b)]
 
 
 class KeptCompany:
@@ -103,6 +96,7 @@ class ReplayedCompany:
         self._tapes = [r.walk.tape for r in returning]
         self._windows = [r.window for r in returning]
         self._sizes = [r.window.rows for r in returning]
+        self._spans = list(pairwise(accumulate(self._sizes, initial=0)))
         self._bypasses = [r.bypasses for r in returning]
         self._past = past
         self._whole = _whole(list(zip(self._tapes, self._windows, strict=True)))
@@ -113,10 +107,19 @@ class ReplayedCompany:
         if any(b is not None for b in entering):
             x2 = x.flatten(0, -2)
             x = self._added(entering, x2, x2).view(x.shape)
-        y = frozen(x, placement, self._kept(path, x, placement))
+        kept = self._kept(path, x, placement)
         bypasses = [b.outputs.get(path) for b in self._bypasses]
-        if any(b is not None for b in bypasses):
-            y = self._added(bypasses, x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
+        fates = [tape.fates.of(path) for tape in self._tapes]
+        segments = _segments(
+            [
+                (span, bypass, kept is not None and fate is not Fate.KEPT)
+                for span, bypass, fate in zip(self._spans, bypasses, fates, strict=True)
+            ]
+        )
+        y = bypassed(x, placement, Beside(segments), kept) if segments else frozen(x, placement, kept)
+        others = [None if is_plain(b) else b for b in bypasses]
+        if any(b is not None for b in others):
+            y = self._added(others, x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
         return self._summed(path, y)
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
@@ -148,8 +151,6 @@ class ReplayedCompany:
 
     def _added(self, bypasses: Sequence[Bypass | None], x: Tensor, y: Tensor) -> Tensor:
         """y [rows, out] with everybody's bypass; x [rows, in]."""
-        if len(set(self._sizes)) == 1 and alike(bypasses):
-            return lora.add_many(x, y, *stacked([b for b in bypasses if b is not None]))
         parts = zip(bypasses, torch.split(x, self._sizes), torch.split(y, self._sizes), strict=True)
         return torch.cat([y if bypass is None else bypass.add(x, y) for bypass, x, y in parts])
 
@@ -160,10 +161,12 @@ class ReplayedCompany:
             return None
         width = self._tapes[0].base.linears[path].out_features
         shape = (*x.shape[:-1], width)
-        if Fate.KEPT not in fates:
+        if not {Fate.KEPT, Fate.SUM} & set(fates):
             return x.new_zeros(()).expand(shape)
         parts = [
-            tape.product(path, window) if fate is Fate.KEPT else x.new_zeros(()).expand(window.rows, width)
+            tape.product(path, window)
+            if fate in (Fate.KEPT, Fate.SUM)
+            else x.new_zeros(()).expand(window.rows, width)
             for fate, (tape, window) in zip(fates, self._each(), strict=True)
         ]
         return torch.cat(parts).view(shape)
@@ -227,8 +230,3 @@ def _whole(windows: Sequence[tuple[Tape, Window]]) -> Window | None:
         return None
     pieces = tuple(piece for _, w in windows for piece in w.pieces)
     return Window(0, sum(w.rows for _, w in windows), 0, pieces)
-
-
-def _without(bypasses: Bypasses, paths: Collection[str]) -> Bypasses:
-    """What stands elsewhere."""
-    return Bypasses(bypasses.inputs, {p: b for p, b in bypasses.outputs.items() if p not in paths})

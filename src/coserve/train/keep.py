@@ -22,10 +22,12 @@ KeepSetting = (
 
 
 class Fate(Enum):
-    """Of what a seam gives. KEPT, or COMPUTED again. SIGN: all that is asked of it is where it is positive,
+    """Of what a seam gives. KEPT, or COMPUTED again. SUM: kept with what a bypass adds, whose gradients need
+    no more, so that this is not added again. SIGN: all that is asked of it is where it is positive,
     which takes a bit. UNUSED: no gradient depends on it, nor does anything that one depends on."""
 
     KEPT = "kept"
+    SUM = "sum"
     COMPUTED = "recomputed"
     SIGN = "sign"
     UNUSED = "unused"
@@ -46,7 +48,7 @@ class Fates:
     @property
     def keeps_products(self) -> bool:
         """Whether anything of what frozen linears give is kept."""
-        return bool({Fate.KEPT, Fate.SIGN} & {self.otherwise, *self.products.values()})
+        return bool({Fate.KEPT, Fate.SUM, Fate.SIGN} & {self.otherwise, *self.products.values()})
 
     def of(self, path: str) -> Fate:
         """Of the product of the frozen linear at `path`."""

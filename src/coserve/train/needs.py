@@ -23,7 +23,6 @@ from coserve.train.trainer import TrainingConfig
 from coserve.train.walk import loss_rows
 
 _MOMENTS: Final = 2  # that AdamW keeps of every number
-_COUNT: Final = 4  # bytes of the number of updates, which it keeps for every tensor
 _PADDING: Final = 31  # rows that `on_grid` adds at most
 # A layer's row on its way back holds what its linears were given and what they gave, the same again as
 # gradients, and about as much of norms and products in between. An estimate: `ledger.error` of the bench says
@@ -62,11 +61,11 @@ def job_needs(
     largest, at_once = rows_at_once(lengths, config, steps.in_flight, virtual.prompt_count)
     numbers, published = _adapter_bytes(adapter, base.dtype)
     exact = exact_type(base.dtype).itemsize * numbers
-    moments, counts = _MOMENTS * exact, _COUNT * len(adapter.parameters())
+    moments = _MOMENTS * exact
     kept = 0.0 if config.keep is Keep.INPUTS else fates_of(base, adapter, config.keep, largest).nbytes
     own = {
         # Master weights and their gradients are always there, and for a moment two versions.
-        Account.OPTIMIZERS: 2 * exact + counts + (0 if steps.offloaded else moments),
+        Account.OPTIMIZERS: 2 * exact + (0 if steps.offloaded else moments),
         Account.ADAPTERS: 2 * published,
         Account.TAPES: tape_bytes(base, at_once, kept, virtual.given_count),
     }

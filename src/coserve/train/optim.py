@@ -1,98 +1,201 @@
-"""AdamW over a job's master weights, and where its moments are."""
+"""AdamW over the master weights of jobs, and where its moments are: equal to `torch.optim.AdamW` of each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
 
 import torch
 from torch import Tensor
 
 from coserve.train.shelf import KINDS, MakeShelf
+from coserve.train.slabs import Slabs
 
 _COUNT = "step"  # of updates, one number a weight, beside the moments
 
 
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """Its settings, beside the rate."""
+
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbours in a slab that have a gradient now, and have had as many updates: [start, stop) of it."""
+
+    slab: int
+    start: int
+    stop: int
+    count: int
+
+    def of(self, slabs: Sequence[Tensor | None]) -> Tensor:
+        slab = slabs[self.slab]
+        assert slab is not None, "what has a gradient has all the rest"
+        return slab[self.start : self.stop]
+
+
 class Optimizer:
-    """AdamW. With a shelf its moments rest there between steps: what it computes stays the same, bit for
-    bit."""
+    """One job's weights, gradients and moments, each end to end in slabs. With a shelf the moments rest there
+    between steps: what is computed stays the same, bit for bit. `weights` are the masters, views of slabs;
+    their `grad` is None or a view as well."""
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
-        betas: tuple[float, float],
-        epsilon: float,
-        weight_decay: float,
+        start: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        settings: AdamW,
         make_shelf: MakeShelf | None = None,
     ) -> None:
-        self._weights = weights
-        self._adamw = torch.optim.AdamW(
-            list(weights.values()), lr=0.0, betas=betas, eps=epsilon, weight_decay=weight_decay, fused=True
-        )
-        self._shelf = None if make_shelf is None else make_shelf(weights)
+        """`start` are the first weights, which are copied."""
+        self.settings = settings
+        self.slabs = Slabs.of({name: tuple(tensor.shape) for name, tensor in start.items()})
+        self.flat = self.slabs.empty(dtype, device)
+        self.weights = self.slabs.views(self.flat)
+        for name, weight in self.weights.items():
+            weight.copy_(start[name].detach()).requires_grad_()
+        self._counts = dict.fromkeys(self.weights, 0)
+        self._gradients: list[Tensor | None] = [None] * len(self.flat)
+        self._moments: dict[str, list[Tensor | None]] = {kind: [None] * len(self.flat) for kind in KINDS}
+        self._shelf = None if make_shelf is None else make_shelf(self.flat)
 
-    def step(self, rate: float) -> None:
-        """One update by the gradients there are, which are gone then."""
-        if self._shelf is not None:
-            self._bring()
-        self._adamw.param_groups[0]["lr"] = rate
-        self._adamw.step()
-        self.drop_gradients()
-        self._rest()
+    def accumulate(self, name: str, gradient: Tensor) -> None:
+        """Adds to the gradient of a weight."""
+        weight = self.weights[name]
+        if weight.grad is not None:
+            weight.grad += gradient
+            return
+        slot = self.slabs.slots[name]
+        slab = self._gradients[slot.slab]
+        if slab is None:
+            slab = self._gradients[slot.slab] = torch.empty_like(self.flat[slot.slab])
+        weight.grad = slab[slot.start : slot.stop].view(slot.shape).copy_(gradient)
 
     def drop_gradients(self) -> None:
-        """Forgets gradients; an update that was cut short leaves nothing else."""
-        self._adamw.zero_grad()
-        for weight in self._weights.values():
-            if 0 < len(self._adamw.state.get(weight, {})) < 1 + len(KINDS):
-                del self._adamw.state[weight]
+        """Forgets gradients."""
+        for weight in self.weights.values():
+            weight.grad = None
+        self._gradients = [None] * len(self.flat)
+
+    def pieces(self) -> list[Piece]:
+        """What has a gradient, in as few pieces as there are."""
+        found: list[Piece] = []
+        for name, slot in self.slabs.slots.items():
+            if self.weights[name].grad is None:
+                continue
+            count = self._counts[name]
+            last = found[-1] if found else None
+            if last is not None and (last.slab, last.stop, last.count) == (slot.slab, slot.start, count):
+                found[-1] = Piece(slot.slab, last.start, slot.stop, count)
+            else:
+                found.append(Piece(slot.slab, slot.start, slot.stop, count))
+        return found
+
+    def bring(self) -> None:
+        """Makes the moments of all that has a gradient be at hand; zero for what never had one. All memory
+        that a step takes is taken here."""
+        for slab, gradient in enumerate(self._gradients):
+            if gradient is None:
+                continue
+            if self._shelf is not None:
+                found = [self._shelf.bring(slab, kind) for kind in KINDS]
+            elif self._moments[KINDS[0]][slab] is None:
+                found = [torch.zeros_like(gradient) for _ in KINDS]
+            else:
+                continue
+            for kind, moment in zip(KINDS, found, strict=True):  # all or none, should memory not last
+                self._moments[kind][slab] = moment
+
+    def rest(self) -> None:
+        """Ends a step: gradients are gone, moments rest where they do."""
+        for name, weight in self.weights.items():
+            self._counts[name] += weight.grad is not None
+        self.drop_gradients()
+        self._lay_down()
+
+    def gradients(self, piece: Piece) -> Tensor:
+        return piece.of(self._gradients)
+
+    def state(self, piece: Piece) -> list[Tensor]:
+        """Weights, gradient and moments of a piece, and which update is its next."""
+        return [
+            piece.of(self.flat),
+            piece.of(self._gradients),
+            *(piece.of(self._moments[kind]) for kind in KINDS),
+            torch.tensor(piece.count + 1.0, device=self.flat[piece.slab].device),
+        ]
 
     def moments(self) -> dict[str, Tensor]:
         """By the weight's name and the moment's: `name.exp_avg`. Weights that never had a gradient have
         none."""
-        return {
-            f"{name}.{kind}": value
-            for name, weight in self._weights.items()
-            for kind, value in self._adamw.state.get(weight, {}).items()
-        }
+        found: dict[str, Tensor] = {}
+        for name, slot in self.slabs.slots.items():
+            if not self._counts[name]:
+                continue
+            found[f"{name}.{_COUNT}"] = torch.tensor(float(self._counts[name]))
+            for kind in KINDS:
+                slab = self._moments[kind][slot.slab]
+                assert slab is not None, "what had an update has moments"
+                found[f"{name}.{kind}"] = slab[slot.start : slot.stop].view(slot.shape)
+        return found
 
     def restore(self, moments: Mapping[str, Tensor]) -> None:
         """Takes up what `moments` gave once, on whatever device."""
-        for name, weight in self._weights.items():
-            kept = {kind: moments.get(f"{name}.{kind}") for kind in (_COUNT, *KINDS)}
-            found = {kind: t.to(weight.device, copy=True) for kind, t in kept.items() if t is not None}
-            if found:
-                self._adamw.state[weight] = found
-        self._rest()
+        for name, slot in self.slabs.slots.items():
+            count = moments.get(f"{name}.{_COUNT}")
+            if count is None:
+                continue
+            self._counts[name] = int(count)
+            for kind in KINDS:
+                slabs = self._moments[kind]
+                slab = slabs[slot.slab]
+                if slab is None:
+                    slab = slabs[slot.slab] = torch.zeros_like(self.flat[slot.slab])
+                slab[slot.start : slot.stop].view(slot.shape).copy_(moments[f"{name}.{kind}"])
+        self._lay_down()
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights, gradients, and of moments that do not rest elsewhere."""
-        gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
-        moments = [
-            value
-            for state in self._adamw.state.values()
-            for kind, value in state.items()
-            if self._shelf is None or kind == _COUNT
-        ]
-        return sum(tensor.nbytes for tensor in (*self._weights.values(), *gradients, *moments))
+        moments = [slab for slabs in self._moments.values() for slab in slabs] if self._shelf is None else []
+        held = (*self.flat, *self._gradients, *moments)
+        return sum(slab.nbytes for slab in held if slab is not None)
 
-    def _bring(self) -> None:
-        """Moments of the weights that have a gradient now; zero for those that never had one."""
-        assert self._shelf is not None
-        for name, weight in self._weights.items():
-            if weight.grad is None:
-                continue
-            state = self._adamw.state[weight]
-            if not state:
-                # As AdamW begins where it is fused.
-                state[_COUNT] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            for kind in KINDS:
-                state[kind] = self._shelf.bring(name, kind)
-
-    def _rest(self) -> None:
+    def _lay_down(self) -> None:
         if self._shelf is None:
             return
-        for name, weight in self._weights.items():
-            state = self._adamw.state.get(weight, {})
-            for kind in KINDS:
-                if kind in state:
-                    state[kind] = self._shelf.rest(name, kind, state[kind])
+        for kind, slabs in self._moments.items():
+            for number, slab in enumerate(slabs):
+                if slab is not None:
+                    slabs[number] = self._shelf.rest(number, kind, slab)
         self._shelf.settle()
+
+
+def norms(tensors: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The Euclidean norm of each job's tensors together."""
+    every = [tensor for own in tensors for tensor in own]
+    found = iter(torch.stack(torch._foreach_norm(every)).cpu() if every else ())  # a device is asked once
+    return [sqrt(sum(float(next(found)) ** 2 for _ in own)) for own in tensors]
+
+
+def step(due: Sequence[tuple[Optimizer, float]]) -> None:
+    """One update of each job by the gradients there are, at its rate; `bring` has been called. Those with the
+    same settings and rate in one operation. Gradients are gone then."""
+    alike: dict[tuple[AdamW, float], list[tuple[Optimizer, Piece]]] = {}
+    for optimizer, rate in due:
+        alike.setdefault((optimizer.settings, rate), []).extend((optimizer, p) for p in optimizer.pieces())
+    for (settings, rate), pieces in alike.items():
+        states = [optimizer.state(piece) for optimizer, piece in pieces]
+        if not states:
+            continue
+        weights, gradients, first, second, counts = (list(column) for column in zip(*states, strict=True))
+        torch._fused_adamw_(
+            weights, gradients, first, second, [], counts,
+            lr=rate, beta1=settings.betas[0], beta2=settings.betas[1], weight_decay=settings.weight_decay,
+            eps=settings.epsilon, amsgrad=False, maximize=False,
+        )  # fmt: skip
+    for optimizer, _ in due:
+        optimizer.rest()

@@ -7,7 +7,7 @@ lets go of them meanwhile; here they lie in slower memory, and come back as the 
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -21,13 +21,13 @@ _ALIGNED = 64  # bytes: what vector instructions like
 
 
 class Shelf(Protocol):
-    """A place for the moments of some weights, zero at first."""
+    """A place for the moments of some slabs of weights, zero at first."""
 
-    def bring(self, name: str, kind: str) -> Tensor:
+    def bring(self, slab: int, kind: str) -> Tensor:
         """A moment where its weights are, to be changed in place."""
         ...
 
-    def rest(self, name: str, kind: str, moment: Tensor) -> Tensor:
+    def rest(self, slab: int, kind: str, moment: Tensor) -> Tensor:
         """Lays a moment that `bring` gave down as it is now; the tensor that it lies in."""
         ...
 
@@ -36,7 +36,7 @@ class Shelf(Protocol):
         ...
 
 
-MakeShelf = Callable[[Mapping[str, Tensor]], Shelf]
+MakeShelf = Callable[[Sequence[Tensor]], Shelf]  # of flat slabs of weights
 
 
 def shelf_for(device: torch.device, folder: str) -> MakeShelf:
@@ -52,9 +52,9 @@ class FileShelf:
     Raises JobError where the folder has no room for it.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], folder: str) -> None:
-        sizes = {name: -(-weight.nbytes // _ALIGNED) * _ALIGNED for name, weight in weights.items()}
-        total = max(len(KINDS) * sum(sizes.values()), _ALIGNED)
+    def __init__(self, weights: Sequence[Tensor], folder: str) -> None:
+        sizes = [-(-slab.nbytes // _ALIGNED) * _ALIGNED for slab in weights]
+        total = max(len(KINDS) * sum(sizes), _ALIGNED)
         try:
             with tempfile.TemporaryFile(dir=folder or None, prefix="coserve-moments-") as file:
                 # Room is taken now: a full disk would end the process at the first write to a page.
@@ -63,19 +63,19 @@ class FileShelf:
         except OSError as error:
             where = folder or tempfile.gettempdir()
             raise JobError(f"the optimizer's state cannot be put into {where}: {error.strerror}") from error
-        self._moments: dict[tuple[str, str], Tensor] = {}
+        self._moments: dict[tuple[int, str], Tensor] = {}
         start = 0
-        for name, weight in weights.items():
+        for number, slab in enumerate(weights):
             for kind in KINDS:
-                flat = torch.frombuffer(self._map, dtype=weight.dtype, count=weight.numel(), offset=start)
-                self._moments[name, kind] = flat.view(weight.shape)
-                start += sizes[name]
+                flat = torch.frombuffer(self._map, dtype=slab.dtype, count=len(slab), offset=start)
+                self._moments[number, kind] = flat
+                start += sizes[number]
 
-    def bring(self, name: str, kind: str) -> Tensor:
-        return self._moments[name, kind]
+    def bring(self, slab: int, kind: str) -> Tensor:
+        return self._moments[slab, kind]
 
-    def rest(self, name: str, kind: str, moment: Tensor) -> Tensor:
-        own = self._moments[name, kind]
+    def rest(self, slab: int, kind: str, moment: Tensor) -> Tensor:
+        own = self._moments[slab, kind]
         return own if moment.data_ptr() == own.data_ptr() else own.copy_(moment)
 
     def settle(self) -> None:
@@ -85,20 +85,20 @@ class FileShelf:
 class HostShelf:
     """The host's memory, pinned where a GPU can then copy faster."""
 
-    def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, weights: Sequence[Tensor], device: torch.device) -> None:
         self._device = device
         pinned = device.type == "cuda"
         self._moments = {
-            (name, kind): torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=pinned)
-            for name, weight in weights.items()
+            (number, kind): torch.zeros(slab.shape, dtype=slab.dtype, pin_memory=pinned)
+            for number, slab in enumerate(weights)
             for kind in KINDS
         }
 
-    def bring(self, name: str, kind: str) -> Tensor:
-        return self._moments[name, kind].to(self._device, non_blocking=True, copy=True)
+    def bring(self, slab: int, kind: str) -> Tensor:
+        return self._moments[slab, kind].to(self._device, non_blocking=True, copy=True)
 
-    def rest(self, name: str, kind: str, moment: Tensor) -> Tensor:
-        return self._moments[name, kind].copy_(moment, non_blocking=True)
+    def rest(self, slab: int, kind: str, moment: Tensor) -> Tensor:
+        return self._moments[slab, kind].copy_(moment, non_blocking=True)
 
     def settle(self) -> None:
         if self._device.type == "cuda":

@@ -105,7 +105,7 @@ class Tape:
         return self._outputs[-1][None, window.span]
 
     def keep_product(self, path: str, window: Window, product: Tensor) -> None:
-        """product [window rows, out] of the frozen linear at `path`."""
+        """product [window rows, out] of the frozen linear at `path`, or its sum with what is added there."""
         if path not in self.products:
             self.products[path] = self._room(product, self.rows, product.shape[-1])
         self.products[path][window.span] = product
@@ -263,7 +263,10 @@ class KeptWindow:
             self.tape.keep_product(path, self.window, product)
 
     def keep_sum(self, path: str, y: Tensor) -> None:
-        if self.tape.fates.of(path) is Fate.SIGN:
+        fate = self.tape.fates.of(path)
+        if fate is Fate.SUM:
+            self.tape.keep_product(path, self.window, y)
+        elif fate is Fate.SIGN:
             self.tape.keep_sign(path, self.window, y)
 
     def keeps_attention(self, layer: int) -> bool:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -22,16 +22,15 @@ from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.train.example import IGNORED, Example, LossOn, epochs, pack, steps_per_epoch
 from coserve.train.keep import Fates, Keep, KeepSetting, keep_setting
-from coserve.train.optim import Optimizer
+from coserve.train.optim import AdamW, Optimizer
 from coserve.train.pruning.plan import fates_of
 from coserve.train.rates import LearningRate, Schedule
 from coserve.train.shelf import MakeShelf
 from coserve.train.state import Identity, TrainingState
 from coserve.train.tape import Tape
+from coserve.train.updating import update_all
 from coserve.train.walk import Walk
 from coserve.train.window import Window
-
-_ADDED: Final = 1e-6  # to a norm that gradients are divided by, as torch does
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +135,15 @@ class TrainingRun:
             start = replace(resume.adapter, name=start.name, version=start.version)
         self._base, self._bank, self._arena = base, bank, arena
         self._exact = exact_type(base.dtype)
-        self.current = start = _in_order(start, base)
-        self._masters = {
-            name: _master(tensor, self._exact, base.device) for name, tensor in start.parameters().items()
-        }
-        self._flat = list(self._masters.values())
-        self._optimizer = Optimizer(
-            self._masters, config.betas, config.epsilon, config.weight_decay, make_shelf
-        )
+        start = _in_order(start, base)
+        settings = AdamW(config.betas, config.epsilon, config.weight_decay)
+        self.optimizer = Optimizer(start.parameters(), self._exact, base.device, settings, make_shelf)
+        self._masters = self.optimizer.weights
+        self.current = start.in_type(base.dtype)
+        served = self.current.parameters()
+        self._served_exact = [name for name, tensor in served.items() if tensor.dtype != base.dtype]
+        self._shape = sorted((name, tuple(tensor.shape)) for name, tensor in served.items())
+        self.room: list[Tensor] = []  # room for the version that an update makes
         self.steps = count_steps(len(examples), config)
         self._rate = LearningRate(
             peak=config.learning_rate,
@@ -154,10 +154,12 @@ class TrainingRun:
         self.step = 0
         self.loss: float | None = None  # of the last step
         if resume is not None:
-            self._optimizer.restore(resume.moments)
+            self.optimizer.restore(resume.moments)
             self.step, self.loss = resume.step, resume.loss
         self._batches = self._epochs()
         self._under_way: _Step | None = None
+        self.make_room()
+        torch._foreach_copy_(self.room, self.optimizer.flat)
         self._publish(start.version)
         self.fates = self._choose()
 
@@ -174,7 +176,7 @@ class TrainingRun:
         step = self._under_way
         assert step is not None, "no step is under way"
         self.abandon()
-        self._optimizer.drop_gradients()
+        self.optimizer.drop_gradients()
         self.config = replace(self.config, rows=max(1, self.config.rows // 2), keep=Keep.INPUTS)
         self.fates = self._choose()
         return self._set_out(step.examples, keys)
@@ -248,38 +250,59 @@ class TrainingRun:
             )
         return self._in_graph.virtual.embedded(found, window.before, window.prompt)
 
+    def make_room(self) -> None:
+        """Takes the memory that an update needs, so that many can share one in which nobody runs out."""
+        self.optimizer.bring()
+        self.room = self.optimizer.slabs.empty(self._base.dtype, self._base.device)
+
     def update(self) -> Updated:
         """The optimizer's step, after every micro-batch has been there and back; publishes the next version.
 
         Raises LossNotFinite, with nothing changed: the last good version stays.
         """
+        self.make_room()
+        (found,) = update_all([self])
+        if isinstance(found, LossNotFinite):
+            raise found
+        return found
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the step under way."""
+        return self._rate.at(self.step)
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """The same for runs whose adapters and steps are of one shape: next to each other their rows are
+        multiplied together."""
+        rows = 0 if self._under_way is None else self._under_way.tokens
+        return rows, self._shape
+
+    def loss_so_far(self) -> float:
+        """Of the step under way, by the label."""
         step = self._under_way
         assert step is not None
-        loss = sum(float(t.loss) for t in step.micro_batches.values() if t.loss is not None) / step.labels
-        limit = self.config.max_grad_norm
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in self._flat if p.grad is not None]))
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._not_finite(f"the loss became {loss} (gradient norm {norm})")
-        if limit is not None and norm + _ADDED > limit:  # else all gradients would be multiplied by one
-            torch.nn.utils.clip_grads_with_norm_(self._flat, limit, torch.tensor(norm, dtype=self._exact))
-        rate = self._rate.at(self.step)
-        self._optimizer.step(rate)
+        return sum(float(t.loss) for t in step.micro_batches.values() if t.loss is not None) / step.labels
+
+    def updated(self, loss: float, norm: float) -> Updated:
+        """What to tell of a step that is done, whose weights lie in the room for them."""
+        step, rate = self._under_way, self.rate
+        assert step is not None
         self._under_way = None
-        if not math.isfinite(float(torch.nn.utils.get_total_norm(self._flat))):
-            raise self._not_finite(f"the weights left the numbers at a learning rate of {rate:g}")
         self.step += 1
         self.loss = loss
         self._publish(self.current.version + 1)
         return Updated(self.step, loss, step.labels, norm, rate, self.current.key, step.tokens)
 
-    def _not_finite(self, what: str) -> LossNotFinite:
+    def not_finite(self, what: str) -> LossNotFinite:
+        """What a step ends with whose numbers are none."""
         stays = f"the adapter stays at version {self.current.key}"
         return LossNotFinite(f"job {self.job}: {what} at step {self.step + 1}; {stays}")
 
     def state(self) -> TrainingState:
         """A copy of where the job stands after its last optimizer step, without the one under way."""
         adapter = self.current.with_parameters({name: _copy(p) for name, p in self._masters.items()})
-        moments = {name: _copy(moment) for name, moment in self._optimizer.moments().items()}
+        moments = {name: _copy(moment) for name, moment in self.optimizer.moments().items()}
         return TrainingState(adapter, moments, self.step, self.identity, self.loss)
 
     @property
@@ -293,7 +316,7 @@ class TrainingRun:
         tapes = [t.tape for t in self._under_way.micro_batches.values() if t.tape] if self._under_way else []
         return {
             Account.TAPES: sum(t.nbytes for t in tapes),
-            Account.OPTIMIZERS: self._optimizer.nbytes,
+            Account.OPTIMIZERS: self.optimizer.nbytes,
             Account.ADAPTERS: self.current.nbytes,
         }
 
@@ -322,28 +345,25 @@ class TrainingRun:
             travelling.tape = travelling.walk = None
 
     def _publish(self, version: int) -> None:
-        masters = self.current.with_parameters({n: p.detach() for n, p in self._masters.items()})
-        self.current = replace(masters.in_type(self._base.dtype, copy=True), version=version)
+        served = self.optimizer.slabs.views(self.room)
+        served |= {name: self._masters[name].detach().clone() for name in self._served_exact}
+        self.room = []
+        self.current = replace(self.current.with_parameters(served), version=version)
         self._bank.publish(self.current)
-        self._take_leaves(self.current.parameters())
+        self._take_leaves(served)
 
     def _take_leaves(self, published: Mapping[str, Tensor]) -> None:
         """Graph leaves that share storage with the published version, and where their gradients go."""
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in published.items()}
         self._in_graph = self.current.with_parameters(leaves)
-        self._master_of = {id(leaf): self._masters[name] for name, leaf in leaves.items()}
+        self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._leaves: dict[int, tuple[Tensor, ...]] = {}
         for place, bypass in self._in_graph.placed():
             stage = self._base.sites[place.path].stage
             self._leaves[stage] = (*self._leaves.get(stage, ()), *bypass.parameters().values())
 
     def _accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
-        master = self._master_of[id(leaf)]
-        if master.grad is None:
-            # In the master's layout: a fused optimizer goes through both as they lie in memory.
-            master.grad = torch.empty_like(master).copy_(gradient)
-        else:
-            master.grad += gradient
+        self.optimizer.accumulate(self._names[id(leaf)], gradient)
 
     def _choose(self) -> Fates:
         """What its tapes keep."""
@@ -421,8 +441,3 @@ def _dropping(bypass: Bypass, key: str, start: int) -> Bypass:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _master(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    dense = torch.empty(parameter.shape, device=device, dtype=dtype)
-    return dense.copy_(parameter.detach()).requires_grad_()

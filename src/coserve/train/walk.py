@@ -56,14 +56,14 @@ class ReplayedRows(GraphRows):
         attended = self._tape.attended(layer, self._window)
         return attend_window(q, k, v, self.past, self._window, spec, attended)
 
-    def _kept(self, path: str, x: Tensor) -> Tensor | None:
+    def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, bool]:
         fate = self._tape.fates.of(path)
         if fate is Fate.COMPUTED:
-            return None
+            return None, False
         shape = (*x.shape[:-1], self._tape.base.linears[path].out_features)
-        if fate is Fate.KEPT:
-            return self._tape.product(path, self._window).view(shape)
-        return x.new_zeros(()).expand(shape)
+        if fate in (Fate.KEPT, Fate.SUM):
+            return self._tape.product(path, self._window).view(shape), fate is Fate.SUM
+        return x.new_zeros(()).expand(shape), True
 
     def _summed(self, path: str, y: Tensor) -> Tensor:
         if self._tape.fates.of(path) is not Fate.SIGN:

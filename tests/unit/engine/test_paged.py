@@ -227,6 +227,7 @@ def test_one_that_is_cancelled_while_it_waits_is_gone_at_once(
     script.hand_over()
     assert ask(engine, 0).result().tokens == expected[0], "what was read for it is there"
     assert script.begun == ["a0"]
+    assert not engine.stored._ready
 
 
 def test_a_name_that_is_given_anew_while_the_old_one_is_read(

@@ -66,7 +66,7 @@ def failing(
         "kept": (Tape, "keep_output"),
         "loss": (Walk, "through_tail"),
         "back": (Returning, "take"),
-        "update": (TrainingRun, "update"),
+        "update": (TrainingRun, "make_room"),
     }[where]
     real = getattr(owner, name)
 

@@ -61,6 +61,13 @@ def test_what_steps_took_beyond_their_prediction_is_a_margin() -> None:
     assert found.training == pytest.approx((0.05 - 0.005) / 1.25 - 0.011)
 
 
+def test_of_many_steps_the_sum_is_less_unsure_than_each() -> None:
+    found = slack([decoding(SLO(end_to_end=2.0))], [], error=0.25)  # ten tokens left, one second
+    assert found.training == pytest.approx((1.0 / (1 + 0.25 / 10**0.5) - 10 * 0.011) / 10)
+    found = slack([decoding(SLO(end_to_end=2.0), output=10)], [], error=0.25)  # the last one
+    assert found.training == pytest.approx(1.0 / 1.25 - 0.011)
+
+
 def test_the_smallest_slack_counts() -> None:
     bounds = [SLO(between_tokens=0.05), SLO(between_tokens=0.03), SLO(between_tokens=0.5)]
     found = slack([decoding(slo, key) for key, slo in enumerate(bounds)], [])

@@ -1,6 +1,9 @@
 """AdamW's moments: wherever they rest, the same bits."""
 
+import random
+import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,9 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.errors import JobError
 from coserve.train.example import Example
-from coserve.train.optim import Optimizer
+from coserve.train.optim import AdamW, Optimizer, norms, step
 from coserve.train.shelf import FileShelf, HostShelf, MakeShelf, shelf_for
+from coserve.train.slabs import Slabs
 from models import tiny
 
 SHAPES = {"a": (7, 33), "b": (129,), "late": (5, 3), "never": (2, 2)}
@@ -21,101 +25,168 @@ def shelves(folder: Path) -> dict[str, MakeShelf | None]:
     cpu = torch.device("cpu")
     return {
         "none": None,
-        "file": lambda weights: FileShelf(weights, str(folder)),
-        "host": lambda weights: HostShelf(weights, cpu),
+        "file": lambda slabs: FileShelf(slabs, str(folder)),
+        "host": lambda slabs: HostShelf(slabs, cpu),
     }
 
 
 def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def make(own: Mapping[str, Tensor], shelf: MakeShelf | None) -> Optimizer:
-    return Optimizer(own, betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.1, make_shelf=shelf)
+def make(own: Mapping[str, Tensor], shelf: MakeShelf | None = None) -> Optimizer:
+    settings = AdamW(betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.1)
+    return Optimizer(own, torch.float32, torch.device("cpu"), settings, shelf)
 
 
-def train(own: Mapping[str, Tensor], optimizer: Optimizer, steps: range) -> None:
+def train(optimizer: Optimizer, steps: range) -> None:
     """One of the weights has its first gradient in the third step, one never has any."""
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for name, weight in own.items():
+    for number in steps:
+        generator = torch.Generator().manual_seed(number)
+        for name, weight in optimizer.weights.items():
             gradient = torch.randn(weight.shape, generator=generator)
-            if name != "never" and (name != "late" or step >= 2):
-                weight.grad = gradient
-        optimizer.step(1e-2)
+            if name != "never" and (name != "late" or number >= 2):
+                optimizer.accumulate(name, gradient)
+        optimizer.bring()
+        step([(optimizer, 1e-2)])
 
 
 @pytest.mark.parametrize("kind", ["file", "host"])
 def test_moments_that_rest_elsewhere_change_no_bit(kind: str, tmp_path: Path) -> None:
     found = {}
     for name in ("none", kind):
-        own = weights()
-        optimizer = make(own, shelves(tmp_path)[name])
-        train(own, optimizer, range(5))
-        found[name] = {**own, **optimizer.moments()}
+        optimizer = make(weights(), shelves(tmp_path)[name])
+        train(optimizer, range(5))
+        found[name] = {**optimizer.weights, **optimizer.moments()}
     assert found["none"].keys() == found[kind].keys() and "never.exp_avg" not in found[kind]
     assert all(torch.equal(tensor, found[kind][name]) for name, tensor in found["none"].items())
 
 
 @pytest.mark.parametrize("kind", ["none", "file", "host"])
 def test_moments_can_be_taken_up_again(kind: str, tmp_path: Path) -> None:
-    whole, first = weights(), weights()
-    train(whole, make(whole, None), range(6))
-    optimizer = make(first, shelves(tmp_path)[kind])
-    train(first, optimizer, range(3))
-    kept = {name: moment.clone() for name, moment in optimizer.moments().items()}
-    second = {name: weight.detach().clone().requires_grad_() for name, weight in first.items()}
-    again = make(second, shelves(tmp_path)[kind])
+    whole, first = make(weights()), make(weights(), shelves(tmp_path)[kind])
+    train(whole, range(6))
+    train(first, range(3))
+    kept = {name: moment.clone() for name, moment in first.moments().items()}
+    again = make(first.weights, shelves(tmp_path)[kind])
     again.restore(kept)
-    train(second, again, range(3, 6))
-    assert all(torch.equal(whole[name], second[name]) for name in whole)
+    train(again, range(3, 6))
+    assert all(torch.equal(whole.weights[name], again.weights[name]) for name in SHAPES)
 
 
 def test_only_what_is_beside_the_weights_counts(tmp_path: Path) -> None:
     bytes_of = {}
     for kind, shelf in shelves(tmp_path).items():
-        own = weights()
-        optimizer = make(own, shelf)
-        train(own, optimizer, range(3))
+        optimizer = make(weights(), shelf)
+        train(optimizer, range(3))
         bytes_of[kind] = optimizer.nbytes
-    counts = 3 * 4  # one number for each weight that had a gradient
-    moments = 2 * 4 * (7 * 33 + 129 + 15)
     weighed = 4 * (7 * 33 + 129 + 15 + 4)
-    assert bytes_of == {
-        "none": weighed + counts + moments,
-        "file": weighed + counts,
-        "host": weighed + counts,
-    }
+    assert bytes_of == {"none": 3 * weighed, "file": weighed, "host": weighed}
 
 
 def test_an_update_that_was_cut_short_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, wanted = weights(), weights()
-    optimizer = make(own, None)
+    optimizer, wanted = make(weights()), make(weights())
+    made = []
 
-    def no_memory(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    def no_memory(like: Tensor) -> Tensor:
+        if made:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        made.append(torch.empty_like(like))
+        return made[0]
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "zeros_like", no_memory)
         with pytest.raises(RuntimeError, match="allocate"):
-            train(own, optimizer, range(1))
+            train(optimizer, range(1))
     optimizer.drop_gradients()
-    assert not optimizer.moments() and all(weight.grad is None for weight in own.values())
-    train(own, optimizer, range(4))
-    train(wanted, make(wanted, None), range(4))
-    assert all(torch.equal(wanted[name], own[name]) for name in own)
+    assert not optimizer.moments() and all(w.grad is None for w in optimizer.weights.values())
+    train(optimizer, range(4))
+    train(wanted, range(4))
+    assert all(torch.equal(wanted.weights[name], optimizer.weights[name]) for name in SHAPES)
+
+
+@dataclass
+class Job:
+    """An adapter with settings of its own, and the same weights under torch's AdamW."""
+
+    ours: Optimizer
+    theirs: torch.optim.AdamW
+    twins: dict[str, Tensor]
+    rate: float
+
+    @staticmethod
+    def drawn(draws: random.Random, settings: AdamW) -> "Job":
+        start = {
+            f"{i}": torch.randn(draws.randint(1, 9), draws.randint(1, 40), dtype=torch.float64)
+            for i in range(draws.randint(1, 6))
+        }
+        twins = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
+        rate = 10 ** draws.uniform(-4, -1)
+        theirs = torch.optim.AdamW(
+            twins.values(), rate, settings.betas, settings.epsilon, settings.weight_decay
+        )
+        return Job(Optimizer(start, torch.float64, torch.device("cpu"), settings), theirs, twins, rate)
+
+    def give_gradients(self, draws: random.Random) -> None:
+        """To some of the weights, to none now and then; in one part or in two."""
+        for name, twin in self.twins.items():
+            twin.grad = None
+            if draws.random() < 0.8:
+                twin.grad = torch.randn_like(twin)
+                part = torch.rand((), dtype=torch.float64) if draws.random() < 0.5 else None
+                if part is not None:
+                    self.ours.accumulate(name, part * twin.grad)
+                self.ours.accumulate(name, twin.grad if part is None else (1 - part) * twin.grad)
+
+
+@pytest.mark.parametrize("most", [25, 1 << 22], ids=["small slabs", "one slab"])
+def test_steps_of_several_jobs_are_those_of_torch_for_each(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs with rates, decays, betas and counts of their own, of which some step and some do not (1e-10)."""
+    seed = secrets.randbits(32)
+    draws = random.Random(seed)
+    torch.manual_seed(seed)
+    monkeypatch.setattr(Slabs.of, "__defaults__", (most,))
+    same = AdamW((0.9, 0.999), 1e-8, 0.01)
+    others = [
+        AdamW((draws.uniform(0, 0.99), draws.uniform(0.5, 0.999)), 1e-6, draws.uniform(0, 0.3))
+        for _ in range(3)
+    ]
+    jobs = [Job.drawn(draws, settings) for settings in (same, same, same, *others)]
+    jobs[1].rate = jobs[0].rate  # the two of one operation
+    jobs[1].theirs.param_groups[0]["lr"] = jobs[0].rate
+    for _ in range(7):
+        due = [job for job in jobs if draws.random() < 0.7]
+        for job in due:
+            job.give_gradients(draws)
+            job.ours.bring()
+            job.theirs.step()
+        wanted = [
+            sum(float(t.grad.square().sum()) for t in j.twins.values() if t.grad is not None) for j in due
+        ]
+        found = norms([[job.ours.gradients(piece) for piece in job.ours.pieces()] for job in due])
+        assert found == pytest.approx([square**0.5 for square in wanted], rel=1e-12)
+        step([(job.ours, job.rate) for job in due])
+        assert all(weight.grad is None for job in due for weight in job.ours.weights.values())
+    for job in jobs:
+        moments = job.ours.moments()
+        for name, twin in job.twins.items():
+            torch.testing.assert_close(job.ours.weights[name], twin, rtol=1e-10, atol=1e-12)
+            for kind, value in job.theirs.state.get(twin, {}).items():
+                own = moments[f"{name}.{kind}"].double()
+                torch.testing.assert_close(own, value.double(), rtol=1e-10, atol=1e-14)
 
 
 def test_a_folder_without_room_is_said_to_be_one(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="cannot be put into"):
-        FileShelf(weights(), str(tmp_path / "missing"))
+        FileShelf(list(map(torch.flatten, weights().values())), str(tmp_path / "missing"))
 
 
 def test_no_file_is_left_behind(tmp_path: Path) -> None:
-    own = weights()
-    optimizer = make(own, shelf_for(torch.device("cpu"), str(tmp_path)))
-    train(own, optimizer, range(2))
+    optimizer = make(weights(), shelf_for(torch.device("cpu"), str(tmp_path)))
+    train(optimizer, range(2))
     assert not list(tmp_path.iterdir())
 
 

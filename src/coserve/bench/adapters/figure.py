@@ -16,7 +16,7 @@ from coserve.bench.adapters.approaches import APPROACHES, Batch, Decoding, Share
 from coserve.bench.adapters.decode import add_random, decode_seconds
 from coserve.bench.adapters.peers import AtBestThreads
 from coserve.bench.adapters.sizes import NOBODY_WAITS, Sizes, mean_rank, ranks_of
-from coserve.bench.ours import Bench, endless, examples, make_engine, seconds_of_steps
+from coserve.bench.ours import Bench, endless, examples, make_engine, seconds_of_tokens
 from coserve.bench.timing import Timing, alternate
 from coserve.bench.workloads import training_tokens
 from coserve.kernels.dispatch import Approach
@@ -175,7 +175,7 @@ class _FineTuning:
             self._job(f"figure-{i}", rank, share, batch.length)
             for i, (rank, share) in enumerate(zip(batch.ranks, batch.shares, strict=True))
         ]
-        made[OURS] = lambda: seconds_of_steps(self._engine, len(self._jobs))
+        made[OURS] = lambda: seconds_of_tokens(self._engine, batch.tokens)
         return made
 
     def clear(self) -> None:

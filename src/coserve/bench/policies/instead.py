@@ -16,26 +16,62 @@ from coserve.bench.timing import percentile
 from coserve.bench.workloads import Workload
 from coserve.core.request import SLO
 
+INSTEAD: Final = "instead"
 TWO: Final = "two processes"
 ONE: Final = "one process that stops"
-_LOAD: Final = 0.15  # of what the engine answers: what transformers on half of the machine keeps up with
+# Requests, as shares of what the engine answers 16 at once. The first is what transformers on half of the
+# machine keeps up with.
+_LOAD: Final = 0.15
+_FURTHER: Final = {"light": 0.05, "heavy": 0.3}
 _TRIAL: Final = 0.5  # of a round's length: each setting
 _ROUNDS: Final = 3
 
 
-def compare(rounds: Rounds) -> Contest:
+def compare(rounds: Rounds) -> None:
     """Both alternatives, and ours on the bound that two processes kept at the 99th percentile.
 
     So attainment is equal by construction, and fine-tuning is what is left to compare.
     """
-    rate = _LOAD * rounds.capacity(64, 32)
+    _row(rounds, "", _LOAD * rounds.capacity(64, 32))
+
+
+def compare_loads(rounds: Rounds) -> None:
+    """The same with fewer and with more requests."""
+    capacity = rounds.capacity(64, 32)
+    for name, load in _FURTHER.items():
+        _row(rounds, name, load * capacity)
+
+
+def _row(rounds: Rounds, name: str, rate: float) -> None:
+    """At one load, called `name`."""
+    contest, ratios, shares = _at(rounds, name, rate)
+    middle = sorted(range(_ROUNDS), key=ratios.__getitem__)[_ROUNDS // 2]
+    told = (
+        f"{rate:.2f} requests a second; answers within the 99th percentile of two processes "
+        f"({contest.bounds['as theirs']} at last); ours kept it for {shares[middle]:.1%}"
+    )
+    key = "ours.vs_two_processes" + (name and f"[{name}]")
+    rounds.bench.results.row(key, ratios[middle], (min(ratios), max(ratios)), told)
+    points = [point for point in rounds.sweeps.get(INSTEAD, []) if point["load"] != name]
+    for who, run in contest.runs.items():
+        kept = contest.attainment(who)
+        point = {"load": name, "rate": rate, "policy": who, "training": run["training"], "attainment": kept}
+        points.append(point)
+    rounds.sweep(INSTEAD, points)
+
+
+def _at(rounds: Rounds, name: str, rate: float) -> tuple[Contest, list[float], list[float]]:
+    """The last round of everybody; in all of them what ours trained over what two processes did, and the
+    share of requests for which it kept their bound."""
     training = Training(batch=4, length=256)
     workload = traffic.poisson(rounds.sizes.given(), rate=rate, prompt=64, training=training)
-    workload = replace(workload, name="instead", title="Poisson arrivals; what a user would do instead")
+    where = name and f" ({name} load)"
+    title = f"Poisson arrivals; what a user would do instead{where}"
+    workload = replace(workload, name=INSTEAD + (name and f"-{name}"), title=title)
     shape, threads = rounds.bench.shape, torch.get_num_threads()
     trial = _TRIAL * rounds.sizes.seconds
     split, tried = best_split(shape, workload, threads, trial)
-    _note(rounds, TWO, tried)
+    _note(rounds, TWO + where, tried)
     ratios, shares = [], []
     peak = rounds.peak(workload)
     with TwoProcesses(shape, split) as two:
@@ -51,17 +87,11 @@ def compare(rounds: Rounds) -> Contest:
             ratios.append(contest.training(OURS) / contest.training(TWO))
             shares.append(contest.attainment(OURS))
     turns, tried = best_turns(shape, workload, threads, trial)
-    _note(rounds, ONE, tried)
+    _note(rounds, ONE + where, tried)
     with OneProcess(shape, turns) as one:
         contest.add(ONE, one.run(workload), f"the best of {len(tried)} settings: {turns.describe()}")
     rounds.keep(contest)
-    middle = sorted(range(_ROUNDS), key=ratios.__getitem__)[_ROUNDS // 2]
-    told = (
-        f"answers within the 99th percentile of two processes ({contest.bounds['as theirs']} at last); "
-        f"ours kept it for {shares[middle]:.1%}"
-    )
-    rounds.bench.results.row("ours.vs_two_processes", ratios[middle], (min(ratios), max(ratios)), told)
-    return contest
+    return contest, ratios, shares
 
 
 def _bounded(workload: Workload, bound: float) -> Workload:

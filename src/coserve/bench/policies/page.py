@@ -147,7 +147,7 @@ def _sweeps(results: Mapping[str, Any], inks: Inks) -> str:
         for sweep in figures.SWEEPS
         if results["sweeps"].get(sweep.key)
     )
-    caption = f"What they repeat: {'; '.join(papers)}. {_PROMISE}"
+    caption = f"What they show: {'; '.join(papers)}. {_PROMISE}"
     return f'<section id="sweeps"><h2>Sweeps</h2>{_figure(figure, "s", caption, inks)}</section>\n'
 
 

@@ -22,7 +22,7 @@ from coserve.errors import ConfigError
 TRACED: Final = ("azure", "azure-arrivals")
 GROUPS: Final = (
     "switch", "report", "fineinfer", "flexllm", "poisson", "bursty", *TRACED, "tiers", "flex", "answers",
-    "load", "instead",
+    "load", "instead", "instead-loads",
 )  # fmt: skip
 BARS: Final[Mapping[str, Bar | None]] = {
     "switch.seconds": Bar(0.052, at_most=True),
@@ -30,6 +30,8 @@ BARS: Final[Mapping[str, Bar | None]] = {
     "ours.dominated": Bar(0.0, at_most=True),
     "ours.best_lead": Bar(1.15),
     "ours.vs_two_processes": Bar(1.5),
+    "ours.vs_two_processes[light]": None,
+    "ours.vs_two_processes[heavy]": None,
 }
 _SHAPE: Final = "255m"
 _QUICK_SHAPE: Final = "19m"
@@ -96,6 +98,7 @@ def _runs(rounds: Rounds) -> Mapping[str, Callable[[], object]]:
         "answers": rounds.answers,
         "load": partial(papers.load_sweep, rounds),
         "instead": partial(instead.compare, rounds),
+        "instead-loads": partial(instead.compare_loads, rounds),
     }
 
 
@@ -123,9 +126,8 @@ def _compare(rounds: Rounds) -> None:
     """Ours against the best of the others on every workload: where it is beaten, and by how much it leads."""
     dominated: list[str] = []
     leads: dict[str, tuple[float, str]] = {}
-    for name, contest in rounds.done.items():
-        if name == "instead":
-            continue
+    contests = {name: one for name, one in rounds.done.items() if not name.startswith(instead.INSTEAD)}
+    for name, contest in contests.items():
         runs = {run: _judged(found) for run, found in contest["runs"].items()}
         ours, trained = runs.pop(OURS)
         for other, (kept, rate) in runs.items():
@@ -134,7 +136,7 @@ def _compare(rounds: Rounds) -> None:
         if ours >= PROMISED:
             leads[name] = _lead(trained, runs)
     results = rounds.bench.results
-    if rounds.done.keys() - {"instead"}:
+    if contests:
         told = "; ".join(dominated) or "nobody with at least our attainment trains over 2 % more"
         results.row("ours.dominated", float(len(dominated)), note=told)
     counted = [name for name, (lead, _) in leads.items() if not math.isnan(lead)]

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import exact_type
+from coserve.adapters.lowrank import is_plain
 from coserve.errors import UnsupportedModel
 from coserve.model.base import Base
 from coserve.train.keep import Fate, Fates, Keep, KeepSetting
@@ -37,6 +38,11 @@ def fates_of(base: Base, adapter: AdapterVersion, keep: KeepSetting, rows: int) 
         nbytes += choice.nbytes(own)
         attention[layer] = own.pop(ATTENTION)
         products.update({f"{base.slots[layer].path}.{path}": fate for path, fate in own.items()})
+    products |= {
+        path: Fate.SUM
+        for path, bypass in adapter.bypasses.outputs.items()
+        if products.get(path) is Fate.KEPT and is_plain(bypass)
+    }
     lowest = Direction.of(adapter, base.sites, base.depth).first
     for layer in range(lowest):
         prefix = f"{base.slots[layer].path}."

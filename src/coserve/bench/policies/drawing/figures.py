@@ -56,6 +56,15 @@ SWEEPS: Final = (
         "fine-tuning tokens/s",
         "FlexLLM, figures 12 and 15",
     ),
+    Sweep(
+        "instead",
+        "rate",
+        "training",
+        "What a user would do instead",
+        "requests a second",
+        "fine-tuning tokens/s",
+        "two processes on the same cores, and one that stops serving to train",
+    ),
 )
 
 

@@ -1,0 +1,57 @@
+"""Tensors of many shapes end to end in a few flat ones, so that one operation is over all of them.
+
+A *slab* holds neighbours. It is small enough for the C library to keep its bytes when they are freed
+(`memory/malloc.py`): a larger one would come from the system anew at each step, page by page.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_MOST: Final = 1 << 22  # numbers of a slab: 16 MiB in float32. A tensor with more has one of its own.
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lies: numbers [start, stop) of slab `slab`."""
+
+    slab: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slabs:
+    """How tensors are laid, by name, in their order; `sizes` are the numbers of each slab."""
+
+    slots: Mapping[str, Slot]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(shapes: Mapping[str, tuple[int, ...]], most: int = _MOST) -> "Slabs":
+        slots: dict[str, Slot] = {}
+        sizes: list[int] = []
+        for name, shape in shapes.items():
+            count = prod(shape)
+            if not sizes or sizes[-1] + count > most:
+                sizes.append(0)
+            slots[name] = Slot(len(sizes) - 1, sizes[-1], sizes[-1] + count, shape)
+            sizes[-1] += count
+        return Slabs(slots, tuple(sizes))
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Slabs that nobody has written to."""
+        return [torch.empty(size, dtype=dtype, device=device) for size in self.sizes]
+
+    def views(self, slabs: list[Tensor]) -> dict[str, Tensor]:
+        """The tensors in these slabs, by name."""
+        return {name: slabs[s.slab][s.start : s.stop].view(s.shape) for name, s in self.slots.items()}
+
+    def of_slab(self, slab: int) -> Iterator[tuple[str, Slot]]:
+        """The tensors of one slab, in order."""
+        return ((name, slot) for name, slot in self.slots.items() if slot.slab == slab)
