@@ -169,24 +169,24 @@ def test_gradients_are_those_of_a_job_alone(kind: str, passes: list[int]) -> Non
         assert not passes
 
 
-def test_products_of_alike_adapters_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At all seven linears of every layer, there and back, wherever alike ones stand in the plan."""
-    groups: list[int] = []
+def test_low_rank_products_of_all_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At all seven linears of every layer, there and back, whatever their ranks and numbers of rows."""
+    together: list[int] = []
     real = Beside.__init__
 
     def counting(self: Beside, *given: object) -> None:
         real(self, *given)  # type: ignore[arg-type]
-        groups.append(len(self._groups))
+        together.append(len(self.a))
 
     monkeypatch.setattr(Beside, "__init__", counting)
     engine = make_engine()
     linears = 7 * engine.base.depth
     travel(engine, named(COMPANIES["alike"]))
-    assert groups == [1] * 2 * linears
-    groups.clear()
+    assert together == [len(COMPANIES["alike"])] * 2 * linears
+    together.clear()
     other = LoRAConfig(rank=3)
     travel(engine, named([Job(LORA), Job(other), Job(LORA), Job(other), Job(LORA, (12,))]))
-    assert groups == [3] * 2 * linears
+    assert together == [5] * 2 * linears
 
 
 def test_a_nan_in_one_job_reaches_no_other() -> None:

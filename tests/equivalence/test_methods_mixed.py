@@ -2,7 +2,6 @@
 steps, and what comes of it is what each gives alone. Faults put into the engine show that this would be seen.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +12,15 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig
+from coserve.adapters import abreast
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.core.plan import Segment
 from coserve.core.sequence import Sequence as Answer
+from coserve.engine.runner import LocalRunner
 from coserve.engine.table import Chunk, SequenceTable
-from coserve.kernels import lora
-from coserve.model.batch import FusedRows, Part
+from coserve.kernels import beside, lora
 from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
 from mixed import SAMPLING, STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
 from models import Exact, tiny
@@ -141,29 +141,26 @@ def test_numbers_that_are_none_harm_their_own_adapter_only(llama: Alone) -> None
 
 def swapped_rows(patch: pytest.MonkeyPatch) -> None:
     """Each adapter of a run is given the rows of another."""
-    init = FusedRows.__init__
+    adapters = LocalRunner._adapters
 
-    def swapping(
-        self: FusedRows,
-        parts: Sequence[Part],
-        adapters: Sequence[tuple[slice, Bypasses]],
-        gathered: Sequence[object] = (),
-    ) -> None:
-        assert not gathered, "no two adapters here are of one family"
-        others = [bypasses for _, bypasses in adapters]
+    def swapping(self: LocalRunner, *given: Any) -> list[tuple[slice, Bypasses]]:
+        found = adapters(self, *given)
+        others = [bypasses for _, bypasses in found]
         others = [*others[1:], *others[:1]]
-        init(self, parts, [(rows, other) for (rows, _), other in zip(adapters, others, strict=True)])
+        return [(rows, other) for (rows, _), other in zip(found, others, strict=True)]
 
-    patch.setattr(FusedRows, "__init__", swapping)
+    patch.setattr(LocalRunner, "_adapters", swapping)
 
 
 def missing_lora_scale(patch: pytest.MonkeyPatch) -> None:
+    """One by one, and together."""
     added = lora.add_
 
     def unscaled(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
         added(x, y, a, b, 1.0)
 
     patch.setattr(lora, "add_", unscaled)
+    patch.setattr(abreast, "Segment", lambda *given: replace(beside.Segment(*given), scale=1.0))
 
 
 def missing_ia3_scale(patch: pytest.MonkeyPatch) -> None:

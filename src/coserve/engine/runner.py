@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coserve.adapters.abreast import Abreast
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.stacks import Stacks
@@ -31,7 +32,7 @@ from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls, Many, Part
 from coserve.model.sample import sample, token_logprobs
 from coserve.model.together import linears_together
-from coserve.train.company import Abreast, KeptCompany
+from coserve.train.company import KeptCompany
 from coserve.train.tape import KeptWindow, Tape
 from coserve.train.trainer import TrainingRun
 from coserve.train.updating import update_all
@@ -259,14 +260,13 @@ class LocalRunner:
         kept = [KeptWindow(travel.tape, travel.window) for travel in travels]
         parts += [KeptCompany(kept)] if len(kept) > 1 else kept
         calls += [travel.calls for travel in travels]
-        many: list[Many] = list(laid.gathered)
-        bypasses = [travel.bypasses for travel in travels]
-        if len(bypasses) > 1:
-            many.append(abreast := Abreast(bypasses, start, [travel.window.rows for travel in travels]))
-            bypasses = abreast.rest
-        for travel, own in zip(travels, bypasses, strict=True):
-            adapters.append((slice(start, start + travel.window.rows), own))
+        for travel in travels:
+            adapters.append((slice(start, start + travel.window.rows), travel.bypasses))
             start += travel.window.rows
+        many: list[Many] = list(laid.gathered)
+        if len(adapters) > 1:
+            many.append(abreast := Abreast(adapters))
+            adapters = abreast.rest
         return FusedRows(parts, adapters, many), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[Segment]) -> Inference:

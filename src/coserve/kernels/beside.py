@@ -1,15 +1,20 @@
 """Low-rank bypasses of many adapters beside one linear, each over its own rows: forward, and all gradients.
 
-Neighbours of one shape that have as many rows each go through every product together, as one batched product;
-others by themselves. Nobody's rows meet another's matrices, so what is not a number stays where it is. The
-twin is `reference.lora`, one after the other.
+Matrices that lie apart are laid end to end and multiplied in whichever way `dispatch` has for such segments,
+ranks of any size and rows of any number; one alone has two products of its own. Nobody's rows meet another's
+matrices, so what is not a number stays where it is. The twins are `reference.multi_lora` and
+`multi_lora_backward`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from coserve.kernels.dispatch import make_way
+from coserve.kernels.layout import Layout
+from coserve.kernels.many import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,85 +30,79 @@ class Segment:
     is_added: bool = False
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """What segments have in common that are multiplied together."""
-        return self.stop - self.start, self.a.shape, self.b.shape, self.scale, self.is_added
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Neighbours: rows [start, stop), and which segments they are."""
-
-    rows: slice
-    segments: slice
-    scale: float
-    is_added: bool
-
-    @property
-    def count(self) -> int:
-        count: int = self.segments.stop - self.segments.start
-        return count
-
-    def of(self, x: Tensor) -> Tensor:
-        """Their rows of x [rows, width], [segments, rows of each, width]; two dimensions for one of them."""
-        return x[self.rows] if self.count == 1 else x[self.rows].view(self.count, -1, x.shape[-1])
-
-    def matrices(self, every: Sequence[Tensor]) -> Tensor:
-        """Theirs among all segments', [segments, ...]; itself for one of them."""
-        return every[self.segments.start] if self.count == 1 else torch.stack(list(every[self.segments]))
-
-    def add_(self, y: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
-        """Their rows of y [rows, width] += alpha · left · right."""
-        into = self.of(y)
-        if self.count == 1:
-            into.addmm_(left, right, alpha=alpha)
-        else:
-            into.baddbmm_(left, right, alpha=alpha)
-
-    def each(self, found: Tensor) -> Sequence[Tensor]:
-        """What a product gave, segment by segment."""
-        return (found,) if self.count == 1 else found.unbind()
+# By spans of rows, and ranks: what the linears that the same rows pass have in common.
+Ways = dict[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], Way]
 
 
 class Beside:
-    """All segments at one linear, in the order of their rows."""
+    """All segments at one linear, in the order of their rows. Methods are given the matrices once more: in a
+    graph those are others, of the same numbers. `ways` are taken from, and added to."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], ways: Ways) -> None:
+        self._segments, self._ways = segments, ways
+        self._left = [i for i, segment in enumerate(segments) if not segment.is_added]
         self.a = [segment.a for segment in segments]
         self.b = [segment.b for segment in segments]
-        self.is_added = all(segment.is_added for segment in segments)
-        self._groups = list(_groups(segments))
+
+    @property
+    def is_added(self) -> bool:
+        """Whether forward there is nothing to do."""
+        return not self._left
 
     def add_(self, x: Tensor, y: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
         """y [rows, out] += scale · x Aᵀ Bᵀ, in place, where it is not in there; x [rows, in]."""
-        for group in self._groups:
-            if not group.is_added:
-                h = group.of(x) @ group.matrices(a).mT
-                group.add_(y, h, group.matrices(b).mT, group.scale)
+        left = [self._segments[i] for i in self._left]
+        if len(left) == 1:
+            (i,), (own,) = self._left, left
+            y[own.rows].addmm_(x[own.rows] @ a[i].t(), b[i].t(), alpha=own.scale)
+        elif left:
+            way = self._way(left, x)
+            down, up = _end_to_end(left, [a[i] for i in self._left], [b[i] for i in self._left])
+            way.expand_(way.shrink(x, down), up, y)
 
     def back(
         self, grad: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], into: Tensor | None
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Gradients of all a and all b, given grad [rows, out] of what came out; that of x [rows, in] is
         added to `into`, where it is wanted."""
-        of_a: list[Tensor] = []
-        of_b: list[Tensor] = []
-        for group in self._groups:
-            given, own, down, up = group.of(grad), group.of(x), group.matrices(a), group.matrices(b)
-            between = (given @ up).mul_(group.scale)
-            if into is not None:
-                group.add_(into, between, down, 1.0)
-            of_a += group.each(between.mT @ own)
-            of_b += group.each(given.mT @ (own @ down.mT).mul_(group.scale))
-        return of_a, of_b
+        if len(self._segments) == 1:
+            return self._back_alone(grad, x, a[0], b[0], into)
+        way = self._way(self._segments, x)
+        down, up = _end_to_end(self._segments, a, b)
+        between = way.shrink(grad, up)
+        if into is not None:
+            way.expand_(between, down, into)
+        ranks = [len(matrix) for matrix in a]
+        of_up = torch.split(way.outer(way.shrink(x, down), grad), ranks)
+        of_b = [found.t() * own.scale for own, found in zip(self._segments, of_up, strict=True)]
+        return torch.split(way.outer(between, x), ranks), of_b
+
+    def _way(self, segments: Sequence[Segment], x: Tensor) -> Way:
+        spans = tuple((segment.start, segment.stop) for segment in segments)
+        key = spans, tuple(len(segment.a) for segment in segments)
+        if key not in self._ways:
+            layout = Layout.of([(segment.rows, i) for i, segment in enumerate(segments)], key[1])
+            self._ways[key] = make_way(layout, len(x), x.device)
+        return self._ways[key]
+
+    def _back_alone(
+        self, grad: Tensor, x: Tensor, a: Tensor, b: Tensor, into: Tensor | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        (own,) = self._segments
+        grad, x = grad[own.rows], x[own.rows]
+        between = (grad @ b).mul_(own.scale)
+        if into is not None:
+            into[own.rows].addmm_(between, a)
+        return (between.t() @ x,), (grad.t() @ (x @ a.t()).mul_(own.scale),)
 
 
-def _groups(segments: Sequence[Segment]) -> Iterator[_Group]:
-    """Neighbours that touch and are of one kind, together."""
-    first = 0
-    for number, segment in enumerate(segments):
-        following = segments[number + 1] if number + 1 < len(segments) else None
-        if following is None or following.start != segment.stop or following.kind != segment.kind:
-            rows = slice(segments[first].start, segment.stop)
-            yield _Group(rows, slice(first, number + 1), segment.scale, segment.is_added)
-            first = number + 1
+def _end_to_end(
+    segments: Sequence[Segment], a: Sequence[Tensor], b: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """A [all ranks, in], and B transposed and times its scale [all ranks, out]."""
+    up = [matrix.t() * own.scale for own, matrix in zip(segments, b, strict=True)]
+    return torch.cat(list(a)), torch.cat(up)

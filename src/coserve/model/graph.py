@@ -28,7 +28,7 @@ class GraphRows:
         if is_plain(bypass) and torch.is_grad_enabled():
             rows = x.shape[:-1].numel()
             segment = Segment(0, rows, bypass.a, bypass.b, bypass.scale, is_added)
-            return self._summed(path, bypassed(x, placement, Beside([segment]), kept))
+            return self._summed(path, bypassed(x, placement, Beside([segment], {}), kept))
         y = frozen(x, placement, kept)
         if bypass is not None:
             y = bypass.add(x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)

@@ -1,8 +1,8 @@
 """Windows of several micro-batches side by side: one pass through a layer, and one way back, for all of them.
 
 The frozen base multiplies all rows at once. What is an adapter's own stays with its rows: a NaN among them
-reaches nobody else's, and each gets the gradients that it would get alone. Where neighbours are alike, and
-have as many rows each, their products are a few batched ones (`kernels/beside.py`).
+reaches nobody else's, and each gets the gradients that it would get alone. Low-rank products of all of them
+are a few large ones (`kernels/beside.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Bypasses
+from coserve.adapters.abreast import plain_segments
+from coserve.adapters.bypass import Bypass
 from coserve.adapters.lowrank import is_plain
 from coserve.kernels.attention import Attended, AttentionSpec
-from coserve.kernels.beside import Beside, Segment
+from coserve.kernels.beside import Beside, Ways
 from coserve.model.batch import Keeper
 from coserve.model.graph import stand_in
 from coserve.model.linear import Placement, bypassed, frozen
@@ -25,31 +26,6 @@ from coserve.train.window import Pair, Past, Window, attend_window, attend_windo
 
 # Gradients of one window's part in a layer: see `Returning.take`.
 Share = tuple[Sequence[Tensor | None], Sequence[Tensor], Tensor | None]
-
-
-class Abreast:
-    """Adapters whose rows lie side by side, each with a number of them: `rest` is what of each one is not
-    multiplied with that of others. For rows without a graph, from `start` on."""
-
-    def __init__(self, bypasses: Sequence[Bypasses], start: int, rows: Sequence[int]) -> None:
-        ends = list(accumulate(rows, initial=start))
-        self._ranged = list(zip(pairwise(ends), bypasses, strict=True))
-        self.rest = [
-            Bypasses(own.inputs, {path: b for path, b in own.outputs.items() if not is_plain(b)})
-            for own in bypasses
-        ]
-
-    def add_(self, path: str, given: Tensor, y: Tensor) -> None:
-        """What they add to y [all rows, out], in place; `given` [..., in] is what the linear is given."""
-        segments = _segments([(span, own.outputs.get(path), False) for span, own in self._ranged])
-        if segments:
-            beside = Beside(segments)
-            beside.add_(given.flatten(0, -2), y, beside.a, beside.b)
-
-
-def _segments(ranged: Sequence[tuple[tuple[int, int], Bypass | None, bool]]) -> list[Segment]:
-    """Of the plain low-rank ones among bypasses of (first row, end), which may have been added already."""
-    return [Segment(*span, b.a, b.b, b.scale, is_added) for span, b, is_added in ranged if is_plain(b)]
 
 
 class KeptCompany:
@@ -96,9 +72,10 @@ class ReplayedCompany:
         self._tapes = [r.walk.tape for r in returning]
         self._windows = [r.window for r in returning]
         self._sizes = [r.window.rows for r in returning]
-        self._spans = list(pairwise(accumulate(self._sizes, initial=0)))
+        self._spans = [slice(*span) for span in pairwise(accumulate(self._sizes, initial=0))]
         self._bypasses = [r.bypasses for r in returning]
         self._past = past
+        self._ways: Ways = {}
         self._whole = _whole(list(zip(self._tapes, self._windows, strict=True)))
         self.current: Pair | None = None
 
@@ -110,13 +87,15 @@ class ReplayedCompany:
         kept = self._kept(path, x, placement)
         bypasses = [b.outputs.get(path) for b in self._bypasses]
         fates = [tape.fates.of(path) for tape in self._tapes]
-        segments = _segments(
-            [
-                (span, bypass, kept is not None and fate is not Fate.KEPT)
-                for span, bypass, fate in zip(self._spans, bypasses, fates, strict=True)
-            ]
+        segments = plain_segments(
+            (span, bypass, kept is not None and fate is not Fate.KEPT)
+            for span, bypass, fate in zip(self._spans, bypasses, fates, strict=True)
         )
-        y = bypassed(x, placement, Beside(segments), kept) if segments else frozen(x, placement, kept)
+        y = (
+            bypassed(x, placement, Beside(segments, self._ways), kept)
+            if segments
+            else frozen(x, placement, kept)
+        )
         others = [None if is_plain(b) else b for b in bypasses]
         if any(b is not None for b in others):
             y = self._added(others, x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)

@@ -56,7 +56,7 @@ def test_products_and_gradients_are_those_of_one_by_one(case: tuple[list[Segment
     wanted = torch.autograd.grad(
         one_by_one(segments, x, y), [x, *(s.a for s in segments), *(s.b for s in segments)], grad
     )
-    beside, found = Beside(segments), y.clone()
+    beside, found = Beside(segments, {}), y.clone()
     with torch.no_grad():
         beside.add_(x, found, beside.a, beside.b)
         expected = one_by_one([s for s in segments if not s.is_added], x, y)
@@ -81,7 +81,7 @@ def test_what_is_not_a_number_stays_with_its_adapter(broken: float) -> None:
         (torch.randn(2, INSIDE, generator=draws), torch.randn(OUTSIDE, 2, generator=draws)) for _ in "abc"
     ]
     matrices[1][0][0, 0], matrices[1][1][0, 0] = broken, broken
-    beside = Beside([Segment(4 * i, 4 * i + 4, a, b, 1.0) for i, (a, b) in enumerate(matrices)])
+    beside = Beside([Segment(4 * i, 4 * i + 4, a, b, 1.0) for i, (a, b) in enumerate(matrices)], {})
     x, y, into = (torch.randn(12, width, generator=draws) for width in (INSIDE, OUTSIDE, INSIDE))
     grad = torch.randn(12, OUTSIDE, generator=draws)
     beside.add_(x, y, beside.a, beside.b)
