@@ -110,6 +110,56 @@ def contest(name: str, **runs: tuple[float, float]) -> Contest:
     return found
 
 
+def trained(rate: float, kept: float) -> Load:
+    """Ten requests, so many of them answered within a second, and fine-tuning tokens/s."""
+    answers = [Answered(100.0, [100.5 if n < 10 * kept else 109.0]) for n in range(10)]
+    return Load(100.0, 10.0, answers, [(109.0, 9.0 * rate)], finished_at=109.0, is_apart=True)
+
+
+class Scripted:
+    """An arena whose policies do in each round what is written down for it."""
+
+    def __init__(self, **script: list[tuple[float, float]]) -> None:
+        self.script, self.ran = script, list[str]()
+
+    def peak(self, workload: Workload, seconds: float) -> float:
+        return 100.0
+
+    def run(self, policy: str, workload: Workload) -> Load:
+        self.ran.append(policy)
+        return trained(*self.script[policy].pop(0))
+
+    def isolated(self, workload: Workload, judge: Any) -> tuple[Load, str]:
+        return self.run("isolated", workload), "said"
+
+
+def test_those_that_one_round_does_not_tell_apart_have_more_in_turn() -> None:
+    arena = Scripted(
+        adaptive=[(90, 1.0), (60, 0.9), (100, 0.8)],
+        hybrid=[(70, 1.0), (110, 1.0), (80, 1.0)],  # within 30 %
+        spatial=[(60, 1.0)],  # half as much again is more than that
+        whole=[(100, 0.8)],  # keeps less by more than a tenth
+        isolated=[(90, 0.9), (91, 0.9), (92, 0.9)],
+    )
+    requests = tuple(TimedRequest(0.0, (1,), 1) for _ in range(10))
+    sizes = Sizes(1.0, SHAPE.vocabulary, again=2)
+    it = Rounds(bench(), arena, sizes)  # type: ignore[arg-type]
+    workload = Workload("w", "W", 10.0, requests, ())
+    names = ("adaptive", "hybrid", "spatial", "whole")
+    found = it.contest(workload, names, {"1 s": within(1.0)}, {"1 s": "1 s"})
+    again = ["adaptive", "hybrid", "isolated"]
+    assert arena.ran == [*names, "isolated", *again, *again]
+    assert [found.training(name) for name in (*names, "isolated")] == pytest.approx(
+        [81, 72, 54, 90, 82.8], rel=0.2
+    )
+    assert found.attainment(OURS) == pytest.approx(0.9) and found.attainment("whole") == pytest.approx(0.8)
+    runs = found.runs
+    assert runs[OURS]["rounds"] == 3 and runs["whole"]["rounds"] == 1
+    low, high = runs[OURS]["training_spread"]
+    assert low < found.training(OURS) < high
+    assert found.training("hybrid") < found.training(OURS)  # by the round in the middle of each
+
+
 def compare(compared: Rounds, *contests: Contest) -> dict[str, Any]:
     results = Results({}, None, run.BARS)
     it = replace(compared, bench=replace(compared.bench, results=results))

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from coserve.train.trainer import fresh_adapter
 OURS: Final = "adaptive"
 ISOLATED: Final = "isolated"
 PROMISED: Final = 0.99  # share of requests within their bounds
+_CLOSE: Final = (0.1, 0.3)  # in attainment, and in fine-tuning, relative
 PATIENCE: Final = 5.0  # seconds after a load, for the last answers
 
 Judge = Callable[[Answered], bool]
@@ -29,7 +31,11 @@ Judge = Callable[[Answered], bool]
 @dataclass(slots=True)
 class Contest:
     """A workload, by whom and how it was served. `judges` are the bounds that are looked at, by their labels;
-    the first one counts where one must. `peak` is what the machine trains alone, tokens/s."""
+    the first one counts where one must. `peak` is what the machine trains alone, tokens/s.
+
+    Of who served it several times `runs` has the round in the middle, by fine-tuning, and the mean
+    attainment.
+    """
 
     workload: Workload
     bounds: Mapping[str, str]
@@ -37,17 +43,26 @@ class Contest:
     peak: float
     latency_bounds: Mapping[str, float] = field(default_factory=dict)  # on whole answers, seconds
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(self, name: str, load: Load, note: str = "") -> dict[str, Any]:
         """Takes a round in."""
         found = summary(load, self.workload, self.judges, self.peak, note)
-        self.runs[name] = found
+        self._rounds.setdefault(name, []).append(found)
+        self.runs[name] = _middle(self._rounds[name])
         kept = ", ".join(f"{share:.1%} {label}" for label, share in found["attainment"].items())
         print(
             f"{self.workload.name}: {name}: {kept}; {found['training']:,.0f} fine-tuning tokens/s",
             file=sys.stderr,
         )
         return found
+
+    def is_close(self, name: str) -> bool:
+        """Whether one round does not tell who of this one and ours does more: machines that others use too
+        are faster one minute than the next."""
+        attained = self.attainment(name) - self.attainment(OURS)
+        least, most = sorted((self.training(name), self.training(OURS)))
+        return abs(attained) <= _CLOSE[0] and most <= (1 + _CLOSE[1]) * least
 
     def attainment(self, name: str) -> float:
         """Share of the requests that the first judge is content with."""
@@ -158,6 +173,16 @@ def summary(
         "flow": _flow(load, workload),
         "note": note,
     }
+
+
+def _middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several rounds one that stands for them."""
+    ordered = sorted(rounds, key=itemgetter("training"))
+    labels = ordered[0]["attainment"]
+    attained = {label: sum(one["attainment"][label] for one in rounds) / len(rounds) for label in labels}
+    spread = [ordered[0]["training"], ordered[-1]["training"]]
+    middle = ordered[(len(ordered) - 1) // 2]
+    return {**middle, "attainment": attained, "rounds": len(rounds), "training_spread": spread}
 
 
 def _flow(load: Load, workload: Workload) -> list[list[float]]:

@@ -1,6 +1,6 @@
 """Groups of `coserve bench policies`: a workload each, fitted to the machine, and every policy on it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from types import MappingProxyType
@@ -42,6 +42,7 @@ class Sizes:
     trace: Sequence[TraceRow] = ()
     prompts: tuple[Tokens, ...] = ()
     seed: int = 0
+    again: int = 0  # further rounds of those that one round does not tell apart
 
     def given(self, slo: SLO = SLO()) -> Given:
         """What the workloads of `traffic` are built from."""
@@ -68,12 +69,25 @@ class Rounds:
         named: Mapping[str, str] = MappingProxyType({}),
         latency_bounds: Mapping[str, float] = MappingProxyType({}),
     ) -> Contest:
-        """Every policy on a workload, and isolation. `named` are policies with options, by shorter names."""
+        """Every policy on a workload, and isolation; those that are close to ours some times more, in turn.
+        `named` are policies with options, by shorter names."""
         peak = self.peak(workload)
         contest = Contest(workload, bounds, judges, peak, latency_bounds)
-        for name, policy in {**named, **{policy: policy for policy in policies}}.items():
-            contest.add(name, self.arena.run(policy, workload), "" if name == policy else policy)
-        contest.add(ISOLATED, *self.arena.isolated(workload, next(iter(judges.values()))))
+        everybody = {**named, **{policy: policy for policy in policies}, ISOLATED: ISOLATED}
+        judge = next(iter(judges.values()))
+
+        def run(names: Iterable[str]) -> None:
+            for name in names:
+                policy = everybody[name]
+                if name == ISOLATED:
+                    contest.add(name, *self.arena.isolated(workload, judge))
+                else:
+                    contest.add(name, self.arena.run(policy, workload), "" if name == policy else policy)
+
+        run(everybody)
+        close = [name for name in everybody if contest.is_close(name)] if OURS in everybody else []
+        for _ in range(self.sizes.again if len(close) > 1 else 0):
+            run(close)
         self.keep(contest)
         return contest
 

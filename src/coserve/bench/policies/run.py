@@ -37,6 +37,7 @@ _SHAPE: Final = "255m"
 _QUICK_SHAPE: Final = "19m"
 _SECONDS: Final = 30.0
 _QUICK_SECONDS: Final = 5.0
+_AGAIN: Final = 2  # further rounds, unless quick, of those that one does not tell apart
 _QUICK: Final = ("switch", "report", "fineinfer", "poisson", "tiers", "answers", "instead")
 _NOTICED: Final = 1.02  # training more than this beyond ours, at our attainment or more, dominates it
 _LONGEST: Final = 512  # tokens of a prompt that is read from a file
@@ -68,7 +69,9 @@ def run_policies(
     vocabulary = bench.shape.vocabulary
     texts = () if prompts is None else encoded(read_prompts(prompts), word_ids(vocabulary), _LONGEST)
     rows = () if trace is None else read_trace(trace)
-    sizes = Sizes(seconds or (_QUICK_SECONDS if quick else _SECONDS), vocabulary, rows, texts)
+    sizes = Sizes(
+        seconds or (_QUICK_SECONDS if quick else _SECONDS), vocabulary, rows, texts, again=0 if quick else 2
+    )
     rounds = Rounds(bench, Arena(bench), sizes)
     if earlier:
         bench.results.take_over(earlier)
