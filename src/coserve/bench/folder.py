@@ -1,6 +1,7 @@
 """A shape as a folder that a server can be started with, and words to train on."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -8,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from coserve.bench.shapes import Shape
-from coserve.bench.workloads import training_tokens
+from coserve.bench.workloads import Tokens, training_tokens
 
 
 def save_shape(shape: Shape, folder: Path) -> Path:
@@ -25,7 +26,11 @@ def save_shape(shape: Shape, folder: Path) -> Path:
 
 def training_file(shape: Shape, examples: int, length: int, seed: int) -> bytes:
     """JSONL of examples of `length` tokens each."""
-    rows = training_tokens([length] * examples, shape.vocabulary, seed)
+    return training_lines(training_tokens([length] * examples, shape.vocabulary, seed))
+
+
+def training_lines(rows: Iterable[Tokens]) -> bytes:
+    """JSONL of these examples."""
     lines = (json.dumps({"text": " ".join(map(_word, row))}) for row in rows)
     return "".join(f"{line}\n" for line in lines).encode()
 

@@ -62,6 +62,10 @@ class Ledger:
     def cancel_job(self, id: str) -> None:
         self._ask("POST", f"/v1/fine_tuning/jobs/{id}/cancel")
 
+    def is_over(self, id: str) -> bool:
+        """Whether a job has ended, however it did."""
+        return self.job(id)["status"] in _OVER
+
     def job(self, id: str) -> JSONObject:
         return self._ask("GET", f"/v1/fine_tuning/jobs/{id}")
 

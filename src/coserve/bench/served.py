@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import psutil
 
 from coserve.errors import ServerError
 from coserve.serve.processes.claim import Running, find_running
@@ -130,6 +131,13 @@ class Served:
         if not found:
             raise ServerError(f"/metrics does not tell {_LOADED.strip()}")
         return float(found[0])
+
+    @property
+    def processor_seconds(self) -> float:
+        """What all its processes have used so far."""
+        me = psutil.Process(self._process.pid)
+        taken = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+        return float(sum(times.user + times.system for times in taken))
 
     def wait_ready(self, without: Collection[int] = ()) -> None:
         """Returns when requests would be answered, by processes that are none of `without`."""

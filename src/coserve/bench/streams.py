@@ -26,7 +26,8 @@ _DONE = b"data: [DONE]"
 
 class Ask(msgspec.Struct, frozen=True):
     """One completion of exactly `answer` tokens; `at` is seconds after the load begins. Greedy at temperature
-    0. `tells_tokens` has the server say their ids, each in a chunk of its own."""
+    0. `tells_tokens` has the server say their ids, each in a chunk of its own. `model` is whom to ask, the
+    load's where it is empty; `tier` is the service tier."""
 
     prompt: tuple[int, ...]
     answer: int
@@ -34,11 +35,14 @@ class Ask(msgspec.Struct, frozen=True):
     temperature: float = 0.0
     seed: int = 0
     tells_tokens: bool = False
+    model: str = ""
+    tier: str = "default"
 
     def body(self, model: str) -> bytes:
         """What is posted to /v1/completions."""
         fields: dict[str, Any] = {
-            "model": model,
+            "model": self.model or model,
+            "service_tier": self.tier,
             "prompt": self.prompt,
             "max_tokens": self.answer,
             "temperature": self.temperature,

@@ -156,6 +156,9 @@ def policies(
     further: Annotated[
         bool, typer.Option("--further", help="Keep what FILE of --json has of other groups.")
     ] = False,
+    server: Annotated[
+        bool, typer.Option("--server", help="Replay over HTTP, against a server for each round.")
+    ] = False,
     page: Annotated[Path | None, typer.Option(help="File for the report, as HTML.")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="File for the summary picture, as SVG or PNG by its ending.")
@@ -168,7 +171,7 @@ def policies(
     from coserve.bench.policies.run import run_policies
     from coserve.bench.report import print_report
 
-    results = run_policies(shape, quick, only or None, json_file, trace, prompts, seconds, further)
+    results = run_policies(shape, quick, only or None, json_file, trace, prompts, seconds, further, server)
     if page is not None:
         write_page(results, page)
     if picture is not None:

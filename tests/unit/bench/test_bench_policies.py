@@ -14,7 +14,8 @@ from coserve.bench.drive import Answered, Load
 from coserve.bench.machine import measure_machine
 from coserve.bench.ours import Bench
 from coserve.bench.policies import rounds, run, switching, traffic
-from coserve.bench.policies.contest import OURS, Arena, Contest, attained, own_bounds, summary, within
+from coserve.bench.policies.arena import EngineArena
+from coserve.bench.policies.contest import OURS, Contest, attained, own_bounds, summary, within
 from coserve.bench.policies.isolated import isolated
 from coserve.bench.policies.making import Adapters, Given, Training
 from coserve.bench.policies.rounds import Rounds, Sizes
@@ -224,11 +225,11 @@ def test_a_lead_that_nobody_follows_is_none(compared: Rounds) -> None:
 
 
 @pytest.fixture(scope="module")
-def arena() -> Arena:
-    return Arena(bench())
+def arena() -> EngineArena:
+    return EngineArena(bench())
 
 
-def test_a_contest_of_two(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contest_of_two(arena: EngineArena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_PEAK_SHARE", 0.6)
     it = Rounds(bench(tmp_path / "bench.json"), arena, Sizes(0.5, SHAPE.vocabulary))
     named = {"whole": "temporal:2,grain=batch"}
@@ -246,24 +247,24 @@ def test_a_contest_of_two(arena: Arena, tmp_path: Path, monkeypatch: pytest.Monk
     assert not arena.engine.has_work  # the next round finds nothing of this one
 
 
-def test_requests_alone_have_neither_bounds_nor_training(arena: Arena) -> None:
+def test_requests_alone_have_neither_bounds_nor_training(arena: EngineArena) -> None:
     load = arena.alone(WORKLOAD)
     assert [len(answer.tokens) for answer in load.answers] == [6] * 6
     assert {answer.slo for answer in load.answers} == {SLO()} and not load.trained
     assert arena.peak(WORKLOAD, 0.3) > 0
 
 
-def test_a_policy_is_told_by_name(arena: Arena) -> None:
+def test_a_policy_is_told_by_name(arena: EngineArena) -> None:
     with pytest.raises(ConfigError, match="no policy 'fifo'"):
         arena.run("fifo", WORKLOAD)
 
 
-def test_capacity_is_that_of_sixteen_at_once(arena: Arena) -> None:
+def test_capacity_is_that_of_sixteen_at_once(arena: EngineArena) -> None:
     it = Rounds(bench(), arena, Sizes(0.5, SHAPE.vocabulary))
     assert it.capacity(8, 2) > it.capacity(8, 24) > 0
 
 
-def test_what_switching_costs(arena: Arena) -> None:
+def test_what_switching_costs(arena: EngineArena) -> None:
     it = bench()
     workload = replace(WORKLOAD, requests=WORKLOAD.requests[:1])
     switching.measure(it, arena, workload, rounds=2)
@@ -276,7 +277,7 @@ def test_what_switching_costs(arena: Arena) -> None:
 
 
 @pytest.mark.slow
-def test_isolation_trains_in_a_process_of_its_own(arena: Arena) -> None:
+def test_isolation_trains_in_a_process_of_its_own(arena: EngineArena) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -298,7 +299,7 @@ def test_isolation_trains_in_a_process_of_its_own(arena: Arena) -> None:
 def test_the_command_says_what_it_does() -> None:
     result = CliRunner().invoke(app, ["bench", "policies", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0
-    made = ("--trace", "--prompts", "--seconds", "--page", "--picture", "--json", "--further")
+    made = ("--trace", "--prompts", "--seconds", "--page", "--picture", "--json", "--further", "--server")
     for option in (*made, "--quick", "--only"):
         assert option in result.output
 
@@ -334,9 +335,21 @@ def test_further_groups_join_what_a_file_has(tmp_path: Path) -> None:
     assert both["ours.best_lead"] == pytest.approx(1.3)  # of all that the file has
 
 
+def test_a_file_of_no_workload_yet_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    for _ in range(2):
+        found = run.run_policies("tiny", quick=True, only=("switch",), json_path=path, further=True)
+    assert found["groups"] == ["switch"] and json.loads(path.read_text())["switch"] == found["switch"]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("{", "no results"), ('{"shape": "tiny"}', "no results"), ('{"shape": "19m", "workloads": {}}', "19m")],
+    [
+        ("{", "no results"),
+        ('{"shape": "tiny"}', "no results"),
+        ('{"shape": "tiny", "bars": {"train_ratio": null}}', "no results"),
+        ('{"shape": "19m", "bars": {"switch.seconds": null}}', "19m"),
+    ],
 )
 def test_files_that_cannot_be_gone_on_with(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"

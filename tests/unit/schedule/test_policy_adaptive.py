@@ -214,6 +214,14 @@ def test_where_nobody_else_is_expected_everybody_joins() -> None:
     assert keys(make_policy("adaptive"), view(waiting, (asked(1, tokens=2, output=1),))) == [2]
 
 
+@pytest.mark.parametrize(("patience", "enters"), [(3.9, True), (4.1, False)])
+def test_where_waiting_gathers_nobody_everybody_enters(patience: float, enters: bool) -> None:
+    """Two requests in eight seconds, of which each could wait less than it takes for one more, or longer."""
+    policy, slo = make_policy("adaptive"), SLO(deferral=patience)
+    assert keys(policy, view((asked(1, slo=slo),))) == []  # of one alone nothing is known
+    assert keys(policy, view((asked(2, slo=slo, at=8.0),), now=8.0)) == ([2] if enters else [])
+
+
 # How much
 
 
@@ -272,6 +280,26 @@ def test_beside_answers_training_has_what_their_bounds_leave(slack: float, starv
     state = view(inference_seconds=1.0, slack=slack, deferral=3.0, starving=starving)
     found, theirs = make_policy("adaptive").allow(state), make_policy("hybrid").allow(state)
     assert found == replace(theirs, rows=512)
+
+
+@pytest.mark.parametrize(
+    ("patience", "row", "alone", "rides"),
+    [
+        (40.0, 1.0, 0.0, False),  # a pass takes 1 second, a mini-batch of 100 rows 203
+        (40.0, 0.05, 0.0, True),  # 1 of 13
+        (40.0, 1.0, 1.4, False),
+        (40.0, 1.0, 1.5, True),  # so long it had no time of its own
+        (0.0, 1.0, 0.0, True),  # nobody waits for anybody
+    ],
+)
+def test_beside_who_has_waited_training_rides_where_that_saves_something(
+    patience: float, row: float, alone: float, rides: bool
+) -> None:
+    policy = seen(*[patience] * 16)
+    policy.allow(view())  # it has the machine now
+    costs = known_exactly(CostModel(COSTS | {"forward_rows": row, "backward_rows": row}))
+    state = view(now=alone, cost=costs, inference_seconds=1.0, slack=4.0)
+    assert (policy.allow(state).seconds > 0.0) is rides
 
 
 # On a machine like a real one, which does exactly what is predicted

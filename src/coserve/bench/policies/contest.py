@@ -1,29 +1,22 @@
-"""Contestants on one workload, in one engine: the same weights, the same cost model, another policy each."""
+"""Contestants on one workload: who kept which bounds, and what each trained meanwhile."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
 
 import torch
 
-from coserve.adapters.methods.lora import LoRAConfig
-from coserve.bench.drive import Answered, Load, serve
-from coserve.bench.ours import Bench, make_engine
-from coserve.bench.policies.isolated import isolated
+from coserve.bench.drive import Answered, Load
 from coserve.bench.timing import percentile
 from coserve.bench.workloads import Workload
 from coserve.core.request import SLO
-from coserve.engine.engine import Engine
-from coserve.schedule.policies import make_policy
-from coserve.train.trainer import fresh_adapter
 
 OURS: Final = "adaptive"
 ISOLATED: Final = "isolated"
 PROMISED: Final = 0.99  # share of requests within their bounds
 _CLOSE: Final = (0.1, 0.3)  # in attainment, and in fine-tuning, relative
-PATIENCE: Final = 5.0  # seconds after a load, for the last answers
 
 Judge = Callable[[Answered], bool]
 
@@ -86,54 +79,6 @@ class Contest:
         }
 
 
-class Arena:
-    """The engine that all policies are tried in, with the adapters that a workload's requests name."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._threads = torch.get_num_threads()
-        # 0.9995 to the 32nd is 0.984: what a step may miss, an answer of many steps misses as often.
-        self.engine: Engine = make_engine(bench, scheduler={"reliability": 0.9995})
-
-    def alone(self, workload: Workload) -> Load:
-        """The workload's requests without its jobs, and without bounds: what they take by themselves."""
-        requests = tuple(replace(request, slo=SLO()) for request in workload.requests)
-        return self.run("hybrid", replace(workload, requests=requests, jobs=()))
-
-    def peak(self, workload: Workload, seconds: float) -> float:
-        """Fine-tuning tokens/s of the workload's jobs without its requests, whole mini-batches one by one."""
-        first = replace(workload.jobs[0], at=0.0, epochs=1_000_000)
-        load = self.run("idle-only", replace(workload, seconds=seconds, requests=(), jobs=(first,)))
-        return load.training_rate(0.2)
-
-    def run(self, policy: str, workload: Workload, patience: float = PATIENCE) -> Load:
-        """One round under a policy."""
-        self._load_adapters(workload)
-        self.engine.scheduler.policy = make_policy(policy)
-        try:
-            return serve(self.engine, workload, patience)
-        finally:
-            torch.set_num_threads(self._threads)  # lanes have had threads of their own
-
-    def isolated(self, workload: Workload, judge: Judge) -> tuple[Load, str]:
-        """The fewest threads that keep the bounds serve; the round, and a sentence about it."""
-        self._load_adapters(workload)
-        self.engine.scheduler.policy = make_policy("hybrid")
-        for serving in range(1, self._threads + 1):
-            load = isolated(self.engine, self._bench.shape, workload, serving, PATIENCE)
-            kept = attained(load, workload, judge)
-            if kept >= PROMISED or serving == self._threads:
-                break
-        return load, f"{serving} of {self._threads} processors serve, the rest train; the base is there twice"
-
-    def _load_adapters(self, workload: Workload) -> None:
-        base = self.engine.base
-        for name, rank in workload.served:
-            if name not in self.engine.bank.names:
-                fresh = fresh_adapter(base, name, LoRAConfig(rank), 0)
-                self.engine.add_adapter(fresh.in_type(base.dtype))
-
-
 def own_bounds(answer: Answered) -> bool:
     """Whether an answer kept the bounds that its request stated."""
     return answer.keeps(answer.slo)
@@ -142,6 +87,19 @@ def own_bounds(answer: Answered) -> bool:
 def within(seconds: float) -> Judge:
     """Whether an answer was complete in time."""
     return lambda answer: answer.keeps(SLO(end_to_end=seconds))
+
+
+def bounds_deferral(workload: Workload) -> bool:
+    """Whether somebody says how long training may hold his request up."""
+    return any(request.slo.deferral is not None for request in workload.requests)
+
+
+def charge_deferral(load: Load, undisturbed: Load) -> None:
+    """Where the engine does not say, or does not know, how long training held an answer up: that is what it
+    took longer than in another load, of the same requests on the whole machine without training."""
+    for answer, other in zip(load.answers, undisturbed.answers, strict=True):
+        if answer.tokens and other.tokens:
+            answer.deferred = max(answer.latency - other.latency, 0.0)
 
 
 def attained(load: Load, workload: Workload, judge: Judge) -> float:

@@ -196,12 +196,12 @@ def load_sweep(rounds: Rounds) -> None:
         rate = share * capacity
         workload = rounds.bounded(partial(traffic.flexllm, rate=rate, adapters=SOME))
         for policy in (OURS, "hybrid", "spatial", "temporal:8,grain=batch", ISOLATED):
-            alone = policy == ISOLATED
-            load = (
-                rounds.arena.isolated(workload, own_bounds)[0]
-                if alone
-                else rounds.arena.run(policy, workload)
-            )
+            if policy != ISOLATED:
+                load = rounds.arena.run(policy, workload)
+            elif apart := rounds.arena.isolated(workload, own_bounds):
+                load, _ = apart
+            else:
+                continue
             kept = sum(map(own_bounds, load.answers)) / max(1, len(workload.requests))
             points.append(
                 {"rate": rate, "policy": policy, "training": load.overall_training_rate(), "attainment": kept}

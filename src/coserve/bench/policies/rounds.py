@@ -9,7 +9,8 @@ from typing import Any, Final
 from coserve.bench.drive import Load
 from coserve.bench.ours import Bench
 from coserve.bench.policies import traffic
-from coserve.bench.policies.contest import ISOLATED, OURS, Arena, Contest, Judge, own_bounds
+from coserve.bench.policies.arena import Arena
+from coserve.bench.policies.contest import ISOLATED, OURS, Contest, Judge, own_bounds
 from coserve.bench.policies.making import Adapters, Given, bounds
 from coserve.bench.timing import percentile
 from coserve.bench.workloads import Tokens, TraceRow, Workload
@@ -69,7 +70,8 @@ class Rounds:
         named: Mapping[str, str] = MappingProxyType({}),
         latency_bounds: Mapping[str, float] = MappingProxyType({}),
     ) -> Contest:
-        """Every policy on a workload, and isolation; those that are close to ours some times more, in turn.
+        """Every policy on a workload, and isolation where there is such a thing; those that are close to ours
+        some times more, in turn.
         `named` are policies with options, by shorter names."""
         peak = self.peak(workload)
         contest = Contest(workload, bounds, judges, peak, latency_bounds)
@@ -79,13 +81,13 @@ class Rounds:
         def run(names: Iterable[str]) -> None:
             for name in names:
                 policy = everybody[name]
-                if name == ISOLATED:
-                    contest.add(name, *self.arena.isolated(workload, judge))
-                else:
+                if name != ISOLATED:
                     contest.add(name, self.arena.run(policy, workload), "" if name == policy else policy)
+                elif apart := self.arena.isolated(workload, judge):
+                    contest.add(name, *apart)
 
         run(everybody)
-        close = [name for name in everybody if contest.is_close(name)] if OURS in everybody else []
+        close = [name for name in contest.runs if contest.is_close(name)] if OURS in everybody else []
         for _ in range(self.sizes.again if len(close) > 1 else 0):
             run(close)
         self.keep(contest)

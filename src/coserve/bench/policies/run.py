@@ -2,17 +2,22 @@
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from coserve.bench.groups import begin, run_groups
+from coserve.bench.ours import Bench
 from coserve.bench.policies import instead, papers, switching
-from coserve.bench.policies.contest import OURS, PROMISED, Arena
+from coserve.bench.policies.arena import Arena, EngineArena
+from coserve.bench.policies.contest import OURS, PROMISED
 from coserve.bench.policies.making import Training
 from coserve.bench.policies.prompts import encoded, read_prompts, word_ids
+from coserve.bench.policies.replay import ServerArena
 from coserve.bench.policies.rounds import Rounds, Sizes
 from coserve.bench.policies.traffic import poisson
 from coserve.bench.results import Bar
@@ -33,6 +38,8 @@ BARS: Final[Mapping[str, Bar | None]] = {
     "ours.vs_two_processes[light]": None,
     "ours.vs_two_processes[heavy]": None,
 }
+_INSIDE: Final = ("switch", "instead", "instead-loads")  # with an engine only
+_ENGINE, _SERVER = "an engine", "a server"
 _SHAPE: Final = "255m"
 _QUICK_SHAPE: Final = "19m"
 _SECONDS: Final = 30.0
@@ -52,38 +59,53 @@ def run_policies(
     prompts: str | Path | None = None,
     seconds: float | None = None,
     further: bool = False,
+    server: bool = False,
 ) -> dict[str, Any]:
     """Measures some groups (all, by default; without a `trace` none that replays one).
 
-    `prompts` is a CSV or JSONL with texts that requests begin with; `seconds` is how long requests arrive in
-    each run. With `further` what `json_path` already has stays, but for the groups that are measured now.
-    `shape` is by default small for `quick`, and otherwise large enough for weights to be what decoding reads.
-    The dictionary is as `bench.engine.run_engine`'s, with sections `workloads`, `sweeps` and
-    `switch` for `policies.page`. Raises ConfigError or DataError.
+    Workloads are replayed against one engine, or with `server` against a `coserve serve` for each round, over
+    HTTP; groups that look into an engine are not there then. `prompts` is a CSV or JSONL with texts that
+    requests begin with; `seconds` is how long requests arrive in each run. With `further` what `json_path`
+    already has stays, but for the groups that are measured now. `shape` is by default small for `quick`, and
+    otherwise large enough for weights to be what decoding reads. The dictionary is as
+    `bench.engine.run_engine`'s, with sections `workloads`, `sweeps` and `switch` for `policies.page`. Raises
+    ConfigError or DataError, and ServerError where a server does not do what it should.
     """
-    groups = _QUICK if quick else tuple(g for g in GROUPS if trace is not None or g not in TRACED)
-    groups = groups if only is None else tuple(only)
+    known = tuple(g for g in GROUPS if not (server and g in _INSIDE))
+    usual = _QUICK if quick else tuple(g for g in GROUPS if trace is not None or g not in TRACED)
+    groups = tuple(g for g in usual if g in known) if only is None else tuple(only)
     shape = shape or (_QUICK_SHAPE if quick else _SHAPE)
-    earlier = _earlier(json_path, shape) if further else {}
-    bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
+    against = _SERVER if server else _ENGINE
+    earlier = _earlier(json_path, shape, against) if further else {}
+    bench = begin(shape, quick, groups, known, json_path, BARS)
     vocabulary = bench.shape.vocabulary
     texts = () if prompts is None else encoded(read_prompts(prompts), word_ids(vocabulary), _LONGEST)
     rows = () if trace is None else read_trace(trace)
-    sizes = Sizes(
-        seconds or (_QUICK_SECONDS if quick else _SECONDS), vocabulary, rows, texts, again=0 if quick else 2
-    )
-    rounds = Rounds(bench, Arena(bench), sizes)
-    if earlier:
-        bench.results.take_over(earlier)
-        rounds.done.update(earlier.get("workloads", {}))
-        rounds.sweeps.update(earlier.get("sweeps", {}))
-        for name in ("workloads", "sweeps", "switch"):
-            bench.results.section(name, earlier.get(name, {}))
-    bench.results.section("ours", OURS)
-    run_groups(bench, groups, _runs(rounds))
-    _compare(rounds)
+    length = seconds or (_QUICK_SECONDS if quick else _SECONDS)
+    sizes = Sizes(length, vocabulary, rows, texts, again=0 if quick else _AGAIN)
+    with _arena(bench, server) as arena:
+        rounds = Rounds(bench, arena, sizes)
+        if earlier:
+            bench.results.take_over(earlier)
+            rounds.done.update(earlier.get("workloads", {}))
+            rounds.sweeps.update(earlier.get("sweeps", {}))
+            for name in ("workloads", "sweeps", "switch"):
+                bench.results.section(name, earlier.get(name, {}))
+        bench.results.section("ours", OURS)
+        bench.results.section("against", against)
+        run_groups(bench, groups, _runs(rounds))
+        _compare(rounds)
     bench.results.save()
     return bench.results.as_dict()
+
+
+@contextmanager
+def _arena(bench: Bench, server: bool) -> Iterator[Arena]:
+    if not server:
+        yield EngineArena(bench)
+        return
+    with TemporaryDirectory(prefix="coserve-bench-") as folder:
+        yield ServerArena(bench, Path(folder))
 
 
 def _runs(rounds: Rounds) -> Mapping[str, Callable[[], object]]:
@@ -108,20 +130,26 @@ def _runs(rounds: Rounds) -> Mapping[str, Callable[[], object]]:
 def _switch(rounds: Rounds) -> None:
     training = Training(batch=4, length=128)
     workload = poisson(replace(rounds.sizes.given(), seconds=1.0), rate=1.0, prompt=64, training=training)
+    assert isinstance(rounds.arena, EngineArena), "it looks into an engine"
     switching.measure(rounds.bench, rounds.arena, workload, rounds=5)
 
 
-def _earlier(path: str | Path | None, shape: str) -> dict[str, Any]:
+def _earlier(path: str | Path | None, shape: str, against: str) -> dict[str, Any]:
     """What an earlier run wrote down, if there was one."""
     if path is None or not Path(path).exists():
         return {}
+    foreign = f"{path} holds no results of this bench to go on with"
     try:
         found: dict[str, Any] = json.loads(Path(path).read_text())
-        theirs = found["shape"], found["workloads"]
+        theirs, keys = found["shape"], found["bars"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} holds no results of this bench to go on with") from error
-    if theirs[0] != shape:
-        raise ConfigError(f"{path} is about the shape {theirs[0]}, not {shape}")
+        raise ConfigError(foreign) from error
+    if not BARS.keys() & keys:
+        raise ConfigError(foreign)
+    if theirs != shape:
+        raise ConfigError(f"{path} is about the shape {theirs}, not {shape}")
+    if (other := found.get("against", _ENGINE)) != against:
+        raise ConfigError(f"{path} is about {other}, not {against}")
     return found
 
 

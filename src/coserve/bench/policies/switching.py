@@ -8,7 +8,7 @@ from statistics import median
 from typing import Final
 
 from coserve.bench.ours import Bench, greedy, seconds_of_steps, start_job
-from coserve.bench.policies.contest import Arena
+from coserve.bench.policies.arena import EngineArena
 from coserve.bench.timing import timed
 from coserve.bench.workloads import Workload
 from coserve.core.plan import Plan, StepResult
@@ -18,7 +18,7 @@ _TURNS: Final = 6  # requests and iterations in one round
 _Ran = tuple[bool, float, float]  # whether a step trained, and its beginning and end
 
 
-def measure(bench: Bench, arena: Arena, workload: Workload, rounds: int) -> None:
+def measure(bench: Bench, arena: EngineArena, workload: Workload, rounds: int) -> None:
     """Requests and fine-tuning iterations by turns, against the same ones in two blocks.
 
     Whatever takes longer by turns is what the switches cost: what they move, the adapter that computes, is
@@ -51,7 +51,7 @@ def measure(bench: Bench, arena: Arena, workload: Workload, rounds: int) -> None
 class _Turns:
     """A job and requests, one piece of either at a time."""
 
-    def __init__(self, arena: Arena, workload: Workload) -> None:
+    def __init__(self, arena: EngineArena, workload: Workload) -> None:
         self._engine = arena.engine
         self._prompt = workload.requests[0].prompt
         self._answering(False)

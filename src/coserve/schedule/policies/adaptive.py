@@ -15,7 +15,9 @@ _REMEMBERED: Final = 32  # requests that rate and patience are known from
 _KNOWN: Final = 16  # requests after which their patience is: of fewer less is concluded
 _SURE: Final = 0.9  # of a bound on time: who enters last has nothing left to make up for a slow step with
 _DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in
-_SOON: Final = 0.5  # seconds that training can wait for the machine; pieces cut short until then cost more
+_COMPANY: Final = 1.0  # others expected while one can wait; where fewer are, waiting gathers nobody
+_SHARED: Final = 0.05  # of a mini-batch's time: reads of weights that riding must save, or it waits instead
+_SOON: Final = 1.5  # seconds that training can wait for the machine; then it rides, whatever that saves
 _PATIENCE: Final = 0.5  # of what the least patient of those could wait: what a quantum may take
 
 
@@ -24,12 +26,16 @@ class Adaptive(Hybrid):
     """SLO-aware deferral and token-level filling together.
 
     What a step with inference in it costs training is nearly the same for one row as for many, so there
-    should be few of them. Requests are pushed out, as FineInfer's are (3.2), but each by its own bounds:
-    until the first of them could not be answered in time any more, and then everybody goes along (a step
-    later, where only their prompts would make its first token late and can pass beside its others). Meanwhile
-    training has the machine, in windows that are put down between layers after a quantum; how long that is
-    depends on how patient requests have been of late. Beside those who are being answered it rides along, as
-    much as their bounds leave (FlexLLM, 6.2). Who states no bound is never pushed out.
+    should be few of them: requests should be answered together. Where they can wait for each other they are
+    pushed out, as FineInfer's are (3.2), but each by its own bounds: until the first of them could not be
+    answered in time any more, and then everybody goes along (a step later, where only their prompts would
+    make its first token late and can pass beside its others). Meanwhile training has the machine, in windows
+    that are put down between layers after a quantum; how long that is depends on how patient requests have
+    been of late. Where nobody else is expected before a request is due it enters at once, and training rides
+    along as much as bounds leave (FlexLLM, 6.2): then answers take longer, and it is there that they meet.
+    Beside those who have waited training rides only where sharing their pass over the weights saves a part of
+    it that counts, which it does for short mini-batches, or where they leave it no time of its own. Who
+    states no bound is never pushed out.
     """
 
     whole = True
@@ -43,13 +49,17 @@ class Adaptive(Hybrid):
         self._alone = -INFINITE  # when training last had the machine to itself
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Everybody once somebody is due; before, only those who share enough of the steps under way."""
+        """Everybody once somebody is due or where waiting gathers nobody; before, only those who share enough
+        of the steps under way.
+        """
         self._left, self._prompts = INFINITE, 0.0
         if not view.jobs or not view.waiting:
             return view.waiting
         pace = _Pace(view)
         self._note(view, pace)
         self._prompts = 0.0 if pace.can_follow else pace.prompts
+        if not self._gathers(view.now):
+            return view.waiting
         left = {sequence.key: pace.until_entry(sequence) for sequence in view.waiting}
         due = [s for s in view.waiting if left[s.key] <= view.config.quantum * _DUE]
         if due:
@@ -66,9 +76,8 @@ class Adaptive(Hybrid):
         config = view.config
         rows = max([config.max_training_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
         if view.inference_seconds:
-            riding = replace(super().allow(view), rows=rows)
-            is_short = riding.seconds < config.quantum and riding.minimum < config.quantum
-            return NO_TRAINING if is_short and view.now - self._alone < _SOON else riding
+            rides = not self._gathers(view.now) or view.now - self._alone >= _SOON or _shares(view)
+            return replace(super().allow(view), rows=rows) if rides else NO_TRAINING
         self._alone = view.now
         patience = _PATIENCE * (min((left for _, left in self._newest), default=0.0) - self._prompts)
         longest = config.max_quantum * min(len(self._newest) / _KNOWN, 1.0)
@@ -86,6 +95,13 @@ class Adaptive(Hybrid):
                 patience = pace.until_entry(sequence, alone=True) + view.now - arrival
                 self._newest.append((arrival, patience))
 
+    def _gathers(self, now: float) -> bool:
+        """Whether as many as it takes are expected while one waits; of the first one nothing is known."""
+        if len(self._newest) < 2:
+            return True
+        patience = sum(left for _, left in self._newest) / len(self._newest)
+        return self._rate(now) * patience >= _COMPANY
+
     def _rate(self, now: float) -> float:
         """Requests a second, of late."""
         if len(self._newest) < 2:
@@ -97,6 +113,14 @@ def _before_prompts_that_follow(waiting: tuple[Sequence, ...], due: list[Sequenc
     """Everybody; but where somebody's first token is due, only whose prompts pass before it."""
     late = max((waiting.index(s) for s in due if s.request.slo.first_token is not None), default=None)
     return waiting if late is None else waiting[: late + 1]
+
+
+def _shares(view: View) -> bool:
+    """Whether a pass over the weights that a mini-batch need not make counts among what it takes."""
+    batch = next((batch for job in view.jobs for batch in job.micro_batches), None)
+    if batch is None:  # only an optimizer step is due
+        return True
+    return view.cost.weights["forward_layers"] >= _SHARED * view.cost.predict_iteration([batch])
 
 
 def _is_worth_it(steps: int, shared: int, others: float) -> bool:
