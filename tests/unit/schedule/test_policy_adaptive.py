@@ -33,7 +33,7 @@ def known_exactly(cost: CostModel) -> CostModel:
 
 
 def stated(seconds: float) -> float:
-    """The bound on time that is planned with as so many seconds: a tenth of it is held back."""
+    """The bound that is planned with as so many seconds: a tenth of it is held back."""
     return seconds / 0.9
 
 
@@ -67,10 +67,10 @@ def test_a_request_is_pushed_out_until_its_first_token_would_be_late() -> None:
         (SLO(first_token=stated(10.0)), 3),  # 1 second for its prompt
         (SLO(end_to_end=stated(12.0)), 3),  # 3 for all of it
         (SLO(end_to_end=stated(10.0)), 1),
-        (SLO(deferral=9.0), 3),  # what it takes itself does not count
+        (SLO(deferral=stated(9.0)), 3),  # what it takes itself does not count
         (SLO(first_token=stated(10.0), end_to_end=stated(30.0)), 9),  # the first of its bounds counts
         (SLO(first_token=stated(50.0), end_to_end=stated(18.0)), 9),
-        (SLO(first_token=stated(50.0), end_to_end=stated(40.0), deferral=9.0), 9),
+        (SLO(first_token=stated(50.0), end_to_end=stated(40.0), deferral=stated(9.0)), 9),
     ],
 )
 def test_each_of_its_bounds_says_until_when(slo: SLO, tokens: int) -> None:
@@ -214,10 +214,10 @@ def test_where_nobody_else_is_expected_everybody_joins() -> None:
     assert keys(make_policy("adaptive"), view(waiting, (asked(1, tokens=2, output=1),))) == [2]
 
 
-@pytest.mark.parametrize(("patience", "enters"), [(3.9, True), (4.1, False)])
-def test_where_waiting_gathers_nobody_everybody_enters(patience: float, enters: bool) -> None:
-    """Two requests in eight seconds, of which each could wait less than it takes for one more, or longer."""
-    policy, slo = make_policy("adaptive"), SLO(deferral=patience)
+@pytest.mark.parametrize(("patience", "enters"), [(7.9, True), (8.1, False)])
+def test_where_waiting_gathers_too_few_everybody_enters(patience: float, enters: bool) -> None:
+    """Two requests in eight seconds, of which each could wait less than it takes for two more, or longer."""
+    policy, slo = make_policy("adaptive"), SLO(deferral=stated(patience))
     assert keys(policy, view((asked(1, slo=slo),))) == []  # of one alone nothing is known
     assert keys(policy, view((asked(2, slo=slo, at=8.0),), now=8.0)) == ([2] if enters else [])
 

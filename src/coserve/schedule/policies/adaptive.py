@@ -13,9 +13,9 @@ from coserve.schedule.policies.hybrid import Hybrid
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
 _KNOWN: Final = 16  # requests after which their patience is: of fewer less is concluded
-_SURE: Final = 0.9  # of a bound on time: who enters last has nothing left to make up for a slow step with
+_SURE: Final = 0.9  # of a bound: who enters last has nothing left to make up for a slow step with
 _DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in
-_COMPANY: Final = 1.0  # others expected while one can wait; where fewer are, waiting gathers nobody
+_COMPANY: Final = 2.0  # others expected while one can wait; where fewer are, waiting gathers too few
 _SHARED: Final = 0.05  # of a mini-batch's time: reads of weights that riding must save, or it waits instead
 _SOON: Final = 1.5  # seconds that training can wait for the machine; then it rides, whatever that saves
 _PATIENCE: Final = 0.5  # of what the least patient of those could wait: what a quantum may take
@@ -31,7 +31,7 @@ class Adaptive(Hybrid):
     answered in time any more, and then everybody goes along (a step later, where only their prompts would
     make its first token late and can pass beside its others). Meanwhile training has the machine, in windows
     that are put down between layers after a quantum; how long that is depends on how patient requests have
-    been of late. Where nobody else is expected before a request is due it enters at once, and training rides
+    been of late. Where too few are expected before a request is due it enters at once, and training rides
     along as much as bounds leave (FlexLLM, 6.2): then answers take longer, and it is there that they meet.
     Beside those who have waited training rides only where sharing their pass over the weights saves a part of
     it that counts, which it does for short mini-batches, or where they leave it no time of its own. Who
@@ -49,7 +49,7 @@ class Adaptive(Hybrid):
         self._alone = -INFINITE  # when training last had the machine to itself
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Everybody once somebody is due or where waiting gathers nobody; before, only those who share enough
+        """Everybody once somebody is due or where waiting gathers too few; before, only those who share enough
         of the steps under way.
         """
         self._left, self._prompts = INFINITE, 0.0
@@ -173,7 +173,7 @@ class _Pace:
             answer = steps * self._step * (1 + self._margin / max(steps, 1) ** 0.5)
             found.append(_SURE * slo.end_to_end - waited - prefill * sure - answer)
         if slo.deferral is not None:
-            found.append(slo.deferral - sequence.deferred)
+            found.append(_SURE * slo.deferral - sequence.deferred)
         return min(found, default=0.0)
 
     def _can_follow(self) -> bool:
