@@ -49,7 +49,7 @@ class Adaptive(Hybrid):
         self._alone = -INFINITE  # when training last had the machine to itself
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Everybody once somebody is due or where waiting gathers too few; before, only those who share enough
+        """Everybody once somebody is due or where waiting gathers few; before, only those who share enough
         of the steps under way.
         """
         self._left, self._prompts = INFINITE, 0.0
