@@ -15,7 +15,15 @@ from coserve.bench.machine import measure_machine
 from coserve.bench.ours import Bench
 from coserve.bench.policies import rounds, run, switching, traffic
 from coserve.bench.policies.arena import EngineArena
-from coserve.bench.policies.contest import OURS, Contest, attained, own_bounds, summary, within
+from coserve.bench.policies.contest import (
+    OURS,
+    Contest,
+    attained,
+    charge_deferral,
+    own_bounds,
+    summary,
+    within,
+)
 from coserve.bench.policies.isolated import isolated
 from coserve.bench.policies.making import Adapters, Given, Training
 from coserve.bench.policies.rounds import Rounds, Sizes
@@ -132,6 +140,13 @@ class Scripted:
 
     def isolated(self, workload: Workload, judge: Any) -> tuple[Load, str]:
         return self.run("isolated", workload), "said"
+
+
+def test_deferral_is_what_an_answer_took_longer() -> None:
+    load = Load(0.0, 1.0, [Answered(1.0, [2.0, 4.5]), Answered(1.0, [2.0]), Answered(1.0, [])])
+    other = Load(9.0, 1.0, [Answered(9.0, [10.0, 11.0]), Answered(9.0, [12.0]), Answered(9.0, [10.0])])
+    charge_deferral(load, other)
+    assert [answer.deferred for answer in load.answers] == [1.5, 0.0, 0.0]
 
 
 def test_those_that_one_round_does_not_tell_apart_have_more_in_turn() -> None:
@@ -349,6 +364,7 @@ def test_a_file_of_no_workload_yet_is_gone_on_with(tmp_path: Path) -> None:
         ('{"shape": "tiny"}', "no results"),
         ('{"shape": "tiny", "bars": {"train_ratio": null}}', "no results"),
         ('{"shape": "19m", "bars": {"switch.seconds": null}}', "19m"),
+        ('{"shape": "tiny", "bars": {"switch.seconds": null}, "against": "a server"}', "not an engine"),
     ],
 )
 def test_files_that_cannot_be_gone_on_with(text: str, says: str, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Where workloads are run: all policies in one engine, with the same weights and the same cost model."""
+"""Where workloads are run, under one policy after another: one engine, with the same weights and cost model
+for all. A server is in `replay`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace

@@ -71,8 +71,7 @@ class Rounds:
         latency_bounds: Mapping[str, float] = MappingProxyType({}),
     ) -> Contest:
         """Every policy on a workload, and isolation where there is such a thing; those that are close to ours
-        some times more, in turn.
-        `named` are policies with options, by shorter names."""
+        some times more, in turn. `named` are policies with options, by shorter names."""
         peak = self.peak(workload)
         contest = Contest(workload, bounds, judges, peak, latency_bounds)
         everybody = {**named, **{policy: policy for policy in policies}, ISOLATED: ISOLATED}
