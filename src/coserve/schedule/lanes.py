@@ -17,6 +17,12 @@ class LaneCosts:
         self.inference = 1.8
         self.training = 1.8
 
+    @property
+    def gain(self) -> float:
+        """What both lanes do beside each other more than one after the other, as a share of what the machine
+        does."""
+        return 1 / self.inference + 1 / self.training - 1
+
     def observe_inference(self, factor: float) -> None:
         """Takes in what a step's inference took beside training, relative to what it takes alone."""
         self.inference += _MEMORY * (_within(factor) - self.inference)

@@ -14,7 +14,7 @@ from coserve.bench.drive import Answered, Load
 from coserve.bench.machine import measure_machine
 from coserve.bench.ours import Bench
 from coserve.bench.policies import rounds, run, switching, traffic
-from coserve.bench.policies.arena import EngineArena
+from coserve.bench.policies.arena import EngineArena, patience_for
 from coserve.bench.policies.contest import (
     OURS,
     Contest,
@@ -260,6 +260,22 @@ def test_a_contest_of_two(arena: EngineArena, tmp_path: Path, monkeypatch: pytes
     section = json.loads((tmp_path / "bench.json").read_text())["workloads"]["poisson"]
     assert section["runs"] == found.runs and section["bounds"] == {"own": "5 s"}
     assert not arena.engine.has_work  # the next round finds nothing of this one
+
+
+@pytest.mark.parametrize(
+    ("slo", "seconds"),
+    [
+        (SLO(), 5.0),
+        (SLO(between_tokens=9.0), 5.0),
+        (SLO(first_token=9.0, end_to_end=12.0), 17.0),
+        (SLO(first_token=9.0, deferral=2.0), 14.0),
+        (SLO(deferral=20.0), 25.0),
+    ],
+)
+def test_nobody_is_given_up_within_a_bound_of_his_own(slo: SLO, seconds: float) -> None:
+    first, *others = WORKLOAD.requests
+    workload = replace(WORKLOAD, requests=(replace(first, slo=slo), *(replace(o, slo=SLO()) for o in others)))
+    assert patience_for(workload) == seconds
 
 
 def test_requests_alone_have_neither_bounds_nor_training(arena: EngineArena) -> None:

@@ -15,6 +15,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.fake import FakeRunner
 from coserve.schedule.policies import Policy, View, make_policy
+from coserve.schedule.policies.base import INFINITE
 from coserve.schedule.scheduler import Scheduler
 from timetable import COSTS, Ask, Tune, World, table
 
@@ -25,10 +26,10 @@ DEPTH = 4
 
 
 def known_exactly(cost: CostModel) -> CostModel:
-    """This machine does what is predicted."""
+    """This machine does what is predicted, and nothing beside anything else."""
     for trains in (False, True) * 16:
         cost.misses.observe(1.0, trains)
-    cost.lanes.inference = cost.lanes.training = 2.0
+    cost.lanes.inference = cost.lanes.training = 3.0
     return cost
 
 
@@ -300,6 +301,68 @@ def test_beside_who_has_waited_training_rides_where_that_saves_something(
     costs = known_exactly(CostModel(COSTS | {"forward_rows": row, "backward_rows": row}))
     state = view(now=alone, cost=costs, inference_seconds=1.0, slack=4.0)
     assert (policy.allow(state).seconds > 0.0) is rides
+
+
+def lanes(inference: float, training: float) -> CostModel:
+    """A machine on which lanes take so many times as long as each kind of work alone, and a mini-batch of 100
+    rows a hundred times as long as a pass."""
+    cost = known_exactly(CostModel(COSTS | {"backward_rows": 1.0}))
+    cost.lanes.inference, cost.lanes.training = inference, training
+    return cost
+
+
+@pytest.mark.parametrize(
+    ("factors", "slack", "deferral", "left", "lane"),
+    [
+        ((1.5, 1.5), 0.5, 100.0, 4, 4 * 1.5 / 1.5),  # as long as its last 4 tokens take beside training
+        ((1.5, 2.0), 0.5, 100.0, 4, 4 * 1.5 / 2.0),
+        ((1.5, 1.5), 50.0, 100.0, 20, 8.0),  # 8 of them at most
+        ((1.5, 1.5), 0.4, 100.0, 4, None),  # its bound does not leave half a second a token
+        ((1.5, 1.5), 0.5, 3.9, 4, None),  # nor the one on all its deferral 8 times that
+        ((2.6, 2.7), 50.0, 100.0, 4, 4 * 2.6 / 2.7),  # what looks like a loss may be a machine become slower
+        ((2.7, 2.7), 50.0, 100.0, 4, None),  # this does not
+    ],
+)
+def test_beside_answers_training_has_a_lane_where_bounds_bear_it(
+    factors: tuple[float, float], slack: float, deferral: float, left: int, lane: float | None
+) -> None:
+    state = view(
+        running=(asked(1, tokens=left),), cost=lanes(*factors), inference_seconds=1.0, slack=slack,
+        deferral=deferral, config=replace(config(), quantum_with_inference=1.0),
+    )  # fmt: skip
+    found = make_policy("adaptive").allow(state)
+    assert found.split == (None if lane is None else 0.5)
+    assert lane is None or (found.seconds, found.minimum, found.rows) == (pytest.approx(lane), INFINITE, 512)
+
+
+def test_there_is_no_lane_beside_prompts_nor_where_riding_saves_more() -> None:
+    cost, busy = lanes(1.5, 1.5), {"inference_seconds": 1.0, "slack": 9.0}
+    prompt = Sequence(2, Request("2", (1, 1), SamplingParams(max_tokens=4)))
+    assert make_policy("adaptive").allow(view(running=(asked(1), prompt), cost=cost, **busy)).split is None
+    cheap = CostModel(COSTS | {"forward_rows": 0.05, "backward_rows": 0.05})  # a pass is 1 of 13 seconds
+    cheap.lanes.inference = cheap.lanes.training = 1.5
+    assert make_policy("adaptive").allow(view(running=(asked(1),), cost=cheap, **busy)).split is None
+
+
+def test_lanes_that_gained_nothing_are_tried_again() -> None:
+    policy, cost = make_policy("adaptive"), lanes(1.5, 1.5)
+    state = view(running=(asked(1),), cost=cost, inference_seconds=1.0, slack=9.0)
+    assert policy.allow(state).split == 0.5
+    cost.lanes.inference = cost.lanes.training = 3.0
+    tried = [now for now in range(1, 25) if policy.allow(replace(state, now=float(now))).split]
+    assert tried == [10, 20]
+
+
+def test_who_is_answered_beside_training_enters_sooner() -> None:
+    """Its 4 tokens take 6 seconds then, not 4, and it is held up by 2 of them."""
+    for slo, late in ((SLO(end_to_end=stated(50.0)), 46.0), (SLO(deferral=stated(50.0)), 50.0)):
+        for cost, left in ((lanes(3.0, 3.0), late), (lanes(1.5, 1.5), late - 2.0)):
+            policy, due = make_policy("adaptive"), []
+            for now in (left - 0.4, left - 0.2):  # a third of a quantum before it at last
+                one = asked(1, slo=slo)
+                one.deferred = now  # it has waited for training all the time
+                due.append(keys(policy, view((one,), now=now, cost=cost)))
+            assert due == [[], [1]], (slo, left)
 
 
 # On a machine like a real one, which does exactly what is predicted

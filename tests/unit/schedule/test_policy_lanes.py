@@ -121,15 +121,16 @@ def test_requests_that_come_meanwhile_do_not_wait_for_a_piece() -> None:
 
 
 def test_a_lane_pays_for_its_own_pass_over_the_weights() -> None:
-    """Where a pass takes a second: 17/16 are a layer's weights, 1/2, and 16 rows through it, 1/2; not 32."""
-    it = spatial(0.5, {"x": Ask(0, 9)}, PASSES, quantum_with_inference=2.125)
+    """Where a pass takes a second: 1 for it and 2 for 32 rows through both layers, on half of the machine
+    until 6."""
+    it = spatial(0.5, {"x": Ask(0, 9)}, PASSES, quantum_with_inference=0.0)
     it.run(until=60)
     assert steps(it)[:5] == [
-        (0.0, 1, [(KEEP, 0, 16, 0, 1)]),
-        (2.125, 1, [(KEEP, 0, 16, 1, 2)]),
-        (4.25, 1, [(KEEP, 16, 32, 0, 1)]),
-        (6.375, 1, [(KEEP, 16, 32, 1, 2)]),
-        (8.5, 1, [(LOSS, 0, 32, 2, 3)]),
+        (0.0, 1, [(KEEP, 0, 32, 0, 2)]),  # 6 of 8 steps' 17
+        (2.125, 1, []),
+        (4.25, 1, []),
+        (6.375, 1, [(LOSS, 0, 32, 2, 3)]),  # takes no time here
+        (8.5, 1, [(BACK, 0, 32, 0, 2)]),
     ]
     for plan, result in zip(it.runner.plans[:5], it.runner.results, strict=False):
         assert result.seconds == plan.predicted
@@ -143,16 +144,18 @@ def test_without_a_job_there_is_one_lane() -> None:
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-def test_training_takes_a_quantum_of_its_lane(share: float) -> None:
+@pytest.mark.parametrize("quantum", [0.0, 3.0])
+def test_training_takes_eight_steps_or_a_quantum_of_its_lane(share: float, quantum: float) -> None:
     """No window that fits there is left out, and none that does not is taken."""
-    it = spatial(share, {"x": Ask(0, 12)}, quantum_with_inference=2.0)
-    it.run(until=60)
-    room = 2.0 * (1 - share)
-    row = {KEEP: 1 / 16, LOSS: 1 / 32, BACK: 1 / 8}
+    it = spatial(share, {"x": Ask(0, 60)}, TOKENS | {"tail_rows": 1 / 8}, quantum_with_inference=quantum)
+    it.run(until=90)
+    room = max(8 * (1 / 8 + 1 / 16) / share, quantum) * (1 - share)
+    row = {KEEP: 1 / 16, LOSS: 1 / 64, BACK: 1 / 8}
     windows = [window for _, _, windows in steps(it) for window in windows]
     assert {way for way, *_ in windows} == {KEEP, LOSS, BACK}
     assert all(
-        row[way] * (end - start) * (last - first) / 2 <= room for way, start, end, first, last in windows
+        row[way] * (end - start) * (last - first if way is LOSS else (last - first) / 2) <= room
+        for way, start, end, first, last in windows
     )
     largest = max(
         (end - start) * (last - first) / 2 for way, start, end, first, last in windows if way is BACK

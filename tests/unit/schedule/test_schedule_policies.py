@@ -183,16 +183,18 @@ def test_those_who_do_both_at_once_hold_nobody(name: str) -> None:
     assert list(policy.admit(asked)) == list(asked.waiting)
 
 
-@pytest.mark.parametrize(("share", "seconds"), [(0.25, 0.075), (0.5, 0.05), (0.8, 0.02)])
-def test_spatial_training_is_a_quantum_of_its_lane(share: float, seconds: float) -> None:
-    """A quantum of its lane, in seconds of the whole machine; a shorter one alone."""
+@pytest.mark.parametrize(("share", "inference"), [(0.25, 0.001), (0.5, 0.001), (0.8, 0.001), (0.5, 0.05)])
+def test_spatial_training_is_a_piece_of_its_lane(share: float, inference: float) -> None:
+    """Eight steps, or a quantum of its lane, in seconds of the whole machine; a shorter one alone."""
+    quantum = CONFIG.quantum_with_inference * (1 - share)
+    seconds = max(quantum, 8 * inference / share * (1 - share))
     policy, cost = make_policy("spatial", share=share), CostModel()
     cost.lanes.inference, cost.lanes.training = 1 / share, 1 / (1 - share)
-    allowance = policy.allow(view(1, cost=cost, inference_seconds=0.01, slack=0.0))
+    allowance = policy.allow(view(1, cost=cost, inference_seconds=inference, slack=0.0))
     assert allowance.seconds == pytest.approx(seconds)
     assert (allowance.rows, allowance.minimum, allowance.job) == (512, INFINITE, None)
     alone = policy.allow(view(0, cost=cost))
-    assert alone.seconds == pytest.approx(seconds * CONFIG.quantum / CONFIG.quantum_with_inference)
+    assert alone.seconds == pytest.approx(quantum * CONFIG.quantum / CONFIG.quantum_with_inference)
     assert allowance.split == alone.split == share
     assert make_policy("hybrid").allow(view(1, inference_seconds=0.01)).split is None
 

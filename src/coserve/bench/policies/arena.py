@@ -18,17 +18,24 @@ from coserve.engine.engine import Engine
 from coserve.schedule.policies import make_policy
 from coserve.train.trainer import fresh_adapter
 
-PATIENCE: Final = 5.0  # seconds after a load, for the last answers
+_PATIENCE: Final = 5.0  # seconds after a load, for the last answers, beside their longest bound
 # 0.9995 to the 32nd is 0.984: what a step may miss, an answer of many steps misses as often.
 RELIABILITY: Final = 0.9995
+
+
+def patience_for(workload: Workload) -> float:
+    """Seconds after a load in which answers still count: nobody is given up within a bound of his own."""
+    slos = [request.slo for request in workload.requests]
+    bounds = [bound for slo in slos for bound in (slo.first_token, slo.end_to_end, slo.deferral)]
+    return _PATIENCE + max((bound for bound in bounds if bound is not None), default=0.0)
 
 
 class Arena(ABC):
     """Runs a workload under one policy after another."""
 
     @abstractmethod
-    def run(self, policy: str, workload: Workload, patience: float = PATIENCE) -> Load:
-        """One round. Who has no answer `patience` seconds after the load is given up."""
+    def run(self, policy: str, workload: Workload, patience: float | None = None) -> Load:
+        """One round. Who has no answer `patience` seconds (`patience_for`) after the load is given up."""
 
     def alone(self, workload: Workload) -> Load:
         """The workload's requests without its jobs, and without bounds: what they take by themselves."""
@@ -55,12 +62,12 @@ class EngineArena(Arena):
         self._threads = torch.get_num_threads()
         self.engine: Engine = make_engine(bench, scheduler={"reliability": RELIABILITY})
 
-    def run(self, policy: str, workload: Workload, patience: float = PATIENCE) -> Load:
+    def run(self, policy: str, workload: Workload, patience: float | None = None) -> Load:
         """See `Arena.run`."""
         self._load_adapters(workload)
         self.engine.scheduler.policy = make_policy(policy)
         try:
-            return serve(self.engine, workload, patience)
+            return serve(self.engine, workload, patience_for(workload) if patience is None else patience)
         finally:
             torch.set_num_threads(self._threads)  # lanes have had threads of their own
 
@@ -71,7 +78,7 @@ class EngineArena(Arena):
         self.engine.scheduler.policy = make_policy("hybrid")
         self._load_adapters(workload)
         for serving in range(1, self._threads + 1):
-            load = isolated(self.engine, self._bench.shape, workload, serving, PATIENCE)
+            load = isolated(self.engine, self._bench.shape, workload, serving, patience_for(workload))
             if undisturbed is not None:
                 charge_deferral(load, undisturbed)
             kept = attained(load, workload, judge)

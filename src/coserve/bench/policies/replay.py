@@ -18,7 +18,7 @@ from coserve.bench.drive import Answered, Load
 from coserve.bench.folder import save_shape, training_lines
 from coserve.bench.ledger import Ledger
 from coserve.bench.ours import CACHE_TOKENS, Bench
-from coserve.bench.policies.arena import PATIENCE, RELIABILITY, Arena
+from coserve.bench.policies.arena import RELIABILITY, Arena, patience_for
 from coserve.bench.policies.contest import bounds_deferral, charge_deferral
 from coserve.bench.served import Served
 from coserve.bench.streams import Ask, Heard
@@ -52,7 +52,7 @@ class ServerArena(Arena):
         self._undisturbed: dict[tuple[TimedRequest, ...], Load] = {}
         self._adapters: dict[str, Path] = {}
 
-    def run(self, policy: str, workload: Workload, patience: float = PATIENCE) -> Load:
+    def run(self, policy: str, workload: Workload, patience: float | None = None) -> Load:
         """See `Arena.run`."""
         undisturbed = self._without_training(workload) if bounds_deferral(workload) else None
         tiers = _tiers(request.slo for request in workload.requests)
@@ -67,7 +67,8 @@ class ServerArena(Arena):
             standby=False,
             max_jobs=max(1, len(workload.jobs)),
         ) as served:
-            load = _Replay(served, workload, tiers, patience).run()
+            end = workload.seconds + (patience_for(workload) if patience is None else patience)
+            load = _Replay(served, workload, tiers, end).run()
         if undisturbed is not None:
             charge_deferral(load, undisturbed)
         return load
@@ -115,9 +116,9 @@ def _config(tiers: dict[SLO, str], adapters: dict[str, Path]) -> str:
 class _Replay:
     """One workload against one server."""
 
-    def __init__(self, served: Served, workload: Workload, tiers: dict[SLO, str], patience: float) -> None:
+    def __init__(self, served: Served, workload: Workload, tiers: dict[SLO, str], end: float) -> None:
         self._served, self._workload = served, workload
-        self._end = workload.seconds + patience
+        self._end = end  # after its beginning; who has no answer then is given up
         self._asks = [
             Ask(r.prompt, r.answer, r.at, tells_tokens=True, model=r.adapter or "", tier=tiers[r.slo])
             for r in workload.requests

@@ -1,4 +1,4 @@
-"""Our own: requests pushed out while their bounds allow, and training by the token in all that is left."""
+"""Our own: requests pushed out while their bounds allow, training by the token in all that is left."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ from typing import Final
 from coserve.core.sequence import Sequence
 from coserve.schedule.cost import Features
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
+from coserve.schedule.policies.beside import STEPS, beside
 from coserve.schedule.policies.hybrid import Hybrid
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
@@ -18,6 +19,12 @@ _DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in
 _COMPANY: Final = 2.0  # others expected while one can wait; where fewer are, waiting gathers too few
 _SHARED: Final = 0.05  # of a mini-batch's time: reads of weights that riding must save, or it waits instead
 _SOON: Final = 1.5  # seconds that training can wait for the machine; then it rides, whatever that saves
+_HALF: Final = 0.5  # of the machine, for answers beside training in a lane of its own
+# What two lanes must seem to gain, as a share of the machine. They do 1.2 to 1.7 times the work of one after
+# the other, but while they do nothing shows what answers would take alone: where a machine became slower
+# meanwhile that is laid to the lanes' charge.
+_WORTH: Final = -0.25
+_AGAIN: Final = 10.0  # seconds after which lanes that gained too little are tried once more
 _PATIENCE: Final = 0.5  # of what the least patient of those could wait: what a quantum may take
 
 
@@ -34,8 +41,10 @@ class Adaptive(Hybrid):
     been of late. Where too few are expected before a request is due it enters at once, and training rides
     along as much as bounds leave (FlexLLM, 6.2): then answers take longer, and it is there that they meet.
     Beside those who have waited training rides only where sharing their pass over the weights saves a part of
-    it that counts, which it does for short mini-batches, or where they leave it no time of its own. Who
-    states no bound is never pushed out.
+    it that counts, which it does for short mini-batches, or where they leave it no time of its own. Where it
+    does not, and bounds bear that answers take longer, training goes on beside them in a lane of its own
+    (FlexLLM, 8.3): reading weights for a few rows leaves processors waiting that products of many rows can
+    use. Who states no bound is never pushed out.
     """
 
     whole = True
@@ -46,7 +55,8 @@ class Adaptive(Hybrid):
         self._last = 0  # key of the last of them
         self._left = INFINITE  # seconds until somebody is due
         self._prompts = 0.0  # seconds of others' prompts before the first token of who comes now
-        self._alone = -INFINITE  # when training last had the machine to itself
+        self._alone = -INFINITE  # when training last had the machine to itself, or half of it
+        self._split_at = INFINITE  # when the machine was last split, if it ever was
 
     def admit(self, view: View) -> Iterable[Sequence]:
         """Everybody once somebody is due or where waiting gathers few; before, only those who share enough
@@ -55,7 +65,7 @@ class Adaptive(Hybrid):
         self._left, self._prompts = INFINITE, 0.0
         if not view.jobs or not view.waiting:
             return view.waiting
-        pace = _Pace(view)
+        pace = _Pace(view, view.cost.lanes.inference if _splitting_pays(view) else 1.0)
         self._note(view, pace)
         self._prompts = 0.0 if pace.can_follow else pace.prompts
         if not self._gathers(view.now):
@@ -76,7 +86,10 @@ class Adaptive(Hybrid):
         config = view.config
         rows = max([config.max_training_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
         if view.inference_seconds:
-            rides = not self._gathers(view.now) or view.now - self._alone >= _SOON or _shares(view)
+            if self._splits(view):
+                self._split_at = self._alone = view.now
+                return beside(view, _HALF, rows, max(_Pace.tokens(one) for one in view.running))
+            rides = not self._gathers(view.now) or view.now - self._alone >= _SOON or _shared(view) >= _SHARED
             return replace(super().allow(view), rows=rows) if rides else NO_TRAINING
         self._alone = view.now
         patience = _PATIENCE * (min((left for _, left in self._newest), default=0.0) - self._prompts)
@@ -86,6 +99,17 @@ class Adaptive(Hybrid):
         seconds, job = min(quantum, self._left / sure), view.jobs[0].name
         # Only who is in turn: with the rest of a long quantum others would get more than their weight.
         return Allowance(seconds, rows, minimum=INFINITE, job=job)
+
+    def _splits(self, view: View) -> bool:
+        """Whether training goes on in a lane of its own beside the answers of this step, where bounds leave
+        what that takes them longer. Not beside prompts: those do not leave a processor waiting for memory.
+        """
+        if any(sequence.remaining > 1 for sequence in view.running):
+            return False
+        longer = view.inference_seconds * (view.cost.lanes.inference - 1)
+        if longer > min(view.slack, view.deferral / STEPS):
+            return False
+        return _splitting_pays(view) or view.now - self._split_at >= _AGAIN
 
     def _note(self, view: View, pace: "_Pace") -> None:
         for sequence in sorted(view.waiting, key=lambda one: one.key):
@@ -115,12 +139,17 @@ def _before_prompts_that_follow(waiting: tuple[Sequence, ...], due: list[Sequenc
     return waiting if late is None else waiting[: late + 1]
 
 
-def _shares(view: View) -> bool:
-    """Whether a pass over the weights that a mini-batch need not make counts among what it takes."""
+def _shared(view: View) -> float:
+    """What a pass over the weights that a mini-batch need not make is of all that it takes."""
     batch = next((batch for job in view.jobs for batch in job.micro_batches), None)
     if batch is None:  # only an optimizer step is due
-        return True
-    return view.cost.weights["forward_layers"] >= _SHARED * view.cost.predict_iteration([batch])
+        return 1.0
+    return view.cost.weights["forward_layers"] / view.cost.predict_iteration([batch])
+
+
+def _splitting_pays(view: View) -> bool:
+    """Whether two lanes do more than one after the other, and more than riding saves."""
+    return view.cost.lanes.gain > _WORTH and _shared(view) < _SHARED
 
 
 def _is_worth_it(steps: int, shared: int, others: float) -> bool:
@@ -130,9 +159,10 @@ def _is_worth_it(steps: int, shared: int, others: float) -> bool:
 
 
 class _Pace:
-    """How long each request can be left where it is, if all who are there then go on together."""
+    """How long each request can be left where it is, if all who are there then go on together; answers take
+    so much longer (`slowness`) as they do beside training in a lane of its own."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, slowness: float) -> None:
         self._view = view
         config, cost = view.config, view.cost
         self._margin = cost.margin(config, trains=True)
@@ -141,7 +171,8 @@ class _Pace:
         for sequence in everybody:
             start = sequence.virtual + sequence.length
             decode.add_inference(start, 1, 1, sequence.request.adapter, config.layers)
-        self._step = cost.predict_features(decode)
+        self._alone = cost.predict_features(decode)  # a step, on the whole machine
+        self._step = self._alone * slowness
         self._decode = decode
         bounds = [sequence.request.slo.between_tokens for sequence in everybody]
         self._between = min((bound for bound in bounds if bound is not None), default=INFINITE)
@@ -150,7 +181,8 @@ class _Pace:
         self.can_follow = self._can_follow()
         self.prompts = self._prefill_seconds(sum(sequence.remaining for sequence in view.waiting))
 
-    def tokens(self, sequence: Sequence) -> int:
+    @staticmethod
+    def tokens(sequence: Sequence) -> int:
         """Steps until its last token."""
         return max(sequence.request.sampling.max_tokens - len(sequence.output), 1)
 
@@ -173,7 +205,8 @@ class _Pace:
             answer = steps * self._step * (1 + self._margin / max(steps, 1) ** 0.5)
             found.append(_SURE * slo.end_to_end - waited - prefill * sure - answer)
         if slo.deferral is not None:
-            found.append(_SURE * slo.deferral - sequence.deferred)
+            longer = self.tokens(sequence) * (self._step - self._alone)
+            found.append(_SURE * slo.deferral - sequence.deferred - longer)
         return min(found, default=0.0)
 
     def _can_follow(self) -> bool:
@@ -186,7 +219,7 @@ class _Pace:
         """What each of so many prompt rows adds to a step."""
         with_prompts = self._decode.copy()
         with_prompts.add_inference(0, max(rows, 2), 0, None, self._view.config.layers)
-        return max(self._view.cost.predict_features(with_prompts) - self._step, 1e-9) / max(rows, 2)
+        return max(self._view.cost.predict_features(with_prompts) - self._alone, 1e-9) / max(rows, 2)
 
     def _prefill_seconds(self, rows: int) -> float:
         """For so many prompt rows, in steps that are short enough for those who run."""

@@ -2,6 +2,7 @@
 
 from coserve.errors import ConfigError
 from coserve.schedule.policies.base import INFINITE, Allowance, Policy, View, register
+from coserve.schedule.policies.beside import beside
 
 
 @register("spatial")
@@ -10,7 +11,7 @@ class Spatial(Policy):
     between them, or two streams on a GPU. `share` is that of inference. While there is a job a lane that has
     nothing to do leaves its share idle, which is what makes the share fixed.
 
-    Training goes on in pieces of a quantum, beside as many steps of inference as that takes.
+    Training goes on in pieces, each beside several steps of inference.
     """
 
     def __init__(self, share: float = 0.5) -> None:
@@ -19,9 +20,9 @@ class Spatial(Policy):
         self._share = share
 
     def allow(self, view: View) -> Allowance:
-        """A quantum in the training lane; a short one where who arrives meanwhile waits for it."""
+        """A piece in the training lane; a quantum where who arrives meanwhile waits for it."""
         config = view.config
-        quantum = config.quantum_with_inference if view.inference_seconds else config.quantum
-        seconds = quantum / view.cost.lanes.training
-        rows = config.max_training_rows
-        return Allowance(seconds, rows, minimum=INFINITE, split=self._share)
+        if view.inference_seconds:
+            return beside(view, self._share, config.max_training_rows)
+        seconds = config.quantum / view.cost.lanes.training
+        return Allowance(seconds, config.max_training_rows, minimum=INFINITE, split=self._share)
