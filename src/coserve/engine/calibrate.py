@@ -1,10 +1,14 @@
 """Measures what a step costs on this machine, by running steps that answer nobody."""
 
 from collections.abc import Iterator
-from itertools import count
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count, islice
+from statistics import median
 
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.methods.lora import LoRAConfig
+from coserve.core.grid import COARSE
 from coserve.core.plan import Plan, Segment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
@@ -20,6 +24,8 @@ _ROUNDS = 3  # of every step the quickest counts: whatever else the machine did 
 _DECODE = ((1, 32), (4, 256), (16, 64), (16, 256))  # (sequences, cached tokens of each)
 _PREFILL = ((1, 32), (1, 128), (1, 256), (8, 32))  # (sequences, prompt tokens of each)
 _WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
+_BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window in the lane beside them
+_STEPS = 48  # of these sequences, at most, beside one window
 _KEYS = count(-1, -1)  # never a scheduler's
 
 
@@ -35,6 +41,34 @@ def measure(runner: LocalRunner, page_size: int, pages: int, positions: int) -> 
     return [(same[0][0], min(seconds for _, seconds in same)) for same in zip(*rounds, strict=True)]
 
 
+def measure_lanes(
+    runner: LocalRunner, page_size: int, pages: int, positions: int
+) -> tuple[float, float] | None:
+    """How many times as long decode steps take on half of the machine, beside training on the other half, as
+    alone on all of it, and the training there. Like `measure`, a second on 255M parameters.
+
+    None where there is no room for it, or the runner does one thing after the other.
+    """
+    probe = _Probe(runner, page_size)
+    batch, context, rows = _BESIDE
+    rows = min(rows, (positions - 2) // COARSE * COARSE)
+    if batch * -(-(context + _STEPS) // page_size) > pages or context + _STEPS > positions:
+        return None
+    if batch > runner.table.capacity or runner.base.depth < 2:
+        return None
+    answering, training = [], []
+    with _micro_batch(probe, 1, rows) as micro_batch:
+        while not micro_batch.done:  # a half of the layers alone, the other beside answers
+            alone = probe.run(Plan(training=(_next_half(micro_batch, rows),)))[1]
+            if micro_batch.is_put_down:
+                found = _beside(probe, _next_half(micro_batch, rows))
+                answering += found[0]
+                training.append(found[1] / alone)
+    with _decoding(probe) as steps:
+        alone = median(probe.run(step)[1] for step in islice(steps, _ROUNDS))
+    return (median(answering) / alone, median(training)) if all(answering) else None
+
+
 class _Probe:
     """Runs one-off plans and times them."""
 
@@ -46,13 +80,51 @@ class _Probe:
         features = Features.of(plan)
         return features, self.runner.run(plan).seconds
 
-    def sequence(self, tokens: int, answered: int, first_page: int) -> Sequence:
-        """A sequence whose first tokens count as computed; pages from `first_page` on."""
+    def sequence(self, tokens: int, answered: int, first_page: int, room: int = 1) -> Sequence:
+        """A sequence whose first tokens count as computed; pages from `first_page` on, for `room` more."""
         request = Request("calibration", (0,) * (tokens - answered), SamplingParams(seed=0))
         sequence = Sequence(next(_KEYS), request, output=[0] * answered)
-        needed = -(-(tokens + 1) // self.page_size)
+        needed = -(-(tokens + room) // self.page_size)
         sequence.pages = list(range(first_page, first_page + needed))
         return sequence
+
+
+def _next_half(micro_batch: MicroBatch, rows: int) -> Segment:
+    """The next half of the layers, or the tail; it counts as done."""
+    way, span = micro_batch.direction, micro_batch.next_span(micro_batch.layers // 2)
+    micro_batch.advance(0, rows, span)
+    return Segment(micro_batch, 0, rows, way, span)
+
+
+def _beside(probe: _Probe, window: Segment) -> tuple[list[float], float]:
+    """Seconds of each decode step beside a window, and of the window; zeros where nothing is beside."""
+    with _decoding(probe) as steps:
+        result = probe.runner.run(replace(next(steps), training=(window,), split=0.5))
+        answering = [result.lanes[0]]
+        while not result.trained:
+            step = next(steps, Plan())
+            result = probe.runner.run(replace(step, split=0.5))
+            answering += [result.lanes[0]] if step.inference else []
+    return answering, result.lanes[1]
+
+
+@contextmanager
+def _decoding(probe: _Probe) -> Iterator[Iterator[Plan]]:
+    """Decode steps of `_BESIDE`'s sequences, `_STEPS` of them."""
+    batch, context, _ = _BESIDE
+    needed = -(-(context + _STEPS) // probe.page_size)
+    answers = [probe.sequence(context, 1, i * needed, room=_STEPS) for i in range(batch)]
+    yield (_next_tokens(probe, answers) for _ in range(_STEPS))
+    probe.runner.run(Plan(released=tuple(answer.key for answer in answers)))
+
+
+def _next_tokens(probe: _Probe, answers: list[Sequence]) -> Plan:
+    """A row of each, which counts as answered."""
+    depth = Span(0, probe.runner.base.depth)
+    rows = tuple(Segment(answer, answer.length - 1, 1, Direction.INFER, depth) for answer in answers)
+    for answer in answers:
+        answer.output.append(0)
+    return Plan(inference=rows)
 
 
 def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
@@ -70,22 +142,28 @@ def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
 
 
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
-    runner, base = probe.runner, probe.runner.base
-    bank = AdapterBank()
-    half = max(1, base.depth // 2)
+    half = max(1, probe.runner.base.depth // 2)
     for batch, rows in _WINDOWS:
         if rows > limit:
             continue
-        examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
-        config = TrainingConfig(learning_rate=1e-30, batch_size=batch)
-        run = TrainingRun(
-            base, bank, _JOB, fresh_adapter(base, _JOB, LoRAConfig(), 0), examples, config, runner.arena
-        )
-        runner.runs[_JOB] = run
-        (micro_batch,) = run.next_step(_KEYS)
-        yield from _there_and_back(probe, micro_batch, batch * rows, half)
-        yield probe.run(Plan(updates=(_JOB,)))
-        del runner.runs[_JOB]
+        with _micro_batch(probe, batch, rows) as micro_batch:
+            yield from _there_and_back(probe, micro_batch, batch * rows, half)
+            yield probe.run(Plan(updates=(_JOB,)))
+
+
+@contextmanager
+def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
+    """The one micro-batch of a job's only step, `batch` examples of `rows` tokens."""
+    runner, base = probe.runner, probe.runner.base
+    examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
+    config = TrainingConfig(learning_rate=1e-30, batch_size=batch)
+    adapter = fresh_adapter(base, _JOB, LoRAConfig(), 0)
+    run = TrainingRun(base, AdapterBank(), _JOB, adapter, examples, config, runner.arena)
+    runner.runs[_JOB] = run
+    (micro_batch,) = run.next_step(_KEYS)
+    yield micro_batch
+    run.drop_tapes()
+    del runner.runs[_JOB]
 
 
 def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int) -> Iterator[Sample]:

@@ -23,7 +23,7 @@ from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.engine.admission import Admission
-from coserve.engine.calibrate import measure
+from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.counted import count
 from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.handles import Completion, FineTuning, Keeping
@@ -100,8 +100,10 @@ class Engine:
 
     def calibrate(self) -> None:
         """Measures what steps cost on this machine: seconds, before anything else is under way."""
-        samples = measure(self.runner, self.config.page_size, self.config.pages, self.base.max_positions)
-        self.scheduler.cost.fit(samples)
+        room = self.config.page_size, self.config.pages, self.base.max_positions
+        self.scheduler.cost.fit(measure(self.runner, *room))
+        if (lanes := measure_lanes(self.runner, *room)) is not None:
+            self.scheduler.cost.lanes.start(*lanes)
 
     # The loop
 

@@ -220,6 +220,7 @@ class Costs:
     weights: Mapping[str, float]
     factors: Mapping[str, float]
     error: float
+    lanes: tuple[float, float] = LaneCosts.UNKNOWN
 
     @property
     def is_sound(self) -> bool:
@@ -231,7 +232,7 @@ class Costs:
         return (
             all(0.0 <= cost < float("inf") for cost in costs)
             and any(self.weights.values())
-            and all(1 / _OUTLIER <= factor <= _OUTLIER for factor in self.factors.values())
+            and all(1 / _OUTLIER <= factor <= _OUTLIER for factor in (*self.factors.values(), *self.lanes))
         )
 
 
@@ -330,6 +331,7 @@ class CostModel:
             dict(zip(NAMES, self._weights, strict=True)),
             dict(self._factors),
             self.error,
+            (self.lanes.inference, self.lanes.training),
         )
 
     def recall(self, costs: Costs) -> None:
@@ -340,6 +342,7 @@ class CostModel:
         self._factors.update(costs.factors)
         self._apply_factors()
         self.error = costs.error
+        self.lanes.start(*costs.lanes)
 
     def _start(self, weights: list[float]) -> None:
         self._measured = weights

@@ -13,9 +13,14 @@ class LaneCosts:
     overhead between them) loses less: a little less is assumed until steps have shown it.
     """
 
+    UNKNOWN: Final = (1.8, 1.8)
+
     def __init__(self) -> None:
-        self.inference = 1.8
-        self.training = 1.8
+        self.inference, self.training = self.UNKNOWN
+
+    def start(self, inference: float, training: float) -> None:
+        """Takes over factors that were measured."""
+        self.inference, self.training = _within(inference), _within(training)
 
     @property
     def gain(self) -> float:

@@ -1,5 +1,7 @@
 """What lanes cost, by hand; and what the cost model makes of a step that had two."""
 
+from dataclasses import replace
+
 import pytest
 
 from coserve.core.plan import Plan, Segment, StepResult
@@ -53,7 +55,11 @@ def test_the_model_learns_what_each_lane_took_more_than_alone() -> None:
     model.observe_lanes(plan(ANSWER, TRAINING), StepResult(9.0, lanes=(8.0, 9.0)))
     assert model.lanes.inference == pytest.approx(1.8 + 0.05 * (2.0 - 1.8))
     assert model.lanes.training == pytest.approx(1.8 + 0.05 * (1.5 - 1.8))
-    assert model.learned == before  # what a step costs alone shows in other steps
+    lanes = (model.lanes.inference, model.lanes.training)
+    assert model.learned == replace(before, lanes=lanes)  # what a step costs alone shows in other steps
+    other = CostModel(COSTS)
+    other.recall(model.learned)
+    assert (other.lanes.inference, other.lanes.training) == lanes
 
 
 def test_training_that_goes_on_is_judged_when_it_is_done() -> None:

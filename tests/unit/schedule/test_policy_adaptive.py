@@ -368,9 +368,11 @@ def test_who_is_answered_beside_training_enters_sooner() -> None:
 # On a machine like a real one, which does exactly what is predicted
 
 
-def make_scheduler(policy: str) -> Scheduler:
+def make_scheduler(policy: str, lanes: float = 3.0) -> Scheduler:
     settings = SchedulerConfig(layers=DEPTH, max_positions=1024, starvation=None)
-    return Scheduler(settings, PagePool(2048, 16), known_exactly(CostModel()), make_policy(policy))
+    it = Scheduler(settings, PagePool(2048, 16), known_exactly(CostModel()), make_policy(policy))
+    it.cost.lanes.start(lanes, lanes)
+    return it
 
 
 def give(it: Scheduler, job: str, weight: float = 1.0) -> None:
@@ -444,9 +446,11 @@ def traffic(seed: str, rate: float, seconds: float, kind: str) -> list[Request]:
     return made
 
 
-def serve(policy: str, requests: list[Request], seconds: float) -> tuple[list[Sequence], float]:
-    """All requests, answered, and the rows that were trained within so many seconds."""
-    it, runner = make_scheduler(policy), FakeRunner(16)
+def serve(
+    policy: str, requests: list[Request], seconds: float, lanes: float = 3.0
+) -> tuple[list[Sequence], float, FakeRunner]:
+    """All requests, answered, the rows that were trained within so many seconds, and who ran all that."""
+    it, runner = make_scheduler(policy, lanes), FakeRunner(16)
     give(it, "a")
     coming, sequences, trained = deque(requests), [], 0.0
     while runner.now < seconds or coming or not all(sequence.is_finished for sequence in sequences):
@@ -455,7 +459,7 @@ def serve(policy: str, requests: list[Request], seconds: float) -> tuple[list[Se
         step(it, runner)
         if runner.now < seconds:
             trained = it.stats.backward_rows
-    return sequences, trained
+    return sequences, trained, runner
 
 
 def broken(sequence: Sequence) -> list[str]:
@@ -474,9 +478,11 @@ def broken(sequence: Sequence) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["end_to_end", "tokens", "deferral", "mixed"])
 @pytest.mark.parametrize("rate", [0.5, 1.0, 3.0])
-def test_every_bound_is_kept(kind: str, rate: float) -> None:
+@pytest.mark.parametrize("lanes", [2.0, 3.0])  # what they take here, or so much that there are none
+def test_every_bound_is_kept(kind: str, rate: float, lanes: float) -> None:
     for seed in range(4):
-        sequences, _ = serve("adaptive", traffic(f"{kind}/{seed}", rate, 10.0, kind), 10.0)
+        sequences, _, runner = serve("adaptive", traffic(f"{kind}/{seed}", rate, 10.0, kind), 10.0, lanes)
+        assert any(plan.split for plan in runner.plans) is (lanes == 2.0)
         missed = {sequence.request.id: broken(sequence) for sequence in sequences}
         assert not any(missed.values()), missed
 

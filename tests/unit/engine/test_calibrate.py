@@ -1,0 +1,41 @@
+"""What an engine measures before it serves anybody."""
+
+from typing import Any
+
+import pytest
+
+from coserve import Engine, EngineConfig, SamplingParams
+from coserve.engine.calibrate import measure_lanes
+from models import tiny
+
+
+def make_engine(**changes: Any) -> Engine:
+    config = {"calibrate": False, "cache_tokens": 1024, "page_size": 8, **changes}
+    return Engine(tiny("llama"), EngineConfig(**config))
+
+
+def measured(engine: Engine) -> tuple[float, float] | None:
+    config = engine.config
+    return measure_lanes(engine.runner, config.page_size, config.pages, engine.base.max_positions)
+
+
+def test_lanes_are_measured_and_nothing_remains() -> None:
+    engine = make_engine()
+    few = SamplingParams(max_tokens=4)
+    before = list(engine.generate([5, 17, 3], sampling=few))
+    found = measured(engine)
+    assert found is not None and all(0.1 < factor < 100.0 for factor in found)
+    assert not engine.runner.runs and engine.runner.arena._out == 0
+    assert list(engine.generate([5, 17, 3], sampling=few)) == before
+
+
+@pytest.mark.parametrize(
+    "changes", [{"cache_tokens": 128}, {"max_running": 3}, {"deterministic": True}], ids=str
+)
+def test_without_room_or_lanes_there_is_nothing_to_measure(changes: dict[str, Any]) -> None:
+    assert measured(make_engine(**changes)) is None
+
+
+def test_an_engine_that_calibrates_knows_its_lanes() -> None:
+    lanes = make_engine(calibrate=True).scheduler.cost.lanes
+    assert (lanes.inference, lanes.training) != lanes.UNKNOWN
