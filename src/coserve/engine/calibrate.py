@@ -59,13 +59,15 @@ def measure_lanes(
     answering, training = [], []
     with _micro_batch(probe, 1, rows) as micro_batch:
         while not micro_batch.done:  # a half of the layers alone, the other beside answers
-            alone = probe.run(Plan(training=(_next_half(micro_batch, rows),)))[1]
+            with _next_half(micro_batch, rows) as window:
+                alone = probe.run(Plan(training=(window,)))[1]
             if micro_batch.is_put_down:
-                found = _beside(probe, _next_half(micro_batch, rows))
-                answering += found[0]
-                training.append(found[1] / alone)
-    with _decoding(probe) as steps:
-        alone = median(probe.run(step)[1] for step in islice(steps, _ROUNDS))
+                with _next_half(micro_batch, rows) as window:
+                    steps, seconds = _beside(probe, window)
+                answering += steps
+                training.append(seconds / alone)
+    with _decoding(probe) as decode:
+        alone = median(probe.run(step)[1] for step in islice(decode, _ROUNDS))
     return (median(answering) / alone, median(training)) if all(answering) else None
 
 
@@ -89,11 +91,12 @@ class _Probe:
         return sequence
 
 
-def _next_half(micro_batch: MicroBatch, rows: int) -> Segment:
-    """The next half of the layers, or the tail; it counts as done."""
-    way, span = micro_batch.direction, micro_batch.next_span(micro_batch.layers // 2)
+@contextmanager
+def _next_half(micro_batch: MicroBatch, rows: int) -> Iterator[Segment]:
+    """The next half of the layers, or the tail; done when left."""
+    span = micro_batch.next_span(micro_batch.layers // 2)
+    yield Segment(micro_batch, 0, rows, micro_batch.direction, span)
     micro_batch.advance(0, rows, span)
-    return Segment(micro_batch, 0, rows, way, span)
 
 
 def _beside(probe: _Probe, window: Segment) -> tuple[list[float], float]:

@@ -236,11 +236,9 @@ class Tape:
         """For every layer's output. Those below the lowest layer that goes back are passed on and no more: a
         row is in one place at a time."""
         passing = max(min(self.fates.lowest - 1, self.base.depth - 1), 0)
-        first = [self._room(hidden, self.rows, self.base.hidden_size)] * passing
-        rest = [
-            self._room(hidden, self.rows, self.base.hidden_size) for _ in range(self.base.depth - passing)
-        ]
-        return first + rest
+        taken = self.base.depth - passing + bool(passing)
+        rooms = [self._room(hidden, self.rows, self.base.hidden_size) for _ in range(taken)]
+        return rooms[:1] * max(passing - 1, 0) + rooms
 
     def _room(self, like: Tensor, *shape: int) -> Tensor:
         return self._arena.take(shape, like.dtype, like.device)

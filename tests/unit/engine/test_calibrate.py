@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.engine.calibrate import measure_lanes
+from coserve.engine.calibrate import measure, measure_lanes
 from models import tiny
 
 
@@ -34,6 +34,13 @@ def test_lanes_are_measured_and_nothing_remains() -> None:
 )
 def test_without_room_or_lanes_there_is_nothing_to_measure(changes: dict[str, Any]) -> None:
     assert measured(make_engine(**changes)) is None
+
+
+def test_nothing_remains_of_the_steps_that_were_measured() -> None:
+    engine = make_engine()
+    config = engine.config
+    assert measure(engine.runner, config.page_size, config.pages, engine.base.max_positions)
+    assert not engine.runner.runs and engine.runner.arena._out == 0
 
 
 def test_an_engine_that_calibrates_knows_its_lanes() -> None:
