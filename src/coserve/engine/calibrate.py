@@ -45,7 +45,7 @@ def measure_lanes(
     runner: LocalRunner, page_size: int, pages: int, positions: int
 ) -> tuple[float, float] | None:
     """How many times as long decode steps take on half of the machine, beside training on the other half, as
-    alone on all of it, and the training there. Like `measure`, a second on 255M parameters.
+    alone on all of it, and the training there. Like `measure`; two seconds on 255M parameters.
 
     None where there is no room for it, or the runner does one thing after the other.
     """
