@@ -102,8 +102,10 @@ class Engine:
         """Measures what steps cost on this machine: seconds, before anything else is under way."""
         room = self.config.page_size, self.config.pages, self.base.max_positions
         self.scheduler.cost.fit(measure(self.runner, *room))
+        threads = torch.get_num_threads()
         if (lanes := measure_lanes(self.runner, *room)) is not None:
             self.scheduler.cost.lanes.start(*lanes)
+        torch.set_num_threads(threads)  # a lane's own number is MKL's for the whole process
 
     # The loop
 
