@@ -59,13 +59,16 @@ class Stage:
     ) -> Phase:
         """Lets everybody ask for so long, or until all of `jobs` have ended, and says what was measured.
 
+        It goes on until each job has made a step: where bounds leave training little, a short act had none.
         `slo` is the bound between tokens that each request states. Ctrl-C ends the act, not the figures.
         """
         engine, crowd = self.engine, Crowd(self.engine, source, slo)
         started = engine.clock()
         meter = Meter(engine.scheduler.stats, started)
         now, shown = started, started
-        while now < started + seconds and not self._stopped and not _all_ended(jobs):
+        while (
+            (now < started + seconds or not _all_begun(jobs)) and not self._stopped and not _all_ended(jobs)
+        ):
             crowd.submit()
             if engine.scheduler.has_work:
                 crowd.take(engine.step())
@@ -144,6 +147,10 @@ def _timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def _all_begun(jobs: Sequence[FineTuning]) -> bool:
+    return all(job.history or job.status != "running" for job in jobs)
 
 
 def _all_ended(jobs: Sequence[FineTuning]) -> bool:
