@@ -86,12 +86,12 @@ def window_pairs(batch: MicroBatch, start: int, rows: int) -> int:
 class Features:
     """What is in a step, counted as it is put together. `values` follows `NAMES`."""
 
-    __slots__ = ("_adapters", "_covered", "_fills", "_returned", "trains", "values")
+    __slots__ = ("_adapters", "_covered", "_fills", "_returned", "answers", "trains", "values")
 
     def __init__(self) -> None:
         self.values = [0.0] * len(NAMES)
         self.values[_STEP] = 1.0
-        self.trains = False
+        self.trains = self.answers = False
         self._covered = 0  # a bit for each layer that some forward row visits
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._fills = 0  # passes over the whole depth that precede the step's own
@@ -119,7 +119,7 @@ class Features:
         """The same counts, to try something on."""
         twin = Features.__new__(Features)
         twin.values = self.values.copy()
-        twin.trains = self.trains
+        twin.trains, twin.answers = self.trains, self.answers
         twin._covered = self._covered
         twin._returned = self._returned.copy()
         twin._fills = self._fills
@@ -146,6 +146,7 @@ class Features:
 
     def add_inference(self, start: int, rows: int, tail: int, adapter: str | None, depth: int) -> None:
         """Counts in `rows` rows after `start` cached ones, `tail` of which go through the head."""
+        self.answers = True
         values = self.values
         values[_FORWARD_LAYERS] = 1.0 + self._fills
         self._covered = (1 << depth) - 1
@@ -306,7 +307,10 @@ class CostModel:
         predicted = max(sum(map(mul, self._effective, values)), 1e-9)
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
-        self.misses.observe(taken / predicted, features.trains)
+        # An optimizer step alone takes four times its few milliseconds now and then; that says nothing about
+        # a step that somebody waits for.
+        if features.answers:
+            self.misses.observe(taken / predicted, features.trains)
         self._correct_weights(values, taken, predicted)
         self._correct_factors(values, taken, predicted)
         self._apply_factors()

@@ -103,8 +103,10 @@ class Filler:
         most, least = self._allowance.rows, max(1, self._config.min_training_rows // share)
         if most is None:
             return [batch.rows_left]
-        if self._draft.training and not self._draft.inference:
-            # What is left of a step is worth less than a window that stays whole: see `_largest`.
+        # What is left of a step is worth less than a window that stays whole: see `_largest`. Parts of a loss
+        # share nothing but the head.
+        whole = not self._allowance.cut and batch.direction is not Direction.LOSS
+        if whole or (self._draft.training and not self._draft.inference):
             return [min(most, batch.rows_left)]
         ladder = [most]
         while ladder[-1] > least:

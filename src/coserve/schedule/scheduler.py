@@ -287,6 +287,7 @@ class Scheduler:
                 running=self.running,
                 inference_seconds=slack.inference,
                 slack=slack.training,
+                whole_slack=slack.whole,
                 deferral=slack.deferral,
             )
         )

@@ -21,6 +21,7 @@ class Slack:
 
     inference: float
     training: float
+    whole: float
     deferral: float
 
 
@@ -29,7 +30,7 @@ def measure(draft: Draft, lines: Lines, cost: CostModel, config: SchedulerConfig
     margin = cost.margin(config, trains=True)
     step = cost.predict_features(draft.features) if draft.inference else 0.0
     planned = {segment.sequence.key: segment.length for segment in draft.inference}
-    training = deferral = INFINITE
+    training = whole = deferral = INFINITE
     queue = 0  # rows that must pass before the sequence at hand has its next token
     for sequence in [*lines.running, *lines.waiting[: config.max_running]]:
         rest = sequence.remaining - planned.get(sequence.key, 0)
@@ -39,17 +40,23 @@ def measure(draft: Draft, lines: Lines, cost: CostModel, config: SchedulerConfig
             if rest and _is_bound(sequence)
             else 0.0
         )
-        left = limits(sequence, draft.now, ahead, step, margin)
-        training = min(training, *left) if left else min(training, config.ride_along * step)
+        ride_along = config.ride_along * step
+        left = limits(sequence, draft.now, ahead, step, margin) or [(ride_along, ride_along)]
+        training = min(training, *(share for share, _ in left))
+        whole = min(whole, *(together for _, together in left))
         if sequence.request.slo.deferral is not None:
             deferral = min(deferral, _deferral(sequence, margin))
-    return Slack(step, max(training, 0.0), max(deferral, 0.0))
+    return Slack(step, max(training, 0.0), max(whole, 0.0), max(deferral, 0.0))
 
 
-def limits(sequence: Sequence, now: float, ahead: float, step: float, margin: float) -> list[float]:
-    """What each bound that still applies leaves for training, when the next token is `ahead` seconds off."""
+def limits(
+    sequence: Sequence, now: float, ahead: float, step: float, margin: float
+) -> list[tuple[float, float]]:
+    """What each bound that still applies leaves for training, in this step and in all to come together, when
+    the next token is `ahead` seconds off."""
     slo, arrival = sequence.request.slo, sequence.request.arrival
-    found = []
+    found: list[float] = []
+    shared: list[tuple[float, float]] = []
     if slo.first_token is not None and sequence.first_token_at is None:
         found.append((arrival + slo.first_token - now) / (1 + margin) - ahead)
     if slo.between_tokens is not None and sequence.last_token_at is not None:
@@ -59,10 +66,10 @@ def limits(sequence: Sequence, now: float, ahead: float, step: float, margin: fl
         # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
         tokens = max(sequence.request.sampling.max_tokens - len(sequence.output), 1)
         whole = (arrival + slo.end_to_end - now) / (1 + margin / tokens**0.5) - ahead - (tokens - 1) * step
-        found.append(whole / tokens)
+        shared.append((whole / tokens, whole))
     if slo.deferral is not None:
         found.append(_deferral(sequence, margin))
-    return found
+    return [*shared, *zip(found, found, strict=True)]
 
 
 def _deferral(sequence: Sequence, margin: float) -> float:

@@ -256,6 +256,39 @@ def test_a_quantum_is_as_long_as_requests_are_patient(
     assert policy.allow(state).seconds == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "cut"),
+    [
+        ((), True),  # nothing is known of who may come
+        ((SLO(),), True),  # wants its answer as soon as can be
+        ((SLO(first_token=21.0),), False),  # a layer's second is less than a twentieth
+        ((SLO(first_token=19.0),), True),
+        ((SLO(end_to_end=21.0, deferral=30.0),), False),
+        ((SLO(end_to_end=30.0, deferral=19.0),), True),
+        ((SLO(end_to_end=19.0), *[SLO(end_to_end=30.0)] * 31), True),
+        ((SLO(end_to_end=19.0), *[SLO(end_to_end=30.0)] * 32), False),  # that one is long ago
+    ],
+)
+def test_windows_are_cut_where_a_layer_takes_too_long_for_who_may_come(
+    bounds: tuple[SLO, ...], cut: bool
+) -> None:
+    policy = make_policy("adaptive")
+    for key, slo in enumerate(bounds, 1):
+        policy.admit(view((asked(key, slo=slo),)))
+    assert policy.allow(view(config=config(quantum=0.9))).cut is cut
+    assert not policy.allow(view(config=config(quantum=1.0))).cut  # it fits
+
+
+@pytest.mark.parametrize(
+    ("bound", "waited", "enters"),
+    [(21.0, 18.9, False), (21.0, 19.1, True), (15.0, 13.6, False), (15.0, 13.8, True)],
+)
+def test_who_cannot_wait_for_a_layer_more_enters(bound: float, waited: float, enters: bool) -> None:
+    """Its prompt takes a second and a layer another; where windows are cut a third of a quantum is left."""
+    state = view((asked(1, slo=SLO(first_token=stated(bound))),), config=config(quantum=0.9), now=waited)
+    assert keys(make_policy("adaptive"), state) == ([1] if enters else [])
+
+
 def test_of_few_requests_little_is_concluded() -> None:
     found = [seen(*[100.0] * count).allow(view()).seconds for count in (0, 1, 4, 8, 16, 32)]
     assert found == pytest.approx([1.0, 1.0, 2.5, 5.0, 10.0, 10.0])
@@ -277,10 +310,14 @@ def test_a_window_may_be_a_whole_micro_batch(inference: float, largest: int, row
 
 @pytest.mark.parametrize("slack", [0.0, 0.25, 4.0, 50.0])
 @pytest.mark.parametrize("starving", [False, True])
-def test_beside_answers_training_has_what_their_bounds_leave(slack: float, starving: bool) -> None:
-    state = view(inference_seconds=1.0, slack=slack, deferral=3.0, starving=starving)
+@pytest.mark.parametrize("whole", [1.2, 1.3])
+def test_beside_answers_training_has_what_their_bounds_leave(
+    slack: float, starving: bool, whole: float
+) -> None:
+    """Its windows are cut where it starves and a layer's second is more than four fifths of what is left."""
+    state = view(inference_seconds=1.0, slack=slack, whole_slack=whole, deferral=3.0, starving=starving)
     found, theirs = make_policy("adaptive").allow(state), make_policy("hybrid").allow(state)
-    assert found == replace(theirs, rows=512)
+    assert found == replace(theirs, rows=512, cut=starving and whole == 1.2)
 
 
 @pytest.mark.parametrize(
@@ -312,27 +349,42 @@ def lanes(inference: float, training: float) -> CostModel:
 
 
 @pytest.mark.parametrize(
-    ("factors", "slack", "deferral", "left", "lane"),
+    ("factors", "slack", "whole", "deferral", "left", "lane"),
     [
-        ((1.5, 1.5), 0.5, 100.0, 4, 4 * 1.5 / 1.5),  # as long as its last 4 tokens take beside training
-        ((1.5, 2.0), 0.5, 100.0, 4, 4 * 1.5 / 2.0),
-        ((1.5, 1.5), 50.0, 100.0, 20, 8.0),  # 8 of them at most
-        ((1.5, 1.5), 0.4, 100.0, 4, None),  # its bound does not leave half a second a token
-        ((1.5, 1.5), 0.5, 3.9, 4, None),  # nor the one on all its deferral 8 times that
-        ((2.6, 2.7), 50.0, 100.0, 4, 4 * 2.6 / 2.7),  # what looks like a loss may be a machine become slower
-        ((2.7, 2.7), 50.0, 100.0, 4, None),  # this does not
+        ((1.5, 1.5), 0.5, 9.0, 99.0, 4, 4 * 1.5 / 1.5),  # as long as its last 4 tokens take beside training
+        ((1.5, 2.0), 0.5, 9.0, 99.0, 4, 4 * 1.5 / 2.0),
+        ((1.5, 1.5), 50.0, 50.0, 99.0, 20, 16.0),  # 16 of them at most
+        # What its bound leaves for all of them is enough for some, of which a fifth is kept.
+        ((1.5, 1.5), 0.4, 5.0, 99.0, 20, 8.0),
+        ((1.5, 1.5), 0.4, 2.5, 99.0, 20, 4.0),
+        ((1.5, 1.5), 0.4, 2.4, 99.0, 20, None),  # not even for 4
+        ((1.5, 1.5), 0.4, 1.3, 99.0, 2, 2.0),  # but that is the rest
+        ((1.5, 1.5), 0.5, 9.0, 5.0, 20, 8.0),  # the bound on all its deferral likewise
+        ((1.5, 1.5), 0.5, 9.0, 2.4, 20, None),
+        ((0.9, 1.5), 0.0, 0.0, 99.0, 4, None),  # of nothing there is nothing to spend
+        ((0.9, 1.5), 0.0, 0.1, 99.0, 4, 4 * 1.0 * 0.9 / 1.5),  # what takes no longer costs nothing
+        (
+            (2.6, 2.7),
+            50.0,
+            50.0,
+            99.0,
+            4,
+            4 * 2.6 / 2.7,
+        ),  # what looks like a loss may be a machine become slower
+        ((2.7, 2.7), 50.0, 50.0, 99.0, 4, None),  # this does not
     ],
 )
 def test_beside_answers_training_has_a_lane_where_bounds_bear_it(
-    factors: tuple[float, float], slack: float, deferral: float, left: int, lane: float | None
+    factors: tuple[float, float], slack: float, whole: float, deferral: float, left: int, lane: float | None
 ) -> None:
     state = view(
         running=(asked(1, tokens=left),), cost=lanes(*factors), inference_seconds=1.0, slack=slack,
-        deferral=deferral, config=replace(config(), quantum_with_inference=1.0),
+        whole_slack=whole, deferral=deferral, config=replace(config(), quantum_with_inference=1.0),
     )  # fmt: skip
     found = make_policy("adaptive").allow(state)
     assert found.split == (None if lane is None else 0.5)
-    assert lane is None or (found.seconds, found.minimum, found.rows) == (pytest.approx(lane), INFINITE, 512)
+    expected = (pytest.approx(lane), INFINITE, 512, False)
+    assert lane is None or (found.seconds, found.minimum, found.rows, found.cut) == expected
 
 
 def test_there_is_no_lane_beside_prompts_nor_where_riding_saves_more() -> None:

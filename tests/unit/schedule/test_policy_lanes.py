@@ -126,7 +126,7 @@ def test_a_lane_pays_for_its_own_pass_over_the_weights() -> None:
     it = spatial(0.5, {"x": Ask(0, 9)}, PASSES, quantum_with_inference=0.0)
     it.run(until=60)
     assert steps(it)[:5] == [
-        (0.0, 1, [(KEEP, 0, 32, 0, 2)]),  # 6 of 8 steps' 17
+        (0.0, 1, [(KEEP, 0, 32, 0, 2)]),  # 6 of 16 steps' 34
         (2.125, 1, []),
         (4.25, 1, []),
         (6.375, 1, [(LOSS, 0, 32, 2, 3)]),  # takes no time here
@@ -145,22 +145,19 @@ def test_without_a_job_there_is_one_lane() -> None:
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("quantum", [0.0, 3.0])
-def test_training_takes_eight_steps_or_a_quantum_of_its_lane(share: float, quantum: float) -> None:
-    """No window that fits there is left out, and none that does not is taken."""
-    it = spatial(share, {"x": Ask(0, 60)}, TOKENS | {"tail_rows": 1 / 8}, quantum_with_inference=quantum)
+def test_training_takes_sixteen_steps_or_a_quantum_of_its_lane(share: float, quantum: float) -> None:
+    """Both layers of a window in one piece where they fit, else one after the other; it is not cut."""
+    it = spatial(share, {"x": Ask(0, 90)}, TOKENS | {"tail_rows": 1 / 8}, quantum_with_inference=quantum)
     it.run(until=90)
-    room = max(8 * (1 / 8 + 1 / 16) / share, quantum) * (1 - share)
-    row = {KEEP: 1 / 16, LOSS: 1 / 64, BACK: 1 / 8}
-    windows = [window for _, _, windows in steps(it) for window in windows]
-    assert {way for way, *_ in windows} == {KEEP, LOSS, BACK}
-    assert all(
-        row[way] * (end - start) * (last - first if way is LOSS else (last - first) / 2) <= room
-        for way, start, end, first, last in windows
-    )
-    largest = max(
-        (end - start) * (last - first) / 2 for way, start, end, first, last in windows if way is BACK
-    )
-    assert 2 * row[BACK] * largest > room  # the next larger window has twice the rows
+    room = max(16 * (1 / 8 + 1 / 16) / share, quantum) * (1 - share)
+    found: dict[Direction, set[tuple[int, int, int]]] = {KEEP: set(), LOSS: set(), BACK: set()}
+    for _, _, windows in steps(it):
+        for way, start, end, first, last in windows:
+            found[way].add((start, end, last - first))
+    seconds = {KEEP: 32 / 16, BACK: 32 / 8}  # of both layers
+    assert found == {way: {(0, 32, 2 if seconds[way] <= room else 1)} for way in seconds} | {
+        LOSS: {(0, 32, 1)}
+    }
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])

@@ -67,6 +67,24 @@ def test_no_other_rung_would_do_more() -> None:
                 assert rows * layers <= chosen.length * len(chosen.span)
 
 
+@pytest.mark.parametrize("direction", [Direction.KEEP, Direction.BACKWARD])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_window_that_may_not_be_cut_stays_whole_or_waits(direction: Direction, inference: bool) -> None:
+    layer = added(fill(micro_batch(400, direction), 0.0, inference, minimum=INFINITE, cut=False), inference)
+    for seconds, layers in ((0.99 * layer, 0), (1.01 * layer, 1), (1.0, DEPTH)):
+        cut = fill(micro_batch(400, direction), seconds, inference).training
+        whole = fill(micro_batch(400, direction), seconds, inference, cut=False).training
+        assert [(segment.length, len(segment.span)) for segment in whole] == (
+            [(400, layers)] if layers else []
+        )
+        assert layers or 0 < cut[0].length < 400
+
+
+def test_a_loss_may_be_cut_always() -> None:
+    (segment,) = fill(micro_batch(400, Direction.LOSS), 0.02, cut=False).training
+    assert 0 < segment.length < 400
+
+
 def test_nothing_fits_into_nothing() -> None:
     assert fill(micro_batch(), 0.0).training == []
     assert fill(micro_batch(), -1.0).training == []

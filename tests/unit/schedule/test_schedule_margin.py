@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -81,3 +82,17 @@ def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
     for _ in range(60):
         cost.misses.observe(4.0, trains=True)
     assert cost.margin(CONFIG, trains=True) == CONFIG.max_margin
+
+
+def test_steps_that_nobody_waits_for_say_nothing() -> None:
+    """An optimizer step alone is over in milliseconds, and takes three times as long now and then."""
+    cost, sequence = CostModel(), Sequence(1, Request("r", (1,) * 8), output=[1])
+    decode = Plan((Segment(sequence, 8, 1, Direction.INFER, Span(0, 4)),))
+    update = Plan(updates=("a",))
+    for _ in range(40):
+        cost.observe(decode, cost.predict(decode))
+        cost.observe(update, 3.0 * cost.predict(update))
+    assert cost.margin(CONFIG, trains=True) == pytest.approx(0.0, abs=1e-9)
+    for _ in range(40):
+        cost.observe(replace(decode, updates=("a",)), 1.5 * cost.predict(replace(decode, updates=("a",))))
+    assert cost.margin(CONFIG, trains=True) > 0.1

@@ -96,6 +96,14 @@ def test_first_token_is_over_once_it_came() -> None:
 def test_end_to_end_is_shared_out_over_the_tokens_left() -> None:
     found = slack([decoding(SLO(end_to_end=2.0), output=1)], [])
     assert found.training == pytest.approx((1.0 - 10 * 0.011) / 10)
+    assert found.whole == pytest.approx(1.0 - 10 * 0.011)  # if it is all spent at once
+
+
+def test_what_is_spent_at_once_breaks_no_bound_of_a_step() -> None:
+    found = slack([decoding(SLO(end_to_end=2.0, between_tokens=0.3))], [])
+    assert found.whole == pytest.approx(0.3 - 0.005 - 0.011)
+    assert slack([decoding(SLO(end_to_end=2.0)), decoding(SLO(), 3)], []).whole == pytest.approx(0.5 * 0.012)
+    assert slack([decoding(SLO(between_tokens=0.001))], []).whole == 0.0
 
 
 def test_an_end_that_has_passed_binds_no_more() -> None:

@@ -2,12 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
 
-from coserve.core.sequence import Sequence
-from coserve.schedule.cost import Features
+from coserve.core.sequence import Direction, Sequence, Span
+from coserve.schedule.cost import Features, window_pairs
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
 from coserve.schedule.policies.beside import STEPS, beside
 from coserve.schedule.policies.hybrid import Hybrid
@@ -15,7 +15,7 @@ from coserve.schedule.policies.hybrid import Hybrid
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
 _KNOWN: Final = 16  # requests after which their patience is: of fewer less is concluded
 _SURE: Final = 0.9  # of a bound: who enters last has nothing left to make up for a slow step with
-_DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in
+_DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in, even if windows are cut
 _COMPANY: Final = 2.0  # others expected while one can wait; where fewer are, waiting gathers too few
 _SHARED: Final = 0.05  # of a mini-batch's time: reads of weights that riding must save, or it waits instead
 _SOON: Final = 1.5  # seconds that training can wait for the machine; then it rides, whatever that saves
@@ -24,8 +24,21 @@ _HALF: Final = 0.5  # of the machine, for answers beside training in a lane of i
 # the other, but while they do nothing shows what answers would take alone: where a machine became slower
 # meanwhile that is laid to the lanes' charge.
 _WORTH: Final = -0.25
+_FEWEST: Final = 4.0  # steps beside a piece: of shorter ones too much of the lane's time is lost
+_SPENT: Final = 0.8  # of what all steps of an answer may take longer, on those beside one piece
 _AGAIN: Final = 10.0  # seconds after which lanes that gained too little are tried once more
+_PIECE: Final = 0.05  # of the shortest bound of late: what a window through one layer may take
 _PATIENCE: Final = 0.5  # of what the least patient of those could wait: what a quantum may take
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A request of late: when it arrived, how long it could wait, and the shortest of its bounds on all of an
+    answer or its beginning; 0 where it states none."""
+
+    arrival: float
+    patience: float
+    bound: float
 
 
 @register("adaptive")
@@ -50,8 +63,7 @@ class Adaptive(Hybrid):
     whole = True
 
     def __init__(self) -> None:
-        # When the newest requests arrived, and how long each could wait.
-        self._newest: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+        self._newest: deque[_Seen] = deque(maxlen=_REMEMBERED)
         self._last = 0  # key of the last of them
         self._left = INFINITE  # seconds until somebody is due
         self._prompts = 0.0  # seconds of others' prompts before the first token of who comes now
@@ -71,7 +83,10 @@ class Adaptive(Hybrid):
         if not self._gathers(view.now):
             return view.waiting
         left = {sequence.key: pace.until_entry(sequence) for sequence in view.waiting}
-        due = [s for s in view.waiting if left[s.key] <= view.config.quantum * _DUE]
+        least = view.config.quantum * _DUE
+        if not self._cuts(view):
+            least = max(least, _layer_seconds(view) * (1 + view.cost.margin(view.config, trains=True)))
+        due = [s for s in view.waiting if left[s.key] <= least]
         if due:
             return _before_prompts_that_follow(view.waiting, due) if pace.can_follow else view.waiting
         shared = max((pace.tokens(sequence) for sequence in view.running), default=0)
@@ -86,51 +101,63 @@ class Adaptive(Hybrid):
         config = view.config
         rows = max([config.max_training_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
         if view.inference_seconds:
-            if self._splits(view):
+            if steps := self._steps_beside(view):
                 self._split_at = self._alone = view.now
-                return beside(view, _HALF, rows, max(_Pace.tokens(one) for one in view.running))
+                return beside(view, _HALF, rows, steps)
             rides = not self._gathers(view.now) or view.now - self._alone >= _SOON or _shared(view) >= _SHARED
-            return replace(super().allow(view), rows=rows) if rides else NO_TRAINING
+            # Parts that would fit cost more later than they fill now, while there is any other way.
+            cut = view.starving and _layer_seconds(view) > _SPENT * view.whole_slack
+            return replace(super().allow(view), rows=rows, cut=cut) if rides else NO_TRAINING
         self._alone = view.now
-        patience = _PATIENCE * (min((left for _, left in self._newest), default=0.0) - self._prompts)
+        patience = _PATIENCE * (min((seen.patience for seen in self._newest), default=0.0) - self._prompts)
         longest = config.max_quantum * min(len(self._newest) / _KNOWN, 1.0)
         quantum = max(min(patience, longest), config.quantum)
         sure = 1 + view.cost.margin(config, trains=True)
         seconds, job = min(quantum, self._left / sure), view.jobs[0].name
         # Only who is in turn: with the rest of a long quantum others would get more than their weight.
-        return Allowance(seconds, rows, minimum=INFINITE, job=job)
+        return Allowance(seconds, rows, minimum=INFINITE, cut=self._cuts(view), job=job)
 
-    def _splits(self, view: View) -> bool:
-        """Whether training goes on in a lane of its own beside the answers of this step, where bounds leave
-        what that takes them longer. Not beside prompts: those do not leave a processor waiting for memory.
+    def _cuts(self, view: View) -> bool:
+        """Whether a whole window through one layer takes too long for who may come."""
+        bound = min((seen.bound for seen in self._newest), default=0.0)
+        return _layer_seconds(view) > max(_PIECE * bound, view.config.quantum)
+
+    def _steps_beside(self, view: View) -> float:
+        """How many steps of answers may go on beside a piece of training in a lane of its own, where bounds
+        leave what that takes them longer. None beside prompts: those do not leave a processor waiting for
+        memory.
         """
         if any(sequence.remaining > 1 for sequence in view.running):
-            return False
-        longer = view.inference_seconds * (view.cost.lanes.inference - 1)
-        if longer > min(view.slack, view.deferral / STEPS):
-            return False
-        return _splitting_pays(view) or view.now - self._split_at >= _AGAIN
+            return 0.0
+        if not _splitting_pays(view) and view.now - self._split_at < _AGAIN:
+            return 0.0
+        longer = max(view.inference_seconds * (view.cost.lanes.inference - 1), 1e-9)
+        borne = _SPENT * (view.deferral if longer <= view.slack else view.whole_slack)
+        bearable, left = borne / longer, max(_Pace.tokens(one) for one in view.running)
+        return min(bearable, left, STEPS) if bearable >= min(_FEWEST, left) else 0.0
 
     def _note(self, view: View, pace: "_Pace") -> None:
         for sequence in sorted(view.waiting, key=lambda one: one.key):
             if sequence.key > self._last:
                 self._last = sequence.key
-                arrival = sequence.request.arrival
+                slo, arrival = sequence.request.slo, sequence.request.arrival
                 patience = pace.until_entry(sequence, alone=True) + view.now - arrival
-                self._newest.append((arrival, patience))
+                bounds = [slo.first_token, slo.end_to_end, slo.deferral]
+                bound = min((bound for bound in bounds if bound is not None), default=0.0)
+                self._newest.append(_Seen(arrival, patience, bound))
 
     def _gathers(self, now: float) -> bool:
         """Whether as many as it takes are expected while one waits; of the first one nothing is known."""
         if len(self._newest) < 2:
             return True
-        patience = sum(left for _, left in self._newest) / len(self._newest)
+        patience = sum(seen.patience for seen in self._newest) / len(self._newest)
         return self._rate(now) * patience >= _COMPANY
 
     def _rate(self, now: float) -> float:
         """Requests a second, of late."""
         if len(self._newest) < 2:
             return 0.0
-        return len(self._newest) / max(now - self._newest[0][0], 1e-9)
+        return len(self._newest) / max(now - self._newest[0].arrival, 1e-9)
 
 
 def _before_prompts_that_follow(waiting: tuple[Sequence, ...], due: list[Sequence]) -> tuple[Sequence, ...]:
@@ -145,6 +172,17 @@ def _shared(view: View) -> float:
     if batch is None:  # only an optimizer step is due
         return 1.0
     return view.cost.weights["forward_layers"] / view.cost.predict_iteration([batch])
+
+
+def _layer_seconds(view: View) -> float:
+    """What the longest window takes on its way back through one layer."""
+    longest = max(view.jobs[0].micro_batches, key=lambda batch: batch.length, default=None)
+    if longest is None:  # only an optimizer step is due
+        return 0.0
+    features = Features()
+    pairs = window_pairs(longest, 0, longest.length)
+    features.add_training(longest, longest.length, pairs, Direction.BACKWARD, Span(0, 1))
+    return view.cost.predict_features(features)
 
 
 def _splitting_pays(view: View) -> bool:

@@ -30,7 +30,10 @@ class View:
     finished: int  # sequences that ended since the start
     starving: bool = False  # whether the first in turn got nothing for as long as it may
     inference_seconds: float = 0.0
-    slack: float = INFINITE  # most training that breaks no bound of any request
+    slack: float = (
+        INFINITE  # most training that breaks no bound of any request, if all its steps have as much
+    )
+    whole_slack: float = INFINITE  # the same, if none has any after this one
     deferral: float = INFINITE  # most training that breaks no request's bound on all its deferral
 
     @property
@@ -48,16 +51,18 @@ class View:
 class Allowance:
     """How much training one step may hold, and its grain.
 
-    `rows` is the largest window; None makes a whole micro-batch the unit. If the first piece in turn does
-    not fit into `seconds`, its smallest part (few rows through one layer or the tail) still runs when it
-    takes at most `minimum`. `job` is the only one that trains; None lets all of them. `split` is the share of
-    the machine that inference has to itself, beside training in a lane of its own; None has both in one pass
-    over the weights.
+    `rows` is the largest window; None makes a whole micro-batch the unit. `cut` says whether windows may have
+    fewer to fit: each part reads the weights of all layers that are left for itself. If the first piece in
+    turn does not fit into `seconds`, its smallest part (as few rows as may be, through one layer or the tail)
+    still runs when it takes at most `minimum`. `job` is the only one that trains; None lets all of them.
+    `split` is the share of the machine that inference has to itself, beside training in a lane of its own;
+    None has both in one pass over the weights.
     """
 
     seconds: float
     rows: int | None
     minimum: float = 0.0
+    cut: bool = True
     job: str | None = None
     split: float | None = None
 

@@ -4,7 +4,9 @@ from typing import Final
 
 from coserve.schedule.policies.base import INFINITE, Allowance, View
 
-STEPS: Final = 8.0  # of inference, at most, beside one piece: half a step of the lane's time is lost after it
+STEPS: Final = (
+    16.0  # of inference, at most, beside one piece: half a step of the lane's time is lost after it
+)
 
 
 def beside(view: View, share: float, rows: int, steps: float = STEPS) -> Allowance:
@@ -19,4 +21,4 @@ def beside(view: View, share: float, rows: int, steps: float = STEPS) -> Allowan
     seconds = max(
         min(steps, STEPS) * view.inference_seconds * lanes.inference, view.config.quantum_with_inference
     )
-    return Allowance(seconds / lanes.training, rows, minimum=INFINITE, split=share)
+    return Allowance(seconds / lanes.training, rows, minimum=INFINITE, cut=False, split=share)
