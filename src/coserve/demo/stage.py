@@ -66,9 +66,9 @@ class Stage:
         started = engine.clock()
         meter = Meter(engine.scheduler.stats, started)
         now, shown = started, started
-        while (
-            (now < started + seconds or not _all_begun(jobs)) and not self._stopped and not _all_ended(jobs)
-        ):
+        while not self._stopped and not _all_ended(jobs):
+            if now >= started + seconds and _all_begun(jobs):
+                break
             crowd.submit()
             if engine.scheduler.has_work:
                 crowd.take(engine.step())

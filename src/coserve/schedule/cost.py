@@ -307,7 +307,7 @@ class CostModel:
         predicted = max(sum(map(mul, self._effective, values)), 1e-9)
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
-        # An optimizer step alone takes four times its few milliseconds now and then; that says nothing about
+        # An optimizer step alone takes three times its few milliseconds now and then; that says nothing about
         # a step that somebody waits for.
         if features.answers:
             self.misses.observe(taken / predicted, features.trains)

@@ -30,9 +30,7 @@ class View:
     finished: int  # sequences that ended since the start
     starving: bool = False  # whether the first in turn got nothing for as long as it may
     inference_seconds: float = 0.0
-    slack: float = (
-        INFINITE  # most training that breaks no bound of any request, if all its steps have as much
-    )
+    slack: float = INFINITE  # most training that breaks no bound, if all steps to come have as much
     whole_slack: float = INFINITE  # the same, if none has any after this one
     deferral: float = INFINITE  # most training that breaks no request's bound on all its deferral
 

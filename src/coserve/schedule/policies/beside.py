@@ -4,9 +4,7 @@ from typing import Final
 
 from coserve.schedule.policies.base import INFINITE, Allowance, View
 
-STEPS: Final = (
-    16.0  # of inference, at most, beside one piece: half a step of the lane's time is lost after it
-)
+STEPS: Final = 16.0  # of inference, at most, beside one piece: after it half a step of the lane is lost
 
 
 def beside(view: View, share: float, rows: int, steps: float = STEPS) -> Allowance:
