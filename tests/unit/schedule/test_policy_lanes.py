@@ -6,7 +6,8 @@ from coserve.core.request import SLO
 from coserve.core.sequence import Direction
 from coserve.errors import ConfigError
 from coserve.schedule.cost import DEFAULT_WEIGHTS
-from coserve.schedule.policies import make_policy
+from coserve.schedule.policies import View, make_policy
+from coserve.schedule.policies.base import Allowance
 from timetable import Ask, Tune, World
 
 KEEP, LOSS, BACK = Direction.KEEP, Direction.LOSS, Direction.BACKWARD
@@ -81,6 +82,20 @@ def test_hybrid_obeys_the_smallest_bound_in_the_step() -> None:
         (2, False),
         (1, True),
     ]
+
+
+def test_a_policy_is_told_what_bounds_leave_a_step_and_all_of_them() -> None:
+    """Of ten seconds four tokens take 17/4: 23/4 are left, a quarter for each step or all for one."""
+    it, told = world("hybrid", PASSES, {"x": Ask(0, 4, SLO(end_to_end=10.0))}), []
+    policy, allow = it.it.policy, it.it.policy.allow
+
+    def listening(view: View) -> Allowance:
+        told.append((view.slack, view.whole_slack))
+        return allow(view)
+
+    policy.allow = listening  # type: ignore[method-assign]
+    it.run(until=1)
+    assert told[0] == (pytest.approx(23 / 16), pytest.approx(23 / 4))
 
 
 def spatial(share: float, asks: dict[str, Ask], costs: dict[str, float] = TOKENS, **config: object) -> World:
