@@ -56,7 +56,8 @@ class Worker:
         self._ids: dict[int, str] = {}  # of the answers, by their sequences' keys
         self._tokens: list[Token] = []
         self._replies: list[Reply] = []
-        self._told = (-1, 0.0)  # steps counted in the last statistics, and when those were sent
+        self._stale = True  # whether something was done since the last statistics
+        self._told = 0.0  # when those were sent
         self._costs = costs
         self._remembered = time.monotonic()  # when the costs were last put into their file
 
@@ -81,7 +82,7 @@ class Worker:
         self._connection += 1
         self._tokens.clear()
         self._replies.clear()
-        self._told = (-1, 0.0)
+        self._stale, self._told = True, 0.0
 
     def take(self, command: Command) -> None:
         """Does what a server asks for, or begins to. Deliberate errors go back as faults."""
@@ -133,6 +134,7 @@ class Worker:
     def step(self) -> None:
         """One step of the engine, and what it means for the server."""
         events = self._engine.step()
+        self._stale = True  # also where a step only takes back what a cancelled answer held
         for event in events:
             self._tell(event)
         self._jobs.after_step(events)
@@ -141,10 +143,9 @@ class Worker:
 
     def until_stats(self) -> float | None:
         """Seconds until statistics are due; None while nothing has happened since the last ones."""
-        steps, sent = self._told
-        if self._engine.scheduler.stats.steps == steps:
+        if not self._stale:
             return None
-        return max(sent + _STATS_EVERY - time.monotonic(), 0.0)
+        return max(self._told + _STATS_EVERY - time.monotonic(), 0.0)
 
     def report(self) -> Report | None:
         """All that is new for the server; None where nothing is."""
@@ -156,7 +157,7 @@ class Worker:
         self._replies.clear()
         stats = self._engine.stats() if due else None
         if stats is not None:
-            self._told = (stats.steps, time.monotonic())
+            self._stale, self._told = False, time.monotonic()
         return Report(tokens, replies, news, stats, self.is_drained)
 
     # Inside

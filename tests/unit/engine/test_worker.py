@@ -166,6 +166,18 @@ def test_one_report_a_step_and_none_without_news(desk: Desk) -> None:
     assert desk.worker.report() is None
 
 
+def test_statistics_know_that_a_cancelled_answer_is_gone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coserve.engine.worker._STATS_EVERY", 0.0)
+    desk.send(ask("a", 50))
+    desk.step()
+    told = [report.stats for report in desk.reports if report.stats]
+    assert told[-1].running == 1 and told[-1].free_pages < 64
+    desk.send(Cancel("a"))  # no step counts any more
+    desk.until(lambda: not desk.worker.has_work)
+    told = [report.stats for report in desk.reports if report.stats]
+    assert told[-1].running == 0 and told[-1].free_pages == 64
+
+
 def test_a_late_cancel_and_a_name_used_twice(desk: Desk) -> None:
     desk.send(ask("a", 50), ask("a"), Cancel("nobody"))
     desk.step()
