@@ -285,6 +285,13 @@ def test_requests_alone_have_neither_bounds_nor_training(arena: EngineArena) -> 
     assert arena.peak(WORKLOAD, 0.3) > 0
 
 
+def test_nobody_alone_is_given_up(arena: EngineArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coserve.bench.policies.arena._PATIENCE", 0.0)
+    hasty = replace(WORKLOAD, seconds=0.001)  # over after a step
+    assert all(len(answer.tokens) < 6 for answer in arena.run("hybrid", replace(hasty, jobs=())).answers)
+    assert [len(answer.tokens) for answer in arena.alone(hasty).answers] == [6] * 6
+
+
 def test_a_policy_is_told_by_name(arena: EngineArena) -> None:
     with pytest.raises(ConfigError, match="no policy 'fifo'"):
         arena.run("fifo", WORKLOAD)

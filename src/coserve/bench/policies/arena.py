@@ -38,9 +38,10 @@ class Arena(ABC):
         """One round. Who has no answer `patience` seconds (`patience_for`) after the load is given up."""
 
     def alone(self, workload: Workload) -> Load:
-        """The workload's requests without its jobs, and without bounds: what they take by themselves."""
+        """The workload's requests without its jobs, and without bounds: what they take by themselves. Nobody
+        is given up, though there be more of them than the machine keeps up with."""
         requests = tuple(replace(request, slo=SLO()) for request in workload.requests)
-        return self.run("hybrid", replace(workload, requests=requests, jobs=()))
+        return self.run("hybrid", replace(workload, requests=requests, jobs=()), patience=float("inf"))
 
     def peak(self, workload: Workload, seconds: float) -> float:
         """Fine-tuning tokens/s of the workload's jobs without its requests, whole mini-batches one by one."""
