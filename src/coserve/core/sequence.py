@@ -86,6 +86,11 @@ class Sequence:
         return len(self.request.prompt) + max(self.request.sampling.max_tokens, 1)
 
     @property
+    def steps_left(self) -> int:
+        """Tokens that it has yet to answer at most, one of them at least."""
+        return max(self.request.sampling.max_tokens - len(self.output), 1)
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 

@@ -64,7 +64,7 @@ def limits(
     if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # nothing saves one that has passed
         # Shared out evenly: what is spent at once is missing when requests that arrive make steps longer.
         # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
-        tokens = max(sequence.request.sampling.max_tokens - len(sequence.output), 1)
+        tokens = sequence.steps_left
         whole = (arrival + slo.end_to_end - now) / (1 + margin / tokens**0.5) - ahead - (tokens - 1) * step
         shared.append((whole / tokens, whole))
     if slo.deferral is not None:

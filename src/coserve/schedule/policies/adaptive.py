@@ -3,18 +3,17 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Final
 
 from coserve.core.sequence import Direction, Sequence, Span
 from coserve.schedule.cost import Features, window_pairs
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
 from coserve.schedule.policies.beside import STEPS, beside
+from coserve.schedule.policies.entry import LatestEntry
 from coserve.schedule.policies.hybrid import Hybrid
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
 _KNOWN: Final = 16  # requests after which their patience is: of fewer less is concluded
-_SURE: Final = 0.9  # of a bound: who enters last has nothing left to make up for a slow step with
 _DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in, even if windows are cut
 _COMPANY: Final = 2.0  # others expected while one can wait; where fewer are, waiting gathers too few
 _SHARED: Final = 0.05  # of a mini-batch's time: reads of weights that riding must save, or it waits instead
@@ -77,21 +76,21 @@ class Adaptive(Hybrid):
         self._left, self._prompts = INFINITE, 0.0
         if not view.jobs or not view.waiting:
             return view.waiting
-        pace = _Pace(view, view.cost.lanes.inference if _splitting_pays(view) else 1.0)
-        self._note(view, pace)
-        self._prompts = 0.0 if pace.can_follow else pace.prompts
+        latest = LatestEntry(view, view.cost.lanes.inference if _splitting_pays(view) else 1.0)
+        self._note(view, latest)
+        self._prompts = 0.0 if latest.can_follow else latest.prompts
         if not self._gathers(view.now):
             return view.waiting
-        left = {sequence.key: pace.until_entry(sequence) for sequence in view.waiting}
+        left = {sequence.key: latest.until_entry(sequence) for sequence in view.waiting}
         least = view.config.quantum * _DUE
         if not self._cuts(view):
             least = max(least, _layer_seconds(view) * (1 + view.cost.margin(view.config, trains=True)))
         due = [s for s in view.waiting if left[s.key] <= least]
         if due:
-            return _before_prompts_that_follow(view.waiting, due) if pace.can_follow else view.waiting
-        shared = max((pace.tokens(sequence) for sequence in view.running), default=0)
+            return _before_prompts_that_follow(view.waiting, due) if latest.can_follow else view.waiting
+        shared = max((sequence.steps_left for sequence in view.running), default=0)
         rate = self._rate(view.now)
-        joining = [s for s in view.waiting if _is_worth_it(pace.tokens(s), shared, rate * left[s.key])]
+        joining = [s for s in view.waiting if _is_worth_it(s.steps_left, shared, rate * left[s.key])]
         staying = left.keys() - {sequence.key for sequence in joining}
         self._left = min((left[key] for key in staying), default=INFINITE)
         return joining
@@ -133,15 +132,15 @@ class Adaptive(Hybrid):
             return 0.0
         longer = max(view.inference_seconds * (view.cost.lanes.inference - 1), 1e-9)
         borne = _SPENT * (view.deferral if longer <= view.slack else view.whole_slack)
-        bearable, left = borne / longer, max(_Pace.tokens(one) for one in view.running)
+        bearable, left = borne / longer, max(one.steps_left for one in view.running)
         return min(bearable, left, STEPS) if bearable >= min(_FEWEST, left) else 0.0
 
-    def _note(self, view: View, pace: "_Pace") -> None:
+    def _note(self, view: View, latest: LatestEntry) -> None:
         for sequence in sorted(view.waiting, key=lambda one: one.key):
             if sequence.key > self._last:
                 self._last = sequence.key
                 slo, arrival = sequence.request.slo, sequence.request.arrival
-                patience = pace.until_entry(sequence, alone=True) + view.now - arrival
+                patience = latest.until_entry(sequence, alone=True) + view.now - arrival
                 bounds = [slo.first_token, slo.end_to_end, slo.deferral]
                 bound = min((bound for bound in bounds if bound is not None), default=0.0)
                 self._newest.append(_Seen(arrival, patience, bound))
@@ -194,78 +193,3 @@ def _is_worth_it(steps: int, shared: int, others: float) -> bool:
     """Whether a request of so many steps should join those who run for `shared` more: it costs fewer steps of
     its own than waiting for `others` would, who are expected until it is due and would share all of them."""
     return shared > 0 and steps - shared < steps / (1 + others)
-
-
-class _Pace:
-    """How long each request can be left where it is, if all who are there then go on together; answers take
-    so much longer (`slowness`) as they do beside training in a lane of its own."""
-
-    def __init__(self, view: View, slowness: float) -> None:
-        self._view = view
-        config, cost = view.config, view.cost
-        self._margin = cost.margin(config, trains=True)
-        everybody = (*view.running, *view.waiting)
-        decode = Features()
-        for sequence in everybody:
-            start = sequence.virtual + sequence.length
-            decode.add_inference(start, 1, 1, sequence.request.adapter, config.layers)
-        self._alone = cost.predict_features(decode)  # a step, on the whole machine
-        self._step = self._alone * slowness
-        self._decode = decode
-        bounds = [sequence.request.slo.between_tokens for sequence in everybody]
-        self._between = min((bound for bound in bounds if bound is not None), default=INFINITE)
-        rows = accumulate(sequence.remaining for sequence in view.waiting)
-        self._rows = dict(zip((sequence.key for sequence in view.waiting), rows, strict=True))
-        self.can_follow = self._can_follow()
-        self.prompts = self._prefill_seconds(sum(sequence.remaining for sequence in view.waiting))
-
-    @staticmethod
-    def tokens(sequence: Sequence) -> int:
-        """Steps until its last token."""
-        return max(sequence.request.sampling.max_tokens - len(sequence.output), 1)
-
-    def until_entry(self, sequence: Sequence, alone: bool = False) -> float:
-        """Seconds until a waiting request has to enter, with all who wait or `alone`."""
-        slo, waited = sequence.request.slo, self._view.now - sequence.request.arrival
-        if sequence.output or sequence.admitted_at is not None:  # begun elsewhere, or preempted
-            return 0.0
-        sure = 1 + self._margin
-        prefill = self._prefill_seconds(sequence.remaining) if alone else self.prompts
-        found = []
-        if slo.first_token is not None:
-            # The most urgent prompts pass first, and where the others can follow they do.
-            ahead = self._prefill_seconds(self._rows[sequence.key]) if self.can_follow else prefill
-            first = prefill if alone else ahead
-            found.append(_SURE * slo.first_token - waited - first * sure)
-        if slo.end_to_end is not None:
-            # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
-            steps = self.tokens(sequence) - 1
-            answer = steps * self._step * (1 + self._margin / max(steps, 1) ** 0.5)
-            found.append(_SURE * slo.end_to_end - waited - prefill * sure - answer)
-        if slo.deferral is not None:
-            longer = self.tokens(sequence) * (self._step - self._alone)
-            found.append(_SURE * slo.deferral - sequence.deferred - longer)
-        return min(found, default=0.0)
-
-    def _can_follow(self) -> bool:
-        """Whether each of the prompts that wait can pass in one step beside those who are being answered."""
-        most = self._view.config.max_prefill_rows
-        longest = min(max((s.remaining for s in self._view.waiting), default=0), most)
-        return (self._step + longest * self._row_seconds(longest)) * (1 + self._margin) <= self._between
-
-    def _row_seconds(self, rows: int) -> float:
-        """What each of so many prompt rows adds to a step."""
-        with_prompts = self._decode.copy()
-        with_prompts.add_inference(0, max(rows, 2), 0, None, self._view.config.layers)
-        return max(self._view.cost.predict_features(with_prompts) - self._alone, 1e-9) / max(rows, 2)
-
-    def _prefill_seconds(self, rows: int) -> float:
-        """For so many prompt rows, in steps that are short enough for those who run."""
-        config, step = self._view.config, self._step
-        if not rows:
-            return 0.0
-        row = self._row_seconds(rows)
-        pace = min((self._between / (1 + self._margin) - step) / row, config.max_prefill_rows)
-        at_once = 0 if self._view.running else config.max_prefill_rows
-        passes = max(rows - at_once, 0) / max(pace, config.min_prefill_rows) + bool(at_once)
-        return passes * step + rows * row

@@ -1,0 +1,83 @@
+"""How long a request can be pushed out, by its own bounds: FineInfer's deferral (3.2), known beforehand."""
+
+from itertools import accumulate
+from typing import Final
+
+from coserve.core.sequence import Sequence
+from coserve.schedule.cost import Features
+from coserve.schedule.policies.base import INFINITE, View
+
+_SURE: Final = 0.9  # of a bound: who enters last has nothing left to make up for a slow step with
+
+
+class LatestEntry:
+    """How long each request can be left where it is, if all who are there then go on together.
+
+    `slowness` is how many times longer a step takes then: 1.0, or what it does beside training in a lane of
+    its own. `prompts` is how many seconds all prompts that wait take; `can_follow` says that each of them can
+    pass in one step beside those who are being answered, without one of their tokens being late.
+    """
+
+    def __init__(self, view: View, slowness: float) -> None:
+        self._view = view
+        config, cost = view.config, view.cost
+        self._margin = cost.margin(config, trains=True)
+        everybody = (*view.running, *view.waiting)
+        decode = Features()
+        for sequence in everybody:
+            start = sequence.virtual + sequence.length
+            decode.add_inference(start, 1, 1, sequence.request.adapter, config.layers)
+        self._alone = cost.predict_features(decode)  # a step, on the whole machine
+        self._step = self._alone * slowness
+        self._decode = decode
+        bounds = [sequence.request.slo.between_tokens for sequence in everybody]
+        self._between = min((bound for bound in bounds if bound is not None), default=INFINITE)
+        rows = accumulate(sequence.remaining for sequence in view.waiting)
+        self._rows = dict(zip((sequence.key for sequence in view.waiting), rows, strict=True))
+        self.can_follow = self._can_follow()
+        self.prompts = self._prefill_seconds(sum(sequence.remaining for sequence in view.waiting))
+
+    def until_entry(self, sequence: Sequence, alone: bool = False) -> float:
+        """Seconds until a waiting request has to enter, with all who wait or `alone`."""
+        slo, waited = sequence.request.slo, self._view.now - sequence.request.arrival
+        if sequence.output or sequence.admitted_at is not None:  # begun elsewhere, or preempted
+            return 0.0
+        sure = 1 + self._margin
+        prefill = self._prefill_seconds(sequence.remaining) if alone else self.prompts
+        found = []
+        if slo.first_token is not None:
+            # The most urgent prompts pass first, and where the others can follow they do.
+            ahead = self._prefill_seconds(self._rows[sequence.key]) if self.can_follow else prefill
+            first = prefill if alone else ahead
+            found.append(_SURE * slo.first_token - waited - first * sure)
+        if slo.end_to_end is not None:
+            # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
+            steps = sequence.steps_left - 1
+            answer = steps * self._step * (1 + self._margin / max(steps, 1) ** 0.5)
+            found.append(_SURE * slo.end_to_end - waited - prefill * sure - answer)
+        if slo.deferral is not None:
+            longer = sequence.steps_left * (self._step - self._alone)
+            found.append(_SURE * slo.deferral - sequence.deferred - longer)
+        return min(found, default=0.0)
+
+    def _can_follow(self) -> bool:
+        most = self._view.config.max_prefill_rows
+        longest = min(max((s.remaining for s in self._view.waiting), default=0), most)
+        return (self._step + longest * self._row_seconds(longest)) * (1 + self._margin) <= self._between
+
+    def _row_seconds(self, rows: int) -> float:
+        """What each of so many prompt rows adds to a step."""
+        with_prompts = self._decode.copy()
+        with_prompts.add_inference(0, max(rows, 2), 0, None, self._view.config.layers)
+        return max(self._view.cost.predict_features(with_prompts) - self._alone, 1e-9) / max(rows, 2)
+
+    def _prefill_seconds(self, rows: int) -> float:
+        """For so many prompt rows, in steps that are short enough for those who run."""
+        config, step = self._view.config, self._step
+        if not rows:
+            return 0.0
+        row = self._row_seconds(rows)
+        pace = min((self._between / (1 + self._margin) - step) / row, config.max_prefill_rows)
+        at_once = 0 if self._view.running else config.max_prefill_rows
+        passes = max(rows - at_once, 0) / max(pace, config.min_prefill_rows) + bool(at_once)
+        return passes * step + rows * row
