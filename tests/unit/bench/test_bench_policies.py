@@ -287,8 +287,9 @@ def test_requests_alone_have_neither_bounds_nor_training(arena: EngineArena) -> 
 
 def test_nobody_alone_is_given_up(arena: EngineArena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coserve.bench.policies.arena._PATIENCE", 0.0)
-    hasty = replace(WORKLOAD, seconds=0.001)  # over after a step
-    assert all(len(answer.tokens) < 6 for answer in arena.run("hybrid", replace(hasty, jobs=())).answers)
+    requests = tuple(replace(request, at=0.0, slo=SLO()) for request in WORKLOAD.requests)
+    hasty = replace(WORKLOAD, requests=requests, jobs=(), seconds=0.001)  # over after a step
+    assert all(len(answer.tokens) < 6 for answer in arena.run("hybrid", hasty).answers)
     assert [len(answer.tokens) for answer in arena.alone(hasty).answers] == [6] * 6
 
 
