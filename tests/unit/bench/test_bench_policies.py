@@ -88,6 +88,13 @@ def test_a_round_in_which_nothing_happened() -> None:
     assert (found["training"], found["attainment"], found["flow"]) == (0.0, {"own": 0.0}, [[0.0] * 4])
 
 
+def test_processors_are_used_until_the_load_is_over() -> None:
+    """Whose training is in a process of its own goes on after the last answer."""
+    load = Load(100.0, 4.0, processor=6.0, finished_at=101.0)
+    found = summary(load, Workload("w", "W", 4.0, (), ()), {"own": own_bounds}, 60.0, "")
+    assert found["processor"] == 1.5 / torch.get_num_threads()
+
+
 def test_what_is_judged() -> None:
     slow, late = SLO(deferral=1.0), SLO(first_token=0.4)
     assert own_bounds(Answered(0.0, [9.0], slow, deferred=1.0))

@@ -113,7 +113,7 @@ def summary(
     """All figures of a round."""
     answered = [answer for answer in load.answers if answer.tokens]
     latencies = sorted(answer.latency for answer in answered)
-    wall = max(load.finished_at - load.started, 1e-9)
+    wall = max(load.finished_at - load.started, load.seconds)  # training goes on after the last answer
     losses = load.losses
     few = max(1, len(losses) // 10)
     return {
