@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from coserve.bench.drive import Answered, Load
 from coserve.bench.machine import measure_machine
 from coserve.bench.ours import Bench
-from coserve.bench.policies import rounds, run, switching, traffic
+from coserve.bench.policies import papers, rounds, run, switching, traffic
 from coserve.bench.policies.arena import EngineArena, patience_for
 from coserve.bench.policies.contest import (
     OURS,
@@ -147,6 +147,34 @@ class Scripted:
 
     def isolated(self, workload: Workload, judge: Any) -> tuple[Load, str]:
         return self.run("isolated", workload), "said"
+
+
+class Slowing(Scripted):
+    """An arena that trains what is written down for a policy, and less after every four rounds."""
+
+    def alone(self, workload: Workload) -> Load:
+        return Load(100.0, 0.001, finished_at=101.0)
+
+    def run(self, policy: str, workload: Workload) -> Load:
+        self.ran.append(policy)
+        (rate, kept), *_ = self.script.get(policy, [(50.0, 1.0)])
+        return trained(rate / (1 + (len(self.ran) - 1) // 4), kept)
+
+
+def test_what_deferral_gains_is_told_from_rounds_of_the_same_minute() -> None:
+    policies = {"continuous": 100.0, "deferred": 110.0, "deferred:0.5,together=1": 130.0, OURS: 120.0}
+    arena = Slowing(**{policy: [(rate, 1.0)] for policy, rate in policies.items()})
+    it = Rounds(bench(), arena, Sizes(10.0, SHAPE.vocabulary, again=1))  # type: ignore[arg-type]
+    papers.fineinfer(it)
+    assert arena.ran[:24] == [*policies] * 6  # twice at each of their bounds, once at those beyond
+    found = it.bench.results.as_dict()
+    assert found["fineinfer.gain"] == pytest.approx(1.3)
+    assert found["spreads"]["fineinfer.gain"] == pytest.approx((1.3, 1.3))
+    assert found["fineinfer.gain_to_the_letter"] == pytest.approx(1.1)
+    points = it.sweeps["deferral"]
+    assert len(points) == 16 and points[-1]["bound"] == pytest.approx(points[0]["bound"] * 4.0 / 0.3)
+    rate = trained(100.0, 1.0).overall_training_rate()
+    assert points[0]["training"] == pytest.approx((rate + rate / 2) / 2)  # of two rounds
 
 
 def test_deferral_is_what_an_answer_took_longer() -> None:
