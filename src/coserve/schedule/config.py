@@ -1,8 +1,14 @@
 """What the scheduler may be told."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from coserve.errors import ConfigError
+
+# Fields that the engine fills in, from its model and its own settings; nobody else may set them.
+SET_BY_ENGINE: Final = frozenset(
+    {"layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing"}
+)
 
 
 @dataclass(frozen=True, slots=True)

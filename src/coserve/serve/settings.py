@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from coserve.config import EngineConfig
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
+from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
 from coserve.schedule.policies import make_policy
 
 LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
@@ -84,6 +87,7 @@ class ServerSettings:
         if unknown := set(self.slo) - set(TIERS):
             raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
         self._check_policy()
+        self._check_scheduler()
         object.__setattr__(self, "slo", {**DEFAULT_SLO, **self.slo})
 
     def _check_policy(self) -> None:
@@ -92,6 +96,16 @@ class ServerSettings:
             make_policy(self.engine.policy, **self.engine.policy_options)
         except ConfigError as error:
             raise ConfigError(f"engine.policy: {error}") from error
+
+    def _check_scheduler(self) -> None:
+        """Likewise, with the engine's own part as in the smallest model."""
+        told = self.engine.scheduler_settings
+        if taken := SET_BY_ENGINE & told.keys():
+            raise ConfigError(f"engine.scheduler.{min(taken)} follows from the model or another setting")
+        try:
+            msgspec.convert({"layers": 1, "max_positions": 1, **told}, SchedulerConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"engine.scheduler: {error}") from error
 
     @property
     def base_name(self) -> str:

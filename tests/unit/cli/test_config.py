@@ -1,7 +1,12 @@
 """Flags over environment over file, and keys that nobody knows."""
 
 import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -15,7 +20,8 @@ from coserve.cli.config import (
 )
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
-from coserve.serve.settings import DEFAULT_SLO, ServerSettings
+from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
+from coserve.serve.settings import DEFAULT_SLO, TIERS, ServerSettings
 from coserve.wire.control import decode_line, encode_line
 
 
@@ -227,3 +233,67 @@ def test_an_empty_variable_counts_as_none(tmp_path: Path) -> None:
     empty = {"COSERVE_MODEL": "", "COSERVE_STATE": "", "COSERVE_PORT": "", "COSERVE_API_KEY": ""}
     assert load_server_settings({}, None, empty) == load_server_settings({}, None, {})
     assert load_client_settings({}, None, empty) == ClientSettings()
+
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "coserve.toml"
+
+
+def keys_of(kind: type, prefix: str) -> set[str]:
+    """Dotted keys that a table of this class may have."""
+    hints, found = get_type_hints(kind), set[str]()
+    for one in fields(kind):
+        key = f"{prefix}.{one.name}"
+        if is_dataclass(hints[one.name]):
+            found |= keys_of(hints[one.name], key)
+        elif one.name == "slo":
+            found |= {f"{key}.{tier}.{bound.name}" for tier in TIERS for bound in fields(SLO)}
+        elif one.name == "scheduler":
+            found |= keys_of(SchedulerConfig, key) - {f"{key}.{name}" for name in SET_BY_ENGINE}
+        elif one.name not in ("adapters", "policy_options"):  # whose keys are the user's and the policy's
+            found.add(key)
+    return found
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def test_the_example_file_names_every_key_and_changes_nothing(tmp_path: Path) -> None:
+    everything = re.sub(r"(?m)^# (?=\w+ = )", "", EXAMPLE.read_text())
+    written = flat(tomllib.loads(everything))
+    free = {"server.adapters.support"}
+    assert written.keys() - free == keys_of(ServerSettings, "server") | keys_of(ClientSettings, "client")
+    complete = write(tmp_path / "all", everything)
+    assert load_server_settings({}, complete, {}).adapters == {
+        "support": str(complete.parent / "adapters/support")
+    }
+    assert load_client_settings({}, complete, {}).api_key
+
+    plain, bare = load_server_settings({}, EXAMPLE, {}), load_server_settings({}, None, {})
+    defaults = SchedulerConfig(layers=1, max_positions=1)
+    for name, value in plain.engine.scheduler.items():
+        assert value == getattr(defaults, name), name
+    assert replace(plain, engine=replace(plain.engine, scheduler={})) == bare
+    assert load_client_settings({}, EXAMPLE, {}) == ClientSettings()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("layers = 3", "layers"),
+        ("quantum = -3", "quantum is out of its range: -3"),
+        ('patience = "x"', "patience"),
+    ],
+)
+def test_what_the_scheduler_is_told_is_checked_before_a_model_is_loaded(
+    tmp_path: Path, line: str, reason: str
+) -> None:
+    config = write(tmp_path, f"[server.engine.scheduler]\n{line}\n")
+    with pytest.raises(ConfigError, match=reason):
+        load_server_settings({}, config, {})
