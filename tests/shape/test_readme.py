@@ -1,0 +1,81 @@
+"""The README claims what the code has and what tests try: endpoints, models, adapter methods, commands."""
+
+import pkgutil
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from fastapi.routing import APIRoute
+from typer.main import get_command
+
+from coserve.adapters import methods
+from coserve.cli import app
+from coserve.serve import routes
+from models import ARCHITECTURES
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+# What the README calls transformers' model types, where that is not the type in other letters.
+CALLED = {
+    "Qwen 2 and 3": ("qwen2", "qwen3"),
+    "Gemma 2 and 3 (text)": ("gemma2", "gemma3_text"),
+    "GPT-NeoX": ("gpt_neox",),
+    "GPTBigCode": ("gpt_bigcode",),
+    "GPT-OSS": ("gpt_oss",),
+    "Phi-3 (not with longrope)": ("phi3",),
+    "DeepSeek-V3": ("deepseek_v3",),
+}
+
+
+def section(start: str, end: str) -> str:
+    """The README's text between two passages."""
+    found = re.search(re.escape(start) + "(.*?)" + re.escape(end), README, re.DOTALL)
+    assert found, f"the README has no {start!r} before {end!r}"
+    return " ".join(found.group(1).split())
+
+
+def test_models_are_those_that_equivalence_tests_compare() -> None:
+    named = section("**Unmodified transformers models**: ", ", in float32").split(", ")
+    plain = [(re.sub("[ -]", "", name).lower(),) for name in named if name not in CALLED]
+    assert {one for types in (*plain, *(CALLED[n] for n in named if n in CALLED)) for one in types} == set(
+        ARCHITECTURES
+    )
+
+
+def test_adapter_methods_are_those_that_have_a_file() -> None:
+    there = {info.name for info in pkgutil.iter_modules(methods.__path__)}
+    named = section("adapter methods, any mix in one step**: ", ", and lists of these")
+    spelled = {"prefix tuning", "prompt tuning", "P-tuning", "bottleneck adapters", "LoRA", "IA3", "BitFit"}
+    assert {re.sub(r"[ -]", "_", one.lower()).removesuffix("_adapters") for one in spelled} == there
+    assert all(one in named for one in spelled)
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    assert f"**{words[len(there)].capitalize()} adapter methods" in README
+
+
+def test_endpoints_are_those_that_have_a_route() -> None:
+    there = set[str]()
+    for info in pkgutil.iter_modules(routes.__path__):
+        router = getattr(import_module(f"{routes.__name__}.{info.name}"), "router", None)
+        there |= {one.path for one in getattr(router, "routes", ()) if isinstance(one, APIRoute)}
+    named = set(re.findall(r"`(/[\w/]+)`", section("Of OpenAI's API there are ", "There are no tools")))
+    for path in named:
+        assert any(route == path or route.startswith(f"{path}/") for route in there), f"there is no {path}"
+    for route in there:
+        assert any(route == path or route.startswith(f"{path}/") for path in named), f"not told: {route}"
+
+
+def test_commands_are_there() -> None:
+    code = "\n".join(re.findall(r"`[^`\n]+`|```\n.*?```", README, re.DOTALL))
+    found = re.findall(r"(?:`|/)coserve ([a-z]+)(?: ([a-z]+)\b)?", code)
+    assert len(found) > 10
+    for word, second in found:
+        command = get_command(app).commands.get(word)  # type: ignore[attr-defined]
+        assert command is not None, f"there is no `coserve {word}`"
+        nested = getattr(command, "commands", None)
+        assert nested is None or not second or second in nested, f"there is no `coserve {word} {second}`"
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\((docs/[^)#]+)\)", README))
+def test_links_lead_somewhere(path: str) -> None:
+    assert (ROOT / path).exists()
