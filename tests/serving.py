@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import openai
+import pytest
 
 from coserve import tiny
 from coserve.serve.app import create_app
@@ -77,6 +78,20 @@ async def world(folder: Path, engine: dict[str, Any], fields: dict[str, Any]) ->
         transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield World(fake, state, app, http)
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """Runs a story with a server of its own. Keywords are settings; `engine` are attributes of the engine."""
+
+    def run(story: Story, engine: dict[str, Any] | None = None, **settings: Any) -> None:
+        async def whole() -> None:
+            async with asyncio.timeout(SECONDS), world(tmp_path, engine or {}, settings) as it:
+                await story(it)
+
+        asyncio.run(whole())
+
+    return run
 
 
 @asynccontextmanager

@@ -262,7 +262,7 @@ def test_keys_may_be_required_on_loopback_and_pages_of_other_sites_are_not_local
 
     async def page(world: World) -> None:
         foreign = {"origin": "http://example.org"}
-        assert (await world.http.get("/v1/models", headers=foreign)).status_code == 401
+        assert (await world.http.get("/v1/models", headers=foreign)).status_code == 403
         own = {"origin": "http://localhost"}
         assert (await world.http.get("/v1/models", headers=own)).status_code == 200
 

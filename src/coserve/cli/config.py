@@ -11,7 +11,7 @@
     api_key = "sk-coserve-..."
 
 In the environment the same fields are `COSERVE_PORT`, `COSERVE_ENGINE_DEVICE`, `COSERVE_SLO_FLEX_DEFERRAL`,
-`COSERVE_URL` and so on.
+`COSERVE_URL` and so on; lists, such as `COSERVE_CORS_ORIGINS`, have commas in between.
 """
 
 import difflib
@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from typing import Any, TypedDict, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
@@ -138,11 +138,13 @@ def read_environment(table: str, environment: Mapping[str, str]) -> dict[str, An
     """
     known = {PREFIX + "_".join(path).upper(): path for kind in TABLES.values() for path in _paths(kind)}
     mine = set(_paths(TABLES[table]))
+    lists = {name for name, hint in get_type_hints(TABLES[table]).items() if get_origin(hint) is tuple}
     found: dict[str, Any] = {}
     for variable, value in environment.items():
         if variable in known:
             if value and (path := known[variable]) in mine:
-                _put(found, path, value)
+                is_list = path[0] in lists
+                _put(found, path, [one.strip() for one in value.split(",")] if is_list else value)
         elif close := _meant(variable, known):
             raise ConfigError(f"the environment has an unknown {variable}: did you mean {close}?")
     return found
@@ -222,7 +224,7 @@ def _paths(kind: type) -> Iterator[tuple[str, ...]]:
             yield (one.name,)
 
 
-def _put(into: dict[str, Any], path: tuple[str, ...], value: str) -> None:
+def _put(into: dict[str, Any], path: tuple[str, ...], value: object) -> None:
     for key in path[:-1]:
         into = into.setdefault(key, {})
     into[path[-1]] = value

@@ -70,6 +70,26 @@ def revoke(
     if as_json:
         return print_json({"id": key, "revoked": True})
     print(f"revoked {key}")
+    if not _with_store(context, state, model, lambda store: store.tenants.any_keys()):
+        print(
+            "no key is in force now, and the server answers nobody: make one with `coserve keys create`, or "
+            "have it serve this machine without keys again with `coserve keys forget`"
+        )
+
+
+@app.command()
+def forget(context: typer.Context, state: State = None, model: Model = None, as_json: AsJson = False) -> None:
+    """After every key was revoked: the server asks for none again, once it has been started anew.
+
+    Tenants keep what they own, for the next key that is made for them.
+    """
+    from coserve.cli.output import print_json
+
+    if not _with_store(context, state, model, lambda store: store.tenants.forget_keys()):
+        raise ConfigError("there are keys in force: revoke them first, with `coserve keys revoke`")
+    if as_json:
+        return print_json({"forgotten": True})
+    print("no keys any more: from its next start the server asks for none on loopback")
 
 
 def _with_store(

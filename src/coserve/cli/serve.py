@@ -84,6 +84,19 @@ def serve(
             "--insecure-no-keys", help="Serve everybody who reaches the address, while there is no key."
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="A name that the server answers to without keys; may be repeated; * for any."
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="A web page's origin that may ask, as https://chat.example.org; may be repeated; * for any.",
+        ),
+    ] = None,
     no_standby: Annotated[
         bool, typer.Option("--no-standby", help="Keep no second engine waiting: saves some 300 MB.")
     ] = False,
@@ -111,6 +124,8 @@ def serve(
         drain_seconds=drain_seconds,
         require_keys=require_keys,
         allow_insecure=insecure_no_keys,
+        allowed_hosts=allowed_host or None,
+        cors_origins=cors_origin or None,
         standby=False if no_standby else None,
         log_level=log_level,
         adapters=_adapters(adapter) if adapter else None,

@@ -8,6 +8,8 @@ from fastapi.openapi.utils import get_openapi
 
 from coserve.serve import errors
 from coserve.serve.answering.price import MOST_BODY_BYTES
+from coserve.serve.http.auth import serves_without_keys
+from coserve.serve.http.browsers import Hosts, Origins
 from coserve.serve.http.middleware import Draining, Limits, RequestIds
 from coserve.serve.routes import adapters, chat, completions, files, health, jobs, models, transfers
 from coserve.serve.state import State
@@ -31,6 +33,8 @@ def create_app(state: State) -> FastAPI:
     # The last one added is the first to see a request.
     app.add_middleware(Draining, is_draining=lambda: state.draining)
     app.add_middleware(Limits, body_limit=body_limit)
+    app.add_middleware(Origins, allowed=state.settings.cors_origins)
+    app.add_middleware(Hosts, settings=state.settings, is_open=lambda: serves_without_keys(state))
     app.add_middleware(RequestIds)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app

@@ -43,6 +43,11 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
 
 async def _check_keys(settings: ServerSettings, store: Store) -> None:
     """Raises ConfigError where everybody could use the server and nobody has asked for that."""
+    if not await store.tenants.any_keys() and not await store.tenants.is_open():
+        log.warning(
+            "every API key has been revoked, and the server answers nobody: `coserve keys create` makes one, "
+            "`coserve keys forget` has it ask for none on loopback"
+        )
     if settings.is_loopback or settings.allow_insecure or await store.tenants.any_keys():
         return
     raise ConfigError(

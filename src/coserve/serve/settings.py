@@ -3,6 +3,7 @@
 import hashlib
 import ipaddress
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from coserve.schedule.policies import make_policy
 
 LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
 LOG_LEVELS = ("debug", "info", "warning", "error")
+ANY = "*"  # in lists of hosts and origins
 TIERS = ("priority", "default", "flex")
 DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
     {
@@ -27,6 +29,8 @@ DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
         "flex": SLO(deferral=60.0),
     }
 )
+_HOST = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*|[0-9a-fA-F]*:[0-9a-fA-F:.]*")  # a name or an address
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class ServerSettings:
     adapter_root: Path | None = None  # /v1/load_lora_adapter reads below it only; None: not at all
     require_keys: bool = False  # on loopback too; elsewhere keys are needed in any case
     allow_insecure: bool = False  # serve without any key on an address that others reach
+    allowed_hosts: tuple[str, ...] = ()  # names the server answers to, beside its address and this machine's
+    cors_origins: tuple[str, ...] = ()  # web pages that may ask, as https://chat.example.org; "*" for all
     max_queue: int = 1024  # requests waiting, of all tenants; more are answered 429
     max_queue_tenant: int = 256  # requests waiting, of one tenant
     max_jobs: int = 4  # jobs that train at once; more wait
@@ -88,6 +94,7 @@ class ServerSettings:
             raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
         self._check_policy()
         self._check_scheduler()
+        self._check_hosts_and_origins()
         object.__setattr__(self, "slo", {**DEFAULT_SLO, **self.slo})
 
     def _check_policy(self) -> None:
@@ -107,6 +114,20 @@ class ServerSettings:
         except msgspec.ValidationError as error:
             raise ConfigError(f"engine.scheduler: {error}") from error
 
+    def _check_hosts_and_origins(self) -> None:
+        for host in self.allowed_hosts:
+            if host != ANY and not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"allowed_hosts has {host!r}: expected a name or an address, without scheme and port, "
+                    "such as chat.example.org, *.example.org or *"
+                )
+        for origin in self.cors_origins:
+            if origin not in (ANY, "null") and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origins has {origin!r}: expected scheme://host[:port] and nothing behind it, "
+                    "such as https://chat.example.org, or *"
+                )
+
     @property
     def base_name(self) -> str:
         """What clients call the base model."""
@@ -115,12 +136,7 @@ class ServerSettings:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:  # a host name: it may mean anything
-            return False
+        return is_loopback(self.host.strip("[]"))
 
     @property
     def database(self) -> Path:
@@ -163,6 +179,17 @@ class ServerSettings:
         runtime = os.environ.get("XDG_RUNTIME_DIR")
         folder = Path(runtime) if runtime else Path(tempfile.gettempdir(), f"coserve-{os.getuid()}")
         return folder / f"coserve-{short}.sock"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, without brackets, or a name is always this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a host name: it may mean anything
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 @dataclass(frozen=True, slots=True)

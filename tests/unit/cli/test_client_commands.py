@@ -274,6 +274,12 @@ def test_keys_are_made_listed_and_revoked(run: Run, tmp_path: Path) -> None:
     assert secret not in json.dumps(listed)
     with pytest.raises(ConfigError, match="no key in force"):
         run("keys", "revoke", made["id"], *state)
+    with pytest.raises(ConfigError, match="there are keys in force"):
+        run("keys", "forget", *state)
+    last = run("keys", "revoke", secret[:17], *state).stdout
+    assert "answers nobody" in last and "coserve keys forget" in last
+    assert "no keys any more" in run("keys", "forget", *state).stdout
+    assert json.loads(run("keys", "list", "--json", *state).stdout) == []
 
 
 def test_doctor_says_what_is_here(run: Run, tmp_path: Path) -> None:

@@ -56,6 +56,16 @@ def test_flags_over_environment_over_file(tmp_path: Path) -> None:
     assert (settings.engine.page_size, settings.engine.cache_tokens) == (8, 640)
 
 
+def test_lists_come_from_flags_environment_and_file(tmp_path: Path) -> None:
+    config = write(
+        tmp_path, "[server]\nallowed_hosts = ['a.example']\ncors_origins = ['https://a.example']\n"
+    )
+    environment = {"COSERVE_ALLOWED_HOSTS": "b.example, *.c.example"}
+    settings = load_server_settings({"cors_origins": ["http://localhost:3000"]}, config, environment)
+    assert settings.allowed_hosts == ("b.example", "*.c.example")
+    assert settings.cors_origins == ("http://localhost:3000",)
+
+
 def test_types_of_the_environment_are_the_settings_own() -> None:
     environment = {
         "COSERVE_ENGINE_DETERMINISTIC": "true",
@@ -140,6 +150,10 @@ def test_a_hub_name_is_left_as_it_is(tmp_path: Path) -> None:
         ("[server.slo.flex]\ndeferal = 1\n", "unknown key server.slo.flex.deferal: did you mean deferral?"),
         ("[server.slo.fast]\ndeferral = 1\n", "slo.fast is no service tier"),
         ("[server]\nport = 'http'\n", "port: expected int, got str"),
+        ("[server]\nallowed_hosts = ['http://a.example']\n", "expected a name or an address, without scheme"),
+        ("[server]\nallowed_hosts = ['a.example:80']\n", "expected a name or an address, without scheme"),
+        ("[server]\ncors_origins = ['https://a.example/']\n", "expected scheme://host[:port] and nothing"),
+        ("[server]\ncors_origins = ['a.example']\n", "expected scheme://host[:port] and nothing"),
         ("[server.engine]\npage_size = 0\n", "engine.page_size must be at least 1"),
         ("server = 1\n", "[server] must be a table"),
         ("[server", "is not TOML"),

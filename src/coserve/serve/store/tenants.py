@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from coserve.errors import ConfigError
 from coserve.serve.store import keys as secret_keys
@@ -23,6 +23,7 @@ class TenantStore:
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database, self._clock = database, clock
+        self._had_keys = False  # in a server that runs this only ever becomes true
 
     async def of_key(self, secret: str) -> Tenant | None:
         """The tenant whose key this is; None for one that is wrong or revoked."""
@@ -30,8 +31,31 @@ class TenantStore:
             return None
         return await self._database.read(lambda connection: _of_key(connection, secret))
 
+    async def is_open(self) -> bool:
+        """Whether there never was a key: only then may this machine ask without one.
+
+        Revoking the last key opens nothing; `forget_keys` is the way back.
+        """
+        if not self._had_keys:
+            found = select(keys.c.number).limit(1)
+            self._had_keys = await self._database.read(
+                lambda connection: connection.execute(found).first() is not None
+            )
+        return not self._had_keys
+
+    async def forget_keys(self) -> bool:
+        """Makes it as if there had never been a key; False, and nothing happens, while one is in force."""
+
+        def write(connection: Connection) -> bool:
+            if connection.execute(select(keys.c.number).where(keys.c.revoked.is_(None))).first() is not None:
+                return False
+            connection.execute(delete(keys))
+            return True
+
+        return await self._database.write(write)
+
     async def any_keys(self) -> bool:
-        """Whether any key is in force; without one, only this machine may ask."""
+        """Whether any key is in force."""
         found = select(keys.c.number).where(keys.c.revoked.is_(None)).limit(1)
         return await self._database.read(lambda connection: connection.execute(found).first() is not None)
 

@@ -1,0 +1,156 @@
+"""What keeps web pages of other sites out: the names this server answers to, and the origins it lets in.
+
+A browser on this machine reaches a loopback server for any page it shows. Two headers tell whom it works
+for, and no page can forge them: `Host` is the name in the address that the page asked, so a name that was
+pointed at 127.0.0.1 for the purpose (DNS rebinding) is seen there; `Origin` is the page's own site.
+"""
+
+import functools
+import ipaddress
+import re
+import socket
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coserve.serve.errors import ApiError
+from coserve.serve.settings import ANY, ServerSettings, is_loopback
+
+_HOST: Final = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(?::\d{1,5})?")  # name or address, perhaps a port
+_EXPOSED: Final = ("x-request-id", "x-should-retry", "Retry-After")  # headers that pages may read
+_PREFLIGHT_SECONDS: Final = "600"
+
+
+class Hosts:
+    """Refuses requests for a name that is not this server's, with 403, while it serves without keys.
+
+    Where a key is needed another site's page has none, and servers are reached by whatever name a proxy
+    gives them: names are looked at there only if the settings list some.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, is_open: Callable[[], Awaitable[bool]]
+    ) -> None:
+        self.app, self._settings, self._is_open = app, settings, is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = Headers(scope=scope).getlist("host")
+            foreign = next((host for host in given if not is_own_host(host, self._settings)), None)
+            if foreign is not None and (self._settings.allowed_hosts or await self._is_open()):
+                await _refused_host(foreign).response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class Origins:
+    """Answers pages of the origins that are allowed, and the server's own; tells all others why it does not.
+
+    Preflights are answered for any origin, without a key: only so can a page read the refusal of the
+    request itself, which comes before anything is done for it.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+        self.app, self._allowed = app, frozenset(allowed)
+        self._cors = CORSMiddleware(
+            app,
+            allow_origins=tuple(allowed),
+            allow_methods=("*",),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=_EXPOSED,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        origin = headers.get("origin")
+        if origin is None or _is_same_site(origin, headers.get("host", "")):
+            await self.app(scope, receive, send)
+        elif ANY in self._allowed or origin in self._allowed:
+            await self._cors(scope, receive, send)
+        elif scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            await _preflight(origin, headers)(scope, receive, send)
+        else:
+            await _refused_origin(origin)(scope, receive, send)
+
+
+def is_own_host(given: str, settings: ServerSettings) -> bool:
+    """Whether a `Host` header names this server: loopback, the bound address, this machine, an allowed host.
+
+    Where the server listens on all addresses, any address is its own: a page cannot have a foreign one that
+    leads here.
+    """
+    matched = _HOST.fullmatch(given.strip())
+    if matched is None:
+        return False
+    name = matched[1].strip("[]").lower().removesuffix(".")
+    if is_loopback(name) or name == settings.host.strip("[]").lower() or name in _names_of_this_machine():
+        return True
+    if _is_unspecified(settings.host) and _is_address(name):
+        return True
+    return any(_fits(name, allowed.lower()) for allowed in settings.allowed_hosts)
+
+
+def _fits(name: str, allowed: str) -> bool:
+    """`*` fits all, `*.example.org` whatever is below example.org."""
+    return allowed in (ANY, name) or (allowed.startswith("*.") and name.endswith(allowed[1:]))
+
+
+@functools.cache
+def _names_of_this_machine() -> frozenset[str]:
+    name = socket.gethostname().lower()
+    return frozenset({name, f"{name}.local"}) if name else frozenset()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_unspecified(host: str) -> bool:
+    bare = host.strip("[]")
+    return _is_address(bare) and ipaddress.ip_address(bare).is_unspecified
+
+
+def _is_same_site(origin: str, host: str) -> bool:
+    """A page that came from this server. The scheme may be a proxy's, which ends TLS."""
+    _, found, site = origin.partition("://")
+    return bool(found) and site.lower() == host.strip().lower()
+
+
+def _preflight(origin: str, headers: Headers) -> Response:
+    answer = Response(status_code=204, headers=_for_reading(origin))
+    answer.headers["Access-Control-Allow-Methods"] = headers["access-control-request-method"]
+    answer.headers["Access-Control-Max-Age"] = _PREFLIGHT_SECONDS
+    if asked := headers.get("access-control-request-headers"):
+        answer.headers["Access-Control-Allow-Headers"] = asked
+    return answer
+
+
+def _refused_origin(origin: str) -> Response:
+    message = (
+        f"Pages of the origin {origin} are not allowed: whoever runs this server adds it with "
+        f"--cors-origin {origin}, or cors_origins in coserve.toml."
+    )
+    return ApiError(403, message, code="origin_not_allowed", headers=_for_reading(origin)).response()
+
+
+def _for_reading(origin: str) -> dict[str, str]:
+    return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+
+
+def _refused_host(host: str) -> ApiError:
+    matched = _HOST.fullmatch(host)
+    name = host if matched is None else matched[1]
+    message = (
+        f"This server does not answer to the host {host!r}: if that is its name, whoever runs it adds it "
+        f"with --allowed-host {name}, or allowed_hosts in coserve.toml."
+    )
+    return ApiError(403, message, code="host_not_allowed")

@@ -1,0 +1,1 @@
+from serving import play as play
