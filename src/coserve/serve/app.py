@@ -8,7 +8,7 @@ from fastapi.openapi.utils import get_openapi
 
 from coserve.serve import errors
 from coserve.serve.answering.price import MOST_BODY_BYTES
-from coserve.serve.http.auth import serves_without_keys
+from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import Hosts, Origins
 from coserve.serve.http.middleware import Draining, Limits, RequestIds
 from coserve.serve.routes import adapters, chat, completions, files, health, jobs, models, transfers
@@ -31,6 +31,7 @@ def create_app(state: State) -> FastAPI:
         return state.settings.max_file_bytes + _FORM_BYTES if path in _UPLOADS else MOST_BODY_BYTES
 
     # The last one added is the first to see a request.
+    app.add_middleware(Authentication, state=state)
     app.add_middleware(Draining, is_draining=lambda: state.draining)
     app.add_middleware(Limits, body_limit=body_limit)
     app.add_middleware(Origins, allowed=state.settings.cors_origins)

@@ -2,27 +2,51 @@
 
 from typing import Annotated
 
-from fastapi import Depends
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import Depends, Request
+from fastapi.security import HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError
 from coserve.serve.state import Shared, State
 from coserve.serve.store.records import Tenant
 from coserve.serve.store.tenants import LOCAL
 
+_API = "/v1/"  # every path below it needs a tenant
 _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys create` prints it once.")
 
 
-async def tenant_of(
-    state: Shared,
-    given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
-) -> Tenant:
-    """FastAPI's dependency for the tenant. Raises ApiError 401.
+class Authentication:
+    """Refuses whoever has no tenant before a byte of the body is read: FastAPI reads bodies first.
+
+    The tenant lies in the request's state as `tenant`.
+    """
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self.app, self.state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(_API):
+            try:
+                tenant = await tenant_of(HTTPConnection(scope), self.state)
+            except (ApiError, CoserveError) as error:
+                refusal = error if isinstance(error, ApiError) else ApiError.of(error)
+                await refusal.response()(scope, receive, send)
+                return
+            scope.setdefault("state", {})["tenant"] = tenant
+        await self.app(scope, receive, send)
+
+
+async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
+    """The tenant who sends these headers. Raises ApiError 401.
 
     While no key ever existed and none is required, whatever stands in the header is ignored: clients insist
     on sending something. Hosts and origins of web pages are looked at before (`browsers.py`).
     """
-    secret = None if given is None else given.credentials
+    scheme, given = get_authorization_scheme_param(request.headers.get("authorization"))
+    secret = given if scheme.lower() == "bearer" and given else None
     if secret is not None and (tenant := await state.store.tenant_of(secret)) is not None:
         return tenant
     if await serves_without_keys(state):
@@ -40,4 +64,14 @@ async def serves_without_keys(state: State) -> bool:
     return may_be_open and await state.store.tenants.is_open()
 
 
-Caller = Annotated[Tenant, Depends(tenant_of)]
+async def caller_of(
+    request: Request,
+    state: Shared,
+    _: Annotated[object, Depends(_bearer)],  # for the OpenAPI document only
+) -> Tenant:
+    """FastAPI's dependency for the tenant: the one that `Authentication` found. Raises ApiError 401."""
+    found: Tenant | None = getattr(request.state, "tenant", None)
+    return await tenant_of(request, state) if found is None else found
+
+
+Caller = Annotated[Tenant, Depends(caller_of)]
