@@ -13,7 +13,8 @@ from coserve.engine.training import Asked
 from coserve.errors import ConfigError
 from coserve.jobs import datasets
 from coserve.train.example import prepare
-from coserve.train.trainer import TrainingConfig
+from coserve.train.pruning.plan import foresee
+from coserve.train.trainer import TrainingConfig, sketch_adapter
 from coserve.wire.messages import CheckJob
 
 _FIRST: Final = 512  # examples that are looked at: a job needs at least the bytes that some of its data need
@@ -31,4 +32,7 @@ def read_beginning(engine: Engine, command: CheckJob) -> Asked:
     if command.start_from is not None:
         exact = torch.promote_types(engine.base.dtype, torch.float32)
         start = read_adapter(Path(command.start_from), command.job, engine.base, exact, engine.base.device)
-    return Asked(command.job, command.job, data, settings_of(command.method), config, start)
+    method = settings_of(command.method)
+    first = sketch_adapter(engine.base, command.job, method, config.seed) if start is None else start
+    foresee(engine.base, first, config.keep)
+    return Asked(command.job, command.job, data, method, config, start)

@@ -399,12 +399,14 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
             raise DataError(f"validation {error}") from error
     exact = torch.promote_types(engine.base.dtype, torch.float32)
     name, base = _adapter_of(command.job), engine.base
-    foresee(base, method, training.keep)
     checkpoint = newest_checkpoint(Path(command.folder))
+    resume = start = None
     if checkpoint is not None:
         resume = read_checkpoint(checkpoint.path, name, base, exact)
-        return _Ready(training, method, data, validation, None, checkpoint, resume)
-    start = None
-    if command.start_from is not None:
-        start = read_adapter(Path(command.start_from), name, base, exact, base.device)
-    return _Ready(training, method, data, validation, start, None, None)
+        first = resume.adapter
+    elif command.start_from is not None:
+        first = start = read_adapter(Path(command.start_from), name, base, exact, base.device)
+    else:
+        first = sketch_adapter(base, name, method, training.seed)
+    foresee(base, first, training.keep)
+    return _Ready(training, method, data, validation, start, checkpoint, resume)

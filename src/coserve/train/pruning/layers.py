@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final
 
 import torch
@@ -13,6 +12,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, Chain, Place, Side
 from coserve.adapters.sites import EMBEDDED, Kind, Sites
 from coserve.train.pruning.choice import Choice
+from coserve.train.pruning.once import Once
 from coserve.train.pruning.sketch import Sketch
 from coserve.train.pruning.trace import trace
 
@@ -34,10 +34,22 @@ class Modelled:
         return Modelled(kind, own.to_json_string(use_diff=False), own)
 
 
-@lru_cache(_SKETCHES)
+def _sketch(model: Modelled) -> Sketch | RuntimeError:
+    try:
+        return Sketch(model.kind, model.config)
+    except RuntimeError as error:
+        return error
+
+
+SKETCHES: Final = Once(_sketch, _SKETCHES)
+
+
 def sketch_of(model: Modelled) -> Sketch:
     """Raises RuntimeError where torch cannot run it without its weights."""
-    return Sketch(model.kind, model.config)
+    found = SKETCHES(model)
+    if isinstance(found, RuntimeError):
+        raise found.with_traceback(None)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +98,17 @@ class Question:
     placed: Sequence[tuple[Place, Bypass]] = field(compare=False)
 
 
-@lru_cache(_CHOICES)
-def choice_of(question: Question) -> Choice | None:
+def _choice(question: Question) -> Choice | None:
     """None for a layer that torch cannot trace: what it does depends on its numbers."""
     try:
         sketch = sketch_of(question.model)
-        with sketch.lock:
-            graph = trace(sketch, question.layer, question.placed, question.asks_input, question.asks_past)
+        graph = trace(sketch, question.layer, question.placed, question.asks_input, question.asks_past)
     except RuntimeError:
         return None
     return Choice(graph.in_type(question.dtype), question.keepable)
+
+
+choice_of: Final = Once(_choice, _CHOICES)
 
 
 def choices(

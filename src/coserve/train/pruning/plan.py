@@ -51,17 +51,12 @@ def fates_of(base: Base, adapter: AdapterVersion, keep: KeepSetting, rows: int) 
     return Fates(products, attention, lowest=lowest, nbytes=nbytes)
 
 
-def foresee(base: Base, methods: Sequence[object], keep: KeepSetting) -> None:
-    """Traces what a job with a fresh adapter of these methods' settings will ask about, which takes most of
-    a second once: steps can go on meanwhile."""
-    if not _is_worth_it(base, keep):
-        return
-    model = Modelled.of(type(base.model), base.model.config)
-    try:
-        adapter = sketch_of(model).fresh(methods)
-    except RuntimeError:
-        return  # as `fates_of` will find
-    choices(model, adapter, base.sites, base.dtype)
+def foresee(base: Base, adapter: AdapterVersion, keep: KeepSetting) -> None:
+    """Traces what a job that trains this adapter will ask about, which takes most of a second once: steps can
+    go on meanwhile, and find the answer there. Shapes are enough."""
+    if _is_worth_it(base, keep):
+        model = Modelled.of(type(base.model), base.model.config)
+        choices(model, adapter, base.sites, base.dtype)
 
 
 def _is_worth_it(base: Base, keep: KeepSetting) -> bool:

@@ -4,7 +4,6 @@ All tensors are fake: they have shapes, types and a device, and no memory. What 
 from outside.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -33,6 +33,22 @@ DTYPE: Final = torch.bfloat16  # the grouped product of fused experts has no oth
 KEYS, VALUES = "keys", "values"  # marks
 
 
+_FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn})
+
+
+class _InType(TorchFunctionMode):
+    """What is made without a type is in `DTYPE`, in this thread. Asked for `DTYPE`, transformers changes
+    torch's own default for the whole process, and steps that run meanwhile compute in it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in _FACTORIES and given.get("dtype") is None:
+            given = {**given, "dtype": DTYPE}
+        return func(*args, **given)
+
+
 @dataclass(frozen=True, slots=True)
 class Called:
     """What a layer is called with beside its hidden state."""
@@ -46,7 +62,6 @@ class Sketch:
 
     def __init__(self, kind: type[PreTrainedModel] | None, config: PreTrainedConfig) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.lock = threading.Lock()  # of who traces: hooks are on the modules meanwhile
         self.caches: list[CacheShape] = []
         self.asks_past = False
         self.past: list[Tensor] = []  # keys and values before the rows, of the layer that was traced last
@@ -54,9 +69,10 @@ class Sketch:
         name = f"coserve-sketch-{id(self):x}"
         AttentionInterface.register(name, self._attention(found))
         AttentionMaskInterface.register(name, lambda *_, **__: None)
-        with self.mode:
-            made: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
-            model = made(config, dtype=DTYPE).eval().requires_grad_(False)
+        made: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+        with self.mode, _InType():
+            model = made(config, dtype=torch.get_default_dtype()).eval().requires_grad_(False)
+        model.config.dtype = DTYPE
         model.set_attn_implementation(name)
         self.model = model
         self.layers = decoder_layers(model)

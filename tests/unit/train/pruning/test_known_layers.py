@@ -130,6 +130,9 @@ def test_a_model_that_cannot_be_sketched_is_refused(monkeypatch: pytest.MonkeyPa
         raise NotImplementedError("it looks at numbers")
 
     monkeypatch.setattr(layers, "Sketch", fail)
-    layers.sketch_of.cache_clear()
-    with pytest.raises(UnsupportedModel, match="it looks at numbers"):
-        explain_model(LLAMA, torch.bfloat16, [LoRAConfig(rank=4)])
+    layers.SKETCHES.clear()
+    try:
+        with pytest.raises(UnsupportedModel, match="it looks at numbers"):
+            explain_model(LLAMA, torch.bfloat16, [LoRAConfig(rank=4)])
+    finally:
+        layers.SKETCHES.clear()

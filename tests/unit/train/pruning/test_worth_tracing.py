@@ -37,7 +37,7 @@ def decide(base: Base, keep: KeepSetting) -> Any:
 
 
 def foresee(base: Base, keep: KeepSetting) -> None:
-    plan.foresee(base, [METHOD], keep)
+    plan.foresee(base, fresh_adapter(base, "mine", METHOD, 0), keep)
 
 
 BOTH = pytest.mark.parametrize("ask", [decide, foresee])
