@@ -21,10 +21,13 @@
     ├── ServerError              the server cannot start or go on
     │   ├── StateInUse           another server holds the state folder
     │   └── Unreachable          no server answers at an address
+    ├── InternalError            work for one caller failed in a way nobody foresaw; the log has more
     └── ConfigError              a setting is out of its range
 
-Each carries one sentence that a person can act on. Nothing catches `Exception` in the hot path: what is
-not in this tree is a bug and stops the engine.
+Each carries one sentence that a person can act on. What is not in this tree is a bug. In work for one tenant
+it ends that work, at the places that `core.contained` names and at no others; in a step, which computes for
+all of them at once, it ends the process, and what was under way is on probation in the next one
+(`serve.engine.probation`).
 """
 
 
@@ -103,6 +106,10 @@ class StateInUse(ServerError):
 
 class Unreachable(ServerError):
     """No server answers at an address, or what answers is not coserve."""
+
+
+class InternalError(CoserveError):
+    """Work for one caller failed in a way that nobody foresaw: a bug, of which the log has the traceback."""
 
 
 class ConfigError(CoserveError):

@@ -5,8 +5,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+from coserve.core.contained import contained
 from coserve.engine.link import Done, Inbox
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, OutOfMemory
+from coserve.memory.exhausted import is_out_of_memory
 
 _T = TypeVar("_T")
 Outcome: TypeAlias = _T | CoserveError
@@ -19,19 +21,32 @@ class Aside:
         self._inbox = inbox
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="aside")
 
-    def do(self, work: Callable[[], _T], then: Callable[[Outcome[_T]], None]) -> None:
-        """Runs `work` soon; the loop calls `then` with what it returned, or with its deliberate error.
+    def do(self, what: str, work: Callable[[], _T], then: Callable[[Outcome[_T]], None]) -> None:
+        """Runs `work` soon; the loop calls `then` with what it returned, or with what it failed with: `what`
+        says to people whose work that was.
 
-        Any other exception is a bug: it is raised in the loop, and ends the process.
+        Where `then` itself fails with a result it is called once more, with that error; then it only has to
+        give the work up.
         """
         self._pool.submit(work).add_done_callback(
-            lambda future: self._inbox.put(Done(partial(_finish, future, then)))
+            lambda future: self._inbox.put(Done(partial(_finish, what, future, then)))
         )
 
 
-def _finish(future: Future[_T], then: Callable[[Outcome[_T]], None]) -> None:
+def _finish(what: str, future: Future[_T], then: Callable[[Outcome[_T]], None]) -> None:
     try:
         outcome: Outcome[_T] = future.result()
-    except CoserveError as error:
-        outcome = error
-    then(outcome)
+    except BaseException as error:
+        outcome = _failure(error, what)
+    try:
+        then(outcome)
+    except BaseException as error:
+        if isinstance(outcome, CoserveError):
+            raise
+        then(_failure(error, what))
+
+
+def _failure(error: BaseException, what: str) -> CoserveError:
+    if is_out_of_memory(error):
+        return OutOfMemory(f"{what} failed: there was no memory for it")
+    return contained(error, what)

@@ -17,13 +17,14 @@ import torch
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
+from coserve.core.contained import contained
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.plan import Updated
 from coserve.engine.aside import Aside, Outcome
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning, Keeping
 from coserve.engine.scoring import Scoring, check_lengths
-from coserve.errors import CoserveError, DataError
+from coserve.errors import CoserveError, DataError, JobError
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example, Prepared
 from coserve.train.pruning.plan import foresee
@@ -124,7 +125,7 @@ class Jobs:
         if self._is_over(command.job):  # the server will hear of it
             return
         self._jobs[command.job] = job = _Job(command, self._engine.clock(), command.weight)
-        self._aside.do(partial(_read, self._engine, command), partial(self._begin, job))
+        self._aside.do("reading the job", partial(_read, self._engine, command), partial(self._begin, job))
 
     def stop(self, name: str, keep: bool) -> None:
         """Ends a job's training, with a checkpoint of where it stands or without."""
@@ -148,10 +149,19 @@ class Jobs:
             job.handle.cancel()
             self._end(job, "stopped" if keep else "cancelled")
 
+    def fail(self, name: str, error: CoserveError) -> None:
+        """Ends a job for a reason that did not come up in its training."""
+        job = self._jobs.get(name)
+        if job is not None:
+            self._give_up(job, error)
+
     def stop_all(self) -> None:
         """Stops all jobs with checkpoints, so that they can go on later."""
         for name in self.names:
-            self.stop(name, keep=True)
+            try:
+                self.stop(name, keep=True)
+            except BaseException as error:
+                self.fail(name, contained(error, "the job", JobError))
 
     def weigh(self, name: str, weight: float) -> None:
         """Changes a job's share."""
@@ -186,18 +196,31 @@ class Jobs:
             elif isinstance(event, JobFailed) and (job := self._jobs.get(event.job)):
                 self._end(job, "failed", event.error)
         for job in list(self._jobs.values()):
-            self._follow(job)
-            for pending in job.pending:
-                if pending.scoring is not None:
-                    pending.scoring.advance()
-            self._settle(job)
+            try:
+                self._advance(job)
+            except BaseException as error:
+                self._give_up(job, contained(error, "the job", JobError))
 
     # Inside
+
+    def _advance(self, job: _Job) -> None:
+        self._follow(job)
+        for pending in job.pending:
+            if pending.scoring is not None:
+                pending.scoring.advance()
+        self._settle(job)
+
+    def _give_up(self, job: _Job, error: CoserveError) -> None:
+        """The job has failed, wherever it was: it trains no more, and the checkpoints it has stay."""
+        _leave_unscored(job)
+        if job.handle is not None and job.handle.is_under_way:
+            job.handle.cancel()
+        self._end(job, "failed", error)
 
     def _begin(self, job: _Job, outcome: Outcome[_Ready]) -> None:
         """The data is read: training starts, or goes on."""
         if isinstance(outcome, CoserveError):
-            self._end(job, "failed", outcome)
+            self._give_up(job, outcome)
             return
         job.ready = ready = outcome
         job.step = ready.checkpoint.step if ready.checkpoint else 0
@@ -284,6 +307,8 @@ class Jobs:
         assert job.handle is not None
         if job.handle.status == "succeeded":
             self._end(job, "succeeded")
+        elif job.handle.error is not None:  # of what comes after a step
+            self._end(job, "failed", job.handle.error)
 
     def _keep(self, job: _Job, state: TrainingState) -> None:
         """Between two steps: the state is copied already, and is written aside."""
@@ -294,7 +319,7 @@ class Jobs:
         job.pending.append(pending)
         base_name = str(self._engine.base.model.config.name_or_path)
         write = partial(write_checkpoint, Path(job.command.folder), state, base_name)
-        self._aside.do(write, partial(self._written, job, pending))
+        self._aside.do("writing the checkpoint", write, partial(self._written, job, pending))
 
     def _scoring(self, job: _Job) -> Scoring | None:
         """Of the version that the job has just published."""
@@ -308,13 +333,11 @@ class Jobs:
             pending.written = outcome
             self._settle(job)
             return
-        job.pending.remove(pending)
+        if pending in job.pending:
+            job.pending.remove(pending)
         if pending.scoring is not None:
             pending.scoring.cancel()
-        if job.handle is not None and job.handle.status == "running":
-            job.handle.cancel()
-        job.ending = None  # whatever it was: without its checkpoint the job has failed
-        self._end(job, "failed", outcome)
+        self._give_up(job, outcome)  # whatever its end was: without its checkpoint the job has failed
 
     def _end(self, job: _Job, status: str, error: CoserveError | None = None) -> None:
         fault = None if error is None else fault_of(error)

@@ -1,6 +1,7 @@
 """Windows of all jobs on their way back in one step, layer by layer from the top: those that are at the same
 layer pass it together."""
 
+import logging
 from collections.abc import Iterator, Sequence
 
 from coserve.engine.shortage import Shortages
@@ -8,12 +9,13 @@ from coserve.memory.exhausted import is_out_of_memory
 from coserve.train import company
 from coserve.train.walk import Returning
 
+_log = logging.getLogger(__name__)
 Windows = Sequence[tuple[str, Returning]]  # each with its job
 
 
 def back(windows: Windows, most: int, short: Shortages) -> None:
-    """All windows back through their layers, at most so many rows together. A job that runs out of memory
-    goes no further, and nobody else notices."""
+    """All windows back through their layers, at most so many rows together. A job that fails, or runs out of
+    memory, goes no further, and nobody else notices."""
     top = max((r.layers.start for _, r in windows), default=-1)
     for layer in range(top, -1, -1):
         for group in _groups(layer, windows, most):
@@ -55,10 +57,11 @@ def _through(layer: int, windows: Windows, short: Shortages) -> None:
 
 
 def _shares(layer: int, windows: Sequence[Returning]) -> list[company.Share] | None:
-    """What each is to take, None where memory does not last and it cannot be told whose fault it is."""
+    """What each is to take, None where that fails and it cannot be told whose fault it is: then one after the
+    other is tried."""
     try:
         return company.through_layer(layer, windows)
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:
         if not is_out_of_memory(error):
-            raise
+            _log.exception("windows of several jobs cannot go back through layer %d together", layer)
     return None

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from coserve.adapters.adapter import AdapterVersion
+from coserve.core.contained import contained
 from coserve.core.events import JobFailed, StepDone
 from coserve.engine.admission import Admission
 from coserve.engine.handles import FineTuning, Keeping
@@ -88,11 +89,15 @@ class Training:
         if self._admission.enter(asked.job, size, partial(self._start_later, asked), handle.wait):
             try:
                 run = self._make(asked)
-            except CoserveError:
+            except BaseException:
                 self._admission.leave(asked.job)
                 raise
             self.jobs[asked.job] = handle
-            self._begin(run)
+            try:
+                self._begin(run)
+            except BaseException as error:
+                self._fail(asked.job, contained(error, f"job {asked.job}", JobError))
+                raise
         else:
             self.jobs[asked.job], self._queued[asked.job] = handle, asked
         return handle
@@ -115,12 +120,14 @@ class Training:
     def deliver(self, event: StepDone | JobFailed) -> None:
         """Takes in what a step did for a job."""
         handle = self.jobs[event.job]
-        if isinstance(event, StepDone):
-            handle.take(event)
-            self._feed(event.job)
-        elif not self._goes_on_smaller(event):
-            handle.fail(event.error)
-            self._forget(event.job)
+        try:
+            if isinstance(event, StepDone):
+                handle.take(event)
+                self._feed(event.job)
+            elif not self._goes_on_smaller(event):
+                self._fail(event.job, event.error)
+        except BaseException as error:
+            self._fail(event.job, contained(error, f"job {event.job}", JobError))
 
     # For handles
 
@@ -159,12 +166,9 @@ class Training:
         """Its bytes are free now: it begins, or has failed."""
         del self._queued[asked.job]
         try:
-            run = self._make(asked)
-        except CoserveError as error:
-            self.jobs[asked.job].fail(error)
-            self._forget(asked.job)
-        else:
-            self._begin(run)
+            self._begin(self._make(asked))
+        except BaseException as error:
+            self._fail(asked.job, contained(error, f"job {asked.job}", JobError))
 
     def _make(self, asked: Asked) -> TrainingRun:
         try:
@@ -217,6 +221,10 @@ class Training:
         )
         self._scheduler.add_training(event.job, micro_batches, run.weight)
         return True
+
+    def _fail(self, job: str, error: CoserveError) -> None:
+        self.jobs[job].fail(error)
+        self._forget(job)
 
     def _forget(self, job: str) -> None:
         """Frees all a job held; its published version stays."""

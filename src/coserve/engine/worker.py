@@ -6,6 +6,7 @@ from functools import partial
 
 from coserve.adapters.paging.stored import StoredVersion
 from coserve.adapters.settings import settings_of
+from coserve.core.contained import contained
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.request import SamplingParams
 from coserve.engine.aside import Aside, Outcome
@@ -15,7 +16,16 @@ from coserve.engine.handles import Completion
 from coserve.engine.jobs import Jobs, fault_of
 from coserve.engine.remembered import CostFile
 from coserve.engine.training import Asked
-from coserve.errors import ConflictError, CoserveError, EngineLost, OutOfMemory
+from coserve.errors import (
+    AdapterError,
+    ConfigError,
+    ConflictError,
+    CoserveError,
+    EngineLost,
+    InternalError,
+    JobError,
+    OutOfMemory,
+)
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,
@@ -85,7 +95,13 @@ class Worker:
         self._stale, self._told = True, 0.0
 
     def take(self, command: Command) -> None:
-        """Does what a server asks for, or begins to. Deliberate errors go back as faults."""
+        """Does what a server asks for, or begins to. What fails goes back as a fault, whatever it raised."""
+        try:
+            self._obey(command)
+        except BaseException as error:
+            self._fail(command, error)
+
+    def _obey(self, command: Command) -> None:
         match command:
             case Submit():
                 self._submit(command)
@@ -101,7 +117,9 @@ class Worker:
                 self._check(command)
             case CheckJob():
                 read = partial(read_beginning, self._engine, command)
-                self._aside.do(read, partial(self._checked, command.ref, self._connection))
+                self._aside.do(
+                    "checking the job", read, partial(self._checked, command.ref, self._connection)
+                )
             case StartJob():
                 if not self.draining:  # else it goes on in the engine that comes next
                     self._jobs.start(command)
@@ -165,27 +183,42 @@ class Worker:
     def _remember(self, costs: CostFile) -> None:
         """Writes down what steps cost by now; nobody waits for the file."""
         self._remembered = time.monotonic()
-        self._aside.do(partial(costs.write, self._engine.scheduler.cost.learned), lambda _: None)
+        write = partial(costs.write, self._engine.scheduler.cost.learned)
+        self._aside.do("remembering what steps cost", write, lambda _: None)
+
+    def _fail(self, command: Command, error: BaseException) -> None:
+        """Ends what a command asked for, and nothing else."""
+        match command:
+            case Submit():
+                fault = fault_of(contained(error, "the request"))
+                self._tokens.append(Token(command.id, fault=fault))
+            case LoadAdapter() | PinAdapter() | UnloadAdapter():
+                self._reply(command.ref, contained(error, "the adapter", AdapterError))
+            case CheckMethod() | CheckJob():
+                self._reply(command.ref, contained(error, "checking the job", ConfigError))
+            case StartJob() | StopJob() | WeighJob():
+                self._jobs.fail(command.job, contained(error, "the job", JobError))
+            case _:
+                raise error
+
+    def _reply(self, ref: int, error: CoserveError | None = None) -> None:
+        self._replies.append(Reply(ref, None if error is None else fault_of(error)))
 
     def _submit(self, command: Submit) -> None:
-        try:
-            if self.draining:
-                raise EngineLost("the engine is shutting down and takes no new requests")
-            if command.id in self._answers:
-                raise ConflictError(f"there is a request {command.id!r} already")
-            completion = self._engine.generate(
-                command.prompt,
-                command.adapter,
-                self._fitting(command),
-                command.slo,
-                arrival=self._engine.clock() - command.age,
-                continued=command.continued,
-                text=False,
-                scope=command.scope,
-            )
-        except CoserveError as error:
-            self._tokens.append(Token(command.id, fault=fault_of(error)))
-            return
+        if self.draining:
+            raise EngineLost("the engine is shutting down and takes no new requests")
+        if command.id in self._answers:
+            raise ConflictError(f"there is a request {command.id!r} already")
+        completion = self._engine.generate(
+            command.prompt,
+            command.adapter,
+            self._fitting(command),
+            command.slo,
+            arrival=self._engine.clock() - command.age,
+            continued=command.continued,
+            text=False,
+            scope=command.scope,
+        )
         self._answers[command.id] = completion
         self._ids[completion.sequence.key] = command.id
 
@@ -235,56 +268,47 @@ class Worker:
 
     def _load(self, command: LoadAdapter) -> None:
         if command.key in self._engine.bank:
-            self._replies.append(Reply(command.ref))
+            self._reply(command.ref)
             return
         look = partial(self._engine.look_at_adapter, command.key, command.path)
-        self._aside.do(look, partial(self._looked_at, command, self._connection))
+        self._aside.do("looking at the adapter", look, partial(self._looked_at, command, self._connection))
 
     def _looked_at(self, command: LoadAdapter, connection: int, outcome: Outcome[StoredVersion]) -> None:
-        try:
-            if isinstance(outcome, CoserveError):
-                raise outcome
-            if command.key not in self._engine.bank:  # it may have been asked for twice
+        error = outcome if isinstance(outcome, CoserveError) else None
+        if isinstance(outcome, StoredVersion) and command.key not in self._engine.bank:
+            try:  # it may have been asked for twice
                 self._engine.add_stored(outcome)
-            reply = Reply(command.ref)
-        except CoserveError as error:
-            reply = Reply(command.ref, fault_of(error))
+            except CoserveError as refusal:
+                error = refusal
+        if isinstance(error, InternalError):  # of a file that nobody foresaw
+            error = AdapterError(str(error))
         if connection == self._connection:
-            self._replies.append(reply)
+            self._reply(command.ref, error)
 
     def _pin(self, command: PinAdapter) -> None:
-        try:
-            self._engine.pin_adapter(command.key, command.pinned)
-        except CoserveError as error:
-            self._replies.append(Reply(command.ref, fault_of(error)))
-        else:
-            self._replies.append(Reply(command.ref))
+        self._engine.pin_adapter(command.key, command.pinned)
+        self._reply(command.ref)
 
     def _check(self, command: CheckMethod) -> None:
-        try:
-            settings_of(command.method)
-        except CoserveError as error:
-            self._replies.append(Reply(command.ref, fault_of(error)))
-        else:
-            self._replies.append(Reply(command.ref))
+        settings_of(command.method)
+        self._reply(command.ref)
 
     def _checked(self, ref: int, connection: int, outcome: Outcome[Asked]) -> None:
-        """Only what memory says about a job is told: anything else is, when the job has been taken on."""
-        fault = None
+        """Only what memory says about a job is told, and what nobody foresaw: anything else is, when the job
+        has been taken on."""
+        error: CoserveError | None = outcome if isinstance(outcome, OutOfMemory | InternalError) else None
         try:
             if isinstance(outcome, Asked):
                 self._engine.check_job(outcome)
-        except OutOfMemory as error:
-            fault = fault_of(error)
+        except OutOfMemory as refusal:
+            error = refusal
         except CoserveError:
             pass
+        if isinstance(error, InternalError):
+            error = ConfigError(str(error))
         if connection == self._connection:
-            self._replies.append(Reply(ref, fault))
+            self._reply(ref, error)
 
     def _unload(self, command: UnloadAdapter) -> None:
-        try:
-            self._engine.unload_adapter(command.key)
-        except CoserveError as error:
-            self._replies.append(Reply(command.ref, fault_of(error)))
-        else:
-            self._replies.append(Reply(command.ref))
+        self._engine.unload_adapter(command.key)
+        self._reply(command.ref)

@@ -12,7 +12,7 @@ import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.engine.handles import FineTuning
-from coserve.errors import OutOfMemory
+from coserve.errors import JobError, OutOfMemory
 from coserve.train.example import Example
 from coserve.train.keep import Keep
 from coserve.train.tape import Tape
@@ -148,16 +148,22 @@ def test_a_second_time_the_job_fails_and_nobody_else(
     assert engine.bank.find("two").version == 1, "its last good version stays"
 
 
-def test_another_error_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_is_no_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, undisturbed: tuple[list[int], torch.Tensor, torch.Tensor]
+) -> None:
     engine = make_engine()
-    start(engine, "one")
+    answer, job = ask(engine), start(engine, "one")
+    calls = []
 
     def broken(*_: object) -> None:
+        calls.append(1)
         raise RuntimeError("shapes do not match")
 
     monkeypatch.setattr(Walk, "set_out", broken)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
-        engine.run()
+    engine.run()
+    with pytest.raises(JobError, match="job one failed: RuntimeError: shapes do not match"):
+        job.result()
+    assert len(calls) == 1 and not job.notes and answer.tokens == undisturbed[0]
 
 
 def test_answers_alone_that_run_out_are_nobody_s_job(monkeypatch: pytest.MonkeyPatch) -> None:

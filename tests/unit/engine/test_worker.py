@@ -1,115 +1,33 @@
 """What the process does between its socket and its engine: without a process, a socket or a clock."""
 
 import json
-import queue
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.request import FinishReason
 from coserve.engine import jobs as jobs_module
 from coserve.engine import worker as worker_module
-from coserve.engine.aside import Aside
-from coserve.engine.link import Done, Inbox
 from coserve.engine.remembered import CostFile
 from coserve.engine.scoring import Scoring
-from coserve.engine.worker import Worker
 from coserve.train import checkpoint
 from coserve.train.example import Example
-from coserve.wire.codec import decode_answer, encode_answer
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,
-    Command,
     Drain,
-    Hello,
     JobCheckpoint,
     JobEnded,
-    JobNews,
     JobStarted,
     JobStep,
     LoadAdapter,
     Reply,
-    Report,
     StartJob,
     StopJob,
-    Submit,
-    Token,
     WeighJob,
 )
-from models import letter_tokenizer, logits_of, tiny, with_lora
-
-HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 16, 512, 64, (0,), False, 0.0)
-
-
-class Desk:
-    """A worker, and all that it has said."""
-
-    def __init__(self, costs: CostFile | None = None) -> None:
-        self.engine = Engine(
-            tiny("llama"),
-            EngineConfig(calibrate=False, cache_tokens=512, page_size=8),
-            tokenizer=letter_tokenizer(),
-        )
-        self.inbox: Inbox = queue.SimpleQueue()
-        self.worker = Worker(self.engine, HELLO, Aside(self.inbox, threads=1), costs)
-        self.reports: list[Report] = []
-        self.asked = 0  # ends of jobs
-        self.worker.connected()
-
-    def send(self, *commands: Command) -> None:
-        for command in commands:
-            self.worker.take(command)
-        self.report()
-
-    def step(self) -> None:
-        """As the loop does it."""
-        wait = not self.worker.has_work
-        try:
-            item = self.inbox.get(wait, 10 if wait else None)
-            assert isinstance(item, Done)
-            item.then()
-        except queue.Empty:
-            assert not wait, "nothing to do, and nothing comes"
-        if self.worker.has_work:
-            self.worker.step()
-        self.report()
-
-    def report(self) -> None:
-        report = self.worker.report()
-        if report is not None:
-            assert decode_answer(encode_answer(report)) == report
-            self.reports.append(report)
-
-    def until(self, done: Callable[[], object]) -> None:
-        for _ in range(5000):
-            if done():
-                return
-            self.step()
-        raise AssertionError("it does not get there")
-
-    @property
-    def tokens(self) -> list[Token]:
-        return [token for report in self.reports for token in report.tokens]
-
-    @property
-    def replies(self) -> list[Reply]:
-        return [reply for report in self.reports for reply in report.replies]
-
-    def news(self, kind: type[JobNews] | None = None) -> list[JobNews]:
-        found = [numbered.news for report in self.reports for numbered in report.jobs]
-        return [news for news in found if kind is None or isinstance(news, kind)]
-
-    def ended(self) -> JobEnded:
-        """The end of a job that has not been asked for yet."""
-        self.asked += 1
-        self.until(lambda: len(self.news(JobEnded)) >= self.asked)
-        ended = self.news(JobEnded)[self.asked - 1]
-        assert isinstance(ended, JobEnded)
-        return ended
+from desk import Desk, ask, job, write_data
+from models import logits_of, tiny, with_lora
 
 
 @pytest.fixture
@@ -119,19 +37,7 @@ def desk() -> Desk:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    file = tmp_path / "train.jsonl"
-    lines = [{"prompt": f"{i}?", "completion": f" {i * i}"} for i in range(12)]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    return file
-
-
-def job(data: Path, folder: Path, name: str = "j", **fields: Any) -> StartJob:
-    options = {"batch_size": 2, "learning_rate": 1e-2, "keep": "everything"} | fields.pop("options", {})
-    return StartJob(name, "a", str(data), str(folder), options, {"rank": 2, "targets": ["q_proj"]}, **fields)
-
-
-def ask(name: str, tokens: int = 3, **fields: object) -> Submit:
-    return Submit(name, (5, 6), SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True), **fields)
+    return write_data(tmp_path / "train.jsonl")
 
 
 def test_what_steps_cost_is_written_down_now_and_then(
@@ -147,7 +53,7 @@ def test_what_steps_cost_is_written_down_now_and_then(
     desk.until(lambda: len(desk.tokens) == 6)
     monkeypatch.undo()
     written: list[object] = []
-    desk.worker._aside.do(lambda: None, written.append)  # its one thread takes things in turn
+    desk.worker._aside.do("nothing", lambda: None, written.append)  # its one thread takes things in turn
     while not written:
         desk.inbox.get(timeout=10).then()
     found = costs.read()

@@ -8,7 +8,8 @@ import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.paging.stored import StoredVersion
-from coserve.errors import CoserveError, OutOfMemory
+from coserve.core.contained import contained
+from coserve.errors import AdapterError, CoserveError, OutOfMemory
 from coserve.memory.exhausted import is_out_of_memory
 
 Outcome = AdapterVersion | CoserveError
@@ -48,17 +49,17 @@ class Reader:
         return [(stored, future.result()) for stored, future in done]
 
     def _outcome(self, stored: StoredVersion) -> Outcome:
-        """Any error but a deliberate one is a bug, and is raised in whoever takes the result."""
+        """What one adapter's files lead to is its own: whoever takes the result goes on."""
         try:
             version = self._read(stored)
             _ = version.bypasses, version.virtual  # worked out here, and not in the first step that asks
             return version
         except CoserveError as error:
             return error
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return OutOfMemory(f"there was no memory to load the adapter {stored.name!r}")
+        except BaseException as error:
+            if is_out_of_memory(error):
+                return OutOfMemory(f"there was no memory to load the adapter {stored.name!r}")
+            return contained(error, f"loading the adapter {stored.name!r}", AdapterError)
 
 
 def _own_thread() -> ThreadPoolExecutor:

@@ -1,0 +1,30 @@
+"""Work that is done for one tenant ends with an error of its own, whatever it raises.
+
+`contained` is called where such work is run, and nowhere else: `engine.aside` (reading on threads),
+`engine.worker` (commands), `engine.jobs` and `engine.training` (a job between two steps), `engine.shortage`
+(a job's rows in a step), `adapters.paging.reader` (weights), and the server's `training.foreman` (news of a
+job). A step that computes for all of them at once is no such place: what it raises ends the process.
+"""
+
+import logging
+
+from coserve.errors import CoserveError, InternalError
+
+_log = logging.getLogger(__name__)
+_LONGEST = 200  # characters of what an unforeseen error says
+
+
+def contained(error: BaseException, what: str, kind: type[CoserveError] = InternalError) -> CoserveError:
+    """A deliberate error as it is; any other one as a `kind` that names it, with its traceback in the log.
+
+    Raises what is meant for the process: the end of the interpreter, or of a coroutine. Errors of libraries
+    written in Rust are no `Exception` when they panic, so `what` is run under `except BaseException`.
+    """
+    if isinstance(error, CoserveError):
+        return error
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
+    _log.error("%s failed in a way that nobody foresaw", what, exc_info=error)
+    said = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())  # no paths
+    shown = f"{type(error).__name__}: {said[:_LONGEST]}" if said else type(error).__name__
+    return kind(f"{what} failed: {shown}")
