@@ -38,16 +38,19 @@ class EngineProcess:
         self._engine = {"calibrate": False, "cache_tokens": 2048, "page_size": 8, **engine}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "coserve.engine.process"],
+            [sys.executable, "-m", "coserve.wire.launch", "coserve.engine.process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env,
         )  # fmt: skip
 
     def phase(self) -> Status:
         """The next phase it reaches."""
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended with status {self.process.wait()}"
-        return decode_line(line, Status)
+        while True:
+            line = self.process.stdout.readline()
+            assert line, f"the engine ended with status {self.process.wait()}"
+            status = decode_line(line, Status)
+            if status.state != "alive":
+                return status
 
     def launch(self, model: Path, **fields: Any) -> "Server":
         """Loads the model, and connects."""

@@ -96,7 +96,7 @@ class Metrics:
             self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
         )
         self._make_adapters()
-        self.engine_up = self._gauge("engine_up", "1 while the engine is connected.")
+        self.engine_up = self._gauge("engine_up", "1 while the engine is connected and gives signs of life.")
         self.engine_connections = self._gauge(
             "engine_connections",
             "Connections to an engine; each after the first follows a death.",

@@ -31,14 +31,17 @@ class Server:
 
     async def status(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line = await self.process.stdout.readline()
-        return dict(json.loads(line)) if line else {}
+        while line := await self.process.stdout.readline():
+            status = dict(json.loads(line))
+            if status["state"] != "alive":
+                return status
+        return {}
 
 
 @asynccontextmanager
 async def served(settings: ServerSettings, listener: socket.socket) -> AsyncIterator[Server]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coserve.serve.main",
+        sys.executable, "-m", "coserve.wire.launch", "coserve.serve.main",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(listener.fileno(),),
     )  # fmt: skip
     assert process.stdin is not None

@@ -68,11 +68,13 @@ class Server:
         return Client(ClientSettings(self.url), patience=PATIENCE)
 
     def pid_of(self, module: str) -> int:
-        found = [pid for pid, line in children_of(self.process.pid).items() if line.endswith(f"-m {module} ")]
+        found = [
+            pid for pid, line in children_of(self.process.pid).items() if line.endswith(f".launch {module} ")
+        ]
         return found[0]
 
     def stands_by(self) -> bool:
-        return any("coserve.wire.gently" in line for line in children_of(self.process.pid).values())
+        return any(" --gently " in line for line in children_of(self.process.pid).values())
 
 
 @pytest.fixture

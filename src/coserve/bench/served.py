@@ -108,6 +108,11 @@ class Served:
     # What it says
 
     @property
+    def pid(self) -> int:
+        """Of the process that was started, which supervises the others."""
+        return self._process.pid
+
+    @property
     def running(self) -> Running:
         """Its processes that are ready now."""
         found = self._running()

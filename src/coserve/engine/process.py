@@ -1,4 +1,4 @@
-"""The engine's process: `python -m coserve.engine.process`, started and fed by a supervisor.
+"""The engine's process, which `coserve.wire.launch` starts and a supervisor feeds.
 
 Its imports take seconds and its model more, so a supervisor keeps one of these that has done the first and
 waits for its `wire.control.EngineStart`. The loop is: commands, a step, a report. Without work it sleeps
@@ -18,12 +18,10 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import torch
@@ -38,7 +36,7 @@ from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.worker import Worker
 from coserve.errors import CoserveError
 from coserve.wire.child import Supervised
-from coserve.wire.control import EngineStart, Status
+from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
 from coserve.wire.messages import Hello
 
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -49,18 +47,17 @@ _FLUSH: Final = 5.0  # seconds that the last report of a drain may take to be re
 _MEASURING: Final = "measuring what steps cost on this machine (some seconds, the first time only)"
 
 
-def main() -> None:
+def main(pipes: Supervised) -> None:
     """Waits to be told what to load, loads, serves."""
-    sys.excepthook = _crash
-    threading.excepthook = lambda args: _crash(args.exc_type, args.exc_value, args.exc_traceback)
+    threading.excepthook = lambda args: sys.excepthook(
+        args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
+    )
     transformers_logging.disable_progress_bar()
     sys.setswitchinterval(SWITCH)
-    pipes = Supervised()
     pipes.say(Status("standby"))
     inbox: Inbox = queue.SimpleQueue()
     try:
         start = pipes.start_line(EngineStart)
-        pipes.end_with_supervisor()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides
         logging.basicConfig(level=start.log_level.upper(), format=_FORMAT, stream=sys.stderr)
         started = time.monotonic()
@@ -76,10 +73,11 @@ def main() -> None:
     seconds = time.monotonic() - started
     hello = _hello(start, engine, seconds)
     worker = Worker(engine, hello, Aside(inbox), costs)
+    engine.base.on_layer = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()
     pipes.say(Status("ready", _describe(hello), seconds))
-    Loop(worker, inbox).run()
+    Loop(worker, inbox, pipes.beat).run()
     link.close()
     if costs is not None:
         costs.write(engine.scheduler.cost.learned)
@@ -88,15 +86,17 @@ def main() -> None:
 
 
 class Loop:
-    """Commands, a step, a report, until a drain is over."""
+    """Commands, a step, a report, until a drain is over. `beat` is called each time round, and twice a second
+    while there is nothing to do."""
 
-    def __init__(self, worker: Worker, inbox: Inbox) -> None:
-        self._worker, self._inbox = worker, inbox
+    def __init__(self, worker: Worker, inbox: Inbox, beat: Callable[[], object]) -> None:
+        self._worker, self._inbox, self._beat = worker, inbox, beat
         self._server: Connection | None = None
         self._leaving = False  # as soon as no server is connected
 
     def run(self) -> None:
         while not self._worker.is_drained:
+            self._beat()
             self._take_in()
             if self._worker.has_work:
                 self._worker.step()
@@ -105,15 +105,16 @@ class Loop:
             self._server.finish(_FLUSH)
 
     def _take_in(self) -> None:
-        """All that has come; without work it waits for something."""
+        """All that has come; without work it waits for something, but no longer than until the next beat."""
         item = self._next(wait=not self._worker.has_work and not self._worker.is_drained)
         while item is not None:
             self._take(item)
             item = self._next(wait=False)
 
     def _next(self, wait: bool) -> Item | None:
+        due = self._worker.until_report() if self._server else BEAT_SECONDS
         try:
-            return self._inbox.get(wait, self._worker.until_stats() if wait and self._server else None)
+            return self._inbox.get(wait, min(due, BEAT_SECONDS))
         except queue.Empty:
             return None
 
@@ -201,14 +202,3 @@ def _describe(hello: Hello) -> str:
     size = f"{hello.parameters / 1e6:.0f}M parameters"
     kept = hello.dtype if hello.quantize == "none" else f"{hello.dtype} over {hello.quantize} weights"
     return f"{size}, {kept} on {hello.device}, cache of {hello.cache_tokens} tokens"
-
-
-def _crash(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
-    """A bug, in whichever thread: the process ends at once, and the supervisor starts another."""
-    traceback.print_exception(kind, error, where)
-    sys.stderr.flush()
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -47,6 +47,7 @@ from coserve.wire.messages import (
 )
 
 _STATS_EVERY = 1.0  # seconds
+_SPEAK_EVERY = 1.0  # seconds; whoever hears nothing for several of these is right to worry
 _REMEMBER_EVERY = 60.0  # seconds
 
 
@@ -68,6 +69,7 @@ class Worker:
         self._replies: list[Reply] = []
         self._stale = True  # whether something was done since the last statistics
         self._told = 0.0  # when those were sent
+        self._spoke = 0.0  # when anything was
         self._costs = costs
         self._remembered = time.monotonic()  # when the costs were last put into their file
 
@@ -159,23 +161,24 @@ class Worker:
         if self._costs is not None and time.monotonic() >= self._remembered + _REMEMBER_EVERY:
             self._remember(self._costs)
 
-    def until_stats(self) -> float | None:
-        """Seconds until statistics are due; None while nothing has happened since the last ones."""
-        if not self._stale:
-            return None
-        return max(self._told + _STATS_EVERY - time.monotonic(), 0.0)
+    def until_report(self) -> float:
+        """Seconds until the server has to hear something, be it only that nothing is new."""
+        due = self._spoke + _SPEAK_EVERY
+        if self._stale:
+            due = min(due, self._told + _STATS_EVERY)
+        return max(due - time.monotonic(), 0.0)
 
     def report(self) -> Report | None:
-        """All that is new for the server; None where nothing is."""
+        """All that is new for the server; None where nothing is, and where it has heard something of late."""
         tokens, replies, news = tuple(self._tokens), tuple(self._replies), self._jobs.take_news()
-        due = self.until_stats() == 0.0
-        if not (tokens or replies or news or due or self.is_drained):
+        if not (tokens or replies or news or self.is_drained or self.until_report() == 0.0):
             return None
         self._tokens.clear()
         self._replies.clear()
-        stats = self._engine.stats() if due else None
-        if stats is not None:
-            self._stale, self._told = False, time.monotonic()
+        now = self._spoke = time.monotonic()
+        stats = None
+        if self._stale and now >= self._told + _STATS_EVERY:
+            self._stale, self._told, stats = False, now, self._engine.stats()
         return Report(tokens, replies, news, stats, self.is_drained)
 
     # Inside

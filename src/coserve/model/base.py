@@ -32,7 +32,8 @@ class Base:
 
     Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path, `sites` where
     adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones
-    once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that).
+    once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that). `on_layer` is
+    called before each layer and each tail, in either direction: a sign of life in the longest of steps.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Base:
         self.parameters = origin.parameters
         self.hidden_size = 0
         self.vocabulary = 0
+        self.on_layer: Callable[[], object] = int  # nothing
         self._arguments: RowArguments | None = None
         self._decoder: Any = model.get_decoder()
         self._standing_aside = threading.RLock()  # two lanes of a step have one model
@@ -170,11 +172,13 @@ class Base:
 
     def layer(self, index: int, hidden: Tensor, calls: LayerCalls) -> Tensor:
         """One decoder layer on hidden [1, rows, width]; the rows in `cell` say whose they are."""
+        self.on_layer()
         return self.slots[index].run(hidden, calls[index])
 
     def tail(self, hidden: Tensor, rows: Rows | None = None) -> Tensor:
         """Logits [rows, vocabulary] of hidden [1, rows, width], in the current graph if there is one; `rows`
         has a say in norm and head."""
+        self.on_layer()
         last = self.depth - 1
 
         def answer(given: Tensor, call: Call) -> Tensor:

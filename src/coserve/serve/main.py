@@ -1,4 +1,4 @@
-"""The API's process, as the supervisor starts it: `python -m coserve.serve.main`.
+"""The API's process, which `coserve.wire.launch` starts.
 
 Its first line in is an `ApiStart`; its lines out are `Status`. SIGTERM drains: no new work, running answers
 get `drain_seconds`, jobs write checkpoints and their news is written down. Exit status 0 after that.
@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 
 from coserve.errors import CoserveError, EngineLost
 from coserve.serve.app import create_app
@@ -19,7 +18,7 @@ from coserve.serve.http.listener import Listener, fastest_loop
 from coserve.serve.settings import ApiStart
 from coserve.serve.state import State
 from coserve.wire.child import Supervised
-from coserve.wire.control import Status
+from coserve.wire.control import BEAT_SECONDS, Status
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +28,8 @@ CHECKPOINT_SECONDS = (
 RECONNECT_SECONDS = 1.0  # for an API that has just started to find the engine that is there
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-Say = Callable[[Status], None]
 
-
-async def serve(start: ApiStart, say: Say) -> None:
+async def serve(start: ApiStart, pipes: Supervised) -> None:
     """Serves until SIGTERM or SIGINT, and returns when everything is in order."""
     began = time.monotonic()
     settings = start.settings
@@ -43,15 +40,24 @@ async def serve(start: ApiStart, say: Say) -> None:
         listener = Listener(create_app(state), socket.socket(fileno=start.listen_fd))
         serving = asyncio.create_task(listener.run())
         await listener.started()
-        say(Status("ready", listener.url, time.monotonic() - began))
+        beating = asyncio.create_task(_beat(pipes))
+        pipes.say(Status("ready", seconds=time.monotonic() - began))
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not serving.done():
-            say(Status("draining"))
+            pipes.say(Status("draining"))
             await drain(state)
             listener.stop()
         await serving
+        beating.cancel()
+
+
+async def _beat(pipes: Supervised) -> None:
+    """Tells the supervisor that this event loop goes round."""
+    while True:
+        pipes.beat()
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 async def drain(state: State) -> None:
@@ -72,19 +78,13 @@ async def drain(state: State) -> None:
         log.warning("the engine did not say in time that its jobs are on disk")
 
 
-def main() -> None:
+def main(pipes: Supervised) -> None:
     """Runs the process; deliberate errors become a `failed` status and exit status 1."""
-    pipes = Supervised()
     try:
         start = pipes.start_line(ApiStart)
         logging.basicConfig(level=start.settings.log_level.upper(), format=_FORMAT, stream=sys.stderr)
-        pipes.end_with_supervisor()
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:
-            runner.run(serve(start, pipes.say))
+            runner.run(serve(start, pipes))
     except CoserveError as error:
         pipes.say(Status("failed", str(error), kind=type(error).__name__))
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
 from coserve.schedule.policies import make_policy
 
 LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
+LEAST_WATCHDOG = 2.0  # seconds; processes beat twice in one
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ANY = "*"  # in lists of hosts and origins
 TIERS = ("priority", "default", "flex")
@@ -58,6 +59,8 @@ class ServerSettings:
     max_file_bytes: int = 512 * 2**20  # largest upload
     max_n: int = 16  # most choices of one request
     drain_seconds: float = 30.0  # what running answers get to finish when the server is told to stop
+    # Of silence, after which a process that hangs is ended and replaced; at least 2, or 0: none ever is.
+    watchdog_seconds: float = 8.0
     checkpoint_steps: int = 50  # optimizer steps between two checkpoints of a job
     slo: Mapping[str, SLO] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -81,6 +84,11 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.drain_seconds < float("inf"):
             raise ConfigError(f"drain_seconds must be a number of seconds >= 0, not {self.drain_seconds}")
+        if self.watchdog_seconds and not LEAST_WATCHDOG <= self.watchdog_seconds < float("inf"):
+            raise ConfigError(
+                f"watchdog_seconds must be a number of seconds >= {LEAST_WATCHDOG:g}, or 0 for no watchdog, "
+                f"not {self.watchdog_seconds}"
+            )
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         for adapter in self.adapters:

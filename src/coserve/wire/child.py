@@ -1,32 +1,56 @@
-"""A child's end of the pipes to its supervisor."""
+"""A child's end of the pipes to its supervisor: orders in, status lines and heartbeats out."""
 
 import os
+import select
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
-from typing import BinaryIO, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Final, TypeVar
 
-from coserve.wire.control import Status, decode_line, encode_line
+from coserve.wire.control import BEAT_SECONDS, Status, decode_line, encode_line
 
 T = TypeVar("T")
-ORPHANED = 3  # exit status
+ORPHANED: Final = 3  # exit status
+_ALIVE: Final = encode_line(Status("alive")).encode() + b"\n"
+_PATIENCE: Final = 5.0  # seconds that a status line waits for room in the pipe
+_LONGEST: Final = 500  # characters of an exception in a status line
 
 
 class Supervised:
-    """The pipes of a child process: its orders in, its status out.
+    """The pipes of a child process.
 
     Take it before anything else writes to stdout: from then on what is printed goes to stderr, so that no
     library can break the status lines.
+
+    A thread ends the process as soon as stdin is at its end, which is when the supervisor is gone. Until the
+    child says that it is `ready` the same thread beats: a start waits for disks and networks, and there is no
+    loop yet that could. From then on the child's own loop calls `beat`, so that a loop that hangs is silent.
     """
 
     def __init__(self) -> None:
         self._in = os.fdopen(os.dup(0), "rb", buffering=0)
-        self._out = os.fdopen(os.dup(1), "wb", buffering=0)
+        self._out = os.dup(1)
+        os.set_blocking(self._out, False)  # a supervisor that is stopped must not stop its children
         os.dup2(2, 1)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)  # nor may a process that a library starts hold our stdin open
         os.close(nothing)
         self._lock = threading.Lock()
+        self._beaten = 0.0
+        self._heard = time.monotonic()
+        self._starting = True
+        self._ordered = threading.Event()  # the start line has been read
+        self._end: Callable[[], object] | None = None
+        threading.Thread(target=self._watch, name="supervisor-watch", daemon=True).start()
+
+    @property
+    def supervisor_silence(self) -> float:
+        """Seconds since the supervisor was heard; it says something every second or so."""
+        return time.monotonic() - self._heard
 
     def start_line(self, kind: type[T]) -> T:
         """Waits for the line that says what to do; the process ends quietly if none comes.
@@ -36,31 +60,92 @@ class Supervised:
         line = _read_line(self._in)
         if not line:
             sys.exit(0)
+        self._ordered.set()
         return decode_line(line, kind)
 
     def say(self, status: Status) -> None:
         """Tells the supervisor; nobody listening is no error."""
+        if status.state in ("ready", "draining", "drained"):
+            self._starting = False
         with self._lock:
+            self._write(encode_line(status).encode() + b"\n")
+
+    def beat(self) -> None:
+        """Tells the supervisor that the loop goes on; at most twice a second, and 0.1 us otherwise.
+
+        A beat for which the pipe has no room is dropped.
+        """
+        now = time.monotonic()
+        if now - self._beaten < BEAT_SECONDS:
+            return
+        self._beaten = now
+        if self._lock.acquire(blocking=False):  # else a line is being written, which tells as much
             try:
-                self._out.write(encode_line(status).encode() + b"\n")
-            except BrokenPipeError:
+                os.write(self._out, _ALIVE)  # shorter than PIPE_BUF: all of it or nothing
+            except OSError:
+                pass
+            finally:
+                self._lock.release()
+
+    def end_with_supervisor(self, end: Callable[[], object]) -> None:
+        """Has `end` called before the process ends with its supervisor, in a thread of its own; it must be
+        quick (remove a socket)."""
+        self._end = end
+
+    def own_crashes(self) -> None:
+        """From now on an exception that nobody catches ends the process at once with status 1, and the
+        supervisor is told which it was. Its traceback goes to stderr."""
+        sys.excepthook = self._crash
+
+    def _crash(
+        self, kind: type[BaseException], error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        traceback.print_exception(kind, error, where)
+        sys.stderr.flush()
+        self.say(Status("crashed", describe_exception(kind, error, where), kind=kind.__name__))
+        os._exit(1)
+
+    def _write(self, line: bytes) -> None:
+        end = time.monotonic() + _PATIENCE
+        room = select.poll()
+        room.register(self._out, select.POLLOUT)
+        while line and (left := end - time.monotonic()) > 0:
+            try:
+                line = line[os.write(self._out, line) :]
+            except BlockingIOError:
+                room.poll(1000 * left)
+            except OSError:
                 return
 
-    def end_with_supervisor(self, end: Callable[[], object] | None = None) -> None:
-        """From now on the process ends when stdin does, whatever its other threads are doing.
-
-        `end` is called first, in a thread of its own; it must be quick (remove a socket).
-        """
-        threading.Thread(target=self._watch, args=(end,), name="supervisor-watch", daemon=True).start()
-
-    def _watch(self, end: Callable[[], object] | None) -> None:
-        while self._in.read(4096):
-            pass
+    def _watch(self) -> None:
+        pipe = select.poll()
+        while True:
+            ordered = self._ordered.is_set()
+            pipe.register(self._in, select.POLLIN if ordered else 0)  # not ordered: hang-ups only
+            events = pipe.poll(1000 * BEAT_SECONDS)
+            if self._starting:
+                self.beat()
+            if ordered and events:
+                if not self._in.read(4096):
+                    break
+                self._heard = time.monotonic()
+            elif any(event & select.POLLHUP for _, event in events):
+                break
         try:
-            if end is not None:
-                end()
+            if self._end is not None:
+                self._end()
         finally:
             os._exit(ORPHANED)  # sys.exit would end this thread only, and wait for the others
+
+
+def describe_exception(
+    kind: type[BaseException], error: BaseException | None, where: TracebackType | None
+) -> str:
+    """An exception in one line: its kind, the first line of what it says, and where it was raised."""
+    said = next(iter(str(error).strip().splitlines()), "")[:_LONGEST]
+    frames = traceback.extract_tb(where)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{kind.__name__}: {said}{place}" if said else f"{kind.__name__}{place}"
 
 
 def _read_line(stream: BinaryIO) -> bytes:

@@ -1,13 +1,14 @@
 """What the supervisor and its children tell each other: lines of JSON on a child's stdin and stdout.
 
 A child's first line in says what it has to do (`EngineStart`, or the server's `ApiStart`). Its stdin stays
-open for as long as the supervisor lives; end of file means that the supervisor is gone, and the child ends at
-once. Lines out are `Status`. Logging goes to stderr, which the supervisor keeps in a file.
+open for as long as the supervisor lives, which then sends an empty line every second or so; end of file means
+that it is gone, and the child ends at once. Lines out are `Status`. Logging goes to stderr, which the
+supervisor keeps in a file.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -15,6 +16,7 @@ from coserve.config import EngineConfig
 from coserve.errors import ConfigError
 
 T = TypeVar("T")
+BEAT_SECONDS: Final = 0.5  # between two heartbeats, at least
 
 
 class EngineStart(msgspec.Struct, frozen=True):
@@ -37,10 +39,13 @@ class Status(msgspec.Struct, frozen=True, omit_defaults=True):
     `measuring` where the machine's speed is not known yet (`text` says so to people), then `ready`:
     listening, with `text` for people and `seconds` since the start was asked for. `draining`: takes no new
     work. `drained`: everything is in order, and it ends. `failed`: a deliberate error, named by its class
-    in `coserve.errors`; starting again will not help.
+    in `coserve.errors`; starting again will not help. `crashed`: a bug, whose exception `text` describes.
+    `alive` is a heartbeat, and changes nothing of where the child stands.
     """
 
-    state: Literal["standby", "loading", "measuring", "ready", "draining", "drained", "failed"]
+    state: Literal[
+        "standby", "loading", "measuring", "ready", "draining", "drained", "failed", "crashed", "alive"
+    ]
     text: str = ""
     seconds: float = 0.0
     kind: str = ""

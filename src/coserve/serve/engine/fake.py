@@ -5,6 +5,7 @@ seed and their positions alone, so a continued answer is the one it would have b
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -36,6 +37,7 @@ from coserve.wire.messages import (
     UnloadAdapter,
 )
 
+SPEAK_SECONDS = 1.0  # between two reports, at most
 Script = Callable[[Submit, int], int]  # the token at a place of an answer
 
 
@@ -70,6 +72,8 @@ class FakeEngine:
         )
         self.cached: set[tuple[str | None, tuple[int, ...]]] = set()
         self.steps = 0
+        self.hangs = False  # says nothing while it is connected
+        self._spoke = 0.0  # on `time.monotonic`
         self.running: dict[str, Submit] = {}
         self.places: dict[str, int] = {}
         self.adapters: dict[str, str] = {}
@@ -154,13 +158,15 @@ class FakeEngine:
     async def _step_on(self) -> None:
         while True:
             await asyncio.sleep(self.step_seconds)
-            self._step()
+            if not self.hangs:
+                self._step()
 
     def _step(self) -> None:
         tokens = [self._advance(request) for request in list(self.running.values())[: self.max_running]]
         replies, self._replies = self._replies, []
-        if tokens or replies or self._drained:
-            self.steps += 1
+        if tokens or replies or self._drained or time.monotonic() > self._spoke + SPEAK_SECONDS:
+            self.steps += bool(tokens or replies or self._drained)
+            self._spoke = time.monotonic()
             self._send(Report(tuple(tokens), tuple(replies), stats=self._stats(), drained=self._drained))
             self._drained = False
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.05  # between two attempts to reach the engine
 WRITE_SECONDS = 1.0  # between two attempts to write down what it told
+SILENT_SECONDS = 4.0  # after which an engine, which says something every second, counts as one that hangs
 MOST_LIVES = 5  # engines that may die under a request without a token of it in between
 
 
@@ -74,6 +77,7 @@ class EngineLink:
         self.on_connect: list[Callable[[Hello], Awaitable[None]]] = []
         self._socket, self._patience = socket, patience
         self._connection: _Connection | None = None
+        self._heard = 0.0  # when the engine last said anything, on `time.monotonic`
         self._connected = asyncio.Event()
         self._live: dict[str, Live] = {}
         self._refusal: EngineLost | None = None
@@ -86,8 +90,14 @@ class EngineLink:
 
     @property
     def ready(self) -> bool:
-        """Whether an engine is there right now."""
+        """Whether an engine is connected. It may hang: see `silence`."""
         return self._connection is not None
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the engine that is connected said anything; infinite while there is none. Beyond
+        `SILENT_SECONDS` it hangs, or is in a very long step."""
+        return math.inf if self._connection is None else time.monotonic() - self._heard
 
     @property
     def live(self) -> int:
@@ -237,6 +247,7 @@ class EngineLink:
 
     def _begin(self, connection: _Connection) -> None:
         self.connections += 1
+        self._heard = time.monotonic()
         self.hello, self._connection = connection.hello, connection
         self._told.put_nowait(connection.hello)
         self._connected.set()
@@ -267,6 +278,7 @@ class EngineLink:
     # What engines say
 
     def _take(self, connection: _Connection, report: Report) -> None:
+        self._heard = time.monotonic()
         for token in report.tokens:
             if (live := self._live.get(token.id)) is None:
                 continue  # cancelled while this was on its way

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from coserve.wire.control import Status, decode_line
 
 LONGEST_LINE = 2**20  # bytes
 LARGEST_LOG = 16 * 2**20  # bytes; a longer one is put aside when a process starts
+LAST_WORDS = 1.0  # seconds that one that hangs has to write the stacks of its threads into its log
 
 
 class Process:
@@ -21,14 +23,26 @@ class Process:
 
     Not in a session of its own: Linux may share out time by sessions (autogroups), and then the low priority
     of an engine that is being imported would mean nothing beside the one that answers.
+
+    `heard` is when it last said anything, on `time.monotonic`; `beats_itself` whether its own loop says it,
+    rather than the thread that speaks for it while it starts. `why` is what it said of its end, or why it
+    was ended, as is `is_doomed` from then on.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, begin: int) -> None:
         self.name = name
         self.pid = process.pid
+        self.log = log
+        self.heard = time.monotonic()
+        self.beats_itself = False
+        self.why = ""
+        self.is_doomed = False
         self._process = process
-        self._log = log
         self._log_begin = begin
+        self._told = False  # the line that says what it has to do, before which it must not hear another
+        self._stopped_since: float | None = None
+        self._said: asyncio.Queue[Status | None] = asyncio.Queue()
+        self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(
@@ -60,11 +74,25 @@ class Process:
     def tell(self, line: str) -> None:
         """Sends one line; a child that is gone does not hear it, and its end is seen elsewhere."""
         assert self._process.stdin is not None
+        self._told = True
         if not self._process.stdin.is_closing():
             self._process.stdin.write(line.encode() + b"\n")
 
+    def greet(self) -> None:
+        """Lets it hear that the supervisor lives; one that does not listen misses that."""
+        assert self._process.stdin is not None
+        if self._told and not self._process.stdin.transport.get_write_buffer_size():
+            self.tell("")
+
     async def status(self) -> Status | None:
-        """The next status line; None when there will be no more. Other output is passed over."""
+        """The next status line but for heartbeats; None when there will be no more."""
+        status = await self._said.get()
+        if status is None:
+            self._said.put_nowait(None)
+        return status
+
+    async def _listen(self) -> None:
+        """Takes in what it says. What is no status line is passed over."""
         assert self._process.stdout is not None
         while True:
             try:
@@ -72,13 +100,42 @@ class Process:
             except ValueError:  # longer than any status
                 continue
             if not line:
-                return None
+                break
             with suppress(ConfigError):
-                return decode_line(line, Status)
+                self._hear(decode_line(line, Status))
+        self._said.put_nowait(None)
+
+    def _hear(self, status: Status) -> None:
+        self.heard = time.monotonic()
+        if status.state == "alive":
+            return
+        if status.state in ("failed", "crashed"):
+            self.why = status.text
+        self.beats_itself = self.beats_itself or status.state == "ready"
+        self._said.put_nowait(status)
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """Does not hold so many seconds against it."""
+        self.heard = min(self.heard + seconds, now)
+        if self._stopped_since is not None:
+            self._stopped_since = min(self._stopped_since + seconds, now)
+
+    def stopped_since(self, now: float) -> float | None:
+        """When it was first seen to be stopped, as by SIGSTOP; None while it runs. Systems that do not tell
+        (macOS) leave that to its silence."""
+        if hasattr(os, "waitid") and not self.has_ended:
+            with suppress(ChildProcessError):
+                changes = os.WSTOPPED | os.WCONTINUED | os.WNOHANG  # not its end: asyncio waits for that
+                while (found := os.waitid(os.P_PID, self.pid, changes)) is not None:
+                    self._stopped_since = now if found.si_code == os.CLD_STOPPED else None
+        return self._stopped_since
 
     async def wait(self) -> int:
-        """The exit status; negative for the signal that ended it."""
-        return await self._process.wait()
+        """The exit status; negative for the signal that ended it. All that it said has been taken in."""
+        code = await self._process.wait()
+        with suppress(TimeoutError):  # a process that it started may hold the pipe open
+            await asyncio.wait_for(asyncio.shield(self._listening), LAST_WORDS)
+        return code
 
     def hurry(self) -> bool:
         """Gives each of its threads the priority that the supervisor has; False where that is not allowed.
@@ -105,6 +162,17 @@ class Process:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
+    async def abort(self, why: str) -> None:
+        """Ends one that hangs: it leaves the stacks of its threads in its log if it still can."""
+        self.why, self.is_doomed = why, True
+        for number in (signal.SIGABRT, signal.SIGCONT):  # one that is stopped hears the first after the other
+            if not self.has_ended:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, number)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), LAST_WORDS)
+        self.kill()
+
     async def end(self, patience: float) -> int:
         """Asks it to end and kills it if that takes longer than `patience` seconds."""
         self.ask_to_end()
@@ -114,9 +182,13 @@ class Process:
             self.kill()
             return await self.wait()
 
+    def how_it_ended(self, code: int) -> str:
+        """In words: what it said of its end, or why it was ended, or its exit status."""
+        return self.why or describe_end(code)
+
     def last_lines(self, count: int = 12) -> list[str]:
         """The end of what it wrote to its log."""
-        with self._log.open("rb") as log:
+        with self.log.open("rb") as log:
             size = os.fstat(log.fileno()).st_size
             log.seek(max(self._log_begin, size - 2**16))
             return log.read().decode(errors="replace").splitlines()[-count:]

@@ -2,7 +2,8 @@
 
 Everything that can fail happens in the children. This process holds the lock of the state folder and the
 listening socket, starts again what dies, and takes the server down in order: first the API (answers finish),
-then the engine (jobs are checkpointed). Should it die itself, its children see their stdin close and end.
+then the engine (jobs are checkpointed). What hangs is ended and counts as dead (`watchdog.py`). Should this
+process die itself, its children end as well.
 """
 
 import asyncio
@@ -25,21 +26,25 @@ from coserve.serve.processes.announce import Announcer
 from coserve.serve.processes.claim import Claim, Running, claim_state
 from coserve.serve.processes.process import Process, describe_end
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
+from coserve.serve.processes.watchdog import LOOK_SECONDS, Watchdog
 from coserve.serve.settings import ApiStart, ServerSettings
 from coserve.wire.control import EngineStart, encode_line
+from coserve.wire.launch import GENTLY
 
 BACKLOG = 2048  # connections that wait while the API starts again
 CHECKPOINT_SECONDS = 60.0  # beyond the drain, for jobs to write their checkpoints
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
+NOT_IN_ORDER = 1  # exit status where something did not end as it should when the server was told to stop
+_LAUNCH = (sys.executable, "-m", "coserve.wire.launch")
 
 
 @dataclass(frozen=True, slots=True)
 class Commands:
     """What is run as a child. Standing by, an engine imports at low priority, so that nobody notices."""
 
-    api: Sequence[str] = (sys.executable, "-m", "coserve.serve.main")
-    engine: Sequence[str] = (sys.executable, "-m", "coserve.engine.process")
-    standby: Sequence[str] = (sys.executable, "-m", "coserve.wire.gently", "coserve.engine.process")
+    api: Sequence[str] = (*_LAUNCH, "coserve.serve.main")
+    engine: Sequence[str] = (*_LAUNCH, "coserve.engine.process")
+    standby: Sequence[str] = (*_LAUNCH, GENTLY, "coserve.engine.process")
 
 
 def serve(
@@ -106,19 +111,25 @@ class Supervisor:
         self._begun = time.monotonic()
         self._awaited = {"API", "engine"}  # what has not been ready yet
         self._down_since: dict[str, float] = {}
+        self._watchdog = Watchdog(settings.watchdog_seconds)
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._unfinished: list[str] = []  # what ended out of order after the server had been told to stop
         self._ready: dict[str, int] = {}  # process ids of children that are ready, by their names
         self._stop = asyncio.Event()
         self._hard_stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Returns 0 after an orderly end, 130 after a second signal. No child survives it."""
+        """Returns 0 after an orderly end, 1 after one that was not, 130 after a second signal. No child
+        survives it."""
         self._listen_to_signals()
         url = url_of(self._listener)
         self._note_running()
         self._out.begin(self._settings, url)
+        watching = asyncio.create_task(self._watch())
         try:
             return await self._serve_until_told()
         finally:
+            await _cancel(watching)
             await self._kill_everything()
             self._settings.socket.unlink(missing_ok=True)
 
@@ -136,6 +147,22 @@ class Supervisor:
             return status
         finally:
             await _cancel(engine, api, stop)
+
+    async def _watch(self) -> None:
+        """Lets children hear that this process lives, and ends those that hang, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for child in self._children:
+                child.greet()
+            for child, why in self._watchdog.look(self._children):
+                self._out.say(
+                    f"the {child.name} hangs ({why}): it is ended, and the stacks of its threads are in "
+                    f"{child.log}",
+                    "yellow",
+                )
+                task = asyncio.create_task(child.abort(why))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
 
     async def _keep_api(self) -> None:
         start = encode_line(ApiStart(self._settings, self._listener.fileno()))
@@ -194,7 +221,7 @@ class Supervisor:
             self._note_down(spare)
             if self._stop.is_set():
                 return
-            self._out.say(f"the standby engine ended ({describe_end(code)})", "yellow")
+            self._out.say(f"the standby engine ended ({spare.how_it_ended(code)})", "yellow")
             pause = record.died_after(time.monotonic() - since) if stands_by else record.died_at_start()
             await asyncio.sleep(pause)
 
@@ -230,8 +257,12 @@ class Supervisor:
                 )
         if self._stop.is_set() and code == 0:
             return code
+        if self._stop.is_set():
+            self._note_end(child, code)
         after = f" in {pause:.1f} s" if pause else ""
-        self._out.say(f"the {child.name} ended ({describe_end(code)}): starting another{after}", "yellow")
+        self._out.say(
+            f"the {child.name} ended ({child.how_it_ended(code)}): starting another{after}", "yellow"
+        )
         await asyncio.sleep(pause)
         return code
 
@@ -300,6 +331,10 @@ class Supervisor:
             return INTERRUPTED
         await _cancel(hard)
         drained.result()
+        if self._unfinished:
+            self._out.say(f"stopped, but not in order: {'; '.join(self._unfinished)}", "red")
+            self._out.say("  jobs go on from their last checkpoints when the server is started again")
+            return NOT_IN_ORDER
         self._out.say("stopped")
         return 0
 
@@ -312,10 +347,16 @@ class Supervisor:
             )
         await _cancel(api)
         if self._api is not None:
-            await self._api.end(self._settings.drain_seconds + CHECKPOINT_SECONDS)
+            code = await self._api.end(self._settings.drain_seconds + CHECKPOINT_SECONDS)
+            self._note_end(self._api, code)
         await _cancel(engine)
         if self._engine is not None:
-            await self._engine.end(CHECKPOINT_SECONDS)
+            self._note_end(self._engine, await self._engine.end(CHECKPOINT_SECONDS))
+
+    def _note_end(self, child: Process, code: int) -> None:
+        """Remembers one that was at work and did not end as it should."""
+        if child.beats_itself and code != 0:
+            self._unfinished.append(f"the {child.name} ended ({child.how_it_ended(code)})")
 
     async def _kill_everything(self) -> None:
         for child in self._children:

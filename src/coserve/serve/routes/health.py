@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from coserve.errors import EngineLost
 from coserve.metrics import CONTENT_TYPE
+from coserve.serve.engine.link import SILENT_SECONDS
 from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.state import Shared, State
 
@@ -14,10 +15,11 @@ router = APIRouter(tags=["Health"])
 
 
 class Health(BaseModel):
-    """How the server is. `engine` is `away` from its death to its successor's start."""
+    """How the server is. `engine` is `away` from its death to its successor's start, and `silent` where it
+    hangs or is in a very long step; then it is soon ended and replaced."""
 
     status: Literal["ok", "draining"]
-    engine: Literal["ready", "away"]
+    engine: Literal["ready", "silent", "away"]
     model: str
 
 
@@ -29,11 +31,16 @@ async def health(state: Shared) -> Health:
 
 @router.get("/health/ready", responses=error_responses(), summary="Whether to send requests here")
 async def ready(state: Shared) -> Health:
-    """503 while there is no engine, or no more new work."""
+    """503 while there is no engine, while it hangs, or while no more new work is taken."""
     if state.draining:
         raise ApiError(503, "The server is shutting down.", code="draining")
     if not state.link.ready:
         raise EngineLost("the engine is not there; it may still be starting")
+    if state.link.silence > SILENT_SECONDS:
+        raise EngineLost(
+            f"the engine has given no sign of life for {state.link.silence:.0f} s: it hangs, or a step of it "
+            "takes very long; if it hangs it is replaced, and requests go on then"
+        )
     return _health(state)
 
 
@@ -47,9 +54,10 @@ async def metrics(state: Shared) -> Response:
 
 
 def _health(state: State) -> Health:
+    link = state.link
     return Health(
         status="draining" if state.draining else "ok",
-        engine="ready" if state.link.ready else "away",
+        engine="away" if not link.ready else "silent" if link.silence > SILENT_SECONDS else "ready",
         model=state.catalog.base.name,
     )
 
@@ -59,7 +67,7 @@ def _gauge(state: State) -> None:
     metrics, stats = state.metrics, state.link.stats
     metrics.num_requests_running.set(state.queue.inside)
     metrics.num_requests_waiting.set(state.queue.waiting)
-    metrics.engine_up.set(state.link.ready)
+    metrics.engine_up.set(state.link.silence <= SILENT_SECONDS)
     metrics.engine_connections.set(state.link.connections)
     if state.link.hello is not None:
         metrics.engine_load_seconds.set(state.link.hello.load_seconds)

@@ -3,12 +3,14 @@
 What it does is read, at each start, from FOLDER/<role>.mode; what happened is appended to FOLDER/events.
 """
 
+import faulthandler
 import os
 import select
 import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,7 @@ def main() -> None:
         with (folder / "events").open("a") as events:
             events.write(f"{role} {what} {os.getpid()}\n")
 
+    faulthandler.enable()
     orders = select.poll()
     orders.register(os.dup(0), 0)  # answers once nobody can write to it any more
     pipes = Supervised()
@@ -67,14 +70,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end)
     note("ready")
     pipes.say(Status("ready", text="fake"))
+    while mode == "hangs":
+        pass
     if start.listen_fd >= 0:
         listener = socket.socket(fileno=start.listen_fd)
+        listener.settimeout(0.1)
         while True:
-            connection, _ = listener.accept()
-            with connection:
+            pipes.beat()
+            with suppress(TimeoutError), listener.accept()[0] as connection:
                 connection.sendall(str(os.getpid()).encode())
     while True:
-        time.sleep(60)
+        pipes.beat()
+        time.sleep(0.1)
 
 
 main()

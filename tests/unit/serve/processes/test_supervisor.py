@@ -37,7 +37,9 @@ if "--unprivileged" in sys.argv:
     Process.hurry = lambda self: False
 engine = (sys.executable, child, "engine", folder)
 commands = supervisor.Commands((sys.executable, child, "api", folder), engine, (*engine, "--gently"))
-settings = ServerSettings(model="m", name="base", state=Path(folder) / "state", port=0, drain_seconds=1)
+settings = ServerSettings(
+    model="m", name="base", state=Path(folder) / "state", port=0, drain_seconds=1, watchdog_seconds=2
+)
 try:
     policy = RestartPolicy(attempts=3, first_pause=0.05)
     sys.exit(supervisor.serve(settings, Console(), commands, policy))
@@ -278,6 +280,50 @@ def test_a_killed_api_is_started_again_and_refuses_no_connection(
     until(lambda: not is_alive(first), "its end")
     assert ask(port) == server.wait_for("api", "ready", 2)[1] != first
     assert server.port() == port
+
+
+def test_an_engine_that_hangs_is_ended_with_its_stacks_in_the_log_and_replaced(
+    tmp_path: Path, make_server: Callable[[], Server]
+) -> None:
+    (tmp_path / "engine.mode").write_text("hangs")
+    server = make_server().started()
+    (tmp_path / "engine.mode").unlink()
+    first = server.events("engine", "ready")[0]
+    assert server.wait_for("engine", "ready", 2)[1] != first
+    until(lambda: not is_alive(first), "its end")
+    assert "in main" in (server.folder / "state" / "log" / "engine.log").read_text()
+    server.process.send_signal(signal.SIGTERM)
+    code, out, _ = server.end()
+    assert code == 0 and "the engine hangs (it gave no sign of life for 2 s)" in out
+
+
+@pytest.mark.parametrize("role", ["api", "engine", "standby"])
+def test_a_stopped_child_is_replaced(role: str, make_server: Callable[[], Server]) -> None:
+    server = make_server().started()
+    standing = server.events("engine", "stands by")
+    victim = {"api": server.events("api", "ready")[0], "engine": standing[0], "standby": standing[1]}[role]
+    until(lambda: victim in (server.running().api, server.running().engine, server.running().standby), "it")
+    os.kill(victim, signal.SIGSTOP)
+    if role == "standby":
+        server.wait_for("engine", "stands by", 3)
+    else:
+        server.wait_for(role, "ready", 2)
+    until(lambda: not is_alive(victim), "its end")
+    server.process.send_signal(signal.SIGTERM)
+    code, out, _ = server.end()
+    assert code == 0 and " hangs (it " in out
+
+
+@pytest.mark.parametrize("role", ["api", "engine"])
+def test_a_child_that_hangs_when_the_server_is_told_to_stop_is_told_of(
+    role: str, make_server: Callable[[], Server]
+) -> None:
+    server = make_server().started()
+    os.kill(server.events(role, "ready")[0], signal.SIGSTOP)
+    server.process.send_signal(signal.SIGTERM)
+    code, out, _ = server.end()
+    assert code == 1 and "stopped, but not in order: the" in out
+    assert not any(map(is_alive, server.children()))
 
 
 def test_what_dies_at_every_start_ends_the_server_with_its_last_lines(

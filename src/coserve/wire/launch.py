@@ -1,0 +1,68 @@
+"""Starts a child of the supervisor: `python -m coserve.wire.launch [--gently] MODULE`.
+
+What has to hold from the first moment is done before the module is imported, which can take seconds: the
+process ends with its supervisor, beats, and leaves the stacks of its threads in its log when it is aborted.
+The module's `main` is then called with its pipes.
+"""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Final
+
+from coserve.wire.child import Supervised
+
+LOWEST: Final = 19  # niceness
+GENTLY: Final = "--gently"
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """Runs the module that is named last."""
+    module = arguments[-1]
+    _die_with_parent()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes is no reason to end
+    faulthandler.enable()
+    pipes = Supervised()
+    pipes.own_crashes()
+    if GENTLY in arguments:
+        import_gently([module])
+    import_module(module).main(pipes)
+
+
+def import_gently(modules: Sequence[str]) -> None:
+    """Imports modules at the lowest priority, and returns at the usual one.
+
+    It is a thread that is given the low priority: only root may raise that of a process again. Where threads
+    have none of their own (elsewhere than Linux) this is an import like any other.
+    """
+
+    def work() -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+        for name in modules:
+            import_module(name)
+
+    thread = threading.Thread(target=work, name="gentle-import")
+    thread.start()
+    thread.join()
+    for name in modules:  # there already; one that failed raises here, where the caller hears it
+        import_module(name)
+
+
+def _die_with_parent() -> None:
+    """Has Linux kill this process when its supervisor dies, also where it hangs or is stopped and could not
+    see its stdin close. Elsewhere that alone has to do."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1:])

@@ -1,0 +1,205 @@
+"""Processes of a real server that are stopped: while nothing goes on, under streams, while a job trains, and
+while they start. Each is noticed and replaced, and streams of an engine go on.
+
+Which one, when, and how is drawn by a seed. `COSERVE_HANGS` sets how many the long run tries.
+"""
+
+import json
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import httpx
+import psutil
+import pytest
+
+from coserve.bench.served import Served, Victim
+from models import save, tiny
+
+NOTICED = 10.0  # seconds: what is promised
+PATIENCE = 90.0
+DATA = "".join(json.dumps({"prompt": f"{i}?", "completion": f" {i * i}"}) + "\n" for i in range(64)).encode()
+MOMENTS = ("idle", "streaming", "training", "starting")
+WHO = ("api", "engine", "standby")
+
+
+class Hangs:
+    """One server, what hangs in it, and how long that took to be noticed."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.log = served.state / "log" / "supervisor.log"
+        self.seconds: list[float] = []
+
+    def strike(self, who: str, moment: str, look: Callable[[], object] = int) -> float:
+        """Stops one process and returns after how many seconds that was said; until then it looks around."""
+        served = self.served
+        served.wait(lambda: all(getattr(served.running, name) for name in WHO), "to be whole")
+        served.wait_ready()
+        stream = _Stream(served) if moment == "streaming" else None
+        if moment == "training":
+            self.train()
+        victim = getattr(served.running, who)
+        if moment == "starting":
+            victim = self.starting(victim)
+        said = self.said()
+        os.kill(victim, signal.SIGSTOP)
+        began = time.monotonic()
+        assert stream is None or not stream.is_over
+
+        def is_said() -> bool:
+            look()
+            return self.said() > said
+
+        served.wait(is_said, f"to say that its {who} hangs ({moment})")
+        seconds = time.monotonic() - began
+        served.wait(lambda: not psutil.pid_exists(victim), "to end it")
+        served.wait_ready()
+        if stream is not None:
+            stream.ends(whole=who != "api")
+        self.seconds.append(seconds)
+        return seconds
+
+    def said(self) -> int:
+        return self.log.read_text().count(" hangs (")
+
+    def starting(self, victim: int) -> int:
+        """Kills one that is ready and returns the process that then starts, whatever that is doing."""
+        known = {child.pid for child in psutil.Process(self.served.pid).children()}
+        os.kill(victim, signal.SIGKILL)
+        fresh: list[int] = []
+
+        def came() -> bool:
+            fresh[:] = [c.pid for c in psutil.Process(self.served.pid).children() if c.pid not in known]
+            return bool(fresh)
+
+        self.served.wait(came, "to start another")
+        return fresh[0]
+
+    def train(self) -> None:
+        """A job, and its first step."""
+        with httpx.Client(base_url=self.served.url, timeout=PATIENCE) as client:
+            file = client.post("/v1/files", files={"file": ("t.jsonl", DATA)}, data={"purpose": "fine-tune"})
+            body = {
+                "model": self.served.name,
+                "training_file": file.json()["id"],
+                "hyperparameters": {"n_epochs": 40, "batch_size": 2},
+            }
+            job = client.post("/v1/fine_tuning/jobs", json=body)
+            assert job.status_code == 200, job.text
+            url = f"/v1/fine_tuning/jobs/{job.json()['id']}"
+            self.served.wait(lambda: client.get(url).json()["status"] == "running", "to train")
+
+
+class _Stream:
+    """A long greedy answer under way, which has to be the one that is given in peace."""
+
+    def __init__(self, served: Served) -> None:
+        self.url = f"{served.url}/v1/completions"
+        self.body = {"model": served.name, "prompt": [1, 2, 3], "max_tokens": 230, "temperature": 0,
+                     "ignore_eos": True}  # fmt: skip
+        self.whole = httpx.post(self.url, json=self.body, timeout=PATIENCE).json()["choices"][0]["text"]
+        self.text, self.begun = "", threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+        assert self.begun.wait(PATIENCE)
+
+    def _listen(self) -> None:
+        body = {**self.body, "stream": True}
+        with (
+            suppress(httpx.HTTPError),
+            httpx.stream("POST", self.url, json=body, timeout=PATIENCE) as response,
+        ):
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    self.text += json.loads(line[6:])["choices"][0]["text"]
+                    self.begun.set()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def ends(self, whole: bool) -> None:
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        assert not whole or self.text == self.whole
+
+
+@pytest.fixture(scope="module")
+def hangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hangs]:
+    model = save(tiny("llama", num_hidden_layers=2), tmp_path_factory.mktemp("model"))
+    served = Served(
+        model,
+        tmp_path_factory.mktemp("served"),
+        PATIENCE,
+        engine_cache_tokens=4096,
+        engine_calibrate=False,
+        checkpoint_steps=5,
+    )
+    with served:
+        yield Hangs(served)
+
+
+def test_a_stopped_engine_is_told_of_and_replaced_and_its_stream_goes_on(hangs: Hangs) -> None:
+    served, seen = hangs.served, []
+
+    def look() -> None:
+        answer = httpx.get(f"{served.url}/health/ready")
+        if answer.status_code == 503 and "no sign of life" in answer.json()["error"]["message"]:
+            seen.append(httpx.get(f"{served.url}/metrics").text)
+
+    assert hangs.strike("engine", "streaming", look) <= NOTICED
+    assert seen and all("coserve_engine_up 0.0" in metrics for metrics in seen)
+    assert "coserve_engine_up 1.0" in httpx.get(f"{served.url}/metrics").text
+
+
+@pytest.mark.slow
+def test_stop_signals_to_every_process_at_every_moment(hangs: Hangs) -> None:
+    count = int(os.environ.get("COSERVE_HANGS", "20"))
+    cases = [(who, moment) for moment in MOMENTS for who in WHO] * (1 + count // 12)
+    random.Random(16).shuffle(cases)
+    for who, moment in cases[:count]:
+        print(f"{who:8} {moment:10} noticed after {hangs.strike(who, moment):.1f} s", flush=True)
+    seconds = hangs.seconds[-count:]
+    noticed = sum(taken <= NOTICED for taken in seconds)
+    print(
+        f"{noticed} of {count} noticed within {NOTICED:g} s: min {min(seconds):.1f}, "
+        f"median {statistics.median(seconds):.1f}, max {max(seconds):.1f} s"
+    )
+    assert noticed == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["api", "engine"])
+def test_a_server_with_a_hung_child_ends_soon_and_says_so(hangs: Hangs, who: str) -> None:
+    served = hangs.served
+    served.wait_ready()
+    os.kill(getattr(served.running, who), signal.SIGSTOP)
+    began = time.monotonic()
+    served.terminate()
+    status = served.wait_end()
+    print(f"stopping with a hung {who} took {time.monotonic() - began:.1f} s, exit status {status}")
+    assert status == 1
+    served.start()
+
+
+def test_nothing_outlives_the_supervisor(hangs: Hangs) -> None:
+    """Also what imports, and what is stopped."""
+    served = hangs.served
+    served.wait(lambda: all(getattr(served.running, name) for name in WHO), "to be whole")
+    importing = hangs.starting(served.running.standby)
+    children = {child.pid for child in psutil.Process(served.pid).children()}
+    assert importing in children and len(children) == 3
+    os.kill(served.running.engine, signal.SIGSTOP)
+    os.kill(served.pid, signal.SIGKILL)
+    end = time.monotonic() + PATIENCE
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in children):
+        assert time.monotonic() < end, "children outlive their supervisor"
+        time.sleep(0.02)
+    print(f"gone {time.monotonic() - end + PATIENCE:.2f} s after their supervisor")
+    served.kill(Victim.EVERYTHING)
