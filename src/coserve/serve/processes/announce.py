@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 from rich.console import Console
@@ -13,8 +14,9 @@ from coserve.serve.settings import ServerSettings
 NAME = "coserve.supervisor"
 
 
-class _Log(logging.FileHandler):
-    """A file that may be on a full disk: the console has the line, and the server goes on."""
+class _Log(WatchedFileHandler):
+    """A file that may be on a full disk: the console has the line, and the server goes on. One that somebody
+    has moved away is made anew."""
 
     def handleError(self, record: logging.LogRecord) -> None: ...
 
@@ -38,7 +40,8 @@ class Announcer:
 
     def say(self, line: str, style: str = "") -> None:
         # Text, not markup: a path may hold square brackets. Soft: a pipe has no width to fold at.
-        self._console.print(Text(line, style), soft_wrap=True)
+        with suppress(OSError):  # a terminal that has closed
+            self._console.print(Text(line, style), soft_wrap=True)
         self._logger.info(line)
 
     def quote(self, lines: Sequence[str]) -> None:

@@ -365,8 +365,10 @@ class Supervisor:
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._hear_signal)
+        # A terminal that closes is no reason to end; nor is whoever has logs rotated, which goes by itself.
+        loop.add_signal_handler(signal.SIGHUP, self._out.say, "SIGHUP: the server goes on (SIGTERM stops it)")
 
     def _hear_signal(self) -> None:
         (self._hard_stop if self._stop.is_set() else self._stop).set()

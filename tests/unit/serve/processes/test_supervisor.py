@@ -67,12 +67,12 @@ def is_alive(pid: int) -> bool:
 class Server:
     """A supervisor in a process of its own, and what its children noted."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, output: int = subprocess.PIPE) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN, str(CHILD), str(folder), *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.PIPE if output == subprocess.PIPE else output,
             text=True,
         )
 
@@ -118,8 +118,8 @@ class Server:
 def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     made: list[Server] = []
 
-    def make(*flags: str) -> Server:
-        made.append(Server(tmp_path, *flags))
+    def make(*flags: str, **files: int) -> Server:
+        made.append(Server(tmp_path, *flags, **files))
         return made[-1]
 
     yield make
@@ -324,6 +324,20 @@ def test_a_child_that_hangs_when_the_server_is_told_to_stop_is_told_of(
     code, out, _ = server.end()
     assert code == 1 and "stopped, but not in order: the" in out
     assert not any(map(is_alive, server.children()))
+
+
+def test_a_terminal_that_closes_stops_no_server(make_server: Callable[..., Server]) -> None:
+    terminal, its_end = os.openpty()
+    server = make_server(output=its_end).started()
+    os.close(its_end)
+    os.close(terminal)
+    engine = server.events("engine", "ready")[0]
+    server.process.send_signal(signal.SIGHUP)
+    os.kill(engine, signal.SIGKILL)  # something to say
+    server.wait_for("engine", "ready", 2)
+    assert "SIGHUP: the server goes on" in (server.folder / "state" / "log" / "supervisor.log").read_text()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE) == 0
 
 
 def test_what_dies_at_every_start_ends_the_server_with_its_last_lines(
