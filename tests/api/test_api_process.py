@@ -1,57 +1,22 @@
 """The API's process as its supervisor runs it: orders, status lines, SIGTERM, kill -9."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
+from api_process import served
 from coserve import tiny
 from coserve.serve.engine.fake import FakeEngine
-from coserve.serve.settings import ApiStart, ServerSettings
-from coserve.wire.control import encode_line
+from coserve.serve.settings import ServerSettings
 from coserve.wire.messages import Drain
 
 BODY: Any = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 1}
 PATIENCE = 90.0  # seconds; only a hang takes so long
-
-
-class Server:
-    """One API process, the socket it was given, and its lines."""
-
-    def __init__(self, process: asyncio.subprocess.Process, listener: socket.socket) -> None:
-        self.process, self.url = process, f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-    async def status(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            status = dict(json.loads(line))
-            if status["state"] != "alive":
-                return status
-        return {}
-
-
-@asynccontextmanager
-async def served(settings: ServerSettings, listener: socket.socket) -> AsyncIterator[Server]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coserve.wire.launch", "coserve.serve.main",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(listener.fileno(),),
-    )  # fmt: skip
-    assert process.stdin is not None
-    process.stdin.write(encode_line(ApiStart(settings, listener.fileno())).encode() + b"\n")
-    try:
-        yield Server(process, listener)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 def test_a_process_serves_survives_kill_9_and_drains(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from coserve.serve import errors
-from coserve.serve.answering.price import MOST_BODY_BYTES
+from coserve.serve.answering.price import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import Hosts, Origins
 from coserve.serve.http.middleware import Draining, Limits, RequestIds
@@ -28,7 +28,9 @@ def create_app(state: State) -> FastAPI:
         app.include_router(room.router)
 
     def body_limit(path: str) -> int:
-        return state.settings.max_file_bytes + _FORM_BYTES if path in _UPLOADS else MOST_BODY_BYTES
+        if path in _UPLOADS:
+            return state.settings.max_file_bytes + _FORM_BYTES
+        return MOST_BODY_BYTES if path in _STREAMED else MOST_SMALL_BODY_BYTES
 
     # The last one added is the first to see a request.
     app.add_middleware(Authentication, state=state)

@@ -5,6 +5,7 @@ get `drain_seconds`, jobs write checkpoints and their news is written down. Exit
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -37,6 +38,8 @@ async def serve(start: ApiStart, pipes: Supervised) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with build_state(settings, settings.socket) as state:
+        gc.collect()
+        gc.freeze()  # what is there by now stays: no collection has to look at all of it while streams wait
         listener = Listener(create_app(state), socket.socket(fileno=start.listen_fd))
         serving = asyncio.create_task(listener.run())
         await listener.started()

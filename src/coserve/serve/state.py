@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 
 from coserve.metrics import Metrics
 from coserve.serve.answering.fair import FairQueue
+from coserve.serve.offload import Offload
 from coserve.serve.shelf.catalog import Catalog
 from coserve.serve.training.watch import TrainingWatch
 
@@ -29,6 +30,8 @@ class State:
     text: "Text"
     foreman: "Foreman"
     metrics: Metrics = field(default_factory=Metrics)
+    bodies: Offload = field(default_factory=lambda: Offload(1, "bodies"))  # work that holds the interpreter
+    prompts: Offload = field(default_factory=lambda: Offload(2, "prompts"))  # work that mostly does not
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)
     watch: TrainingWatch = field(init=False)

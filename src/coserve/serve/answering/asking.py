@@ -1,20 +1,26 @@
 """From what a client sent to what the engine is asked: tokens, checked parameters, a price."""
 
-import asyncio
 import hashlib
 import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
 from coserve.core.request import SLO, SamplingParams
 from coserve.errors import DataError, EngineLost
-from coserve.serve.answering.price import MOST_CHARACTERS, MOST_GRAMMAR_BYTES, Ask, Limits, Price, price
+from coserve.serve.answering.price import (
+    MOST_CHARACTERS,
+    MOST_GRAMMAR_BYTES,
+    Ask,
+    Limits,
+    Price,
+    check_counts,
+    price,
+)
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
@@ -29,7 +35,8 @@ T = TypeVar("T")
 _SEEDS = 2**63
 # Free white space would let a model that is at a loss write blanks until its tokens are used up.
 _COMPACT: Any = {"whitespace_flexible": False}
-_LONG = 20_000  # characters that are tokenized beside the event loop, not in it
+_LONG = 2_000  # characters that are tokenized beside the event loop, not in it: 2 ms
+_TURN = 32  # characters that a turn of a chat counts as, for the time that its template takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +104,10 @@ class Asker:
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
         turns = [{"role": message.role, "content": message.text} for message in body.messages]
-        prompt = await self._tokens(self.state.text.chat, turns, sum(len(turn["content"]) for turn in turns))
-        grammar = await _grammar(body)
+        length = sum(len(turn["content"]) for turn in turns)
+        self._check_length(length)
+        prompt = await self._tokens(self.state.text.chat, turns, length + _TURN * len(turns))
+        grammar = await self._grammar(body)
         sampling = _sampling(body, (body.top_logprobs or 0) if body.logprobs else None, None, grammar)
         ask = Ask(
             (len(prompt),),
@@ -110,19 +119,32 @@ class Asker:
 
     async def completion(self, body: CompletionRequest) -> Wanted:
         """Raises ApiError for what is wrong with a plain completion."""
-        prompts = [
-            tuple(prompt)
-            if isinstance(prompt, list)
-            else await self._tokens(self.state.text.encode, prompt, len(prompt))
-            for prompt in body.prompts
-        ]
         scores = body.logprobs if body.echo else None
         if body.max_tokens == 0 and scores is None:
             scores = 0  # the engine is content with no answer at all only where there is a prompt to score
         most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = _sampling(body, body.logprobs, scores, None)
-        ask = Ask([len(prompt) for prompt in prompts], max_tokens=most, scores_prompt=scores is not None)
+        ask = Ask((), max_tokens=most, scores_prompt=scores is not None)
+        prompts = await self._prompts(body, ask)
+        ask = replace(ask, prompts=[len(prompt) for prompt in prompts])
         return self._wanted("cmpl", body, prompts, sampling, ask)
+
+    async def _prompts(self, body: CompletionRequest, ask: Ask) -> list[tuple[int, ...]]:
+        """Tokens of each prompt; one that cannot be answered is refused before the next is tokenized."""
+        limits, prompts = self._limits(), list[tuple[int, ...]]()
+        check_counts(replace(ask, prompts=[0] * len(body.prompts), choices=body.n or 1), limits)
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                self._check_length(len(prompt))
+        for prompt in body.prompts:
+            tokens = (
+                tuple(prompt)
+                if isinstance(prompt, list)
+                else await self._tokens(self.state.text.encode, prompt, len(prompt))
+            )
+            price(replace(ask, prompts=(len(tokens),)), limits)
+            prompts.append(tokens)
+        return prompts
 
     def _wanted(
         self,
@@ -141,9 +163,7 @@ class Asker:
             stops=body.stops,
             biases=len(sampling.logit_bias),
         )
-        sequences = min(settings.max_queue, settings.max_queue_tenant)
-        limits = Limits(self.hello.positions, self.hello.cache_tokens, settings.max_n, sequences)
-        cost = price(ask, limits)
+        cost = price(ask, self._limits())
         if sampling.min_tokens > min(cost.max_tokens):
             message = (
                 f"Invalid value for 'min_tokens': the answer may have {min(cost.max_tokens)} tokens at most."
@@ -168,23 +188,49 @@ class Asker:
             goes_on=isinstance(body, CompletionRequest),
         )
 
-    async def _tokens(self, encode: Callable[[T], Sequence[int]], prompt: T, length: int) -> tuple[int, ...]:
-        """Long prompts are tokenized beside the event loop, and hopeless ones not at all."""
-        if length > MOST_CHARACTERS * self.hello.positions:
+    def _limits(self) -> Limits:
+        settings = self.state.settings
+        sequences = min(settings.max_queue, settings.max_queue_tenant)
+        return Limits(self.hello.positions, self.hello.cache_tokens, settings.max_n, sequences)
+
+    def _check_length(self, characters: int) -> None:
+        """Refuses prompts that cannot fit before they are tokenized."""
+        if characters > MOST_CHARACTERS * self.hello.positions:
             message = (
-                f"This model takes {self.hello.positions} tokens at most; the prompt has {length} characters."
+                f"This model takes {self.hello.positions} tokens at most; "
+                f"the prompt has {characters} characters."
             )
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+
+    async def _tokens(self, encode: Callable[[T], Sequence[int]], prompt: T, length: int) -> tuple[int, ...]:
+        """Long prompts are tokenized beside the event loop."""
         try:
-            return tuple(encode(prompt) if length < _LONG else await asyncio.to_thread(encode, prompt))
+            if length < _LONG:
+                return tuple(encode(prompt))
+            return tuple(await self.state.prompts.run(self.tenant.id, encode, prompt))
         except DataError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
+    async def _grammar(self, body: ChatRequest) -> str | None:
+        """What the answer must match, in llguidance's words."""
+        match body.response_format:
+            case JsonObjectFormat():
+                schema: JsonObject = {"type": "object"}
+            case JsonSchemaFormat(json_schema=asked):
+                schema = {} if asked.schema_ is None else asked.schema_
+            case _:
+                return None
+        for param in ("min_tokens", "ignore_eos"):
+            if getattr(body, param):
+                message = f"'{param}' is not allowed with response_format, which says where an answer ends."
+                raise ApiError(400, message, param=param, code="invalid_value")
+        return await self.state.prompts.run(self.tenant.id, _compiled, schema)
+
     def _check_ids(self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
         most = self.hello.vocabulary
-        named = {"logit_bias": sampling.logit_bias, "stop_token_ids": sampling.stop_token_ids}
-        for param, ids in {"prompt": chain.from_iterable(prompts), **named}.items():
-            if (wrong := next((token for token in ids if token >= most), None)) is not None:
+        named = [("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)]
+        for param, ids in [*(("prompt", prompt) for prompt in prompts), *named]:
+            if (wrong := max(ids, default=0)) >= most:
                 message = f"Invalid value for '{param}': {wrong} is not one of the model's {most} tokens."
                 raise ApiError(400, message, param=param, code="invalid_value")
         if not all(prompts):
@@ -224,32 +270,16 @@ def _sampling(
     )
 
 
-async def _grammar(body: ChatRequest) -> str | None:
-    """What the answer must match, in llguidance's words."""
-    match body.response_format:
-        case JsonObjectFormat():
-            schema: JsonObject = {"type": "object"}
-        case JsonSchemaFormat(json_schema=asked):
-            schema = {} if asked.schema_ is None else asked.schema_
-        case _:
-            return None
-    for param in ("min_tokens", "ignore_eos"):
-        if getattr(body, param):
-            message = f"'{param}' is not allowed with response_format, which says where an answer ends."
-            raise ApiError(400, message, param=param, code="invalid_value")
+def _compiled(schema: JsonObject) -> str:
+    """A JSON schema as a grammar. A small one can take seconds until llguidance gives up on it."""
     try:
         written = json.dumps(schema)
     except RecursionError as error:
         raise _bad_schema("it is nested too deeply") from error
     if len(written) > MOST_GRAMMAR_BYTES:
         raise _bad_schema(f"it has {len(written)} bytes; at most {MOST_GRAMMAR_BYTES} are allowed")
-    return await asyncio.to_thread(_compiled, written)
-
-
-def _compiled(schema: str) -> str:
-    """A JSON schema as a grammar. A small one can take seconds until llguidance gives up on it."""
     try:
-        grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)
+        grammar: str = LLMatcher.grammar_from_json_schema(written, overrides=_COMPACT)
     except ValueError as error:
         raise _bad_schema(str(error)) from error
     if reason := LLMatcher.validate_grammar(grammar):

@@ -30,7 +30,10 @@ MOST_ALTERNATIVES = 20
 MOST_GRAMMAR_BYTES = 64 * 1024
 MOST_HEADER_BYTES = 32 * 1024
 MOST_URL_BYTES = 16 * 1024
-MOST_BODY_BYTES = 8 * 2**20  # of everything but uploads
+MOST_BODY_BYTES = 8 * 2**20  # of requests for answers
+MOST_SMALL_BODY_BYTES = 2**20  # of everything else but uploads
+MOST_JSON_VALUES = 100_000  # strings, lists and objects in one body: 0.2 s to validate, beside the loop
+MOST_JSON_NUMBERS = 2**20  # other values: token ids
 MOST_CHARACTERS = (
     128  # of a token; a prompt with more for each of the model's positions is not even tokenized
 )
@@ -73,7 +76,7 @@ class Price:
 
 def price(ask: Ask, limits: Limits) -> Price:
     """Raises ApiError 400, naming the parameter, for what is out of bounds."""
-    _check_counts(ask, limits)
+    check_counts(ask, limits)
     most = tuple(_most_tokens(length, ask, limits) for length in ask.prompts)
     each = (_sequence_cost(length, tokens, ask) for length, tokens in zip(ask.prompts, most, strict=True))
     total = ask.choices * (sum(each) + BIAS * ask.biases) + GRAMMAR_BYTE * ask.grammar_bytes
@@ -92,7 +95,8 @@ def _sequence_cost(length: int, tokens: int, ask: Ask) -> float:
     return prompt + answer
 
 
-def _check_counts(ask: Ask, limits: Limits) -> None:
+def check_counts(ask: Ask, limits: Limits) -> None:
+    """Raises ApiError 400 for more of anything than one request may have."""
     sequences = len(ask.prompts) * ask.choices
     _at_most("prompt", "prompts", len(ask.prompts), MOST_PROMPTS)
     _at_most("n", "choices", ask.choices, limits.choices)

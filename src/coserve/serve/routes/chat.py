@@ -11,6 +11,7 @@ from coserve.serve.answering.logprobs import chat_logprobs
 from coserve.serve.answering.replies import common_fields, finish_name, reply
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.schema.chat import (
     AnswerMessage,
     ChatChoice,
@@ -25,7 +26,7 @@ from coserve.serve.schema.common import Usage
 from coserve.serve.state import Shared
 from coserve.text import Text
 
-router = APIRouter(tags=["Answers"])
+router = APIRouter(route_class=JsonRoute, tags=["Answers"])
 
 
 @router.post(

@@ -12,6 +12,7 @@ from coserve.serve.answering.logprobs import completion_logprobs
 from coserve.serve.answering.replies import common_fields, finish_name, reply
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.schema.common import Usage
 from coserve.serve.schema.completions import (
     Completion,
@@ -21,7 +22,7 @@ from coserve.serve.schema.completions import (
 from coserve.serve.state import Shared
 from coserve.text import Text
 
-router = APIRouter(tags=["Answers"])
+router = APIRouter(route_class=JsonRoute, tags=["Answers"])
 
 
 @router.post(

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from coserve.errors import AdapterError, ConfigError, EngineLost
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
+from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.routes.files import find_file, unknown_cursor
 from coserve.serve.schema.common import MOST_METADATA
 from coserve.serve.schema.jobs import (
@@ -27,7 +28,7 @@ from coserve.serve.store.records import FINAL, Checkpoint, Event, File, Job, Ten
 from coserve.serve.training.recipe import recipe_of
 from coserve.wire.messages import Method
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
 _NAMED = 8  # characters of a job's id in its adapter's name
 
 After = Annotated[str | None, Query(description="The last one of the page before.")]

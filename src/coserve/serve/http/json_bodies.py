@@ -1,0 +1,112 @@
+"""JSON bodies: bounded by what they hold, then decoded and validated beside the event loop.
+
+FastAPI decodes and validates bodies in the loop. 7.9 MB of small objects took 0.4 s to decode and 2.3 s to
+validate, while no stream got a token.
+"""
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from coserve.serve.answering.price import MOST_JSON_NUMBERS, MOST_JSON_VALUES
+from coserve.serve.errors import ApiError
+from coserve.serve.state import state_of
+
+_SMALL: Final = 8 * 1024  # bytes that are handled in the loop: 3 ms at most
+_BOM: Final = b"\xef\xbb\xbf"
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is a JSON object of a pydantic model."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+        kinds = [field.field_info.annotation for field in self.dependant.body_params]
+        if not kinds:
+            return answer
+        (kind,) = kinds
+
+        async def handle(request: Request) -> Response:
+            try:
+                body = await request.body()
+            except ClientDisconnect as error:
+                raise ApiError(400, "The body ended early.") from error
+            if body and _is_json(request.headers.get("content-type", "")):
+                request = _Validated(request, await _validated(request, kind, body))
+            return await answer(request)
+
+        return handle
+
+
+class _Validated(Request):
+    """A request whose body is a model already, which FastAPI takes as it is."""
+
+    def __init__(self, request: Request, model: BaseModel) -> None:
+        super().__init__(request.scope, request.receive)
+        self._model = model
+
+    async def body(self) -> bytes:
+        return b"{}"
+
+    async def json(self) -> Any:
+        return self._model
+
+
+async def _validated(request: Request, kind: Any, body: bytes) -> BaseModel:
+    if len(body) <= _SMALL:
+        return parse(kind, body)
+    tenant = getattr(request.state, "tenant", None)
+    return await state_of(request).bodies.run(tenant.id if tenant else "", parse, kind, body)
+
+
+def parse(kind: type[BaseModel], body: bytes) -> BaseModel:
+    """The model that a body is. Raises ApiError 400 for one that holds too much, RequestValidationError."""
+    values, numbers = count(body)
+    for what, found, most in (
+        ("strings, lists and objects", values, MOST_JSON_VALUES),
+        ("numbers", numbers, MOST_JSON_NUMBERS),
+    ):
+        if found > most:
+            message = f"The body holds more than {most} {what}; split the request."
+            raise ApiError(400, message, code="request_too_large")
+    try:
+        value = msgspec.json.decode(body.removeprefix(_BOM))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        told = {"type": "json_invalid", "loc": ("body",), "msg": "", "input": {}, "ctx": {"error": reason}}
+        raise RequestValidationError([told]) from error
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        complaints = [{**told, "loc": ("body", *told["loc"])} for told in error.errors(include_url=False)]
+        raise RequestValidationError(complaints, body=value) from error
+
+
+def count(body: bytes) -> tuple[int, int]:
+    """Upper bounds of (strings, lists and objects; other values) in JSON, without decoding any.
+
+    The bounds are exact but for what the text of strings looks like, and that is only looked through where it
+    matters: few passes over the bytes, 10 ms for 8 MB.
+    """
+    values = body.count(b'"') + body.count(b"{") + body.count(b"[")
+    numbers = body.count(b",") + 1
+    if values <= MOST_JSON_VALUES and numbers <= MOST_JSON_NUMBERS:
+        return values, numbers
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = bare.count(b'"') // 2
+    if strings > MOST_JSON_VALUES:
+        return strings, numbers
+    outside = b"".join(bare.split(b'"')[::2])
+    values = strings + outside.count(b"{") + outside.count(b"[")
+    return values, max(outside.count(b",") + 1 - values, 0)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

@@ -1,0 +1,158 @@
+"""Large bodies never stop the event loop, whoever sends them: other streams go on."""
+
+import asyncio
+import os
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from api_process import served
+from coserve import tiny
+from coserve.serve.engine.fake import FakeEngine
+from coserve.serve.settings import ServerSettings
+from coserve.serve.store.store import Store
+from hostile_bodies import CHAT, JOB, TEXT, hostile, text
+from serving import Play, World
+
+SHORT, LONG = 2_000_000, 7_900_000  # bytes
+MOST_SECONDS = 0.2  # of the loop's own processor time between two looks, on whatever machine
+
+
+@asynccontextmanager
+async def watched() -> AsyncIterator[list[float]]:
+    """The longest that the loop computed without letting others run, in seconds of its thread's time.
+
+    Processor time and not the clock: a test's machine does other things too.
+    """
+    worst = [0.0]
+
+    async def watch() -> None:
+        last = time.thread_time()
+        while True:
+            await asyncio.sleep(0.002)
+            now = time.thread_time()
+            worst[0], last = max(worst[0], now - last), now
+
+    task = asyncio.create_task(watch())
+    try:
+        yield worst
+    finally:
+        task.cancel()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_body_stops_the_loop(play: Play, seed: int) -> None:
+    draw = random.Random(seed)
+    bodies = [hostile(draw, SHORT) for _ in range(3)]
+
+    async def story(world: World) -> None:
+        async def post(path: str, body: bytes) -> int:
+            headers = {"content-type": "application/json"}
+            return (await world.http.post(path, content=body, headers=headers)).status_code
+
+        for path in (CHAT, TEXT, JOB):
+            await post(path, b"{}")  # what is built with the first request
+        async with watched() as worst:
+            statuses = await asyncio.gather(*(post(*body) for body in bodies))
+        assert not [status for status in statuses if status >= 500], statuses
+        assert worst[0] < MOST_SECONDS, [body[:80] for _, body in bodies]
+
+    play(story, engine={"step_seconds": 0.01})
+
+
+def test_prompts_behind_one_that_is_too_long_are_not_tokenized(play: Play) -> None:
+    async def story(world: World) -> None:
+        encode, tokenized = world.state.text.encode, []
+
+        def counted(prompt: str) -> tuple[int, ...]:
+            tokenized.append(len(prompt))
+            return encode(prompt)
+
+        world.state.text.encode = counted  # type: ignore[method-assign]
+        for first, most in (("a b " * 3_000, 1), ("a" * 300_000, 0)):
+            answer = await world.http.post(TEXT, json=text(prompt=[first, *["a b c " * 300] * 127]))
+            assert answer.status_code == 400 and "2048 tokens at most" in answer.text
+            assert len(tokenized) == most
+            tokenized.clear()
+        answer = await world.http.post(TEXT, json=text(prompt=["a b c"] * 128, n=3))
+        assert answer.status_code == 400 and not tokenized
+
+    play(story)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_key", [False, True])
+def test_streams_go_on_while_large_bodies_come(tmp_path: Path, has_key: bool) -> None:
+    """Ten at a time, from outside: prints the worst gap of another stream.
+
+    COSERVE_BODIES says how many come.
+    """
+    settings = ServerSettings(model=str(tiny.path()), state=tmp_path, name="tiny")
+    draw = random.Random(1)
+    bodies = [hostile(draw, LONG) for _ in range(int(os.environ.get("COSERVE_BODIES", "40")))]
+
+    async def story() -> None:
+        with Store(tmp_path) as store:
+            key = (await store.tenants.create_key("ann"))[1]
+            other = (await store.tenants.create_key("bob"))[1]
+        listener = socket.create_server(("127.0.0.1", 0))
+        fake = FakeEngine(settings.socket, step_seconds=0.02)
+        async with fake, served(settings, listener) as server:
+            await server.status()
+            gaps: list[tuple[float, float]] = []  # (when it ended, seconds)
+            streaming = asyncio.create_task(_stream(server.url, key, gaps))
+            while len(gaps) < 150:
+                await asyncio.sleep(0.01)
+            began, quiet = time.monotonic(), max(seconds for _, seconds in gaps[20:])
+            gate, address = asyncio.Semaphore(10), listener.getsockname()
+
+            async def send(path: str, body: bytes) -> str:
+                async with gate:
+                    return await asyncio.to_thread(_post, address, path, body, other if has_key else "wrong")
+
+            statuses = await asyncio.gather(*(send(*body) for body in bodies))
+            await asyncio.sleep(0.2)
+            streaming.cancel()
+            worst = max(seconds for when, seconds in gaps if when > began)
+            print(f"other streams' worst gap: {worst:.3f} s; {quiet:.3f} s before any body came")
+            print({status: statuses.count(status) for status in set(statuses)})
+            assert not [status for status in statuses if status.startswith("5")]
+            assert worst <= max(0.2, 3 * quiet)
+
+    asyncio.run(story())
+
+
+async def _stream(url: str, key: str, gaps: list[tuple[float, float]]) -> None:
+    """Streams one answer after the other, noting how long each event took to come after the one before."""
+    body = text(stream=True, max_tokens=2000)
+    async with httpx2.AsyncClient(
+        base_url=url, timeout=90, headers={"Authorization": f"Bearer {key}"}
+    ) as http:
+        while True:
+            last = time.monotonic()
+            async with http.stream("POST", TEXT, json=body) as answer:
+                async for _ in answer.aiter_raw():
+                    now = time.monotonic()
+                    gaps.append((now, now - last))
+                    last = now
+
+
+def _post(address: tuple[str, int], path: str, body: bytes, key: str) -> str:
+    """The status of the answer to a body that is sent as fast as it goes; no matter how much is taken."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with closing(socket.create_connection(address, timeout=90)) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(head.encode() + body)
+        try:
+            return connection.recv(65536)[9:12].decode()
+        except ConnectionError:
+            return "closed"

@@ -1,0 +1,95 @@
+"""Bodies made to take long: to decode, to validate, to tokenize, to render, to compile."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+CHAT, TEXT, JOB = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/jobs"
+Body = tuple[str, bytes]  # path, JSON
+
+
+def hostile(draw: random.Random, nbytes: int) -> Body:
+    """One body of at most about `nbytes`, of a random kind."""
+    path, body = draw.choice(KINDS)(draw, nbytes)
+    return path, body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields}
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "x", "max_tokens": 1, **fields}
+
+
+def _parts(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    message = {"role": "user", "content": [{"type": "text", "text": ""}] * 256}
+    return CHAT, chat(messages=[message] * (nbytes // 8_000))
+
+
+def _messages(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    count = draw.choice([2000, nbytes // 35])
+    return CHAT, chat(messages=[{"role": "user", "content": "a b"}] * count)
+
+
+def _long(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    unit = draw.choice(["a", "ab ", '"', "\\", "{[", "\U0001f600", "\x00", " ", "<|im_start|>"])
+    words = unit * (nbytes // len(json.dumps(unit)))
+    return draw.choice(
+        [(TEXT, text(prompt=words)), (CHAT, chat(messages=[{"role": "user", "content": words}]))]
+    )
+
+
+def _prompts(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    return TEXT, text(prompt=["word " * (nbytes // 640)] * 128)
+
+
+def _ids(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    ids = [draw.randrange(1000)] * (nbytes // 5)
+    return TEXT, text(prompt=draw.choice([ids, [ids], [ids[: len(ids) // 128 or 1]] * 128]))
+
+
+def _unknown(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    path, start = draw.choice(
+        [(CHAT, chat()), (TEXT, text()), (JOB, {"model": "tiny", "training_file": "f"})]
+    )
+    unit = draw.choice([b"{}", b'""', b"0", b"[]", b"1e9", b'{"a":0}', b"null"])
+    many = b",".join([unit] * (nbytes // (len(unit) + 1)))
+    return path, json.dumps(start).encode()[:-1] + b',"metadata":[' + many + b"]}"
+
+
+def _keys(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    name = draw.choice(["logit_bias", "metadata", "prediction", "response_format"])
+    named = {f"{i}": draw.choice([0, "x", None]) for i in range(nbytes // 12)}
+    return CHAT, chat(**{name: named})
+
+
+def _nested(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    one, other = draw.choice([(b"[", b"]"), (b'{"a":', b"}")])
+    depth = draw.choice([900, nbytes // (len(one) + 1)])
+    return CHAT, json.dumps(chat()).encode()[
+        :-1
+    ] + b',"prediction":' + one * depth + b"0" + other * depth + b"}"
+
+
+def _schema(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    names = [f"p{i:x}" for i in range(draw.choice([2000, nbytes // 20]))]
+    schema: dict[str, Any] = draw.choice([
+        {"enum": names},
+        {"type": "object", "properties": {name: {"type": "string"} for name in names}},
+        {"anyOf": [{"const": name} for name in names]},
+        {"allOf": [{"pattern": f"{name}*"} for name in names]},
+    ])  # fmt: skip
+    asked = {"name": "x", "schema": schema}
+    return CHAT, chat(response_format={"type": "json_schema", "json_schema": asked})
+
+
+def _cut(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    path, body = hostile(draw, nbytes)
+    return path, body[: draw.randrange(len(body))]
+
+
+KINDS: list[Callable[[random.Random, int], tuple[str, Any]]] = [
+    _parts, _messages, _long, _prompts, _ids, _unknown, _keys, _nested, _schema, _cut,
+]  # fmt: skip
