@@ -47,6 +47,7 @@ from coserve.schedule.scheduler import Scheduler
 from coserve.text import Text
 from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
 from coserve.train.needs import Steps
+from coserve.train.proof import prove_training
 from coserve.train.shelf import shelf_for
 from coserve.train.state import TrainingState
 from coserve.train.trainer import TrainingConfig
@@ -79,6 +80,7 @@ class Engine:
             keep_freed_memory()
         self.admission = Admission(config)
         self.base = load_base(model, dtype, config.device, config.quantize)
+        prove_training(self.base)
         return_freed_memory()
         self.text = _text_of(model) if tokenizer is None else Text(tokenizer)
         self.bank = AdapterBank()

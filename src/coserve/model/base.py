@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import EMBEDDED, gain_of
-from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec
 from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
 from coserve.model.linear import FrozenLinear, Placement, PlainPlacement
+from coserve.model.masks import Masks
 from coserve.model.origin import Origin
 from coserve.model.quantized.embedding import QuantizedEmbedding
 from coserve.model.quantized.int8 import Int8Placement
@@ -242,11 +242,13 @@ def _distinct(calls: list[Call]) -> LayerCalls:
     return LayerCalls(tuple(distinct), tuple(index))
 
 
-def attention_function(cell: BatchCell, caches: dict[int, CacheShape]) -> Callable[..., tuple[Tensor, None]]:
+def attention_function(
+    cell: BatchCell, caches: dict[int, CacheShape], masks: Masks
+) -> Callable[..., tuple[Tensor, None]]:
     """The function a base's attention modules call in place of transformers' own.
 
-    It hands queries, keys and values to whichever rows are running; outside a run it attends causally over
-    the one sequence it was given and notes each layer's cache shape, which is how `load` learns them.
+    It hands queries, keys and values to whichever rows are running, and notes each layer's cache shape, which
+    is how `load` learns them. As transformers' own it gives [1, rows, heads, dv] in one piece.
     """
 
     def attention(
@@ -262,14 +264,13 @@ def attention_function(cell: BatchCell, caches: dict[int, CacheShape]) -> Callab
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        if attention_mask is not None:
-            raise UnsupportedModel("it makes attention masks of its own, which rows of many do not fit")
+        masks.check(module.layer_idx, attention_mask, sliding_window)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         spec = AttentionSpec(scale, sliding_window, softcap, s_aux)
         assert cell.rows is not None, "attention runs inside a run of the base"
         caches.setdefault(
             module.layer_idx, CacheShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
         )
-        return cell.rows.attend(module.layer_idx, query, key, value, spec), None
+        return cell.rows.attend(module.layer_idx, query, key, value, spec).contiguous(), None
 
     return attention

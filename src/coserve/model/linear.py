@@ -109,6 +109,10 @@ class PackedPlacement:
         gx: Tensor = torch.ops.mkldnn._linear_pointwise(grad, self._transposed, None, "none", [], "")
         return gx
 
+    def forget_transposed(self) -> None:
+        """Gives back what `backward` holds; the next one packs it again."""
+        self._transposed = None
+
     def weight(self) -> Tensor:
         dense: Tensor = self._packed.to_dense()
         return dense

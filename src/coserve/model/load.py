@@ -1,11 +1,9 @@
 """From a folder or hub name to a driven, proven base.
 
-Loading ends with a probe: the driven model must give the logits of the model's own `forward`, whole
-sequences side by side in one batch and one of them continued in a second window. What does not agree is
-refused with the reason, never served approximately.
+Loading ends with a proof (`model/probe.py`): the driven model must give what the model's own `forward` gives.
+What does not agree, and what fails in any way, is refused with the reason, never served approximately.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +20,18 @@ from transformers import (
 
 from coserve.adapters.sites import Kind, decoder_layers
 from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound, UnsupportedModel
-from coserve.kernels.attention import AttentionSpec, attend
 from coserve.memory.kv import CacheShape
 from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.linear import FrozenLinear, Placement, place_locally
+from coserve.model.masks import Masks
 from coserve.model.origin import Origin
 from coserve.model.placing import place_linears
+from coserve.model.probe import ProbeRows, drive, own_forward, prove
 from coserve.model.quantized.quantize import quantize_model
+from coserve.model.refusal import refusing
 from coserve.model.seam import Seam
 from coserve.model.slot import Slot
-
-_PROBE_LENGTHS = (9, 6)
-# Models compute norms, rotary tables and softmax in float32 even when they are float64.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 def load_base(
@@ -52,7 +48,17 @@ def load_base(
     `trust_remote_code` is off and stays off.
     """
     where = _usable(device)
-    loaded = model if isinstance(model, PreTrainedModel) else _load(model, dtype)
+    if isinstance(model, PreTrainedModel):
+        loaded = model
+    else:
+        with refusing(repr(str(model)), "cannot be loaded"):
+            loaded = _load(model, dtype)
+    with refusing(loaded.config.model_type, "cannot be driven"):
+        return _driven(loaded, quantize, where)
+
+
+def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base:
+    """The model taken over, and proven."""
     _refuse_unsupported(loaded.config, loaded)
     loaded = loaded.eval().requires_grad_(False)
     layers = decoder_layers(loaded)
@@ -63,10 +69,10 @@ def load_base(
         quantize_model(loaded, layers, origin, cell)
     if any(tensor.device != where for tensor in loaded.state_dict().values()):
         loaded = loaded.to(device=where)
-    prompts = _probe_prompts(loaded)
-    expected, returns_tuple = _own_logits(loaded, next(iter(layers.values())), prompts)
-    base = _fit(loaded, layers, origin, cell, returns_tuple)
-    _prove(base, prompts, expected)
+    own = own_forward(loaded, list(layers.values()))
+    masks = Masks()
+    base = _fit(loaded, layers, origin, cell, masks, own.returns_tuple)
+    prove(base, own, masks)
     assert not any(p.requires_grad for p in loaded.parameters()), "the base is frozen"
     return base
 
@@ -141,29 +147,13 @@ def _refuse_encoder(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Non
                 )
 
 
-def _probe_prompts(model: PreTrainedModel) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return [
-        torch.randint(0, vocabulary, (length,), generator=generator).to(model.device)
-        for length in _PROBE_LENGTHS
-    ]
-
-
-@torch.no_grad()
-def _own_logits(model: PreTrainedModel, layer: nn.Module, prompts: list[Tensor]) -> tuple[list[Tensor], bool]:
-    """The model's own logits [length, vocabulary], prompt by prompt, and whether `layer` returns a tuple."""
-    outputs: list[Any] = []
-    handle = layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    try:
-        logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in prompts]
-    finally:
-        handle.remove()
-    return logits, isinstance(outputs[0], tuple)
-
-
 def _fit(
-    model: PreTrainedModel, layers: dict[str, nn.Module], origin: Origin, cell: BatchCell, returns_tuple: bool
+    model: PreTrainedModel,
+    layers: dict[str, nn.Module],
+    origin: Origin,
+    cell: BatchCell,
+    masks: Masks,
+    returns_tuple: bool,
 ) -> Base:
     """Seams in place: slots, attention, frozen linears."""
     text = model.config.get_text_config()
@@ -171,14 +161,9 @@ def _fit(
     slots = [Slot(path, layer, returns_tuple) for path, layer in layers.items()]
     base = Base(model, slots, origin, cell, positions)
     caches: dict[int, CacheShape] = {}
-    masked: set[int | None] = set()  # windows (None is unlimited) of the masks that the model asks for
-
-    def no_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
-        masked.add(local_size)
-
     name = f"coserve-{id(cell):x}"
-    AttentionInterface.register(name, attention_function(cell, caches))
-    AttentionMaskInterface.register(name, no_mask)
+    AttentionInterface.register(name, attention_function(cell, caches, masks))
+    AttentionMaskInterface.register(name, masks.make)
     model.set_attn_implementation(name)
     place_linears(model, cell, lambda _, weight, bias: place_locally(weight, bias))
     base.linears = {p: module for p, module in model.named_modules() if isinstance(module, FrozenLinear)}
@@ -186,7 +171,7 @@ def _fit(
     base.learn_arguments()
     _learn_caches(base, caches)
     _keep_sites_of_rows(base)
-    _refuse_other_masks(base, masked)
+    _refuse_other_masks(base, masks.windows)
     return base
 
 
@@ -196,39 +181,9 @@ def _put_seams(base: Base) -> None:
             Seam(site, base.model.get_submodule(path), base.cell)
 
 
-class _ProbeRows:
-    """One prompt in windows: earlier keys and values are simply held."""
-
-    keeper = None
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        if layer in self._cache:
-            past_k, past_v = self._cache[layer]
-            k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
-        self._cache[layer] = (k, v)
-        return attend(q, k, v, spec).transpose(1, 2)
-
-
-@torch.no_grad()
-def _drive(base: Base, parts: Sequence[tuple[_ProbeRows, Tensor, int]]) -> list[Tensor]:
-    """Logits of (part, tokens, first position) side by side in one batch."""
-    for part, tokens, _ in parts:
-        part.count = len(tokens)
-    positions = torch.cat([torch.arange(len(t), device=t.device) + start for _, t, start in parts])
-    hidden, calls = base.prologue(torch.cat([tokens for _, tokens, _ in parts]), positions)
-    with base.cell.set(FusedRows([part for part, _, _ in parts], [])):
-        for layer in range(base.depth):
-            hidden = base.layer(layer, hidden, calls)
-    return list(torch.split(base.tail(hidden), [len(tokens) for _, tokens, _ in parts]))
-
-
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
     one = torch.zeros(1, dtype=torch.long, device=base.device)
-    _drive(base, [(_ProbeRows(), one, 0)])
+    drive(base, [ProbeRows(1)], one, one)
     if set(caches) != set(range(base.depth)):
         raise UnsupportedModel(
             f"{base.model.config.model_type}: {base.depth - len(caches)} of {base.depth} layers do not "
@@ -240,7 +195,7 @@ def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
 class _Looking(FusedRows):
     """Notes which modules are given and give all rows, in their order."""
 
-    def __init__(self, part: _ProbeRows) -> None:
+    def __init__(self, part: ProbeRows) -> None:
         super().__init__([part], [])
         self._rows = part.count
         self.seen: set[str] = set()
@@ -259,8 +214,7 @@ class _Looking(FusedRows):
 @torch.no_grad()
 def _keep_sites_of_rows(base: Base) -> None:
     """Elsewhere, such as in a norm of heads that come before rows, nobody could tell whose rows these are."""
-    part = _ProbeRows()
-    part.count = 11  # unlike any count of heads
+    part = ProbeRows(11)  # unlike any count of heads
     rows = _Looking(part)
     places = torch.arange(part.count, device=base.device)
     hidden, calls = base.prologue(torch.zeros_like(places), places, rows)
@@ -287,22 +241,3 @@ def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
 def _felt(window: int | None, positions: int) -> int | None:
     """The window, or None where no sequence is long enough to feel it; 0 is how some models say none."""
     return window if window and window < positions else None
-
-
-def _prove(base: Base, prompts: list[Tensor], expected: list[Tensor]) -> None:
-    """Refuses a base whose driven logits are not its own forward's."""
-    cut = _PROBE_LENGTHS[1] // 2
-    first, second = _ProbeRows(), _ProbeRows()
-    together = _drive(base, [(first, prompts[0], 0), (second, prompts[1][:cut], 0)])
-    (continued,) = _drive(base, [(second, prompts[1][cut:], cut)])
-    got = torch.cat([*together, continued]).float()
-    want = torch.cat(expected).float()
-    errors = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-30)
-    # A router may flip on a tie in low precision: there, nine rows in ten decide.
-    low = base.dtype in (torch.bfloat16, torch.float16)
-    worst = float(errors.quantile(0.9 if low else 1.0))
-    if not worst <= _TOLERANCE[base.dtype]:
-        raise UnsupportedModel(
-            f"{base.model.config.model_type} cannot be driven layer by layer: its logits differ from its own "
-            f"forward's by {worst:.1e} (allowed {_TOLERANCE[base.dtype]:.0e})"
-        )

@@ -1,0 +1,240 @@
+"""Proof that a base is driven right: what its layers give is what the model's own forward gives.
+
+Two comparisons. *Near*: prompts side by side, in pages, one of them decoded and one continued in a second
+batch, against transformers' own attention and a forward of each prompt alone. *Far*: a few rows at the last
+positions that the model has, and behind its windows, against the model's own forward when its cache says that
+so many tokens precede. There both sides do the same arithmetic, so next to nothing may differ: a temperature,
+a table or a mask that begins at some position shows although it changes little.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from coserve.errors import UnsupportedModel
+from coserve.kernels.attention import AttentionSpec, attend
+from coserve.memory.kv import DecodeRows, InferenceRows, KVPool, PrefillRows
+from coserve.model.base import Base
+from coserve.model.batch import FusedRows, Part
+from coserve.model.masks import Masks
+from coserve.model.routing import NotedChoices, TiesAsBefore, of_rows
+
+_LENGTHS: Final = (9, 6)  # of the prompts
+_CUT: Final = 3  # rows of the second prompt that are in the first batch
+_PAGE: Final = 4
+# Models compute norms, rotary tables and softmax in float32 even when they are float64.
+TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+_FAR_ROWS, _BEFORE = 4, 6  # rows of a far probe, and keys before them that it has
+_FARTHEST: Final = 1 << 18  # where a far probe begins at most: a mask that is made there takes 1 MiB
+_SAME: Final = 1e-5  # relative difference of two forwards that do the same arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What the model's own forward made of the probe's prompts, one by one: `hidden` [1, rows, width] behind
+    each layer, `logits` [rows, vocabulary], and what its routers chose. `returns_tuple` says whether its
+    layers wrap their hidden state."""
+
+    prompts: list[Tensor]
+    hidden: list[list[Tensor]]
+    logits: list[Tensor]
+    choices: list[list[Tensor]]
+    returns_tuple: bool
+
+
+def draw(model: PreTrainedModel, *lengths: int) -> list[Tensor]:
+    """Prompts of random tokens, always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return [
+        torch.randint(0, vocabulary, (length,), generator=generator).to(model.device) for length in lengths
+    ]
+
+
+@torch.no_grad()
+def own_forward(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Own:
+    """Before the model is changed in any way."""
+    outputs: list[Any] = []
+    prompts = draw(model, *_LENGTHS)
+    hidden, logits, choices = [], [], []
+    with ExitStack() as hooks:
+        for layer in layers:
+            handle = layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+            hooks.callback(handle.remove)
+        for ids in prompts:
+            outputs.clear()
+            with NotedChoices() as noted:
+                logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
+            choices.append(noted.chosen)
+            hidden.append([out[0] if isinstance(out, tuple) else out for out in outputs])
+    return Own(prompts, hidden, logits, choices, isinstance(outputs[0], tuple))
+
+
+class ProbeRows:
+    """One sequence in windows: earlier keys and values are simply held. With `before`, as many random ones
+    stand before its first row."""
+
+    keeper = None
+
+    def __init__(self, count: int, before: int = 0) -> None:
+        self.count = count
+        self._before = before
+        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        if layer not in self._cache and self._before:
+            self._cache[layer] = _random(layer, k, self._before), _random(~layer, v, self._before)
+        if layer in self._cache:
+            past_k, past_v = self._cache[layer]
+            k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
+        self._cache[layer] = (k, v)
+        return attend(q, k, v, spec).transpose(1, 2)
+
+
+def _random(seed: int, like: Tensor, count: int) -> Tensor:
+    """[1, groups, count, width] of the same size as the numbers of `like`."""
+    generator = torch.Generator().manual_seed(seed % (1 << 62))
+    drawn = torch.randn(1, like.shape[1], count, like.shape[3], generator=generator)
+    return drawn.to(like) * like.square().mean().sqrt()
+
+
+@torch.no_grad()
+def drive(base: Base, parts: Sequence[Part], tokens: Tensor, positions: Tensor) -> Tensor:
+    """Logits [rows, vocabulary] of parts side by side in one batch, whose tokens and positions are [rows]."""
+    hidden, calls = base.prologue(tokens, positions)
+    with base.cell.set(FusedRows(parts, [])):
+        for layer in range(base.depth):
+            hidden = base.layer(layer, hidden, calls)
+    return base.tail(hidden)
+
+
+def prove(base: Base, own: Own, masks: Masks) -> None:
+    """Raises UnsupportedModel for a base that does not give what its own forward gives."""
+    _prove_near(base, own)
+    for first in _far_positions(base, masks):
+        _prove_far(base, masks, first)
+
+
+def _prove_near(base: Base, own: Own) -> None:
+    """The first prompt but its last token beside the beginning of the second; then that token, decoded,
+    beside the rest of the second."""
+    (one, two), device = own.prompts, base.device
+    last = len(one) - 1
+    ends = -(-len(one) // _PAGE), -(-len(two) // _PAGE)
+    pages = torch.arange(sum(ends), device=device)
+    pool = KVPool(base.caches, len(pages), _PAGE, base.dtype, device)
+    pool.clean(pages)
+    of_one, of_two = torch.split(pages, list(ends))
+    slots_one, slots_two = pool.slots(of_one), pool.slots(of_two)
+    at = torch.arange(len(one), device=device)
+
+    beginnings = [PrefillRows(0, last, of_one[: -(-last // _PAGE)]), PrefillRows(0, _CUT, of_two[:1])]
+    started = InferenceRows(pool, torch.cat([slots_one[:last], slots_two[:_CUT]]), None, beginnings)
+    _compare(base, own, started, [slice(0, last), slice(0, _CUT)], at)
+
+    decoded = DecodeRows(of_one, at[-1:] + 1)
+    rest = [PrefillRows(_CUT, len(two) - _CUT, of_two)]
+    slots = torch.cat([slots_one[last : len(one)], slots_two[_CUT : len(two)]])
+    going_on = InferenceRows(pool, slots, decoded, rest)
+    _compare(base, own, going_on, [slice(last, len(one)), slice(_CUT, len(two))], at)
+
+
+@torch.no_grad()
+def _compare(base: Base, own: Own, part: Part, spans: Sequence[slice], at: Tensor) -> None:
+    """Drives these rows of each prompt, and expects its own numbers for every one of them, layer by layer:
+    each is given what the model's own gave, so that rounding does not add up over the layers."""
+    tokens = torch.cat([ids[span] for ids, span in zip(own.prompts, spans, strict=True)])
+    positions = torch.cat([at[span] for span in spans])
+    near = TOLERANCE[base.dtype]
+    hidden, calls = base.prologue(tokens, positions)
+    with TiesAsBefore(of_rows(own.choices, spans), near), base.cell.set(FusedRows([part], [])):
+        for layer in range(base.depth):
+            pieces = zip((of[layer] for of in own.hidden), spans, strict=True)
+            want = torch.cat([behind[:, span] for behind, span in pieces], dim=1)
+            got = base.layer(layer, hidden, calls)
+            allowed = near * (want - hidden).norm(dim=-1) + 2 * torch.finfo(base.dtype).eps * want.norm(
+                dim=-1
+            )
+            _expect(base, got[0], want[0], allowed[0], positions, f"layer {layer}")
+            hidden = want
+    want = torch.cat([logits[span] for logits, span in zip(own.logits, spans, strict=True)])
+    _expect(base, base.tail(hidden), want, near * want.float().norm(dim=-1), positions, "the logits")
+
+
+def _far_positions(base: Base, masks: Masks) -> list[int]:
+    """Where far probes begin: behind the longest window that can be felt, and as far as the model goes."""
+    windows = masks.windows | {cache.window for cache in base.caches}
+    end = min(base.max_positions, _FARTHEST) - _FAR_ROWS
+    felt = [window + 1 for window in windows if window and window + 1 < end]
+    return sorted({*([max(felt)] if felt else []), max(end, 0)})
+
+
+@torch.no_grad()
+def _prove_far(base: Base, masks: Masks, first: int) -> None:
+    """Rows from position `first` on. Whose keys and values stand before them is the same for both."""
+    (tokens,) = draw(base.model, _FAR_ROWS)
+    positions = torch.arange(first, first + _FAR_ROWS, device=base.device)
+    before = min(_BEFORE, first)
+    rows = FusedRows([ProbeRows(_FAR_ROWS, before)], [])
+    preceding = _Preceding(base.model.config, first)
+    with base.cell.set(rows), masks.checked():
+        want = base.model(input_ids=tokens[None], past_key_values=preceding, use_cache=True).logits[0]
+    got = drive(base, [ProbeRows(_FAR_ROWS, before)], tokens, positions)
+    _expect(base, got, want, _SAME * want.float().norm(dim=-1), positions, "the logits")
+    _expect_same_arguments(base, positions)
+
+
+def _expect_same_arguments(base: Base, far: Tensor) -> None:
+    """Rows beside others that are far away are treated as they are alone: tables of rotary scaling may depend
+    on the farthest position in the batch."""
+    near = torch.arange(_FAR_ROWS, device=base.device)
+    zeros = torch.zeros_like(near)
+    _, alone = base.prologue(zeros, near)
+    _, beside = base.prologue(torch.cat([zeros, zeros]), torch.cat([near, far]))
+    for one, other in zip(alone.calls, base.arguments.narrow(beside, 0, len(near)).calls, strict=True):
+        pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor)):
+            raise UnsupportedModel(
+                f"{base.model.config.model_type} treats a row otherwise when one at position "
+                f"{int(far[-1])} is beside it"
+            )
+
+
+class _Preceding(DynamicCache):  # type: ignore[misc]
+    """A cache that says how many tokens precede, and holds nothing: what their keys and values are is known
+    to who attends."""
+
+    def __init__(self, config: PreTrainedConfig, length: int) -> None:
+        super().__init__(config=config)
+        self._length = length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._length + query_length, 0
+
+
+def _expect(base: Base, got: Tensor, want: Tensor, allowed: Tensor, positions: Tensor, what: str) -> None:
+    """Every row of `got` [rows, width] as near to its own of `want` as is `allowed` [rows]."""
+    errors = (got.float() - want.float()).norm(dim=-1).nan_to_num(torch.inf)
+    worst = int((errors - allowed).argmax())
+    if not bool((errors <= allowed).all()):
+        apart = int((errors > allowed).sum())
+        norm = float(want[worst].float().norm())
+        raise UnsupportedModel(
+            f"{base.model.config.model_type} cannot be driven layer by layer: {apart} of {len(errors)} rows "
+            f"of {what} are not its own forward's, at position {int(positions[worst])} by "
+            f"{float(errors[worst]) / norm:.1e} of its norm (allowed {float(allowed[worst]) / norm:.0e})"
+        )

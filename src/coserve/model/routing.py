@@ -1,0 +1,89 @@
+"""Which experts a router chose, noted in one forward and kept to in another.
+
+Two computations of one row differ in their last bits. A router whose scores are as good as equal may choose
+another expert for that, and the rest of the row is then another number altogether. So the probe at load time
+lets the driven model choose as the model's own forward did wherever the scores are a tie. A choice that
+differs although the scores do not tie is left as it is, and shows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_TOP_K: Final = (torch.topk, Tensor.topk)  # how transformers' routers choose
+
+
+class NotedChoices(TorchFunctionMode):
+    """Notes the indices that each `topk` under it gave, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _TOP_K:
+            self.chosen.append(out[1])
+        return out
+
+
+class TiesAsBefore(TorchFunctionMode):
+    """Lets each `topk` under it choose as `noted`, in the rows where the scores of both choices differ by no
+    more than `tie` times the spread of the row's scores."""
+
+    def __init__(self, noted: Sequence[Tensor], tie: float) -> None:
+        super().__init__()
+        self._noted: Iterator[Tensor] = iter(noted)
+        self._tie = tie
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        noted = next(self._noted, None) if func in _TOP_K else None
+        if noted is None or noted.shape != out[1].shape:
+            return out
+        dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
+        return self._settled(args[0], out, noted, dim)
+
+    def _settled(self, scores: Tensor, out: Any, noted: Tensor, dim: int) -> Any:
+        """What `topk` gave, with the noted choice where it ties."""
+        values, indices = out
+        own = scores.gather(dim, noted)
+        lost = values.amin(dim, keepdim=True) - own.amin(dim, keepdim=True)
+        finite = torch.isfinite(scores)
+        highest = scores.masked_fill(~finite, -torch.inf).amax(dim, keepdim=True)
+        lowest = scores.masked_fill(~finite, torch.inf).amin(dim, keepdim=True)
+        ties = lost <= self._tie * (highest - lowest)
+        differs = (indices.sort(dim).values != noted.sort(dim).values).any(dim, keepdim=True)
+        kept = ties & differs
+        return torch.return_types.topk((torch.where(kept, own, values), torch.where(kept, noted, indices)))
+
+
+def of_rows(whole: Sequence[Sequence[Tensor]], spans: Sequence[slice]) -> list[Tensor]:
+    """What was noted for sequences that were forwarded one by one, as one batch of some rows of each would
+    have noted it: call by call, rows end to end. Empty where the calls differ, or do not count rows."""
+    if len({len(calls) for calls in whole}) != 1:
+        return []
+    joined = []
+    for calls in zip(*whole, strict=True):
+        dims = [d for d in range(calls[0].ndim) if len({c.shape[d] for c in calls}) > 1]
+        if len(dims) != 1:
+            return []
+        pieces = [c.narrow(dims[0], s.start, s.stop - s.start) for c, s in zip(calls, spans, strict=True)]
+        joined.append(torch.cat(pieces, dims[0]))
+    return joined
+
+
+def of_window(whole: Sequence[Tensor], rows: int, span: slice) -> list[Tensor]:
+    """What was noted for all of `rows`, for those of a window. Empty where it does not count rows."""
+    dims = [[d for d in range(chosen.ndim) if chosen.shape[d] == rows] for chosen in whole]
+    if any(len(found) != 1 for found in dims):
+        return []
+    pairs = zip(whole, dims, strict=True)
+    return [chosen.narrow(found[0], span.start, span.stop - span.start) for chosen, found in pairs]

@@ -1,0 +1,206 @@
+"""Proof that a base can be trained: windows of examples give the gradients of whole examples.
+
+One layer of each kind goes the way that training goes (windows forward onto a tape, and back from the right)
+and is compared with one pass over all rows under autograd, with plain attention. So what a model hands from
+layer to layer beside its hidden state, and what cannot be run again for a window of rows, shows before
+anybody trains.
+"""
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypasses, exact_type
+from coserve.adapters.lowrank import LoRABypass
+from coserve.adapters.sites import Kind
+from coserve.core.sequence import Span
+from coserve.errors import UnsupportedModel
+from coserve.kernels import reference
+from coserve.kernels.attention import AttentionSpec, causal_mask
+from coserve.model.base import Base
+from coserve.model.batch import FusedRows
+from coserve.model.graph import GraphRows
+from coserve.model.linear import PackedPlacement
+from coserve.model.probe import TOLERANCE, draw
+from coserve.model.refusal import refusing
+from coserve.model.routing import NotedChoices, TiesAsBefore, of_window
+from coserve.train.keep import Fates
+from coserve.train.tape import KeptWindow, Tape
+from coserve.train.walk import Walk, vjp
+from coserve.train.window import Window
+
+_EXAMPLES: Final = (8, 5)  # rows: 13 in all, a number that little else of a model has
+_WINDOWS: Final = ((0, 6), (6, 7))  # (start, rows): the second goes on within the first example
+_RANK: Final = 2
+# Of the largest gradient: smaller ones (of queries that hardly choose) are mostly rounding.
+_SMALL: Final = 0.1
+
+_LOSS: Final = "the gradient of the loss"
+
+Gradients = dict[str, Tensor]
+
+
+def prove_training(base: Base) -> None:
+    """Raises UnsupportedModel for a base whose gradients would not be those of whole examples."""
+    with refusing(base.model.config.model_type, "cannot be trained"):
+        layers = _one_of_each_kind(base)
+        proof = _Proof(base, layers, torch.Generator().manual_seed(0))
+        proof.forward()
+        try:
+            want = proof.whole()
+            got = proof.in_windows()
+        finally:
+            for linear in base.linears.values():  # a server that never trains does not pay for it
+                if isinstance(linear.placement, PackedPlacement):
+                    linear.placement.forget_transposed()
+        least = _SMALL * max(float(want[name].float().norm()) for name in proof.parameters())
+        for name, gradient in want.items():
+            _expect(base, name, got[name], gradient, least)
+
+
+def _expect(base: Base, name: str, got: Tensor, want: Tensor, least: float) -> None:
+    """Relative to the norm of what is wanted, or to `least` where that is more."""
+    error = float((got.float() - want.float()).norm().nan_to_num(torch.inf))
+    allowed = TOLERANCE[base.dtype] * max(float(want.float().norm()), least)
+    if not error <= allowed:
+        raise UnsupportedModel(
+            f"{base.model.config.model_type} cannot be trained in windows: {name} differs from autograd's by "
+            f"{error:.1e} (allowed {allowed:.0e})"
+        )
+
+
+def _one_of_each_kind(base: Base) -> list[int]:
+    """Layers that differ in their modules or shapes, from below; not the first, where another will do: what
+    it is given is no other layer's business."""
+    kinds: dict[object, int] = {}
+    for layer in (*range(1, base.depth), 0):
+        module = base.model.get_submodule(base.slots[layer].path)
+        parts = ((n, type(m), getattr(m, "out_features", None)) for n, m in module.named_modules())
+        kinds.setdefault((*parts, *((n, p.shape) for n, p in module.named_parameters())), layer)
+    return sorted(kinds.values())
+
+
+class _Proof:
+    """A LoRA beside all linears of some `layers`, and a micro-batch of two examples. The gradient for what
+    each layer gives is drawn at random, and so is what the last one gives."""
+
+    def __init__(self, base: Base, layers: list[int], generator: torch.Generator) -> None:
+        self._base, self._layers, self._generator = base, layers, generator
+        paths = [p for p, s in base.sites.items() if s.kind is Kind.LINEAR and s.stage in layers]
+        self._adapter = {path: self._lora(path) for path in paths}
+        self._bypasses = Bypasses({}, self._adapter)
+        (tokens,) = draw(base.model, sum(_EXAMPLES))
+        self._tape = Tape(base, _EXAMPLES, tokens, tokens.roll(-1), Fates())
+        self._windows = [self._tape.window(*window) for window in _WINDOWS]
+        self._all = self._tape.window(0, sum(_EXAMPLES))
+        like = self._tape.output(self._all)
+        self._gradients = {layer: self._draw(*like.shape) for layer in layers}
+        self._tape.keep_output(base.depth - 1, self._all, self._draw(*like.shape)[0])
+        self._choices: dict[int, list[Tensor]] = {}
+
+    def forward(self) -> None:
+        """Windows onto the tape, up to the highest layer that is proven."""
+        for window in self._windows:
+            rows = FusedRows([KeptWindow(self._tape, window)], [(slice(0, window.rows), self._bypasses)])
+            calls = self._tape.calls_for(window)
+            hidden = self._tape.input(0, window, self._bypasses)
+            for layer in range(self._layers[-1] + 1):
+                with torch.no_grad(), self._base.cell.set(rows):
+                    hidden = self._base.layer(layer, hidden, calls)
+                if layer < self._base.depth - 1:
+                    self._tape.keep_output(layer, window, hidden[0])
+
+    def whole(self) -> Gradients:
+        """By what they are the gradients of, under autograd, all rows at once."""
+        asked: dict[str, Tensor] = {}
+        outputs = []
+        rows = _WholeRows(self._bypasses)
+        calls = self._tape.calls_for(self._all)
+        for layer in self._layers:
+            x = self._tape.input(layer, self._all, self._bypasses).detach().requires_grad_(layer > 0)
+            if layer > 0:
+                asked[_input_of(layer)] = x
+            with torch.enable_grad(), NotedChoices() as noted, self._base.cell.set(rows):
+                outputs.append(self._base.layer(layer, x, calls))
+            self._choices[layer] = noted.chosen
+        asked |= self.parameters()
+        given = [self._gradients[layer] for layer in self._layers]
+        found = vjp(outputs, given, list(asked.values()))
+        pairs = zip(asked.items(), found, strict=True)
+        gradients = {name: torch.zeros_like(x) if g is None else g for (name, x), g in pairs}
+        return {_LOSS: self._of_loss()} | gradients
+
+    def in_windows(self) -> Gradients:
+        """The same as training finds them; `whole` comes before."""
+        found: dict[int, Tensor] = {}
+
+        def accumulate(leaf: Tensor, gradient: Tensor) -> None:
+            found[id(leaf)] = found[id(leaf)] + gradient if id(leaf) in found else gradient
+
+        leaves = {layer: self._leaves(layer) for layer in range(self._base.depth)}
+        walk = Walk(self._tape, leaves, 1.0, accumulate)
+        for window in reversed(self._windows):
+            walk.through_tail(window, self._bypasses)
+        gradients = {_LOSS: self._tape.picked_up(self._all).clone()}
+        for layer in reversed(self._layers):
+            below = [self._through(walk, layer, window) for window in reversed(self._windows)]
+            gradients[_input_of(layer)] = torch.cat(below[::-1], dim=1)
+        of_parameters = self.parameters().items()
+        return gradients | {n: found.get(id(leaf), torch.zeros_like(leaf)) for n, leaf in of_parameters}
+
+    def _through(self, walk: Walk, layer: int, window: Window) -> Tensor:
+        """A window back through a layer: the gradient for its input."""
+        returning = walk.set_out(window, Span(layer, layer + 1), self._bypasses)
+        returning.gradient = self._gradients[layer][:, window.span]
+        noted = of_window(self._choices[layer], self._all.rows, window.span)
+        with TiesAsBefore(noted, TOLERANCE[self._base.dtype]):
+            walk.through_layer(layer, returning)
+        return returning.gradient
+
+    def _of_loss(self) -> Tensor:
+        hidden = self._tape.output(self._all).clone().requires_grad_()
+        with torch.enable_grad():
+            logits = self._base.tail(hidden)
+            loss = F.cross_entropy(logits.to(exact_type(logits.dtype)), self._tape.labels, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, hidden)
+        return gradient
+
+    def parameters(self) -> Gradients:
+        return {
+            f"the gradient of {path}.{name}": leaf
+            for path, bypass in self._adapter.items()
+            for name, leaf in bypass.parameters().items()
+        }
+
+    def _leaves(self, layer: int) -> tuple[Tensor, ...]:
+        here = (b for path, b in self._adapter.items() if self._base.sites[path].stage == layer)
+        return tuple(leaf for bypass in here for leaf in bypass.parameters().values())
+
+    def _lora(self, path: str) -> LoRABypass:
+        site = self._base.sites[path]
+        a, b = self._draw(_RANK, site.inputs), self._draw(site.outputs, _RANK)
+        return LoRABypass((a / site.inputs**0.5).requires_grad_(), (b / 4).requires_grad_(), 1.0)
+
+    def _draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._base.device, self._base.dtype)
+
+
+class _WholeRows(GraphRows):
+    """Whole examples end to end, each attending within itself."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        outputs = []
+        parts = zip(*(torch.split(x, list(_EXAMPLES), 2) for x in (q, k, v)), strict=True)
+        for queries, keys, values in parts:
+            rows = queries.shape[2]
+            allowed = causal_mask(rows, rows, spec.window, q.device)
+            outputs.append(
+                reference.attention(queries, keys, values, spec.scale, allowed, spec.softcap, spec.sinks)
+            )
+        return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def _input_of(layer: int) -> str:
+    return f"the gradient for what layer {layer} is given"
