@@ -7,6 +7,7 @@ get `drain_seconds`, jobs write checkpoints and their news is written down. Exit
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ import time
 from coserve.errors import CoserveError, EngineLost
 from coserve.serve.app import create_app
 from coserve.serve.compose import build_state
+from coserve.serve.http.connections import ConnectionLimits
 from coserve.serve.http.listener import Listener, fastest_loop
 from coserve.serve.settings import ApiStart
 from coserve.serve.state import State
@@ -27,6 +29,7 @@ CHECKPOINT_SECONDS = (
     45.0  # for the engine to write checkpoints once all answers have ended; then it ends anyway
 )
 RECONNECT_SECONDS = 1.0  # for an API that has just started to find the engine that is there
+_OTHER_FILES = 512  # beside connections: the database, uploads, the engine's socket
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -40,7 +43,11 @@ async def serve(start: ApiStart, pipes: Supervised) -> None:
     async with build_state(settings, settings.socket) as state:
         gc.collect()
         gc.freeze()  # what is there by now stays: no collection has to look at all of it while streams wait
-        listener = Listener(create_app(state), socket.socket(fileno=start.listen_fd))
+        limits = ConnectionLimits(
+            settings.max_connections, settings.max_connections_address, settings.stall_seconds
+        )
+        _allow_files(limits.most + _OTHER_FILES)
+        listener = Listener(create_app(state), socket.socket(fileno=start.listen_fd), limits)
         serving = asyncio.create_task(listener.run())
         await listener.started()
         beating = asyncio.create_task(_beat(pipes))
@@ -79,6 +86,14 @@ async def drain(state: State) -> None:
             await state.link.drain(RECONNECT_SECONDS)
     except TimeoutError:
         log.warning("the engine did not say in time that its jobs are on disk")
+
+
+def _allow_files(wanted: int) -> None:
+    """Lets this process have so many files open, as far as the system allows: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def main(pipes: Supervised) -> None:

@@ -55,6 +55,9 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # web pages that may ask, as https://chat.example.org; "*" for all
     max_queue: int = 1024  # requests waiting, of all tenants; more are answered 429
     max_queue_tenant: int = 256  # requests waiting, of one tenant
+    max_connections: int = 1024  # at once; of those without a request the oldest makes room for a new one
+    max_connections_address: int = 256  # of one address; this machine may have four times as many
+    stall_seconds: float = 15.0  # for headers to come, and for a body or reader slower than 1 KiB/s
     max_jobs: int = 4  # jobs that train at once; more wait
     max_file_bytes: int = 512 * 2**20  # largest upload
     max_n: int = 16  # most choices of one request
@@ -75,6 +78,8 @@ class ServerSettings:
         for name in (
             "max_queue",
             "max_queue_tenant",
+            "max_connections",
+            "max_connections_address",
             "max_jobs",
             "max_file_bytes",
             "max_n",
@@ -84,6 +89,8 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.drain_seconds < float("inf"):
             raise ConfigError(f"drain_seconds must be a number of seconds >= 0, not {self.drain_seconds}")
+        if not 0 < self.stall_seconds < float("inf"):
+            raise ConfigError(f"stall_seconds must be a number of seconds > 0, not {self.stall_seconds}")
         if self.watchdog_seconds and not LEAST_WATCHDOG <= self.watchdog_seconds < float("inf"):
             raise ConfigError(
                 f"watchdog_seconds must be a number of seconds >= {LEAST_WATCHDOG:g}, or 0 for no watchdog, "

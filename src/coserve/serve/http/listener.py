@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from coserve.serve.answering.price import MOST_HEADER_BYTES
+from coserve.serve.http.connections import Connection, ConnectionLimits, Connections
 
-_KEEP_ALIVE = 75  # seconds; clients reuse connections for about a minute
 _LAST_WORDS = 5  # seconds for answers that are being sent when it ends
 
 
@@ -23,16 +24,22 @@ class _Server(uvicorn.Server):
 class Listener:
     """Serves an application on a listening socket until it is told to stop."""
 
-    def __init__(self, app: Any, listener: socket.socket) -> None:
+    def __init__(
+        self, app: Any, listener: socket.socket, limits: ConnectionLimits = ConnectionLimits()
+    ) -> None:
         self._socket = listener
+        self._connections = Connections(limits)
+        protocol: Any = partial(Connection, self._connections)
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=protocol,
+                ws="none",
                 lifespan="off",
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=_LAST_WORDS,
                 h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
             )
@@ -45,7 +52,11 @@ class Listener:
 
     async def run(self) -> None:
         """Returns after `stop`, when connections have ended."""
-        await self._server.serve([self._socket])
+        watching = asyncio.create_task(self._connections.watch(), name="connections")
+        try:
+            await self._server.serve([self._socket])
+        finally:
+            watching.cancel()
 
     async def started(self) -> None:
         """Returns when connections are taken."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import MAX_BOUNDARY_LENGTH, MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
 from coserve.serve.errors import ApiError
@@ -124,9 +124,12 @@ class Upload:
 
 def _boundary(request: Request) -> bytes:
     kind, options = parse_options_header(request.headers.get("content-type"))
-    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+    boundary = options.get(b"boundary", b"")
+    if kind != b"multipart/form-data" or not boundary:
         raise ApiError(400, "The body must be multipart/form-data with the fields 'file' and 'purpose'.")
-    return options[b"boundary"]
+    if len(boundary) > MAX_BOUNDARY_LENGTH:
+        raise ApiError(400, f"The form's boundary is longer than {MAX_BOUNDARY_LENGTH} bytes.")
+    return boundary
 
 
 def _text_of(value: bytes) -> str:

@@ -1,0 +1,235 @@
+"""Connections: how many there may be, what is HTTP on them, and how long one may keep the server waiting.
+
+uvicorn has a time limit between two requests and none within one: not for headers, not for a body, not for
+whoever does not read. Its parser, h11, takes some of what proxies before the server understand differently.
+"""
+
+import asyncio
+import ipaddress
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from http import HTTPStatus
+from time import monotonic
+from typing import Any, Final
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from coserve.serve.errors import ApiError
+
+_LEAST_RATE: Final = 1024  # bytes per second of a body on its way in, or of an answer on its way out
+_MOST_UNREAD: Final = 2**20  # bytes of a body that nobody wants which are taken so that the answer is read
+_SETTLED: Final = 1.0  # seconds without a request, after which a connection may have to go for a new one
+_LOOPBACK_SHARE: Final = 4  # this machine may have this many times what another address may
+_AMBIGUOUS: Final = re.compile(rb"(?<!\r)\n|\n[ \t]")  # lines without a carriage return, folded lines
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How many connections there may be, and how patient the server is with each."""
+
+    most: int = 1024
+    most_address: int = 256  # of one address that is not this machine's
+    stall_seconds: float = 15.0  # for all headers; and without 1 KiB/s of a body, or of an answer being read
+    idle_seconds: float = 75.0  # between two requests
+
+
+class Connections:
+    """All connections of one listener. For one event loop."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._open: dict[Connection, str] = {}  # with whose they are, in the order in which they came
+        self._count: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def enter(self, connection: "Connection", host: str | None) -> bool:
+        """Whether there is room for one more; where there is none, an idle one has to go if there is one."""
+        owner, share = _owner_of(host, self.limits)
+        if self._count[owner] >= share and not self._make_room(owner):
+            return False
+        if len(self._open) >= self.limits.most and not self._make_room(None):
+            return False
+        self._open[connection] = owner
+        self._count[owner] += 1
+        return True
+
+    def leave(self, connection: "Connection") -> None:
+        """The connection is gone; one that never entered is no error."""
+        owner = self._open.pop(connection, None)
+        if owner is not None:
+            self._count[owner] -= 1
+            if not self._count[owner]:
+                del self._count[owner]
+
+    async def watch(self) -> None:
+        """Ends those that take too long; never returns."""
+        while True:
+            await asyncio.sleep(min(1.0, self.limits.stall_seconds / 4))
+            now = monotonic()
+            for connection in list(self._open):
+                connection.check(now)
+
+    def _make_room(self, owner: str | None) -> bool:
+        """Ends the connection, of this owner if one is named, that has been without a request the longest."""
+        long_ago = monotonic() - _SETTLED
+        idle = [
+            connection
+            for connection, whose in self._open.items()
+            if owner in (None, whose) and connection.is_idle and connection.heard <= long_ago
+        ]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda connection: connection.heard)
+        self.leave(oldest)
+        oldest.transport.abort()
+        return True
+
+
+class StrictHttp(h11.Connection):
+    """h11, without what two parsers may read as two different requests (RFC 9112, 6.1 and 11.2)."""
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            head, _, _ = self.trailing_data[0].partition(b"\r\n\r\n")
+            if _AMBIGUOUS.search(head):
+                raise h11.RemoteProtocolError(
+                    "a line that ends without a carriage return, or goes on in the next"
+                )
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            if event.http_version not in (b"1.0", b"1.1"):
+                raise h11.RemoteProtocolError("another version of HTTP")
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version == b"1.0"):
+                raise h11.RemoteProtocolError("a body of two lengths")
+        return event
+
+
+class Connection(H11Protocol):
+    """One connection, as uvicorn has it, with limits."""
+
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self.conn = StrictHttp(h11.SERVER, self.config.h11_max_incomplete_event_size or 65536)
+        self.heard = monotonic()  # when something came last, or an answer was complete
+        self._all = connections
+        self._stall = connections.limits.stall_seconds
+        self._phase: tuple[str, object] | None = None  # what is waited for, and within which request
+        self._since, self._bytes = self.heard, 0  # of the phase: its last look at the rate, bytes since
+        self._unsent: tuple[float, int] | None = None  # when it was looked at last, bytes there were then
+        self._unread = 0  # bytes of a body whose request has its answer
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being read or answered."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        peer = transport.get_extra_info("peername")
+        if self._all.enter(self, peer[0] if isinstance(peer, tuple) else None):
+            super().connection_made(transport)
+        else:
+            self._end(503, "The server has too many connections; please try again later.")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = monotonic()
+        self._bytes += len(data)
+        if self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY:
+            self._unread += len(data)
+            if self._unread > _MOST_UNREAD:
+                self.transport.abort()
+                return
+        super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        self.heard, self._unread = monotonic(), 0
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn answers to what is no HTTP, in the shape of all our errors."""
+        self._end(400, "The request is not valid HTTP.")
+
+    def check(self, now: float) -> None:
+        """Ends the connection if it has kept the server waiting for too long. `now` is `monotonic`."""
+        if self._reads_too_slowly(now):
+            self.transport.abort()
+            return
+        phase = self._waits_for()
+        if phase != self._phase:
+            self._phase, self._since, self._bytes = phase, now, 0
+        if phase is None or now - self._since < self._stall or self.transport.is_closing():
+            return
+        enough = self._bytes >= _LEAST_RATE * self._stall
+        if phase[0] == "body" and (enough or self.flow.read_paused):  # paused: it is the server that is slow
+            self._since, self._bytes = now, 0
+        else:
+            self._end(408, f"The request took longer than {self._stall:g} seconds to come.")
+
+    def _waits_for(self) -> tuple[str, object] | None:
+        if self.conn.their_state is h11.SEND_BODY:
+            return "body", self.cycle
+        has_begun = self.cycle is None or bool(self.conn.trailing_data[0])
+        return ("headers", self.cycle) if self.conn.their_state is h11.IDLE and has_begun else None
+
+    def _reads_too_slowly(self, now: float) -> bool:
+        """Whether what is written, and not added to, goes out at less than the least rate."""
+        left = self.transport.get_write_buffer_size()
+        is_stuck = self.transport.is_closing() or self.is_idle or self.flow.write_paused
+        if not left or not is_stuck:
+            self._unsent = None
+            return False
+        if self._unsent is None:
+            self._unsent = now, left
+        since, before = self._unsent
+        if now - since < self._stall:
+            return False
+        self._unsent = now, left
+        return before - left < _LEAST_RATE * self._stall
+
+    def _end(self, status: int, message: str) -> None:
+        """The last answer on this connection, unless another one has begun or nobody has asked anything."""
+        cycle = self.cycle
+        has_begun = cycle is not None and cycle.response_started and not cycle.response_complete
+        has_asked = cycle is not None or self._bytes > 0 or status == 503
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if has_asked and not has_begun:
+            self.transport.write(_written(ApiError(status, message)))
+        self.transport.close()
+
+
+def _written(error: ApiError) -> bytes:
+    body = json.dumps(error.body()).encode()
+    headers = {
+        **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)),
+        "Connection": "close",
+    }  # fmt: skip
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _owner_of(host: str | None, limits: ConnectionLimits) -> tuple[str, int]:
+    """Whom a connection counts for, and how many they may have. A host has 2^64 addresses of IPv6."""
+    try:
+        address = ipaddress.ip_address((host or "127.0.0.1").partition("%")[0])
+    except ValueError:
+        return str(host), limits.most_address
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    if address.is_loopback:
+        return "loopback", _LOOPBACK_SHARE * limits.most_address
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((address, 64), strict=False)), limits.most_address
+    return str(address), limits.most_address

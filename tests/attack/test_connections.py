@@ -1,0 +1,258 @@
+"""Connections that send nothing, too little, or what is no HTTP: ended in time, and others are served."""
+
+import asyncio
+import json
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from coserve.serve.http.connections import ConnectionLimits
+from coserve.serve.http.listener import Listener
+from hostile_bodies import TEXT, text
+from serving import Play, World
+
+STALL = 0.6  # seconds
+PATIENCE = 30.0  # seconds; only a hang takes so long
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def listening(world: World, **limits: float) -> AsyncIterator[tuple[str, int]]:
+    """The application behind a real socket, with these limits; its address."""
+    given = ConnectionLimits(**{"stall_seconds": STALL, **limits})  # type: ignore[arg-type]
+    server = Listener(world.app, socket.create_server(("127.0.0.1", 0)), given)
+    task = asyncio.create_task(server.run())
+    try:
+        await server.started()
+        yield server._socket.getsockname()
+    finally:
+        server.stop()
+        await task
+
+
+async def end_of(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the connection ends."""
+    came = b""
+    with suppress(ConnectionError):
+        async with asyncio.timeout(PATIENCE):
+            while piece := await reader.read(65536):
+                came += piece
+    return came
+
+
+async def asked(address: tuple[str, int], raw: bytes) -> bytes:
+    """All that comes in answer to these bytes."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(raw)
+    try:
+        return await end_of(reader)
+    finally:
+        writer.close()
+
+
+def get(path: str = "/health", *headers: str) -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
+
+
+async def is_served(address: tuple[str, int]) -> bool:
+    return b" 200 OK" in await asked(address, get("/health", "Connection: close"))
+
+
+def post(*headers: str, body: bytes = b"") -> bytes:
+    lines = [f"POST {TEXT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def test_silent_connections_are_closed_and_others_served(play: Play) -> None:
+    async def story(world: World) -> None:
+        async with listening(world) as address:
+            silent = [await asyncio.open_connection(*address) for _ in range(300)]
+            assert await is_served(address)
+            assert set(await asyncio.gather(*(end_of(reader) for reader, _ in silent))) == {b""}
+            for _, writer in silent:
+                writer.close()
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("begins", "goes_on"),
+    [
+        (b"", b"G"),
+        (b"GET / HTTP/1.1\r\nX-", b"a"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"X-A: b\r\n"),
+        (post("Content-Length: 5000"), b" "),
+        (post("Transfer-Encoding: chunked"), b"1\r\n \r\n"),
+        (get() + b"G", b"E"),
+    ],
+)
+def test_bytes_that_trickle_end(play: Play, begins: bytes, goes_on: bytes) -> None:
+    async def story(world: World) -> None:
+        async with listening(world) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(begins)
+            reading = asyncio.create_task(end_of(reader))
+            async with asyncio.timeout(PATIENCE):
+                with suppress(ConnectionError):
+                    while not reading.done():
+                        writer.write(goes_on)
+                        await writer.drain()
+                        await asyncio.sleep(0.02)
+            assert b" 408 " in await reading and await is_served(address)
+            writer.close()
+
+    play(story)
+
+
+def test_a_body_that_comes_steadily_may_take_long(play: Play) -> None:
+    body = json.dumps(text(prompt="a b " * 200, user=" " * 4000)).encode()
+
+    async def story(world: World) -> None:
+        async with listening(world) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(post(f"Content-Length: {len(body)}"))
+            pieces = [body[start : start + 256] for start in range(0, len(body), 256)]
+            for piece in pieces:  # more than the least rate, for three times as long as a stall
+                writer.write(piece)
+                await asyncio.sleep(3 * STALL / len(pieces))
+            assert b" 200 OK" in await reader.readline()
+            writer.close()
+
+    play(story)
+
+
+def test_who_does_not_read_is_not_waited_for(play: Play) -> None:
+    """A stream whose reader has stopped ends, with the work for it."""
+
+    async def story(world: World) -> None:
+        async with listening(world) as address:
+            slow = socket.socket()
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(slow, address)
+            body = json.dumps(text(stream=True, max_tokens=2000, n=16)).encode()
+            await loop.sock_sendall(slow, post(f"Content-Length: {len(body)}", body=body))
+            await world.until(lambda: world.state.queue.inside == 16)
+            async with asyncio.timeout(PATIENCE):
+                await world.until(lambda: not world.state.queue.inside)
+            assert await is_served(address)
+            slow.close()
+
+    play(story)
+
+
+def test_an_address_has_its_share_and_the_idle_make_room(play: Play) -> None:
+    async def story(world: World) -> None:
+        async with listening(world, most=8, stall_seconds=PATIENCE) as address:
+            held = [await asyncio.open_connection(*address) for _ in range(8)]
+            refused = await asked(address, get())
+            assert b" 503 " in refused and b"Retry-After" in refused
+            await asyncio.sleep(1.1)
+            assert await is_served(address)  # the first of those who asked for nothing has gone
+            assert await end_of(held[0][0]) == b""
+            for _, writer in held:
+                writer.close()
+        async with listening(world, most_address=1, stall_seconds=PATIENCE) as address:
+            held = [await asyncio.open_connection(*address) for _ in range(4)]
+            assert b" 503 " in await asked(address, get())
+            for _, writer in held:
+                writer.close()
+
+    play(story)
+
+
+def test_a_body_that_nobody_wants_is_not_taken(play: Play) -> None:
+    async def story(world: World) -> None:
+        await world.state.store.tenants.create_key("ann")
+        async with listening(world) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(post(f"Content-Length: {8 * 2**20}"))
+            assert b" 401 " in await reader.readline()
+            taken = 0
+            with suppress(ConnectionError):
+                while taken < 8 * 2**20:
+                    writer.write(bytes(65536))
+                    await writer.drain()
+                    taken += 65536
+            await end_of(reader)
+            assert taken < 8 * 2**20
+            writer.close()
+            small = await asked(
+                address, post("Content-Length: 2", body=b"{}") + get("/health", "Connection: close")
+            )
+            assert b" 401 " in small and b" 200 OK" in small
+
+    play(story)
+
+
+def malformed(draw: random.Random) -> bytes:
+    """A request that two parsers could read as two different ones, or none could read."""
+    smuggled = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    kinds: list[Callable[[], bytes]] = [
+        lambda: post(f"Content-Length: {draw.randrange(9)}", "Transfer-Encoding: chunked", body=smuggled),
+        lambda: post("Transfer-Encoding: chunked", f"Content-Length: {draw.randrange(99)}", body=smuggled),
+        lambda: post("Content-Length: 3", "Content-Length: 40", body=smuggled),
+        lambda: post("Content-Length: 3, 40", body=smuggled),
+        lambda: post(f"Content-Length: {draw.choice(['+3', '-1', '0x3', '3 3', '', '9' * 400, '1e1'])}"),
+        lambda: post(f"Transfer-Encoding: {draw.choice(TRANSFERS)}", body=smuggled),
+        lambda: post("Transfer-Encoding: chunked", "Transfer-Encoding: chunked", body=smuggled),
+        lambda: post("Transfer-Encoding: chunked", body=draw.choice(CHUNKS)),
+        lambda: post("Transfer-Encoding : chunked", body=smuggled),
+        lambda: post(" Content-Length: 3", body=smuggled),
+        lambda: get().replace(b"\r\n", b"\n"),
+        lambda: get("/health", "X: a\nContent-Length: 5"),
+        lambda: get("/health", "X: a\rContent-Length: 5"),
+        lambda: get("/health", "X: a\0b"),
+        lambda: get().replace(b"Host: localhost\r\n", draw.choice([b"", b"Host: a\r\nHost: b\r\n"])),
+        lambda: get().replace(b"HTTP/1.1", draw.choice([b"HTTP/2.0", b"HTTP/1.1 x", b"", b"HTTP/11"])),
+        lambda: get("/a b"),
+        lambda: draw.randbytes(draw.randrange(1, 300)) + b"\r\n\r\n",
+        lambda: b"\x16\x03\x01" + draw.randbytes(200) + b"\r\n\r\n",
+        lambda: get("/health", "X: " + "a" * 200_000),
+        lambda: post("Transfer-Encoding: chunked").replace(b"HTTP/1.1", b"HTTP/1.0") + smuggled,
+    ]
+    return draw.choice(kinds)()
+
+
+TRANSFERS = [
+    "gzip", "chunked, gzip", "gzip, chunked", "xchunked", "chunked;q=1", "identity", "chunked, chunked",
+]  # fmt: skip
+CHUNKS = [
+    b"x\r\n", b"-1\r\n", b"3\r\nabcdef\r\n0\r\n\r\n", b"f" * 40 + b"\r\n", b"0x3\r\nabc", b"\r\n\r\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_no_http_is_refused_and_the_connection_closed(play: Play, seed: int) -> None:
+    draw = random.Random(seed)
+    requests = [malformed(draw) for _ in range(40)]
+
+    async def story(world: World) -> None:
+        async with listening(world) as address:
+            # What stands behind the request is never read as a second one.
+            answers = await asyncio.gather(*(asked(address, raw + get()) for raw in requests))
+            for raw, answer in zip(requests, answers, strict=True):
+                assert answer[9:10] == b"4", (raw[:300], answer[:300])
+                assert answer.count(b"HTTP/1.1 ") == 1 and b"onnection: close" in answer, (raw[:300], answer)
+                assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+            assert await is_served(address)
+
+    play(story)
+
+
+@pytest.mark.parametrize("length", [70, 256, 257, 5000])
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/adapters"])
+def test_long_boundaries_are_refused(play: Play, path: str, length: int) -> None:
+    edge = "b" * length
+    body = f'--{edge}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--{edge}--\r\n'
+
+    async def story(world: World) -> None:
+        headers = {"content-type": f"multipart/form-data; boundary={edge}"}
+        answer = await world.http.post(path, content=body.encode(), headers=headers)
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+    play(story)
