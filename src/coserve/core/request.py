@@ -114,6 +114,9 @@ class Request:
 
     Requests of one `scope` and one adapter version find what their prompts have in common in the cache; None
     neither looks there nor leaves anything to be found. A server gives each tenant a scope of its own.
+
+    A `newcomer` is a request of a tenant that has used less than its share: its first token goes before the
+    work of others (`schedule/newcomers.py`).
     """
 
     id: str
@@ -126,3 +129,4 @@ class Request:
     virtual: int = 0
     virtual_rows: int = 0
     scope: str | None = ""
+    newcomer: bool = False

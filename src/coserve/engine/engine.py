@@ -139,6 +139,7 @@ class Engine:
         continued: Sequence[int] = (),
         text: bool = True,
         scope: str | None = "",
+        newcomer: bool = False,
     ) -> Completion:
         """Queues one answer and returns its handle.
 
@@ -146,12 +147,14 @@ class Engine:
         end) or a version's key. `arrival` is on the engine's clock and defaults to now. `continued` are the
         answer's first tokens where another engine gave them out: they count as its beginning, and the handle
         reports only what follows. Without `text` the tokens stay tokens, and stop strings are left to the
-        caller. What prompts of one `scope` have in common is computed once; None shares nothing. Raises
-        RequestError, AdapterNotFound or ConfigError, with nothing queued.
+        caller. What prompts of one `scope` have in common is computed once; None shares nothing. The first
+        token of a `newcomer` goes before other work. Raises RequestError, AdapterNotFound or ConfigError,
+        with nothing queued.
         """
         with self._lock:
             version = None if adapter is None else self.bank.look(adapter)
-            request = self._request(self.tokenize(prompt), version, sampling, slo, arrival, scope)
+            request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
+            request = replace(request, scope=scope, newcomer=newcomer)
             if unknown := [t for t in (*request.prompt, *continued) if not 0 <= t < self.base.vocabulary]:
                 raise RequestError(f"token {unknown[0]} is not one of the model's {self.base.vocabulary}")
             self.runner.table.sampling.check(request.sampling, continued)
@@ -384,7 +387,6 @@ class Engine:
         sampling: SamplingParams,
         slo: SLO,
         arrival: float | None,
-        scope: str | None,
     ) -> Request:
         self._requests += 1
         if sampling.seed is None:
@@ -398,7 +400,6 @@ class Engine:
             arrival=self.clock() if arrival is None else arrival,
             virtual=0 if version is None else version.virtual.count,
             virtual_rows=0 if version is None else version.virtual.prompt_count,
-            scope=scope,
         )
 
     def _drive(self) -> bool:

@@ -221,6 +221,7 @@ class Worker:
             continued=command.continued,
             text=False,
             scope=command.scope,
+            newcomer=command.newcomer,
         )
         self._answers[command.id] = completion
         self._ids[completion.sequence.key] = command.id

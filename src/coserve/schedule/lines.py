@@ -9,6 +9,7 @@ from coserve.core.sequence import Sequence
 from coserve.errors import EmptyPrompt, OutOfPages, PromptTooLong
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.newcomers import is_new
 from coserve.schedule.prefixes import Prefixes
 
 
@@ -32,14 +33,19 @@ class Lines:
         yield from self.running
         yield from self.waiting
 
-    def urgency(self, sequence: Sequence) -> tuple[bool, float, float, int]:
-        """Order of the waiting line: who was preempted, then by deadline for the first token.
+    def urgency(self, sequence: Sequence) -> tuple[bool, bool, float, float, int]:
+        """Order of the waiting line: newcomers, who was preempted, then by deadline for the first token.
 
         Who states no deadline has one all the same, so that a stream of urgent ones cannot pass forever.
         """
         bound = sequence.request.slo.first_token
         wait = self._config.patience if bound is None else bound
-        return (sequence.preemptions == 0, sequence.request.arrival + wait, *_age(sequence))
+        return (
+            not is_new(sequence),
+            sequence.preemptions == 0,
+            sequence.request.arrival + wait,
+            *_age(sequence),
+        )
 
     def check(self, request: Request) -> None:
         """Raises if the request could never run to its end."""
@@ -96,16 +102,34 @@ class Lines:
             sequence.cached = min(sequence.computed, len(sequence.request.prompt))
         return True
 
+    def make_way(self, now: float) -> list[Sequence]:
+        """Lets newcomers run before anything else of a step, at the cost of those who came last; who entered.
+
+        One for whom all pages of others would not be enough waits, and takes nobody's.
+        """
+        entered = []
+        for sequence in [waiting for waiting in self.waiting if is_new(waiting)]:
+            others = [one for one in self.running if not one.request.newcomer]
+            needed = self._pages.pages_for(sequence.virtual + sequence.length + 1)
+            if needed > self._pages.free_count + sum(len(one.pages) - one.shared for one in others):
+                continue
+            while not (is_in := self.enter(sequence, now)) and others:
+                self.preempt(others.pop())
+            if is_in:
+                entered.append(sequence)
+        return entered
+
     def look_up(self) -> None:
         """Counts what those who are next in the waiting line would find as computed."""
         for sequence in self.waiting[: self._config.max_running]:
             self.prefixes.look_up(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Makes room for all tokens of a running sequence, at the cost of whoever came last.
+        """Makes room for all tokens of a running sequence, at the cost of whoever came last, or of newcomers
+        where nobody else is left.
 
-        False if that was the sequence itself. The one that came first always gets its pages: it may take
-        everybody's, and `check` saw to it that those are enough.
+        False if that was the sequence itself. The first newcomer, or else the one that came first, always
+        gets its pages: it may take everybody's, and `check` saw to it that those are enough.
         """
         missing = self._pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
         while missing > 0:
@@ -113,7 +137,7 @@ class Lines:
             if taken is not None:
                 sequence.pages.extend(taken)
                 return True
-            last = self.running[-1]
+            last = max(self.running, key=lambda one: (not one.request.newcomer, *_age(one)))
             self.preempt(last)
             if last is sequence:
                 return False

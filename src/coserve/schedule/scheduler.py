@@ -23,8 +23,9 @@ from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.draft import Draft
 from coserve.schedule.filling import Filler, in_order
 from coserve.schedule.lines import Lines
+from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
 from coserve.schedule.pace import prefill_limit
-from coserve.schedule.policies.base import Policy, View
+from coserve.schedule.policies.base import INFINITE, Policy, View
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
 
@@ -50,6 +51,7 @@ class Scheduler:
         self._span = Span(0, config.layers)
         self._underway: tuple[Segment, ...] = ()  # training in a lane of its own, through several steps
         self._split: float | None = None  # how the machine is split meanwhile
+        self._newcomer_at = -INFINITE  # when the last newcomer came
         self._last_training = (0.0, 0.0)  # when the last step ended, and the seconds that training took of it
 
     # What the engine tells it between two steps
@@ -77,6 +79,8 @@ class Scheduler:
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)
         self._sequences[sequence.key] = sequence
+        if request.newcomer:
+            self._newcomer_at = now
         if kept:
             self._lines.keep(sequence)
         else:
@@ -167,11 +171,14 @@ class Scheduler:
         jobs, starving = self._book.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
         if not self.policy.holds(view):
+            for sequence in self._lines.make_way(now):
+                self.stats.count_entered(sequence)
+            view = replace(view, waiting=self.waiting, running=self.running)
             self._decode(draft)
             self._prefill(draft, view)
         if self._underway:
             draft.split = self._split
-        elif jobs:
+        elif jobs and not any(is_new(sequence) for sequence in self._lines.running):
             self._train(draft, view, jobs)
         plan = self._close(draft)
         return replace(plan, pause=self._pause(view)) if plan.is_empty else plan
@@ -210,7 +217,8 @@ class Scheduler:
 
     def _decode(self, draft: Draft) -> None:
         """One row of every sequence that has only its newest token to compute."""
-        for sequence in self.running:  # who is preempted meanwhile has more than one row to compute again
+        ready = decoding(self.running, self.cost, self.config)
+        for sequence in ready:  # who is preempted meanwhile has more than one row to compute again
             if sequence.remaining == 1 and self._grow(sequence):
                 draft.add(self._segment(sequence, 1))
 
@@ -228,6 +236,7 @@ class Scheduler:
         closed = len(self._lines.waiting) > len(view.waiting)
         line = sorted([*begun, *self.policy.admit(view)], key=self._lines.urgency)
         limit = prefill_limit(draft, line, self.cost, self.config) / self._slowness
+        limit = min(limit, step_limit(self._lines.running, self.cost, self.config))
         for sequence in line:
             if not sequence.pages:  # who entered before it may have taken what it would have found
                 self._lines.prefixes.look_up(sequence)
@@ -253,9 +262,12 @@ class Scheduler:
 
         Before them pass `filled` virtual tokens, all at once.
         """
+        beside = any(map(is_new, self._lines.running)) and not is_new(sequence)
+        if is_new(sequence):
+            limit = INFINITE  # a newcomer is not held to others' bounds
         first = all(segment.length == 1 for segment in draft.inference)
         most = min(most, sequence.remaining)
-        least = min(self.config.min_prefill_rows, most) if first else 0
+        least = min(self.config.min_prefill_rows, most) if first and not beside else 0
         if limit < float("inf"):
             most = self._largest_chunk(draft, sequence, filled, least, most, limit)
         whole = most // COARSE * COARSE
@@ -280,13 +292,14 @@ class Scheduler:
         """Jobs in turn: an optimizer step that is due, or the next windows of the micro-batches."""
         self.stats.fused_possible += bool(draft.inference)
         slack = measure(draft, self._lines, self.cost, self.config)
+        shortly = INFINITE if draft.now - self._newcomer_at > LATELY else self.config.quantum
         allowance = self.policy.allow(
             replace(
                 view,
                 waiting=self.waiting,
                 running=self.running,
                 inference_seconds=slack.inference,
-                slack=slack.training,
+                slack=min(slack.training, shortly) if slack.inference else slack.training,
                 whole_slack=slack.whole,
                 deferral=slack.deferral,
             )

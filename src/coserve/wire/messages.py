@@ -31,7 +31,8 @@ class Submit(Message, frozen=True):
     `continued` are tokens of the answer that were given out before, by an engine that died: they count as
     the answer's beginning (towards max_tokens too) and are not reported again. `adapter` is a version's key
     that was loaded on this connection before. `age` is how many seconds ago the request arrived. Requests of
-    one `scope` share what their prompts have in common.
+    one `scope` share what their prompts have in common. The first token of a `newcomer` goes before others'
+    work.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Submit(Message, frozen=True):
     continued: tuple[int, ...] = ()
     age: float = 0.0
     scope: str | None = ""
+    newcomer: bool = False
 
 
 class Cancel(Message, frozen=True):

@@ -103,7 +103,7 @@ async def _one(state: State, wanted: Wanted, index: int, ticket: Ticket) -> Piec
     timing.admitted(time.monotonic())
     writer = Writer(state, wanted, index)
     try:
-        async with aclosing(state.link.generate(wanted.request(index))) as tokens:
+        async with aclosing(state.link.generate(wanted.request(index, ticket.is_newcomer))) as tokens:
             async for token in tokens:
                 if token.finish is FinishReason.CANCELLED:
                     raise EngineLost("the engine gave this answer up")

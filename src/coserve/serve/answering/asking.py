@@ -67,7 +67,7 @@ class Wanted:
         """The prompt of answer `index`."""
         return self.prompts[index // self.choices]
 
-    def request(self, index: int) -> AnswerRequest:
+    def request(self, index: int, newcomer: bool = False) -> AnswerRequest:
         """What the engine is asked for answer `index`. The server looks for stop strings, not the engine."""
         assert self.sampling.seed is not None
         sampling = replace(
@@ -77,7 +77,7 @@ class Wanted:
         )
         return AnswerRequest(
             f"{self.id}-{index}", self.prompt(index), sampling, self.slo, self.model.key, self.model.folder,
-            time.monotonic() - self.arrived, f"{self.tenant.id}/{self.salt}",
+            time.monotonic() - self.arrived, f"{self.tenant.id}/{self.salt}", newcomer,
         )  # fmt: skip
 
 

@@ -5,6 +5,9 @@ grows with the work done for it, divided by its weight, and the tenant whose cou
 Trained tokens count as well as answered ones. A tenant that was away is lifted to the lowest counter of
 those who were not, so that nobody saves up a right to flood; and no counter is ahead by more than
 `HORIZON`, so that a long night of training on an idle machine is not held against its owner for long.
+
+Places in the engine are one thing, its steps another: a request of a tenant that has had no more than others
+and holds few places is told to the engine as a newcomer's, whose first token goes before their work.
 """
 
 import asyncio
@@ -22,6 +25,8 @@ from coserve.serve.store.records import Tenant
 TIERS = ("priority", "default", "flex")  # in the order in which a tenant's own requests go
 HORIZON = 50_000.0  # tokens
 _CHARGED_AT_ONCE = 32.0  # tokens
+_AHEAD = 512.0  # tokens that a newcomer's tenant may have had beyond the others: some prompts at once
+_FEW = 0.5  # of its share of all places, that a newcomer's tenant may hold
 _LONGEST_WAIT, _MEMORY = (
     60,
     0.1,
@@ -38,6 +43,7 @@ class Ticket:
     prompt_cost: float  # charged when it is let in, so that nobody takes all free places at once
     is_in: bool = False
     is_gone: bool = False
+    is_newcomer: bool = False  # decided when it is let in
     owed: float = 0.0
 
     async def admitted(self) -> None:
@@ -60,10 +66,15 @@ class _Line:
     counter: float = 0.0
     waiting: list[tuple[int, int, Ticket]] = field(default_factory=list)  # heap: tier, order of arrival
     inside: int = 0
+    jobs: set[str] = field(default_factory=set)  # that train
 
     @property
     def is_active(self) -> bool:
         return bool(self.waiting) or self.inside > 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.is_active or bool(self.jobs)
 
 
 class FairQueue:
@@ -141,6 +152,11 @@ class FairQueue:
         line = self._line(tenant)
         line.counter = self._bounded(line.counter + cost / line.tenant.weight)
 
+    def note_job(self, tenant: Tenant, job: str, trains: bool) -> None:
+        """A job of the tenant trains, or no longer does."""
+        jobs = self._line(tenant).jobs
+        (jobs.add if trains else jobs.discard)(job)
+
     def _line(self, tenant: Tenant) -> _Line:
         line = self._lines.setdefault(tenant.id, _Line(tenant))
         line.tenant = tenant
@@ -150,13 +166,23 @@ class FairQueue:
         """The lowest counter of those who want something; where nobody does, of the last who did."""
         return min((line.counter for line in self._lines.values() if line.is_active), default=self._left)
 
+    def _is_newcomer(self, line: _Line) -> bool:
+        """Whether others work, none of whom has had less, and this line holds few places."""
+        others = [other for other in self._lines.values() if other is not line and other.has_work]
+        if not others:
+            return False
+        weight = line.tenant.weight
+        share = self._running * weight / (weight + sum(other.tenant.weight for other in others))
+        least = min(other.counter for other in others)
+        return line.inside < max(_FEW * share, 1.0) and line.counter <= least + _AHEAD / weight
+
     def _bounded(self, counter: float) -> float:
         return min(counter, self._floor() + HORIZON)
 
     def _admit(self) -> None:
         while (line := self._next()) is not None:
             _, _, ticket = heappop(line.waiting)
-            ticket.is_in = True
+            ticket.is_in, ticket.is_newcomer = True, self._is_newcomer(line)
             line.inside += 1
             self.waiting -= 1
             self.inside += 1

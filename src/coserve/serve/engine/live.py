@@ -26,6 +26,7 @@ class AnswerRequest:
     folder: Path | None = None
     age: float = 0.0
     scope: str | None = ""
+    newcomer: bool = False  # its tenant has used less than its share
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,7 @@ class Live:
         return Submit(
             request.id, request.prompt, sampling, request.slo, request.adapter,
             tuple(self.tokens), request.age + now - self.began, request.scope,
+            request.newcomer,
         )  # fmt: skip
 
     def take(self, token: Token) -> None:

@@ -4,7 +4,7 @@ from coserve.metrics import Metrics
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.store.records import Tenant
 from coserve.serve.store.store import Store
-from coserve.wire.messages import JobEnded, JobNews, JobStep
+from coserve.wire.messages import JobEnded, JobNews, JobStarted, JobStep
 
 TRAINED_TOKEN = 3.0  # a pass forward costs what a prompt token costs, and the way back twice that
 
@@ -19,12 +19,17 @@ class TrainingWatch:
     async def take(self, news: JobNews) -> None:
         """Counts what there is to count in it."""
         match news:
+            case JobStarted():
+                if (owner := await self._owner(news.job)) is not None:
+                    self._queue.note_job(owner, news.job, trains=True)
             case JobStep():
                 self._count(news)
                 if (owner := await self._owner(news.job)) is not None:
+                    self._queue.note_job(owner, news.job, trains=True)
                     self._queue.charge(owner, TRAINED_TOKEN * news.tokens)
             case JobEnded():
-                self._owners.pop(news.job, None)
+                if (owner := self._owners.pop(news.job, None)) is not None:
+                    self._queue.note_job(owner, news.job, trains=False)
                 if news.step:
                     self._metrics.finetune_loss.remove(news.job)
 

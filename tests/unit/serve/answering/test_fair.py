@@ -62,6 +62,42 @@ def test_a_flood_does_not_delay_a_newcomer() -> None:
     play(story)
 
 
+def test_who_has_had_less_than_others_is_a_newcomer() -> None:
+    async def story() -> None:
+        queue = FairQueue(1000, 500)
+        queue.resize(16)
+        for tenant in (A, B, C):
+            queue.know(tenant)
+        with queue.enter(A, [10.0] * 40) as flood:
+            assert not any(ticket.is_newcomer for ticket in flood)  # nobody else is there
+            flood[0].served(4000.0)
+            with queue.enter(B, [10.0] * 1) as mine:
+                assert mine[0].is_newcomer
+            with queue.enter(B, [5000.0, 5000.0]) as long:  # in company of what it had before
+                assert [ticket.is_newcomer for ticket in long] == [True, False]
+            with queue.enter(B, [10.0] * 1) as late:
+                assert not late[0].is_newcomer
+        with queue.enter(B, [10.0] * 1) as alone:
+            assert not alone[0].is_newcomer
+
+    play(story)
+
+
+def test_who_comes_beside_anothers_training_is_a_newcomer() -> None:
+    async def story() -> None:
+        queue = FairQueue(1000, 500)
+        queue.resize(16)
+        queue.know(B)
+        for trains in (True, False):
+            queue.note_job(A, "job", trains)
+            queue.charge(A, 1000.0)
+            for tenant, expected in ((A, False), (B, trains)):
+                with queue.enter(tenant, [10.0]) as mine:
+                    assert mine[0].is_newcomer == expected
+
+    play(story)
+
+
 def test_one_tenant_alone_has_the_whole_machine() -> None:
     async def story() -> None:
         queue = FairQueue(1000, 500)
