@@ -87,7 +87,7 @@ def make_case(name: str, lengths: Sequence[int], **changes: object) -> Case:
     assert parameters.keys() == set(linear_paths(tiny(name, **changes))), "every linear has an adapter"
     found = iter(torch.autograd.grad(loss, flat))
     bypasses = {
-        path: LoRABypass(a.detach().clone(), b.detach().clone(), LORA.scale(path, LORA.rank))
+        path: LoRABypass(a.detach().clone(), b.detach().clone(), LORA.at([path]).scale(path, LORA.rank))
         for path, (a, b) in parameters.items()
     }
     return Case(

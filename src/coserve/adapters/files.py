@@ -21,7 +21,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Part, exact_type
 from coserve.adapters.method import Written
 from coserve.adapters.methods import method_in_file, method_named
-from coserve.adapters.saved import Saved
+from coserve.adapters.saved import Saved, expect_numbers
 from coserve.adapters.sites import Frame
 from coserve.errors import AdapterError
 
@@ -29,6 +29,7 @@ CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 _LIST: Final = "COSERVE_LIST"
 TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LONGEST_NAME: Final = 300  # characters; those of real models have a third of that
 _EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
@@ -80,6 +81,18 @@ def read_outline(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype
     return _assemble(name, folder, fields, tensors, frame, dtype, torch.device("meta")).in_type(dtype)
 
 
+def check_weights(folder: str | Path, dtype: torch.dtype) -> None:
+    """Raises AdapterError where the adapter in `folder` holds numbers that a base in `dtype` has not. One
+    tensor is in memory at a time, as far as it is looked at."""
+    folder = Path(folder)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                expect_numbers(str(folder), name, file.get_tensor(name), torch.finfo(dtype).max)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+
+
 def _assemble(
     name: str,
     folder: Path,
@@ -91,9 +104,16 @@ def _assemble(
     rest: Callable[[], None] = lambda: None,
 ) -> AdapterVersion:
     """The adapter that a file's fields and tensors are, in the exact type of a base in `dtype`."""
+    for longest in (max(names, key=len, default="") for names in (fields, tensors)):
+        if len(longest) > _LONGEST_NAME:
+            raise AdapterError(
+                f"{folder}: a name of {len(longest)} characters begins with {longest[:_LONGEST_NAME]!r}; "
+                f"fields and tensors have names of up to {_LONGEST_NAME}"
+            )
     parts = []
     for own_fields, own_tensors in _split(fields, tensors, folder):
-        saved = Saved(str(folder), own_fields, own_tensors, exact_type(dtype), device, rest)
+        largest = torch.finfo(dtype).max
+        saved = Saved(str(folder), own_fields, own_tensors, exact_type(dtype), device, largest, rest)
         parts.append(method_in_file(own_fields.get("peft_type")).read(saved, frame))
         saved.finish()
         if not parts[-1].bypasses:
@@ -148,7 +168,7 @@ def _plain(tensor: Tensor) -> Tensor:
 def _read_fields(file: Path) -> Mapping[str, Any]:
     try:
         fields = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError too
         raise AdapterError(f"{file} cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise AdapterError(f"{file} holds no configuration")
@@ -164,13 +184,13 @@ def _split(
     configs = fields.get("parts")
     if not isinstance(configs, list) or not configs or not all(isinstance(c, dict) for c in configs):
         raise AdapterError(f"{folder / CONFIG}: parts must be the configurations of the adapter's parts")
-    by_part: list[dict[str, Tensor]] = [{} for _ in configs]
+    by_part: dict[str, dict[str, Tensor]] = {str(number): {} for number in range(len(configs))}
     for name, tensor in tensors.items():
         number, colon, own = name.partition(":")
-        if not colon or not number.isdecimal() or int(number) >= len(configs):
+        if not colon or number not in by_part:
             raise AdapterError(f"{folder / WEIGHTS}: tensor {name!r} belongs to none of the parts")
-        by_part[int(number)][own] = tensor
-    return list(zip(configs, by_part, strict=True))
+        by_part[number][own] = tensor
+    return list(zip(configs, by_part.values(), strict=True))
 
 
 def _warn_of_peft(part: Part) -> None:

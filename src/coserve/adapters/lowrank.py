@@ -129,7 +129,7 @@ def take_linears(
     endings = ["lora_A.weight", "lora_B.weight", *["lora_B.bias"] * with_bias]
     for path, (a, b, *rest) in saved.pairs(*endings).items():
         site = site_at(frame.sites, path, Kind.LINEAR)
-        rank = len(a)
+        rank = _rank(a)
         expect_shape(site, "lora_A", a, max(rank, 1), site.inputs)
         expect_shape(site, "lora_B", b, site.outputs, rank)
         for bias in rest:
@@ -141,7 +141,12 @@ def take_embeddings(saved: Saved, frame: Frame, scale: Scale) -> Iterator[tuple[
     """A file's matrices beside the embedding. Raises AdapterMismatch."""
     for path, (a, b) in saved.pairs("lora_embedding_A", "lora_embedding_B").items():
         site = site_at(frame.sites, path, Kind.EMBEDDING)
-        rank = len(a)
+        rank = _rank(a)
         expect_shape(site, "lora_embedding_A", a, max(rank, 1), site.inputs)
         expect_shape(site, "lora_embedding_B", b, site.outputs, rank)
         yield site, EmbeddingLoRA(a, b, scale(path, rank), site.factor)
+
+
+def _rank(a: Tensor) -> int:
+    """Of a matrix A; 0 for a tensor that is none, which then has not the shape that is expected."""
+    return len(a) if a.ndim == 2 else 0

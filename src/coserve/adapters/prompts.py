@@ -42,9 +42,14 @@ class PlainPrompt(Prompt):
 def read_prompt(saved: Saved, frame: Frame) -> PlainPrompt:
     """Embeddings as PEFT saves them, whatever they once came out of."""
     count = take_count(saved, frame)
-    embeddings = saved.tensor(EMBEDDINGS)
-    expect_shape(saved, EMBEDDINGS, embeddings, count or len(embeddings), frame.hidden_size)
-    return PlainPrompt(embeddings)
+    return PlainPrompt(take_rows(saved, count, frame.hidden_size))
+
+
+def take_rows(saved: Saved, count: int, width: int) -> Tensor:
+    """Embeddings [count, width]; where `count` is 0, the file does not say, and there may be any number."""
+    rows = saved.tensor(EMBEDDINGS)
+    expect_shape(saved, EMBEDDINGS, rows, count or (len(rows) if rows.ndim else 1), width)
+    return rows
 
 
 def has_encoder(saved: Saved) -> bool:

@@ -92,7 +92,8 @@ def fresh_replacements(names: Iterable[str], frame: Frame) -> dict[Place, Bypass
 def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
     """The modules that a file's `modules_to_save` names. Raises AdapterMismatch for what is missing or does
     not fit the base."""
-    names: list[str] = saved.take("modules_to_save", [])
+    names = saved.names("modules_to_save")
+    saved.ignore("modules_to_save")
     tensors: dict[str, dict[str, Tensor]] = {}
     unseen = set(names)
     for full in saved.left:

@@ -20,13 +20,17 @@ _INFORMATION: Final = frozenset({
     "target_modules", "task_type",
 })  # fmt: skip
 _EMPTY: Final[tuple[Any, ...]] = (None, False, {}, [], "")
+_LARGEST: Final = 1 << 31  # of whole numbers: sizes and counts; those beyond 2**1024 are no floats
+_PIECE: Final = 1 << 15  # numbers that are looked at together: few enough that torch uses one thread
+_SHOWN: Final = 80  # characters of a value in an error
 
 
 @dataclass(slots=True)
 class Saved:
     """Fields and tensors of the adapter in `folder`, as they are read.
 
-    Tensors come out in `dtype` on `device`. Every error names the file's folder.
+    Tensors come out in `dtype` on `device`, and are refused where they hold NaN or numbers beyond `largest`.
+    Every error names the file's folder.
     """
 
     folder: str
@@ -34,6 +38,7 @@ class Saved:
     tensors: Mapping[str, Tensor]
     dtype: torch.dtype
     device: torch.device
+    largest: float  # number that a tensor may hold
     rest: Callable[[], None] = lambda: None  # called after each tensor, by whoever must not take too much
     _fields: dict[str, Any] = field(init=False)
     _tensors: dict[str, Tensor] = field(init=False)
@@ -48,11 +53,26 @@ class Saved:
         kind = type(default)
         if value is None and not default:
             return default
+        if type(value) is int and abs(value) > _LARGEST:
+            raise AdapterError(f"{self.folder}: {name}={shown(value)} is too large")
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise AdapterError(f"{self.folder}: {name} must be of type {kind.__name__}, not {value!r}")
+            raise AdapterError(f"{self.folder}: {name} must be of type {kind.__name__}, not {shown(value)}")
         return value
+
+    def names(self, name: str) -> list[str]:
+        """A field that is a list of names, empty where it is missing. It does not count as taken."""
+        value = self.fields.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+            raise AdapterError(f"{self.folder}: {name} must be a list of names, not {shown(value)}")
+        return value
+
+    @property
+    def targets(self) -> str | list[str]:
+        """`target_modules`: names, or one regular expression."""
+        value = self.fields.get("target_modules")
+        return value if isinstance(value, str) else self.names("target_modules")
 
     def ignore(self, *names: str) -> None:
         """Fields that change nothing once the adapter is trained."""
@@ -63,7 +83,7 @@ class Saved:
         """Raises AdapterError where the field is there and not empty."""
         value = self._fields.pop(name, None)
         if value not in _EMPTY:
-            raise AdapterError(f"{self.folder}: {name}={value!r} is not supported: {why}")
+            raise AdapterError(f"{self.folder}: {name}={shown(value)} is not supported: {why}")
 
     def ending(self, ending: str) -> dict[str, Tensor]:
         """The tensors whose names end so, by the path of the module before that; they count as taken."""
@@ -98,14 +118,14 @@ class Saved:
     def expect_targets(self, paths: Iterable[str]) -> None:
         """For files of our own, whose `target_modules` are paths: AdapterMismatch where there are no tensors
         for one of them."""
-        if missing := sorted(set(map(str, self.take("target_modules", []))) - set(paths)):
+        if missing := sorted(set(self.names("target_modules")) - set(paths)):
             raise AdapterMismatch(f"{self.folder}: the tensors at {missing[0]!r} are missing")
 
     def finish(self) -> None:
         """Raises AdapterError for fields, AdapterMismatch for tensors that nobody took."""
         for name, value in self._fields.items():
             if name not in _INFORMATION and value not in _EMPTY:
-                raise AdapterError(f"{self.folder}: {name}={value!r} is not supported")
+                raise AdapterError(f"{self.folder}: {name}={shown(value)} is not supported")
         for name, tensor in self._tensors.items():
             raise AdapterMismatch(f"{self.folder}: tensor {name!r} {tuple(tensor.shape)} would go unused")
 
@@ -114,9 +134,29 @@ class Saved:
         if not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
             raise AdapterMismatch(f"{self.folder}: tensor {name!r} holds {kind}, not floating-point numbers")
+        expect_numbers(self.folder, name, tensor, self.largest)
         moved = tensor.to(device=self.device, dtype=self.dtype)
         self.rest()
         return moved
+
+
+def expect_numbers(folder: str, name: str, tensor: Tensor, largest: float) -> None:
+    """Raises AdapterError where a tensor on the CPU holds NaN, infinities, or numbers beyond `largest`."""
+    if tensor.is_meta or not tensor.numel():
+        return
+    for piece in torch.split(tensor.flatten(), _PIECE):
+        low, high = torch.aminmax(piece)
+        if not (-largest <= low.item() and high.item() <= largest):  # nothing holds for NaN
+            found = low.item() if not -largest <= low.item() else high.item()
+            raise AdapterError(
+                f"{folder}: tensor {name!r} holds {found:g}; the base computes with numbers up to {largest:g}"
+            )
+
+
+def shown(value: object) -> str:
+    """A value of a file as errors show it, which may be as long as the file."""
+    written = repr(value)
+    return written if len(written) <= _SHOWN else f"{written[:_SHOWN]}..."
 
 
 def site_at(sites: Sites, path: str, *kinds: Kind) -> Site:

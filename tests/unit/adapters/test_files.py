@@ -76,7 +76,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         path: LoRABypass(
             torch.randn(2, inside, generator=generator),
             torch.randn(out, 2, generator=generator),
-            config.scale(path, 2),
+            config.at([path]).scale(path, 2),
         )
         for path, (out, inside) in list(SHAPES.items())[:5]
     }

@@ -38,9 +38,9 @@ def test_out_of_range(fields: dict[str, Any], said: str) -> None:
 
 
 def test_scale() -> None:
-    assert LoRAConfig(rank=4, alpha=6.0).scale("up", 4) == 1.5
-    assert LoRAConfig(rank=4, alpha=6.0).scale("up", 2) == 3.0
-    assert LoRAConfig(rank=4, alpha=6.0, rslora=True).scale("up", 4) == 3.0
+    assert LoRAConfig(rank=4, alpha=6.0).at(["up"]).scale("up", 4) == 1.5
+    assert LoRAConfig(rank=4, alpha=6.0).at(["up"]).scale("up", 2) == 3.0
+    assert LoRAConfig(rank=4, alpha=6.0, rslora=True).at(["up"]).scale("up", 4) == 3.0
 
 
 def test_patterns_choose_rank_and_alpha() -> None:
@@ -49,12 +49,12 @@ def test_patterns_choose_rank_and_alpha() -> None:
         rank_pattern={"q_proj": 2, r"^model\.layers\.1\.mlp\.up_proj$": 3},
         alpha_pattern={r"layers\.[01]\.self_attn\.q_proj": 8.0},
     )  # fmt: skip
-    assert config.rank_of("model.layers.0.self_attn.q_proj") == 2
-    assert config.rank_of("model.layers.0.self_attn.kq_proj") == 4
-    assert config.rank_of("model.layers.1.mlp.up_proj") == 3
-    assert config.rank_of("model.layers.11.mlp.up_proj") == 4
-    assert config.scale("model.layers.1.self_attn.q_proj", 2) == 4.0
-    assert config.scale("model.layers.2.self_attn.q_proj", 2) == 3.0
+    assert config.at(["model.layers.0.self_attn.q_proj"]).rank("model.layers.0.self_attn.q_proj") == 2
+    assert config.at(["model.layers.0.self_attn.kq_proj"]).rank("model.layers.0.self_attn.kq_proj") == 4
+    assert config.at(["model.layers.1.mlp.up_proj"]).rank("model.layers.1.mlp.up_proj") == 3
+    assert config.at(["model.layers.11.mlp.up_proj"]).rank("model.layers.11.mlp.up_proj") == 4
+    assert config.at(["model.layers.1.self_attn.q_proj"]).scale("model.layers.1.self_attn.q_proj", 2) == 4.0
+    assert config.at(["model.layers.2.self_attn.q_proj"]).scale("model.layers.2.self_attn.q_proj", 2) == 3.0
     with pytest.raises(AdapterError, match="regular expression"):
         LoRAConfig(rank_pattern={"(": 2})
     with pytest.raises(AdapterError, match="rank"):

@@ -17,19 +17,21 @@ from coserve.adapters.dora import MAGNITUDE, DoRABypass
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
 from coserve.adapters.method import Written, chosen, named
 from coserve.adapters.methods.bitfit import BitFitBypass
+from coserve.adapters.patterns import UnsupportedPattern, check_patterns, first_entries, full_matches
 from coserve.adapters.replace import (
     expect_copies,
     fresh_replacements,
     take_replacements,
     written_replacements,
 )
-from coserve.adapters.saved import PREFIX, Saved, expect_shape, site_at
+from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import DenseWeights, Frame, Kind, Site, Weights
 from coserve.errors import AdapterError, AdapterMismatch
 
 _Number = TypeVar("_Number", int, float)
 Biases = Literal["none", "lora_only", "all"]
 
+MOST_ALPHA: Final = 65_504  # float16's largest number: a factor beyond it makes infinities of anything
 # Ways to draw the first A and B that leave the base's weights as they are.
 _HARMLESS: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 
@@ -60,43 +62,47 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         for rank in (self.rank, *self.rank_pattern.values()):
             if type(rank) is not int or rank < 1:
-                raise AdapterError(f"a LoRA adapter needs a whole rank of at least 1, not {rank!r}")
+                raise AdapterError(f"a LoRA adapter needs a whole rank of at least 1, not {shown(rank)}")
         for name in ("targets", "modules_to_save"):
             if isinstance(names := getattr(self, name), str):
                 raise AdapterError(f"LoRA {name} are several names, not one: ({names!r},)")
         if not 0.0 <= self.dropout < 1.0:
             raise AdapterError(f"LoRA dropout must be in [0, 1), not {self.dropout}")
         for alpha in (self.alpha, *self.alpha_pattern.values()):
-            if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-                raise AdapterError(f"LoRA alpha must be a finite number, not {alpha!r}")
+            if not isinstance(alpha, int | float) or not abs(alpha) <= MOST_ALPHA:
+                raise AdapterError(
+                    f"LoRA alpha must be a number within {MOST_ALPHA} and -{MOST_ALPHA}, not {shown(alpha)}"
+                )
         if self.bias not in get_args(Biases):
             raise AdapterError(f"LoRA trains the biases {', '.join(get_args(Biases))}, not {self.bias!r}")
         if self.dora and self.lora_bias:  # PEFT takes the bias for a part of the weights then
             raise AdapterError("dora and lora_bias together are not supported")
-        for pattern in (*self.rank_pattern, *self.alpha_pattern):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise AdapterError(
-                    f"the LoRA pattern {pattern!r} is no regular expression: {error}"
-                ) from error
+        check_patterns("rank_pattern", self.rank_pattern)
+        check_patterns("alpha_pattern", self.alpha_pattern)
 
-    def rank_of(self, path: str) -> int:
+    def at(self, paths: Iterable[str]) -> "Strengths":
+        """Ranks and factors of the bypasses at these paths. Raises AdapterError for patterns that would take
+        too long."""
+        paths = tuple(paths)
+        ranks = first_entries("rank_pattern", self.rank_pattern, paths)
+        return Strengths(self, ranks, first_entries("alpha_pattern", self.alpha_pattern, paths))
+
+
+@dataclass(frozen=True, slots=True)
+class Strengths:
+    """What a configuration says of each path; `ranks` and `alphas` are those that patterns choose."""
+
+    config: LoRAConfig
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+
+    def rank(self, path: str) -> int:
         """The rank of the bypass at `path`."""
-        return _matching(self.rank_pattern, path, self.rank)
+        return self.ranks.get(path, self.config.rank)
 
     def scale(self, path: str, rank: int) -> float:
         """The factor of the bypass at `path` whose matrices have this rank."""
-        alpha = _matching(self.alpha_pattern, path, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
-
-
-def _matching(pattern: Mapping[str, _Number], path: str, default: _Number) -> _Number:
-    """The first entry whose key is the path's end, read as a regular expression."""
-    for key, value in pattern.items():
-        if re.fullmatch(rf"(.*\.)?({key})", path):
-            return value
-    return default
+        return self.alphas.get(path, self.config.alpha) / (math.sqrt(rank) if self.config.rslora else rank)
 
 
 class LoRA:
@@ -112,11 +118,12 @@ class LoRA:
         """A as PEFT draws it (Kaiming uniform with a = √5), B zero; beside an embedding A zero, B normal."""
         replaced = fresh_replacements(config.modules_to_save, frame)
         sites = chosen(frame, config.targets, (Kind.LINEAR, Kind.EMBEDDING))
+        strengths = config.at(sites)
         bypasses: dict[Place, Bypass] = {}
         for path, site in sites.items():
             if Place(path) in replaced:
                 continue
-            low = _draw(config, site, generator)
+            low = _draw(strengths, site, generator)
             norms = _weights(frame, site).row_norms().cpu() if config.dora else None
             bypasses[Place(path)] = _with_magnitude(frame, site, low, norms)
         biases = _fresh_biases(frame, _biased(config, frame, bypasses, replaced))
@@ -126,15 +133,16 @@ class LoRA:
         config = _read_config(saved)
         magnitudes = saved.ending(MAGNITUDE) if config.dora else {}
         bypasses: dict[Place, Bypass] = {}
+        strengths = config.at(frame.sites)
         found: list[tuple[Site, LowRank]] = [
-            *take_linears(saved, frame, config.scale, config.dropout, config.lora_bias),
-            *take_embeddings(saved, frame, config.scale),
+            *take_linears(saved, frame, strengths.scale, config.dropout, config.lora_bias),
+            *take_embeddings(saved, frame, strengths.scale),
         ]
         for site, low in found:
-            if len(low.a) != config.rank_of(site.path):
+            if len(low.a) != (rank := strengths.rank(site.path)):
                 raise AdapterMismatch(
                     f"{saved.folder}: {site.path} has matrices of rank {len(low.a)}, and its configuration "
-                    f"says {config.rank_of(site.path)}: how strong it is cannot be told"
+                    f"says {shown(rank)}: how strong it is cannot be told"
                 )
             magnitude = magnitudes.pop(site.path, None)
             if config.dora and magnitude is None:
@@ -184,9 +192,9 @@ class LoRA:
         return Written(fields, tensors)
 
 
-def _draw(config: LoRAConfig, site: Site, generator: torch.Generator) -> LowRank:
-    rank = config.rank_of(site.path)
-    scale = config.scale(site.path, rank)
+def _draw(strengths: Strengths, site: Site, generator: torch.Generator) -> LowRank:
+    config, rank = strengths.config, strengths.rank(site.path)
+    scale = strengths.scale(site.path, rank)
     if site.kind is Kind.EMBEDDING:
         if config.lora_bias:
             raise AdapterError("lora_bias is not supported beside an embedding")
@@ -255,16 +263,26 @@ def _read_biases(saved: Saved, frame: Frame, expected: Collection[str]) -> dict[
 
 def _expect_targets(saved: Saved, frame: Frame, found: Collection[Place]) -> None:
     """Raises AdapterMismatch where the file has something, but nothing for one of its own targets."""
-    targets = saved.fields.get("target_modules") or []
+    targets = saved.targets
     leaves_out = saved.fields.get("layers_to_transform") is not None or saved.fields.get("exclude_modules")
     if leaves_out or not found:
         return
-    if not isinstance(targets, str):
-        targets = frozenset(targets)  # of a file of ours, every path: too many to look through for each
-    for path, site in frame.sites.items():
-        is_target = re.fullmatch(targets, path) if isinstance(targets, str) else named(path, targets)
-        if is_target and site.kind in (Kind.LINEAR, Kind.EMBEDDING) and Place(path) not in found:
+    places = [p for p, site in frame.sites.items() if site.kind in (Kind.LINEAR, Kind.EMBEDDING)]
+    for path in _targeted(targets, places):
+        if Place(path) not in found:
             raise AdapterMismatch(f"{saved.folder}: the tensors at {path!r} are missing")
+
+
+def _targeted(targets: str | Collection[str], paths: Iterable[str]) -> Iterable[str]:
+    """The paths that are targets, as PEFT reads them; none for an expression that only Python's `re` takes:
+    what stands where is read from the tensors in any case."""
+    if not isinstance(targets, str):
+        names = frozenset(targets)  # of a file of ours, every path: too many to look through for each
+        return [path for path in paths if named(path, names)]
+    try:
+        return full_matches("target_modules", targets, paths)
+    except UnsupportedPattern:
+        return ()
 
 
 def _read_config(saved: Saved) -> LoRAConfig:
@@ -274,7 +292,6 @@ def _read_config(saved: Saved) -> LoRAConfig:
     if isinstance(init, str) and init not in _HARMLESS:
         raise AdapterError(f"{saved.folder}: init_lora_weights={init!r} changes the base's weights")
     saved.ignore("init_lora_weights", "eva_config", "corda_config", "lora_ga_config", "loftq_config")
-    replaced = saved.fields.get("modules_to_save") or []
     return LoRAConfig(
         rank=saved.take("r", 8),
         alpha=saved.take("lora_alpha", 8.0),
@@ -285,7 +302,7 @@ def _read_config(saved: Saved) -> LoRAConfig:
         dora=saved.take("use_dora", False),
         bias=saved.take("bias", "none"),
         lora_bias=saved.take("lora_bias", False),
-        modules_to_save=tuple(replaced) if isinstance(replaced, list) else (),
+        modules_to_save=tuple(saved.names("modules_to_save")),
     )
 
 

@@ -26,7 +26,7 @@ from coserve.adapters.prompts import (
 from coserve.adapters.saved import Saved
 from coserve.adapters.sites import Frame
 from coserve.adapters.virtual import Prompt, embedding_of
-from coserve.errors import AdapterError
+from coserve.errors import AdapterError, AdapterMismatch
 
 Encoder = Literal["MLP", "LSTM"]
 
@@ -130,6 +130,8 @@ class PTuning:
         prompt = read_prompt(saved, frame)
         if not has_encoder(saved):
             return self._part(PTuningConfig(prompt.count), replace(prompt, note=LOST), frame)
+        if layers > len(saved.tensors):
+            raise AdapterMismatch(f"{saved.folder}: encoder_num_layers={layers}, and it has fewer tensors")
         config, width = PTuningConfig(prompt.count, kind, hidden, layers), frame.hidden_size
         weights = read_encoder(saved, prompt.count, width, _shapes(config, width))
         return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)

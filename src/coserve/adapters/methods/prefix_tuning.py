@@ -17,11 +17,11 @@ from coserve.adapters.prompts import (
     Shapes,
     count_fields,
     expect_count,
-    expect_shape,
     has_encoder,
     linear_shapes,
     read_encoder,
     take_count,
+    take_rows,
 )
 from coserve.adapters.saved import Saved
 from coserve.adapters.sites import Frame
@@ -159,10 +159,8 @@ class PrefixTuning:
         layout = Layout.of(frame)
         projected = saved.take("prefix_projection", False)
         hidden, zero = saved.take("encoder_hidden_size", 0), saved.take("init_weights", "")
-        count = take_count(saved, frame)
-        rows = saved.tensor(EMBEDDINGS)
-        count = count or len(rows)
-        expect_shape(saved, EMBEDDINGS, rows, count, layout.row_width)
+        rows = take_rows(saved, take_count(saved, frame), layout.row_width)
+        count = len(rows)
         if not has_encoder(saved):
             prefix = PlainPrefix(rows, layout, LOST if projected else "")
             return self._part(PrefixTuningConfig(count, zero=zero == "zero"), prefix, frame)
