@@ -1,9 +1,11 @@
 """What clients see of memory: jobs that never fit, jobs that wait, jobs that go on with less, figures."""
 
+import asyncio
+
 import openai
 import pytest
 
-from coserve.wire.messages import CheckJob, Fault, JobNote, JobWaiting, StartJob, Stats
+from coserve.wire.messages import CheckJob, CheckMethod, Command, Fault, JobNote, JobWaiting, StartJob, Stats
 from serving import Play, World
 from training import Trainer, create, started, upload
 
@@ -27,13 +29,53 @@ def test_a_job_that_never_fits_is_refused_when_it_is_created(play: Play) -> None
     play(story)
 
 
-def test_a_job_can_be_created_while_there_is_no_engine_to_ask(play: Play) -> None:
+def test_what_the_base_has_not_is_refused_when_a_job_is_created(play: Play) -> None:
+    said = "no linear of the model is called ['wq']; there are ['k_proj', 'q_proj']"
+
     async def story(world: World) -> None:
         file = await upload(world)
-        await world.engine.die()
-        await world.until(lambda: not world.state.link.ready)
-        job = await create(world, training_file=file)
-        assert job.status == "queued"
+        world.engine.refusals["job"] = Fault("AdapterMismatch", said)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(world, training_file=file, extra_body={"peft": {"target_modules": ["wq"]}})
+        assert refused.value.param == "peft" and said in str(refused.value.message)
+        assert not started(world) and not (await world.client().fine_tuning.jobs.list()).data
+
+    play(story)
+
+
+def test_a_job_is_stored_when_an_engine_has_checked_it_and_not_before(play: Play) -> None:
+    """An engine that dies of the check would die of the job, and so would the next one."""
+
+    async def story(world: World) -> None:
+        file = await upload(world)
+        world.engine.deaf_to = (CheckJob,)
+        creating = asyncio.create_task(create(world, training_file=file))
+        for asked in (1, 2):
+            await world.until(lambda: count(world) == asked)  # noqa: B023
+            await world.engine.die()
+            assert not await world.state.store.jobs.unfinished() and not creating.done()
+            await world.engine.start()
+        await world.until(lambda: count(world) == 3)
+        assert not await world.state.store.jobs.unfinished()
+        world.engine.deaf_to = ()
+        world.engine.disconnect()
+        assert (await creating).status in ("queued", "running") and count(world) == 4
+
+    def count(world: World) -> int:
+        return sum(isinstance(command, CheckJob) for command in world.engine.said)
+
+    play(story)
+
+
+@pytest.mark.parametrize("deaf_to", [CheckJob, CheckMethod])
+def test_a_job_whose_check_does_not_end_is_refused(play: Play, deaf_to: type[Command]) -> None:
+    async def story(world: World) -> None:
+        file = await upload(world)
+        world.engine.deaf_to, world.state.link.patience = (deaf_to,), 0.2
+        with pytest.raises(openai.InternalServerError) as refused:
+            await create(world, training_file=file, extra_body={"peft": {"r": 4}})
+        assert refused.value.status_code == 503 and "nothing was stored" in str(refused.value.message)
+        assert not started(world) and not (await world.client().fine_tuning.jobs.list()).data
 
     play(story)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Part
-from coserve.adapters.saved import Saved
+from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterMismatch
 
@@ -75,5 +75,5 @@ def chosen(
     if unmatched:
         endings = sorted({path.rpartition(".")[2] for path in sites})
         what = " or ".join(kind.value for kind in kinds)
-        raise AdapterMismatch(f"no {what} of the model is called {unmatched}; there are {endings}")
+        raise AdapterMismatch(f"no {what} of the model is called {shown(unmatched)}; there are {endings}")
     return found

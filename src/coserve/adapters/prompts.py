@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from coserve.adapters.saved import Saved
+from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
 from coserve.adapters.virtual import Prompt
 from coserve.errors import AdapterError, AdapterMismatch
@@ -93,7 +93,7 @@ def count_fields(count: int) -> dict[str, Any]:
 def expect_count(method: str, tokens: object) -> None:
     """Raises AdapterError unless it is a number of virtual tokens."""
     if type(tokens) is not int or tokens < 1:
-        raise AdapterError(f"{method} needs a whole number of at least one virtual token, not {tokens!r}")
+        raise AdapterError(f"{method} needs a whole number of at least 1 virtual token, not {shown(tokens)}")
 
 
 def linear_shapes(name: str, numbers: tuple[int, ...], widths: tuple[int, ...]) -> Shapes:

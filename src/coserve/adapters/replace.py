@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Dense, Operator, Place, Side, exact_type
-from coserve.adapters.saved import PREFIX, Saved, expect_shape, site_at
+from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
 
@@ -80,7 +80,7 @@ def fresh_replacements(names: Iterable[str], frame: Frame) -> dict[Place, Bypass
         sites = [site for path, site in frame.sites.items() if path.endswith(name) and site.kind in _KINDS]
         if not sites:
             raise AdapterMismatch(
-                f"modules_to_save: no linear, norm or embedding of the model is called {name!r}"
+                f"modules_to_save: no linear, norm or embedding of the model is called {shown(name)}"
             )
         for site in sites:
             dense = frame.dense(site.path)
@@ -103,7 +103,9 @@ def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
             tensors.setdefault(path, {})[kind] = saved.tensor(full)
             unseen -= set(own)
     if unseen:
-        raise AdapterMismatch(f"{saved.folder}: the tensors of modules_to_save={sorted(unseen)} are missing")
+        raise AdapterMismatch(
+            f"{saved.folder}: the tensors of modules_to_save={shown(sorted(unseen))} are missing"
+        )
     found: dict[Place, Bypass] = {}
     for path, given in tensors.items():
         site = site_at(frame.sites, path, *_KINDS)

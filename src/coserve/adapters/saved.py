@@ -119,7 +119,7 @@ class Saved:
         """For files of our own, whose `target_modules` are paths: AdapterMismatch where there are no tensors
         for one of them."""
         if missing := sorted(set(self.names("target_modules")) - set(paths)):
-            raise AdapterMismatch(f"{self.folder}: the tensors at {missing[0]!r} are missing")
+            raise AdapterMismatch(f"{self.folder}: the tensors at {shown(missing[0])} are missing")
 
     def finish(self) -> None:
         """Raises AdapterError for fields, AdapterMismatch for tensors that nobody took."""

@@ -26,13 +26,13 @@ def read_beginning(engine: Engine, command: CheckJob) -> Asked:
     if engine.text is None:
         raise ConfigError("training on text needs a tokenizer, and the engine was given none")
     config = convert(command.options, TrainingConfig, "options")
-    records = islice(datasets.read(Path(command.data)), _FIRST)
-    data = prepare(records, engine.text.tokenizer, loss_on=config.loss_on, max_length=config.max_length)
     start = None
     if command.start_from is not None:
         exact = torch.promote_types(engine.base.dtype, torch.float32)
         start = read_adapter(Path(command.start_from), command.job, engine.base, exact, engine.base.device)
     method = settings_of(command.method)
     first = sketch_adapter(engine.base, command.job, method, config.seed) if start is None else start
+    records = islice(datasets.read(Path(command.data)), _FIRST)
+    data = prepare(records, engine.text.tokenizer, loss_on=config.loss_on, max_length=config.max_length)
     foresee(engine.base, first, config.keep)
     return Asked(command.job, command.job, data, method, config, start)

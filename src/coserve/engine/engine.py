@@ -211,10 +211,10 @@ class Engine:
         for it. They leave memory again for others; so the folder has to stay as it is."""
         return self.add_stored(self.look_at_adapter(name, folder))
 
-    def look_at_adapter(self, name: str, folder: str | Path) -> StoredVersion:
-        """What the files in `folder` say of an adapter, ready for `add_stored`. Reads no weights and takes no
-        lock. Raises AdapterError for what is no adapter of this base."""
-        return self._outlines.look(name, folder)
+    def look_at_adapter(self, name: str, folder: str | Path, new: bool = False) -> StoredVersion:
+        """What the files in `folder` say of an adapter, ready for `add_stored`. Weights of a `new` one are
+        looked through, and not kept. Takes no lock. Raises AdapterError for what does not fit this base."""
+        return self._outlines.look(name, folder, new)
 
     def add_stored(self, stored: StoredVersion) -> StoredVersion:
         """Makes an adapter that was looked at before answer to its name; returns it with its version number.

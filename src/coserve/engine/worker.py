@@ -274,7 +274,7 @@ class Worker:
         if command.key in self._engine.bank:
             self._reply(command.ref)
             return
-        look = partial(self._engine.look_at_adapter, command.key, command.path)
+        look = partial(self._engine.look_at_adapter, command.key, command.path, command.new)
         self._aside.do("looking at the adapter", look, partial(self._looked_at, command, self._connection))
 
     def _looked_at(self, command: LoadAdapter, connection: int, outcome: Outcome[StoredVersion]) -> None:
@@ -294,22 +294,29 @@ class Worker:
         self._reply(command.ref)
 
     def _check(self, command: CheckMethod) -> None:
-        settings_of(command.method)
-        self._reply(command.ref)
+        def checked(outcome: Outcome[object], connection: int = self._connection) -> None:
+            error = outcome if isinstance(outcome, CoserveError) else None
+            if connection == self._connection:
+                self._reply(
+                    command.ref, ConfigError(str(error)) if isinstance(error, InternalError) else error
+                )
+
+        # A thousand patterns take their time, and no step waits for it.
+        self._aside.do("checking the settings", partial(settings_of, command.method), checked)
 
     def _checked(self, ref: int, connection: int, outcome: Outcome[Asked]) -> None:
-        """Only what memory says about a job is told, and what nobody foresaw: anything else is, when the job
-        has been taken on."""
-        error: CoserveError | None = outcome if isinstance(outcome, OutOfMemory | InternalError) else None
+        """What its adapter and memory say about a job is told, and what nobody foresaw: anything else is,
+        when the job has been taken on."""
+        error: CoserveError | None = outcome if isinstance(outcome, CoserveError) else None
         try:
             if isinstance(outcome, Asked):
                 self._engine.check_job(outcome)
-        except OutOfMemory as refusal:
+        except CoserveError as refusal:
             error = refusal
-        except CoserveError:
-            pass
         if isinstance(error, InternalError):
             error = ConfigError(str(error))
+        elif not isinstance(error, OutOfMemory | AdapterError):
+            error = None
         if connection == self._connection:
             self._reply(ref, error)
 

@@ -55,13 +55,14 @@ class Cancel(Message, frozen=True):
 class LoadAdapter(Message, frozen=True):
     """Makes the adapter in a folder (PEFT's format) answer to `key`; a `Reply` with `ref` follows.
 
-    Its files are looked at now, and its weights read when a request asks for it. A key that is loaded already
-    is a success.
+    Its files are looked at now, and its weights read when a request asks for it; those of a `new` one are
+    looked through now. A key that is loaded already is a success.
     """
 
     ref: int
     key: str
     path: str
+    new: bool = False
 
 
 class UnloadAdapter(Message, frozen=True):

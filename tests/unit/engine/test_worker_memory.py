@@ -2,6 +2,7 @@
 
 import json
 import queue
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,25 @@ def test_a_job_is_checked_before_it_is_taken_on(desk: Desk, data: Path, rank: in
     assert reply.ref == 7 and (reply.fault is None) == (rank == 2)
     if reply.fault is not None:
         assert reply.fault.kind == "OutOfMemory" and "it would fit with rank=" in reply.fault.text
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ({"target_modules": ["q_proj", "wq"]}, r"no linear or embedding .* \['wq'\]; there are"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["score"]}, "called 'score'"),
+        ({"type": "ia3", "target_modules": ["nothing"]}, "nothing"),
+        ({"rank_pattern": {"(": 2}}, "rank_pattern: '\\('"),
+    ],
+)  # fmt: skip
+def test_what_the_base_has_not_is_told_before_a_job_is_taken_on(
+    desk: Desk, tmp_path: Path, method: dict[str, Any], said: str
+) -> None:
+    """Whatever its data are."""
+    desk.worker.take(CheckJob(1, "j", str(tmp_path / "missing.jsonl"), OPTIONS, method))
+    desk.until(lambda: desk.replies)
+    (reply,) = desk.replies
+    assert reply.fault is not None and re.search(said, reply.fault.text)
 
 
 def test_what_else_is_wrong_with_a_job_is_told_when_it_starts(desk: Desk, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from coserve.adapters.method import Method
+from coserve.adapters.saved import shown
 from coserve.errors import AdapterError
 
 
@@ -21,7 +22,7 @@ def methods() -> Mapping[str, Method]:
 def method_named(name: object) -> Method:
     """Raises AdapterError for a name that is none."""
     if not isinstance(name, str) or name not in methods():
-        raise AdapterError(f"there is no adapter method {name!r}, only {', '.join(sorted(methods()))}")
+        raise AdapterError(f"there is no adapter method {shown(name)}, only {', '.join(sorted(methods()))}")
     return methods()[name]
 
 
@@ -39,4 +40,4 @@ def method_in_file(peft_type: object) -> Method:
         if method.peft_type == peft_type:
             return method
     known = ", ".join(sorted(method.peft_type for method in methods().values()))
-    raise AdapterError(f"peft_type {peft_type!r} is not supported, only {known}")
+    raise AdapterError(f"peft_type {shown(peft_type)} is not supported, only {known}")

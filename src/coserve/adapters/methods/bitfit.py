@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Dense, Operator, Part, Place, Side, exact_type
 from coserve.adapters.method import Written, chosen
-from coserve.adapters.saved import PREFIX, Saved, expect_shape, site_at
+from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
 
@@ -35,9 +35,9 @@ class BitFitConfig:
 
     def __post_init__(self) -> None:
         if self.biases not in get_args(Biases):
-            raise AdapterError(f"BitFit's biases are {', '.join(get_args(Biases))}, not {self.biases!r}")
+            raise AdapterError(f"BitFit's biases are {', '.join(get_args(Biases))}, not {shown(self.biases)}")
         if isinstance(self.targets, str):
-            raise AdapterError(f"BitFit targets are several names, not one: ({self.targets!r},)")
+            raise AdapterError(f"BitFit targets are several names, not one: ({shown(self.targets)},)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Operator, Part, Place
 from coserve.adapters.method import Written
-from coserve.adapters.saved import PREFIX, Saved, expect_shape, site_at
+from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind
 from coserve.errors import AdapterError, AdapterMismatch
 
@@ -41,11 +41,11 @@ class BottleneckConfig:
 
     def __post_init__(self) -> None:
         if type(self.width) is not int or self.width < 1:
-            raise AdapterError(f"a bottleneck needs a whole width of at least 1, not {self.width!r}")
+            raise AdapterError(f"a bottleneck needs a whole width of at least 1, not {shown(self.width)}")
         for name, known in (("layout", get_args(Layout)), ("activation", get_args(Activation))):
             if getattr(self, name) not in known:
                 raise AdapterError(
-                    f"a bottleneck's {name} is {' or '.join(known)}, not {getattr(self, name)!r}"
+                    f"a bottleneck's {name} is {' or '.join(known)}, not {shown(getattr(self, name))}"
                 )
 
 

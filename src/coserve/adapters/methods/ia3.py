@@ -14,7 +14,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypass, Dense, Operator, Part, Place, Side
 from coserve.adapters.method import Written, chosen, named
 from coserve.adapters.replace import fresh_replacements, take_replacements, written_replacements
-from coserve.adapters.saved import PREFIX, Saved, expect_shape, site_at
+from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
 
@@ -43,7 +43,7 @@ class IA3Config:
     def __post_init__(self) -> None:
         for name in ("targets", "feedforward", "modules_to_save"):
             if isinstance(names := getattr(self, name), str):
-                raise AdapterError(f"IA3 {name} are several names, not one: ({names!r},)")
+                raise AdapterError(f"IA3 {name} are several names, not one: ({shown(names)},)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -65,7 +65,7 @@ class LoRAConfig:
                 raise AdapterError(f"a LoRA adapter needs a whole rank of at least 1, not {shown(rank)}")
         for name in ("targets", "modules_to_save"):
             if isinstance(names := getattr(self, name), str):
-                raise AdapterError(f"LoRA {name} are several names, not one: ({names!r},)")
+                raise AdapterError(f"LoRA {name} are several names, not one: ({shown(names)},)")
         if not 0.0 <= self.dropout < 1.0:
             raise AdapterError(f"LoRA dropout must be in [0, 1), not {self.dropout}")
         for alpha in (self.alpha, *self.alpha_pattern.values()):
@@ -74,7 +74,7 @@ class LoRAConfig:
                     f"LoRA alpha must be a number within {MOST_ALPHA} and -{MOST_ALPHA}, not {shown(alpha)}"
                 )
         if self.bias not in get_args(Biases):
-            raise AdapterError(f"LoRA trains the biases {', '.join(get_args(Biases))}, not {self.bias!r}")
+            raise AdapterError(f"LoRA trains biases {', '.join(get_args(Biases))}, not {shown(self.bias)}")
         if self.dora and self.lora_bias:  # PEFT takes the bias for a part of the weights then
             raise AdapterError("dora and lora_bias together are not supported")
         check_patterns("rank_pattern", self.rank_pattern)
@@ -257,7 +257,7 @@ def _read_biases(saved: Saved, frame: Frame, expected: Collection[str]) -> dict[
         expect_shape(site, "bias", bias, *[site.outputs] * site.has_bias)
         found[path] = BitFitBypass(bias, frame.bias(path))
     if missing := sorted(set(expected) - found.keys()):
-        raise AdapterMismatch(f"{saved.folder}: the bias of {missing[0]!r} is missing")
+        raise AdapterMismatch(f"{saved.folder}: the bias of {shown(missing[0])} is missing")
     return found
 
 
@@ -290,7 +290,7 @@ def _read_config(saved: Saved) -> LoRAConfig:
     saved.ignore("fan_in_fan_out", "megatron_core", "qalora_group_size")
     init = saved.fields.get("init_lora_weights")
     if isinstance(init, str) and init not in _HARMLESS:
-        raise AdapterError(f"{saved.folder}: init_lora_weights={init!r} changes the base's weights")
+        raise AdapterError(f"{saved.folder}: init_lora_weights={shown(init)} changes the base's weights")
     saved.ignore("init_lora_weights", "eva_config", "corda_config", "lora_ga_config", "loftq_config")
     return LoRAConfig(
         rank=saved.take("r", 8),

@@ -23,7 +23,7 @@ from coserve.adapters.prompts import (
     read_encoder,
     read_prompt,
 )
-from coserve.adapters.saved import Saved
+from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
 from coserve.adapters.virtual import Prompt, embedding_of
 from coserve.errors import AdapterError, AdapterMismatch
@@ -44,11 +44,11 @@ class PTuningConfig:
     def __post_init__(self) -> None:
         expect_count("P-tuning", self.tokens)
         if self.encoder not in get_args(Encoder):
-            raise AdapterError(f"a prompt encoder is {' or '.join(get_args(Encoder))}, not {self.encoder!r}")
+            raise AdapterError(f"the encoder is {' or '.join(get_args(Encoder))}, not {shown(self.encoder)}")
         for name, least in (("hidden", 0), ("layers", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise AdapterError(f"the prompt encoder's {name} must be at least {least}, not {value!r}")
+                raise AdapterError(f"the encoder's {name} must be at least {least}, not {shown(value)}")
 
     @property
     def layers_of_lstm(self) -> int:

@@ -23,7 +23,7 @@ from coserve.adapters.prompts import (
     take_count,
     take_rows,
 )
-from coserve.adapters.saved import Saved
+from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
 from coserve.adapters.virtual import Given, Pair, embedding_of
 from coserve.errors import AdapterError, AdapterMismatch
@@ -42,7 +42,7 @@ class PrefixTuningConfig:
     def __post_init__(self) -> None:
         expect_count("prefix tuning", self.tokens)
         if type(self.hidden) is not int or self.hidden < 0:
-            raise AdapterError(f"the width of a prefix's projection must be at least 0, not {self.hidden!r}")
+            raise AdapterError(f"a prefix's projection has a width of at least 0, not {shown(self.hidden)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from coserve.adapters.bypass import Part, Place, Side
 from coserve.adapters.method import Written
 from coserve.adapters.prompts import EMBEDDINGS, PlainPrompt, count_fields, expect_count, read_prompt
-from coserve.adapters.saved import Saved
+from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
 from coserve.adapters.virtual import embedding_of
 from coserve.errors import AdapterError
@@ -28,7 +28,7 @@ class PromptTuningConfig:
     def __post_init__(self) -> None:
         expect_count("prompt tuning", self.tokens)
         if self.start not in get_args(Start):
-            raise AdapterError(f"a prompt starts from {' or '.join(get_args(Start))}, not {self.start!r}")
+            raise AdapterError(f"prompts start from {' or '.join(get_args(Start))}, not {shown(self.start)}")
         if isinstance(self.text, str) or not all(type(token) is int and token >= 0 for token in self.text):
             raise AdapterError("the text that a prompt starts from must be given as token ids")
 

@@ -11,7 +11,7 @@ import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses
-from coserve.adapters.files import CONFIG, WEIGHTS, read_adapter, read_outline
+from coserve.adapters.files import CONFIG, WEIGHTS, check_weights, read_adapter, read_outline
 from coserve.adapters.paging.buffer import Buffer
 from coserve.adapters.sites import Frame
 from coserve.errors import AdapterError, CoserveError
@@ -93,9 +93,9 @@ class Outlines:
         self._frame, self._dtype, self._stacked = frame, dtype, stacked
         self._known: dict[bytes, Outline] = {}
 
-    def look(self, name: str, folder: str | Path) -> StoredVersion:
+    def look(self, name: str, folder: str | Path, new: bool = False) -> StoredVersion:
         """What lies in `folder`, as version 0 of `name`. Reads the configuration and the tensors' names,
-        types and shapes. Raises what `read_adapter` would raise for these."""
+        types and shapes; of a `new` one the numbers too. Raises what `read_adapter` would raise for these."""
         folder = Path(folder)
         stamp = _stamp(folder)
         digest = _digest(folder, stamp)
@@ -105,6 +105,8 @@ class Outlines:
             virtual = Counts(found.virtual.count, found.virtual.prompt_count)
             outline = Outline(virtual, found.nbytes, found.nbytes + self._stacked(found.bypasses))
             self._known[digest] = outline
+        if new:
+            check_weights(folder, self._dtype)
         return StoredVersion(name, 0, folder, stamp, outline)
 
 

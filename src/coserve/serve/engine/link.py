@@ -75,7 +75,7 @@ class EngineLink:
         self.connections = 0  # since the start; more than one if an engine died
         self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
         self.on_connect: list[Callable[[Hello], Awaitable[None]]] = []
-        self._socket, self._patience = socket, patience
+        self._socket, self.patience = socket, patience
         self._connection: _Connection | None = None
         self._heard = 0.0  # when the engine last said anything, on `time.monotonic`
         self._connected = asyncio.Event()
@@ -136,12 +136,13 @@ class EngineLink:
         finally:
             self._forget(live)
 
-    async def load(self, key: str, path: Path) -> None:
-        """Has the engine load an adapter version, once per engine. Raises what it was refused with."""
+    async def load(self, key: str, path: Path, new: bool = False) -> None:
+        """Has the engine load an adapter version, once per engine, and look through the weights of a `new`
+        one. Raises what it was refused with."""
         while True:
-            await self.wait_ready(self._patience)
+            await self.wait_ready(self.patience)
             with suppress(ConnectionError):
-                return await self._load(self._current(), key, path)
+                return await self._load(self._current(), key, path, new)
 
     async def unload(self, key: str) -> None:
         """Has the engine forget an adapter version; an engine that died has forgotten it already."""
@@ -154,28 +155,38 @@ class EngineLink:
     async def pin(self, key: str, path: Path, pinned: bool) -> None:
         """Has the engine keep an adapter version in memory, or no longer. Raises what it was refused with."""
         while True:
-            await self.wait_ready(self._patience)
+            await self.wait_ready(self.patience)
             with suppress(ConnectionError):
                 connection = self._current()
                 await self._load(connection, key, path)
                 return await self._ask(connection, PinAdapter(next(self._refs), key, pinned))
 
     async def check(self, method: Method) -> None:
-        """Whether these are settings of an adapter method. Raises what they are refused with."""
-        while True:
-            await self.wait_ready(self._patience)
-            with suppress(ConnectionError):
-                return await self._ask(self._current(), CheckMethod(next(self._refs), method))
+        """Whether these are settings of an adapter method. Raises what they are refused with, and EngineLost
+        where no engine gets to the end of it."""
+        await self._checked(lambda ref: CheckMethod(ref, method))
 
     async def check_job(
         self, job: str, data: Path, options: Options, method: Method, start_from: Path | None
     ) -> None:
-        """Whether a job could ever run on the engine that is there now; without one nobody can tell. Raises
-        OutOfMemory."""
-        with suppress(ConnectionError):
-            start = None if start_from is None else str(start_from)
-            command = CheckJob(next(self._refs), job, str(data), options, method, start)
-            await self._ask(self._current(), command)
+        """Whether a job could ever run: what it trains, and the memory that it needs. Raises what it is
+        refused with, and EngineLost where no engine gets to the end of it."""
+        start = None if start_from is None else str(start_from)
+        await self._checked(lambda ref: CheckJob(ref, job, str(data), options, method, start))
+
+    async def _checked(self, command: Callable[[int], CheckMethod | CheckJob]) -> None:
+        """Asks engine after engine, and no longer than requests wait for one."""
+        try:
+            async with asyncio.timeout(self.patience):
+                while True:
+                    await self.wait_ready()
+                    with suppress(ConnectionError):
+                        return await self._ask(self._current(), command(next(self._refs)))
+        except TimeoutError:
+            raise EngineLost(
+                f"the engine did not get to the end of checking this within {self.patience:g} s; nothing "
+                "was stored"
+            ) from None
 
     def send(self, command: Command) -> None:
         """Sends a command. Without an engine it is dropped: `on_connect` is the place to say it again."""
@@ -227,7 +238,7 @@ class EngineLink:
         while True:
             with suppress(OSError):
                 return await asyncio.open_unix_connection(self._socket)
-            if clock() - gone > self._patience:
+            if clock() - gone > self.patience:
                 self._give_up(EngineLost("the engine is gone and did not come back in time"))
             await asyncio.sleep(RETRY_SECONDS)
 
@@ -360,9 +371,9 @@ class EngineLink:
             if request.id in self._live:
                 self._post(connection, live.submission(asyncio.get_running_loop().time()))
 
-    async def _load(self, connection: _Connection, key: str, path: Path) -> None:
+    async def _load(self, connection: _Connection, key: str, path: Path, new: bool = False) -> None:
         if key not in connection.loads:
-            connection.loads[key] = self._ask(connection, LoadAdapter(next(self._refs), key, str(path)))
+            connection.loads[key] = self._ask(connection, LoadAdapter(next(self._refs), key, str(path), new))
         try:
             await asyncio.shield(connection.loads[key])
         except CoserveError:

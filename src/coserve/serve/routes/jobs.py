@@ -2,6 +2,8 @@
 
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -75,23 +77,30 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         metadata=body.metadata,
         start_from=model.key,
     )
-    if state.link.ready:
-        await _check_memory(state, job, training)
+    await _check_job(state, job, training)
     return _shown(state, await state.foreman.submit(job))
 
 
-async def _check_memory(state: State, job: Job, training: File) -> None:
-    """Raises ApiError 400 where a job needs more memory than there is in all."""
+async def _check_job(state: State, job: Job, training: File) -> None:
+    """Raises ApiError 400 where the base has not what a job is to train, or a job needs more memory than
+    there is in all, and EngineLost where no engine can tell: what is stored starts with every engine."""
     start = None if job.start_from is None else await state.store.adapters.get(job.start_from)
     path = None if start is None else start.path
     data = state.store.file_path(training)
-    await state.link.check_job(job.id, data, job.options, job.peft or {}, path)
+    with _naming_peft():
+        await state.link.check_job(job.id, data, job.options, job.peft or {}, path)
 
 
 async def _check_method(state: State, peft: Method) -> None:
     """Raises ApiError 400 where these are no settings of an adapter method that the engine has."""
-    try:
+    with _naming_peft():
         await state.link.check(peft)
+
+
+@contextmanager
+def _naming_peft() -> Iterator[None]:
+    try:
+        yield
     except (AdapterError, ConfigError) as error:
         raise ApiError(400, str(error), param="peft", code="invalid_value") from error
 

@@ -30,7 +30,7 @@ async def import_adapter(
     adapter = Adapter(key, name, folder, base, int(time.time()), tenant.id)
     try:
         await asyncio.to_thread(copy_adapter, source, folder, state.settings.max_file_bytes)
-        await state.link.load(key, folder)
+        await state.link.load(key, folder, new=True)
         if not await state.store.adapters.add(adapter):
             raise taken
     except (ApiError, AdapterError) as error:
