@@ -1,5 +1,6 @@
 """Who has no key: nothing of the body is read, whatever the route and whatever stands in the header."""
 
+import asyncio
 import json
 import random
 from typing import Any
@@ -77,3 +78,23 @@ async def refused(
     }  # fmt: skip
     await app(scope, receive, send)
     return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
+
+
+def test_who_could_not_even_wait_is_refused_before_the_body(play: Play) -> None:
+    """And as soon as an answer has ended the next one is let in."""
+
+    async def story(world: World) -> None:
+        path, body = "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2000}
+        asked = [asyncio.create_task(world.http.post(path, json=body)) for _ in range(6)]
+        while world.state.queue.inside + world.state.queue.waiting < 6:
+            await asyncio.sleep(0.005)
+        status, told = await refused(world.app, "POST", path, [(b"host", b"localhost")])
+        assert status == 429 and told["error"]["code"] == "rate_limit_exceeded"
+        assert (await world.http.get("/v1/models")).status_code == 200
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        short = {**body, "max_tokens": 1}
+        assert (await world.http.post(path, json=short)).status_code == 200
+
+    play(story, engine={"max_running": 1, "step_seconds": 0.005}, max_queue_tenant=4)

@@ -10,7 +10,7 @@ from coserve.serve import errors
 from coserve.serve.answering.price import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import Hosts, Origins
-from coserve.serve.http.middleware import Draining, Limits, RequestIds
+from coserve.serve.http.middleware import Crowding, Draining, Limits, RequestIds
 from coserve.serve.routes import adapters, chat, completions, files, health, jobs, models, transfers
 from coserve.serve.state import State
 
@@ -33,6 +33,7 @@ def create_app(state: State) -> FastAPI:
         return MOST_BODY_BYTES if path in _STREAMED else MOST_SMALL_BODY_BYTES
 
     # The last one added is the first to see a request.
+    app.add_middleware(Crowding, queue=state.queue, paths=_STREAMED)
     app.add_middleware(Authentication, state=state)
     app.add_middleware(Draining, is_draining=lambda: state.draining)
     app.add_middleware(Limits, body_limit=body_limit)

@@ -100,6 +100,13 @@ class FairQueue:
         self._reserve = self._spare + (max(1, running // 8) if running >= 4 else 0)
         self._admit()
 
+    def check(self, under_way: int, of_tenant: int) -> None:
+        """Raises ApiError 429 where one more request could not even wait, with as many under way in all and
+        of its tenant: for whoever asks before the request is read."""
+        places = self._running + self._spare
+        if of_tenant >= self._most_tenant + places or under_way >= self._most + places:
+            raise self._full()
+
     def know(self, tenant: Tenant) -> None:
         """A tenant that may come; its weight from now on."""
         self._line(tenant)

@@ -1,5 +1,6 @@
 """Who asks: an API key's tenant, or, on a machine of one's own without keys, the tenant `local`."""
 
+import asyncio
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -26,17 +27,27 @@ class Authentication:
 
     def __init__(self, app: ASGIApp, state: State) -> None:
         self.app, self.state = app, state
+        self._looked_up: dict[tuple[object, object], asyncio.Task[Tenant]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(_API):
             try:
-                tenant = await tenant_of(HTTPConnection(scope), self.state)
+                tenant = await self._tenant(HTTPConnection(scope))
             except (ApiError, CoserveError) as error:
                 refusal = error if isinstance(error, ApiError) else ApiError.of(error)
                 await refusal.response()(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self.app(scope, receive, send)
+
+    async def _tenant(self, request: HTTPConnection) -> Tenant:
+        """As `tenant_of`; requests that come together with the same key look it up together."""
+        who = (request.headers.get("authorization"), request.client and request.client.host)
+        task = self._looked_up.get(who)
+        if task is None:
+            task = self._looked_up[who] = asyncio.create_task(tenant_of(request, self.state))
+            task.add_done_callback(lambda _: self._looked_up.pop(who))
+        return await asyncio.shield(task)
 
 
 async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
