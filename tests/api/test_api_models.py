@@ -10,6 +10,7 @@ import httpx2
 import openai
 import pytest
 
+from coserve.serve.routes import health
 from coserve.wire.messages import Fault, LoadAdapter, PinAdapter, UnloadAdapter
 from serving import Play, World
 
@@ -310,6 +311,36 @@ def test_what_vllms_clients_send_beside_the_name(play: Play, tmp_path: Path) -> 
         assert gone.status_code == 200
 
     play(story, adapter_root=tmp_path / "root")
+
+
+def test_health_answers_head_as_it_answers_get(play: Play) -> None:
+    async def story(world: World) -> None:
+        for draining in (False, True):
+            world.state.draining = draining
+            for path in ("/health", "/health/ready"):
+                whole, head = await world.http.get(path), await world.http.head(path)
+                assert head.status_code == whole.status_code
+
+    play(story)
+
+
+def test_an_engine_that_hangs_is_told_of(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "SILENT_SECONDS", 1.5)  # an idle one says something every second
+
+    async def story(world: World) -> None:
+        await asyncio.sleep(2.0)
+        assert (await world.http.get("/health/ready")).status_code == 200
+        world.engine.hangs = True
+        await world.until(lambda: world.state.link.silence > 1.5)
+        silent = await world.http.get("/health/ready")
+        assert silent.status_code == 503 and "no sign of life" in silent.json()["error"]["message"]
+        assert (await world.http.get("/health")).json()["engine"] == "silent"
+        assert "coserve_engine_up 0.0" in (await world.http.get("/metrics")).text
+        world.engine.hangs = False
+        await world.until(lambda: world.state.link.silence < 1.5)
+        assert (await world.http.get("/health/ready")).status_code == 200
+
+    play(story)
 
 
 def test_health_follows_the_engine(play: Play) -> None:

@@ -12,8 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from coserve.errors import StateError
 from coserve.serve.processes.claim import find_running
 from coserve.serve.settings import ServerSettings
+from coserve.serve.store.examine import examine
 
 LEAST_PYTHON = (3, 11)
 STATE = "state folder"
@@ -162,6 +164,11 @@ def _state_folder(settings: ServerSettings) -> Iterator[Check]:
         yield Check(STATE, Level.LACKING, found, "checkpoints need room: choose another with --state")
     else:
         yield Check(STATE, Level.GOOD, found)
+    try:
+        examine(settings.database)
+    except StateError as error:
+        what, _, advice = str(error).partition("; ")
+        yield Check("database", Level.BROKEN, what, advice)
     running = find_running(folder)
     if running is not None:
         yield Check("server", Level.NOTE, f"process {running.pid} serves from there on {running.url}")

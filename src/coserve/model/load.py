@@ -47,7 +47,7 @@ def load_base(
     library that is not there, ConfigError.
     `trust_remote_code` is off and stays off.
     """
-    where = _usable(device)
+    where = usable_device(device)
     if isinstance(model, PreTrainedModel):
         loaded = model
     else:
@@ -77,7 +77,8 @@ def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base
     return base
 
 
-def _usable(device: str | torch.device) -> torch.device:
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device, with its number where there are several. Raises ConfigError where it cannot be used."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts

@@ -118,7 +118,7 @@ class Draining:
         self.app, self.is_draining = app, is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] != "GET" and self.is_draining():
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD") and self.is_draining():
             refusal = ApiError(
                 503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"}
             )

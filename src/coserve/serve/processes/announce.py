@@ -1,6 +1,7 @@
 """What the supervisor tells people: one line after the other, on the console and in a log."""
 
 import logging
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from logging.handlers import WatchedFileHandler
@@ -12,6 +13,7 @@ from rich.text import Text
 from coserve.serve.settings import ServerSettings
 
 NAME = "coserve.supervisor"
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where this machine reaches itself
 
 
 class _Log(WatchedFileHandler):
@@ -49,10 +51,18 @@ class Announcer:
         for line in lines:
             self.say(f"  | {line}", "dim")
 
-    def begin(self, settings: ServerSettings, url: str) -> None:
-        """What is about to be served, and where."""
+    def begin(self, settings: ServerSettings) -> None:
+        """What is being started. Nobody answers yet."""
+        self.say(f"coserve: starting {settings.base_name}; logs are in {settings.logs}")
+
+    def ready(self, settings: ServerSettings, listener: socket.socket, seconds: float) -> None:
+        """What is served, and where: requests are answered from now on."""
+        url = url_of(listener)
         self.say(f"coserve: {settings.base_name} on {url}", "bold")
         rows = [("openai base url", f"{url}/v1")]
+        host, port = listener.getsockname()[:2]
+        if host in ANY_ADDRESS:
+            rows.append(("listening on", f"port {port} of every address of this machine ({host})"))
         if settings.base_name != settings.model:
             rows.append(("model", settings.model))
         rows += [(f"adapter {name}", path) for name, path in settings.adapters.items()]
@@ -61,3 +71,11 @@ class Announcer:
             rows.append(("keys", "none needed, and others reach this address: everybody can use it"))
         for label, value in rows:
             self.say(f"  {label:<15} {value}")
+        self.say(f"ready in {seconds:.1f} s; Ctrl-C stops it", "bold green")
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients on this machine reach a listening socket."""
+    host, port = listener.getsockname()[:2]
+    host = ANY_ADDRESS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

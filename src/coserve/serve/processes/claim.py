@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from coserve.errors import ConfigError, StateInUse
+from coserve.serve.store.private import make_all_private, make_private
 
 _ATTEMPTS, _PAUSE = 10, 0.02  # to take the lock; seconds between two of them
 
@@ -47,13 +48,13 @@ class Claim:
 
 @contextmanager
 def claim_state(state: Path) -> Iterator[Claim]:
-    """Makes the folder (for its owner only) and holds it.
+    """Makes the folder and holds it; the folder and all that is in it are its owner's only.
 
     Raises StateInUse, with the holder's process id, where another server does, and ConfigError where the
-    folder cannot be made or written to.
+    folder cannot be made or written to, or where something in it is somebody else's.
     """
     try:
-        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(state)
         # Never removed: a lock on a file that somebody unlinks protects nothing.
         descriptor = os.open(_lock_file(state), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -63,6 +64,7 @@ def claim_state(state: Path) -> Iterator[Claim]:
             holder = _read(_lock_file(state))
             whose = f"process {holder.pid}" if holder else "another process"
             raise StateInUse(f"{whose} serves from {state} already: stop it, or choose another --state")
+        make_all_private(state)
         claim = Claim(descriptor)
         claim.note(Running(os.getpid()))
         yield claim

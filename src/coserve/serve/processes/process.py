@@ -198,6 +198,8 @@ def describe_end(code: int) -> str:
     """An exit status in words."""
     if code >= 0:
         return f"exit status {code}"
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL, as the system does where memory runs out"
     try:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:

@@ -22,12 +22,14 @@ from typing import Any
 from rich.console import Console
 
 from coserve.errors import ConfigError, ServerError
-from coserve.serve.processes.announce import Announcer
+from coserve.serve.processes.announce import Announcer, url_of
 from coserve.serve.processes.claim import Claim, Running, claim_state
-from coserve.serve.processes.process import Process, describe_end
+from coserve.serve.processes.device import require_device
+from coserve.serve.processes.process import Process
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.watchdog import LOOK_SECONDS, Watchdog
 from coserve.serve.settings import ApiStart, ServerSettings
+from coserve.serve.store.private import OWNER_ONLY
 from coserve.wire.control import EngineStart, encode_line
 from coserve.wire.launch import GENTLY
 
@@ -55,9 +57,11 @@ def serve(
 ) -> int:
     """Serves until told to end, and returns the exit status.
 
-    Raises StateInUse, ConfigError where the address cannot be had, and ServerError where a child cannot be
-    started or keeps dying.
+    Raises StateInUse, ConfigError where the address or the device cannot be had, and ServerError where a
+    child cannot be started or keeps dying.
     """
+    require_device(settings.engine.device)
+    os.umask(OWNER_ONLY)  # of all processes
     with ExitStack() as stack:
         claim = stack.enter_context(claim_state(settings.state))
         listener = stack.enter_context(listen(settings.host, settings.port))
@@ -71,19 +75,12 @@ def serve(
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError where the address is unknown or taken."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        return socket.create_server(address, family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:  # a name that no address can have is the latter
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {host!r}, port {port}: {reason}") from error
-
-
-def url_of(listener: socket.socket) -> str:
-    """Where clients on this machine reach a listening socket."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Supervisor:
@@ -122,9 +119,8 @@ class Supervisor:
         """Returns 0 after an orderly end, 1 after one that was not, 130 after a second signal. No child
         survives it."""
         self._listen_to_signals()
-        url = url_of(self._listener)
         self._note_running()
-        self._out.begin(self._settings, url)
+        self._out.begin(self._settings)
         watching = asyncio.create_task(self._watch())
         try:
             return await self._serve_until_told()
@@ -253,7 +249,7 @@ class Supervisor:
                 self._out.quote(child.last_lines())
                 raise ServerError(
                     f"the {child.name} ended at its start {record.failed_starts} times in a row, "
-                    f"at last with {describe_end(code)}: its log is in {self._settings.logs}"
+                    f"at last so: {child.how_it_ended(code)}; its log is {child.log}"
                 )
         if self._stop.is_set() and code == 0:
             return code
@@ -261,24 +257,31 @@ class Supervisor:
             self._note_end(child, code)
         after = f" in {pause:.1f} s" if pause else ""
         self._out.say(
-            f"the {child.name} ended ({child.how_it_ended(code)}): starting another{after}", "yellow"
+            f"the {child.name} ended ({child.how_it_ended(code)}; its log is {child.log}): "
+            f"starting another{after}",
+            "yellow",
         )
         await asyncio.sleep(pause)
         return code
 
     async def _becomes_ready(self, child: Process) -> bool:
-        """Follows a child's start. Raises ServerError where it says, the first time, that it cannot."""
+        """Follows a child's start. Raises ServerError where it says, the first time, that it cannot: a second
+        attempt would end as that one."""
         while status := await child.status():
-            if status.state == "measuring":
-                self._out.say(f"  {child.name:<16}{status.text}")
-            if status.state == "ready":
-                if status.text and child.name in self._awaited:
+            match status.state:
+                case "measuring":
                     self._out.say(f"  {child.name:<16}{status.text}")
-                return True
-            if status.state == "failed":
-                self._out.say(f"the {child.name}: {status.text}", "red")
-                if child.name in self._awaited:
+                case "ready":
+                    if status.text and child.name in self._awaited:
+                        self._out.say(f"  {child.name:<16}{status.text}")
+                    return True
+                case "failed" if child.name in self._awaited:
                     raise ServerError(status.text)
+                case "crashed" if child.name in self._awaited:
+                    raise ServerError(
+                        f"the {child.name} failed at its start with {status.text}: that is a bug or a "
+                        f"damaged file, and the whole traceback is in {child.log}"
+                    )
         return False
 
     def _note_ready(self, child: Process) -> None:
@@ -286,7 +289,7 @@ class Supervisor:
         if child.name in self._awaited:
             self._awaited.remove(child.name)
             if not self._awaited:
-                self._out.say(f"ready in {now - self._begun:.1f} s", "bold green")
+                self._out.ready(self._settings, self._listener, now - self._begun)
         else:
             away = now - self._down_since.get(child.name, self._begun)
             self._out.say(f"the {child.name} is ready again, {away:.1f} s after the last one ended", "green")
@@ -341,10 +344,8 @@ class Supervisor:
     async def _drain(self, api: "asyncio.Task[None]", engine: "asyncio.Task[None]") -> None:
         """The API first, which needs an engine for its last answers; then the engine."""
         if self._stop.is_set():
-            self._out.say(
-                f"stopping: running answers have {self._settings.drain_seconds:g} s, jobs write checkpoints "
-                "(once more to stop at once)"
-            )
+            answers = f"running answers have {self._settings.drain_seconds:g} s, jobs write checkpoints"
+            self._out.say(f"stopping: {answers} (once more to stop at once)" if self._ready else "stopping")
         await _cancel(api)
         if self._api is not None:
             code = await self._api.end(self._settings.drain_seconds + CHECKPOINT_SECONDS)

@@ -23,12 +23,14 @@ class Health(BaseModel):
     model: str
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Whether the server answers at all")
 async def health(state: Shared) -> Health:
     """Always 200: an engine that is away comes back, and requests wait for it."""
     return _health(state)
 
 
+@router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready", responses=error_responses(), summary="Whether to send requests here")
 async def ready(state: Shared) -> Health:
     """503 while there is no engine, while it hangs, or while no more new work is taken."""

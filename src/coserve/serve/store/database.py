@@ -5,6 +5,7 @@ fsynced when `write` returns, whatever is killed next.
 """
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,9 @@ from sqlalchemy import Connection, Engine, FromClause, Select, create_engine, ev
 from sqlalchemy.exc import DatabaseError, OperationalError
 
 from coserve.errors import StateError
+from coserve.serve.store.examine import examine, explain
 from coserve.serve.store.migrate import migrate
+from coserve.serve.store.private import make_private_file
 from coserve.serve.store.records import Page
 
 R = TypeVar("R")
@@ -30,6 +33,8 @@ class Database:
     """
 
     def __init__(self, path: Path) -> None:
+        examine(path)
+        make_private_file(path)  # SQLite gives the files beside it the same mode
         self._writes = _engine(path, "BEGIN IMMEDIATE")
         self._reads = _engine(path, "BEGIN")
         self._writer = ThreadPoolExecutor(1, "store-write")
@@ -37,9 +42,9 @@ class Database:
         try:
             with self._writes.begin() as connection:
                 migrate(connection, str(path))
-        except DatabaseError as error:
+        except (DatabaseError, sqlite3.Error) as error:  # the latter where it is only just opened
             self.close()
-            raise StateError(f"the database {path} cannot be used: {error.orig}") from error
+            raise explain(path, getattr(error, "orig", error)) from error
         except StateError:
             self.close()
             raise
@@ -96,7 +101,10 @@ def _run(engine: Engine, work: Callable[[Connection], R]) -> R:
     try:
         with engine.begin() as connection:
             return work(connection)
-    except OperationalError as error:
+    except DatabaseError as error:
+        # The others of its subclasses are bugs; damage that shows itself has the class itself.
+        if not isinstance(error, OperationalError) and type(error) is not DatabaseError:
+            raise
         raise StateError(f"the database cannot be used now: {error.orig}") from error
 
 

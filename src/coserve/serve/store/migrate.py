@@ -7,9 +7,11 @@ from alembic.config import Config
 from alembic.runtime.environment import EnvironmentContext
 from alembic.runtime.migration import MigrationContext, MigrationStep, RevisionStep
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection
+from alembic.util import CommandError
+from sqlalchemy import Connection, inspect
 
 from coserve.errors import StateError
+from coserve.serve.store.examine import DAMAGED, cannot_be_used
 from coserve.serve.store.tables import metadata
 
 _FOLDER: Final = Path(__file__).parent / "migrations"
@@ -22,7 +24,10 @@ def migrate(connection: Connection, name: str) -> None:
     """
     scripts = ScriptDirectory(str(_FOLDER), version_locations=[str(_FOLDER)])
     known = {script.revision for script in scripts.walk_revisions()}
-    current = MigrationContext.configure(connection).get_current_revision()
+    try:
+        current = MigrationContext.configure(connection).get_current_revision()
+    except CommandError as error:  # several revisions at once
+        raise cannot_be_used(name, f"its shape is none that there was; {DAMAGED}") from error
     if current is not None and current not in known:
         raise StateError(
             f"{name} was written by a newer coserve (its shape is {current}, this version knows "
@@ -37,3 +42,5 @@ def migrate(connection: Connection, name: str) -> None:
     with EnvironmentContext(Config(), scripts, fn=missing) as environment:
         environment.configure(connection=connection, target_metadata=metadata)
         environment.run_migrations()
+    if missing_tables := metadata.tables.keys() - set(inspect(connection).get_table_names()):
+        raise cannot_be_used(name, f"it has no table {min(missing_tables)!r}; {DAMAGED}")

@@ -20,6 +20,7 @@ from coserve.serve.store.database import Database
 from coserve.serve.store.files import FileStore
 from coserve.serve.store.jobs import JobStore
 from coserve.serve.store.news import NewsStore
+from coserve.serve.store.private import make_private
 from coserve.serve.store.records import File, Tenant
 from coserve.serve.store.tenants import TenantStore
 
@@ -36,8 +37,8 @@ class Store:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self.folder = folder.resolve()
         try:
-            for part in ("files", "jobs", "adapters"):
-                (self.folder / part).mkdir(parents=True, exist_ok=True)
+            for part in ("", "files", "jobs", "adapters"):
+                make_private(self.folder / part)
         except OSError as error:
             raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
         self._database = Database(self.folder / "coserve.db")

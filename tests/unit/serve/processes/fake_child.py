@@ -50,6 +50,9 @@ def main() -> None:
         pipes.say(Status("standby"))
     start = pipes.start_line(Anything)
     note("starts")
+    if mode == "raises":
+        pipes.own_crashes()
+        raise KeyError("no such tensor")
     if mode == "refuses":
         pipes.say(Status("failed", text="no such model anywhere", kind="ModelNotFound"))
         sys.exit(1)

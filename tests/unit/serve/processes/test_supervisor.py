@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from coserve.serve.processes.claim import Running, claim_state, find_running
 from coserve.serve.processes.process import Process
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.supervisor import listen
+from coserve.serve.settings import ServerSettings
 
 CHILD = Path(__file__).with_name("fake_child.py")
 RUN = """
@@ -358,6 +360,78 @@ def test_a_deliberate_error_at_the_first_start_ends_the_server_at_once(
     code, _, err = server.end()
     assert code == 1 and err == "ServerError: no such model anywhere\n"
     assert len(server.events("engine", "starts")) == 1
+
+
+def test_an_exception_at_the_first_start_ends_the_server_at_once_and_is_told_in_one_line(
+    tmp_path: Path, make_server: Callable[[], Server]
+) -> None:
+    (tmp_path / "engine.mode").write_text("raises")
+    server = make_server()
+    code, out, err = server.end()
+    assert code == 1 and len(err.splitlines()) == 1 and "Traceback" not in out
+    assert "the engine failed at its start with KeyError: 'no such tensor' (fake_child.py, line" in err
+    log = tmp_path / "state" / "log" / "engine.log"
+    assert str(log) in err and "Traceback" in log.read_text()
+    assert len(server.events("engine", "starts")) == 1
+    assert "http://" not in out, "nobody ever answered there"
+
+
+def test_an_exception_later_on_is_told_in_one_line(tmp_path: Path, make_server: Callable[[], Server]) -> None:
+    server = make_server().started()
+    engine, standby = server.events("engine", "stands by")
+    (tmp_path / "engine.mode").write_text("raises")
+    os.kill(standby, signal.SIGKILL)
+    server.wait_for("engine", "stands by", 3)
+    os.kill(engine, signal.SIGKILL)
+    server.wait_for("engine", "starts", 2)
+    (tmp_path / "engine.mode").unlink()
+    server.wait_for("engine", "ready", 2)
+    server.process.send_signal(signal.SIGTERM)
+    _, out, _ = server.end()
+    assert "the engine ended (killed by SIGKILL, as the system does where memory runs out; its log is" in out
+    assert "the engine ended (KeyError: 'no such tensor' (fake_child.py, line" in out
+
+
+def test_the_address_is_told_once_it_answers(make_server: Callable[[], Server]) -> None:
+    server = make_server().started()
+    server.process.send_signal(signal.SIGTERM)
+    _, out, _ = server.end()
+    lines = [line.strip() for line in out.splitlines()]
+    assert "http" not in lines[0] and lines[0].startswith("coserve: starting base")
+    assert lines.index("engine          fake") < next(i for i, line in enumerate(lines) if "http://" in line)
+
+
+def bound(host: str) -> str:
+    """What is said of a listening socket."""
+    console = io.StringIO()
+    settings = ServerSettings(model="m", state=Path("state"), host=host)
+    with tempfile.TemporaryDirectory() as logs, listen(host, 0) as listener:
+        announcer = Announcer(Console(file=console), Path(logs))
+        announcer.ready(settings, listener, 1.0)
+        announcer.close()
+        port = listener.getsockname()[1]
+        return console.getvalue().replace(str(port), "PORT")
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("127.0.0.1", "m on http://127.0.0.1:PORT\n"),
+        ("127.0.0.5", "m on http://127.0.0.5:PORT\n"),
+        ("0.0.0.0", "m on http://127.0.0.1:PORT\n"),
+        ("localhost", "m on http://127.0.0.1:PORT\n"),
+        ("::1", "m on http://[::1]:PORT\n"),
+        ("[::1]", "m on http://[::1]:PORT\n"),
+        ("::", "m on http://[::1]:PORT\n"),
+    ],
+)
+def test_the_address_that_is_told_is_the_one_that_was_bound(host: str, said: str) -> None:
+    if ":" in host and not socket.has_dualstack_ipv6():
+        assert not Path("/proc/net/if_inet6").exists() or Path("/proc/net/if_inet6").read_text() == ""
+        return
+    told = bound(host)
+    assert said in told or (host == "localhost" and "[::1]" in told)
+    assert ("every address" in told) == (host in ("0.0.0.0", "::"))
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path, make_server: Callable[[], Server]) -> None:

@@ -138,7 +138,7 @@ def test_a_migration_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyte
         raise sqlite3.OperationalError("disk full")
 
     monkeypatch.setattr(op, "bulk_insert", broken)
-    with pytest.raises(sqlite3.OperationalError):
+    with pytest.raises(StateError, match="disk full: make room"):
         Store(tmp_path)
     with sqlite3.connect(tmp_path / "coserve.db") as connection:
         assert connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)

@@ -1,0 +1,55 @@
+"""What lies in a state folder is its owner's only: prompts, training data, weights and the hashes of keys."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from coserve.errors import ConfigError
+
+OWNER_ONLY: Final = 0o077  # what a mode may not hold, and the umask of all processes of a server
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder, or takes it from group and others. Raises ConfigError if it is somebody else's, and
+    OSError where it cannot be made."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _take(folder)
+
+
+def make_all_private(folder: Path) -> None:
+    """Takes everything below a folder from group and others. What symbolic links lead to stays as it is.
+
+    Raises ConfigError if something is somebody else's: others may have put it there while they could.
+    """
+    for where, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            _take(Path(where, name))
+
+
+def make_private_file(path: Path) -> None:
+    """Makes an empty file if there is none, or takes it from group and others. Raises as `make_private`."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    _take(path)
+
+
+def _take(path: Path) -> None:
+    try:
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            return
+        if (
+            found.st_uid == 0 != os.geteuid()
+        ):  # a volume that was mounted for this user; root reads all anyway
+            return
+        if found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{path} belongs to another user (its uid is {found.st_uid}): give it to the user that runs "
+                "the server, remove it, or choose another --state"
+            )
+        if found.st_mode & OWNER_ONLY:
+            path.chmod(stat.S_IMODE(found.st_mode) & ~OWNER_ONLY)
+    except FileNotFoundError:  # gone meanwhile
+        return
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be kept from other users: {error.strerror}") from error
