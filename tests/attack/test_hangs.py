@@ -39,15 +39,16 @@ class Hangs:
     def strike(self, who: str, moment: str, look: Callable[[], object] = int) -> float:
         """Stops one process and returns after how many seconds that was said; until then it looks around."""
         served = self.served
-        served.wait(lambda: all(getattr(served.running, name) for name in WHO), "to be whole")
-        served.wait_ready()
-        stream = _Stream(served) if moment == "streaming" else None
+        self.wait_whole()
         if moment == "training":
             self.train()
+            self.wait_whole()
+        stream = _Stream(served) if moment == "streaming" else None
         victim = getattr(served.running, who)
         if moment == "starting":
             victim = self.starting(victim)
         said = self.said()
+        assert victim > 0, "0 would be everybody here"
         os.kill(victim, signal.SIGSTOP)
         began = time.monotonic()
         assert stream is None or not stream.is_over
@@ -64,6 +65,16 @@ class Hangs:
             stream.ends(whole=who != "api")
         self.seconds.append(seconds)
         return seconds
+
+    def wait_whole(self) -> None:
+        """Returns once all processes are ready, none of them one that has ended and is not struck off yet."""
+
+        def is_whole() -> bool:
+            running = self.served.running
+            return all(pid > 0 and psutil.pid_exists(pid) for pid in (getattr(running, n) for n in WHO))
+
+        self.served.wait(is_whole, "to be whole")
+        self.served.wait_ready()
 
     def said(self) -> int:
         return self.log.read_text().count(" hangs (")
@@ -191,7 +202,7 @@ def test_a_server_with_a_hung_child_ends_soon_and_says_so(hangs: Hangs, who: str
 def test_nothing_outlives_the_supervisor(hangs: Hangs) -> None:
     """Also what imports, and what is stopped."""
     served = hangs.served
-    served.wait(lambda: all(getattr(served.running, name) for name in WHO), "to be whole")
+    hangs.wait_whole()
     importing = hangs.starting(served.running.standby)
     children = {child.pid for child in psutil.Process(served.pid).children()}
     assert importing in children and len(children) == 3
