@@ -26,7 +26,7 @@ def tile_bias(start: int, window: int | None, device: torch.device) -> Tensor:
         reach(start), device=device
     )
     hidden = age < 0 if window is None else (age < 0) | (age >= window)
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=torch.float32, device=device).masked_fill_(hidden, float("-inf"))
 
 
 def attend_tile(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionSpec) -> Tensor:

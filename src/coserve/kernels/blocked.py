@@ -131,7 +131,7 @@ def _blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice
 @cache
 def _causal_bias(count: int) -> Tensor:
     """[count, count]: -inf above the diagonal, 0 elsewhere; adding it takes a fifth of filling by a mask."""
-    return torch.full((count, count), float("-inf")).triu(1)
+    return torch.full((count, count), float("-inf"), dtype=torch.float32).triu(1)
 
 
 def _scores(

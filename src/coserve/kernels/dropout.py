@@ -31,4 +31,6 @@ class Mask:
     def _block(self, block: int, width: int) -> Tensor:
         digest = hashlib.blake2b(f"{self.key}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-        return (torch.rand(_BLOCK, width, generator=generator) >= self.p).float() / (1 - self.p)
+        return (torch.rand(_BLOCK, width, generator=generator, dtype=torch.float32) >= self.p).float() / (
+            1 - self.p
+        )

@@ -174,7 +174,7 @@ class InferenceRows:
             hidden = positions >= lengths
             if window is not None:
                 hidden |= positions < lengths - window
-            self._biases[window] = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(
-                hidden, float("-inf")
-            )[:, None]
+            self._biases[window] = torch.zeros(
+                hidden.shape, dtype=torch.float32, device=hidden.device
+            ).masked_fill_(hidden, float("-inf"))[:, None]
         return self._biases[window]

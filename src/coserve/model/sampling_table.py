@@ -72,7 +72,7 @@ class SamplingTable:
         self.eos_ids = tuple(eos_ids)
         self.device = torch.device(device)
         # Stacked, so that setting a slot is two copies to the device and not ten.
-        self._floats = torch.zeros(6, capacity, device=self.device)
+        self._floats = torch.zeros(6, capacity, dtype=torch.float32, device=self.device)
         self._ints = torch.zeros(4, capacity, dtype=torch.long, device=self.device)
         self.temperature, self.tail, self.min_p, self.repetition, self.presence, self.frequency = self._floats
         self.seed, self.top_k, self.first_end, self.count_row = self._ints
@@ -110,7 +110,7 @@ class SamplingTable:
                   params.frequency_penalty)  # fmt: skip
         top_k = params.top_k if params.top_k < self.vocab else 0
         ints = (_signed(seed), top_k, len(prompt) + params.min_tokens, row)
-        self._floats[:, slot] = torch.tensor(floats, device=self.device)
+        self._floats[:, slot] = torch.tensor(floats, dtype=torch.float32, device=self.device)
         self._ints[:, slot] = torch.tensor(ints, dtype=torch.long, device=self.device)
         self._biases.put(slot, list(params.logit_bias.items()))
         if params.min_tokens > 0:

@@ -125,7 +125,7 @@ class Optimizer:
             piece.of(self.flat),
             piece.of(self._gradients),
             *(piece.of(self._moments[kind]) for kind in KINDS),
-            torch.tensor(piece.count + 1.0, device=self.flat[piece.slab].device),
+            torch.tensor(piece.count + 1.0, dtype=torch.float32, device=self.flat[piece.slab].device),
         ]
 
     def moments(self) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class Optimizer:
         for name, slot in self.slabs.slots.items():
             if not self._counts[name]:
                 continue
-            found[f"{name}.{_COUNT}"] = torch.tensor(float(self._counts[name]))
+            found[f"{name}.{_COUNT}"] = torch.tensor(float(self._counts[name]), dtype=torch.float32)
             for kind in KINDS:
                 slab = self._moments[kind][slot.slab]
                 assert slab is not None, "what had an update has moments"

@@ -81,7 +81,7 @@ class BitFit:
         for path, site in _sites(config, frame).items():
             base = frame.bias(path)
             if base is None:
-                bias = torch.zeros(site.outputs)
+                bias = torch.zeros(site.outputs, dtype=torch.float32)
             else:
                 bias = base.detach().to("cpu", exact_type(base.dtype), copy=True)
             bypasses[Place(path)] = BitFitBypass(bias, base)

@@ -93,10 +93,12 @@ class Bottleneck:
         for path, width in _sublayers(config.layout, frame).items():
             bound = 1 / math.sqrt(width)
             bypasses[Place(path)] = BottleneckBypass(
-                torch.empty(config.width, width).uniform_(-bound, bound, generator=generator),
-                torch.zeros(config.width),
-                torch.zeros(width, config.width),
-                torch.zeros(width),
+                torch.empty(config.width, width, dtype=torch.float32).uniform_(
+                    -bound, bound, generator=generator
+                ),
+                torch.zeros(config.width, dtype=torch.float32),
+                torch.zeros(width, config.width, dtype=torch.float32),
+                torch.zeros(width, dtype=torch.float32),
                 config.activation,
             )
         return Part(self.name, config, bypasses)

@@ -92,7 +92,7 @@ class IA3:
                 continue
             side = Side.INPUT if path in entered else Side.OUTPUT
             width = site.inputs if path in entered else site.outputs
-            bypasses[Place(path, side)] = IA3Bypass(torch.ones(width))
+            bypasses[Place(path, side)] = IA3Bypass(torch.ones(width, dtype=torch.float32))
         return Part(self.name, config, bypasses)
 
     def read(self, saved: Saved, frame: Frame) -> Part:

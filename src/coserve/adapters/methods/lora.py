@@ -198,12 +198,12 @@ def _draw(strengths: Strengths, site: Site, generator: torch.Generator) -> LowRa
     if site.kind is Kind.EMBEDDING:
         if config.lora_bias:
             raise AdapterError("lora_bias is not supported beside an embedding")
-        b = torch.empty(site.outputs, rank).normal_(generator=generator)
-        return EmbeddingLoRA(torch.zeros(rank, site.inputs), b, scale, site.factor)
+        b = torch.empty(site.outputs, rank, dtype=torch.float32).normal_(generator=generator)
+        return EmbeddingLoRA(torch.zeros(rank, site.inputs, dtype=torch.float32), b, scale, site.factor)
     bound = 1 / math.sqrt(site.inputs)
-    a = torch.empty(rank, site.inputs).uniform_(-bound, bound, generator=generator)
-    bias = torch.zeros(site.outputs) if config.lora_bias else None
-    return LoRABypass(a, torch.zeros(site.outputs, rank), scale, config.dropout, bias)
+    a = torch.empty(rank, site.inputs, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    bias = torch.zeros(site.outputs, dtype=torch.float32) if config.lora_bias else None
+    return LoRABypass(a, torch.zeros(site.outputs, rank, dtype=torch.float32), scale, config.dropout, bias)
 
 
 def _weights(frame: Frame, site: Site) -> Weights:

@@ -118,9 +118,15 @@ class PTuning:
 
     def fresh(self, config: PTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
         """As PEFT draws it: torch's defaults for an embedding, an LSTM and linears."""
-        weights = {"embedding.weight": torch.randn(config.tokens, frame.hidden_size, generator=generator)}
+        weights = {
+            "embedding.weight": torch.randn(
+                config.tokens, frame.hidden_size, generator=generator, dtype=torch.float32
+            )
+        }
         for name, (shape, bound) in _shapes(config, frame.hidden_size).items():
-            weights[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            weights[name] = torch.empty(shape, dtype=torch.float32).uniform_(
+                -bound, bound, generator=generator
+            )
         return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)
 
     def read(self, saved: Saved, frame: Frame) -> Part:

@@ -146,11 +146,17 @@ class PrefixTuning:
         """As PEFT draws it: torch's defaults for an embedding and linears; zeros where asked for."""
         layout = Layout.of(frame)
         if not config.projection:
-            rows = torch.randn(config.tokens, layout.row_width, generator=generator)
+            rows = torch.randn(config.tokens, layout.row_width, generator=generator, dtype=torch.float32)
             return self._part(config, PlainPrefix(rows * (not config.zero), layout), frame)
-        weights = {"embedding.weight": torch.randn(config.tokens, layout.token_width, generator=generator)}
+        weights = {
+            "embedding.weight": torch.randn(
+                config.tokens, layout.token_width, generator=generator, dtype=torch.float32
+            )
+        }
         for name, (shape, bound) in _shapes(config, layout).items():
-            weights[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            weights[name] = torch.empty(shape, dtype=torch.float32).uniform_(
+                -bound, bound, generator=generator
+            )
             if config.zero and name.startswith("transform.2"):
                 weights[name].zero_()
         return self._part(config, ProjectedPrefix(weights, layout), frame)

@@ -51,7 +51,9 @@ class PromptTuning:
         elif config.start == "SAMPLE_VOCAB":
             embeddings = frame.embedded(torch.randint(vocabulary, (config.tokens,), generator=generator))
         else:
-            embeddings = torch.randn(config.tokens, frame.hidden_size, generator=generator)
+            embeddings = torch.randn(
+                config.tokens, frame.hidden_size, generator=generator, dtype=torch.float32
+            )
         return Part(self.name, config, {Place(path, Side.PROMPT): PlainPrompt(embeddings.float().cpu())})
 
     def read(self, saved: Saved, frame: Frame) -> Part:
