@@ -18,10 +18,13 @@ class Followed:
 
     def __init__(self, counter: Counter) -> None:
         self._counter, self._seen = counter, 0
+        self.total = 0  # what the counter stands at
 
     def reach(self, count: int) -> None:
         """The other one stands at `count` now."""
-        self._counter.inc(count - self._seen if count >= self._seen else count)
+        more = count - self._seen if count >= self._seen else count
+        self._counter.inc(more)
+        self.total += more
         self._seen = count
 
 
@@ -71,7 +74,8 @@ class Metrics:
 
     def _make_engine(self) -> None:
         self.slo_attainment = self._gauge(
-            "slo_attainment", "Answers within all bounds, of those that ended, since the engine's start."
+            "slo_attainment",
+            "Answers within all bounds, of those that ended: slo_met of slo_met and slo_missed.",
         )
         self.slo_met = Followed(self._counter("slo_met", "Answers within all bounds."))
         self.slo_missed = Followed(self._counter("slo_missed", "Answers beyond a bound."))

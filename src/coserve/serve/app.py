@@ -11,7 +11,7 @@ from coserve.serve.answering.price import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import Hosts, Origins
 from coserve.serve.http.middleware import Crowding, Draining, Limits, RequestIds
-from coserve.serve.routes import adapters, chat, completions, files, health, jobs, models, transfers
+from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
 from coserve.serve.state import State
 
 _FORM_BYTES = 2 * 2**20  # around the large file in an upload
@@ -21,10 +21,12 @@ _STREAMED = ("/v1/chat/completions", "/v1/completions")
 
 def create_app(state: State) -> FastAPI:
     """The application over a state whose parts are running."""
-    app = FastAPI(title="coserve", version=_version(), summary="OpenAI's API for answers and fine-tuning.")
+    summary = "OpenAI's API for answers and fine-tuning."
+    # FastAPI's own pages run scripts from elsewhere; `routes/docs.py` has none.
+    app = FastAPI(title="coserve", version=_version(), summary=summary, docs_url=None, redoc_url=None)
     app.state.coserve = state
     errors.install(app)
-    for room in (chat, completions, models, adapters, transfers, files, jobs, health):
+    for room in (chat, completions, models, adapters, transfers, files, jobs, health, docs):
         app.include_router(room.router)
 
     def body_limit(path: str) -> int:

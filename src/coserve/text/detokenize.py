@@ -8,6 +8,7 @@ from tokenizers.decoders import DecodeStream
 from coserve.errors import ConfigError
 from coserve.text.tokenizer import Tokenizer
 
+_ENDING: Final = 32  # tokens of a prompt that are looked at for its last character
 _NO_CHARACTER: Final = "\ufffd"  # for bytes that are none
 
 
@@ -69,10 +70,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._tokens = list(after[-1:])
+        self._tokens = self._ending(after)
         before = self._decode()
-        if before.endswith(_NO_CHARACTER):  # `after` ends within a character, which is not taken up again
-            self._tokens, before = [], ""
         self._before = len(before)
         self._decoder = DecodeStream(ids=list(self._tokens), skip_special_tokens=True)
         self._matcher = StopMatcher(stops)
@@ -105,6 +104,18 @@ class TextStream:
         text = self._matcher.push(self._decode()[self._before + self._decoded :])
         self._tokens, self._before, self._decoded = [], 0, 0
         return text if self.stopped else text + self._matcher.finish()
+
+    def _ending(self, after: Sequence[int]) -> list[int]:
+        """The last tokens of `after` that are whole characters; special ones are none, and a character may
+        take several. None where it ends within a character, which is not taken up again."""
+        added = self._tokenizer.added_tokens_decoder
+        kept = [token for token in after[-_ENDING:] if not (token in added and added[token].special)]
+        for count in range(1, len(kept) + 1):
+            self._tokens = kept[-count:]
+            text = self._decode()
+            if text and _NO_CHARACTER not in text:
+                return self._tokens
+        return []
 
     def _decode(self) -> str:
         return self._tokenizer.decode(

@@ -1,5 +1,6 @@
 """Prompts, chats and single tokens: the same ids as in training, the bytes of every token, and no torch."""
 
+import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +131,8 @@ def test_sentence_pieces_have_their_spaces_and_bytes() -> None:
         (["▁hi", "h"], ["i", "▁hi"], "i hi"),
         (["<s>"], ["▁hi"], "hi"),
         (["▁hi"], ["<0xF0>", "<0x9F>", "<0x90>", "<0xB6>", "▁hi", "<0xF0>"], "🐶 hi\ufffd"),
+        (["▁hi", "<0xF0>", "<0x9F>", "<0x90>", "<0xB6>"], ["▁hi"], " hi"),
+        (["▁hi", "<s>", "<s>"], ["▁hi"], " hi"),
         (["▁hi", "<0xF0>"], ["<0x9F>", "▁hi"], "\ufffd hi"),  # half a character before is left as it was
     ],
 )
@@ -140,6 +143,21 @@ def test_a_text_goes_on_as_if_it_had_been_decoded_at_once(
     id_of = tokenizer.get_vocab()
     stream = Text(tokenizer).stream(after=[id_of[name] for name in before])
     assert "".join(stream.push(id_of[name]) for name in names) + stream.finish() == said
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_stands_before_an_answer_it_goes_on_as_if_decoded_at_once(seed: int) -> None:
+    draw, tokenizer = random.Random(seed), sentence_pieces()
+    text, names = Text(tokenizer), tokenizer.get_vocab()
+    dog = [names[name] for name in ("<0xF0>", "<0x9F>", "<0x90>", "<0xB6>")]
+    units = [dog, [names["▁hi"]], [names["h"]], [names["i"]], [names["<s>"]]]
+    for _ in range(200):
+        before, answer = (
+            [t for unit in draw.choices(units, k=draw.randrange(1, 9)) for t in unit] for _ in "ab"
+        )
+        stream = text.stream(after=before)
+        said = "".join(map(stream.push, answer)) + stream.finish()
+        assert text.decode(before) + said == text.decode(before + answer)
 
 
 def test_places_of_tokens_are_those_of_their_characters() -> None:

@@ -16,6 +16,7 @@ from coserve.serve.store.records import Tenant
 from coserve.serve.store.tenants import LOCAL
 
 _API = "/v1/"  # every path below it needs a tenant
+_INSIDE = ("/metrics", "/docs", "/openapi.json")  # these too: they tell of all tenants, or of what is here
 _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys create` prints it once.")
 
 
@@ -30,7 +31,7 @@ class Authentication:
         self._looked_up: dict[tuple[object, object], asyncio.Task[Tenant]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_API):
+        if scope["type"] == "http" and _needs_tenant(scope["path"]):
             try:
                 tenant = await self._tenant(HTTPConnection(scope))
             except (ApiError, CoserveError) as error:
@@ -48,6 +49,10 @@ class Authentication:
             task = self._looked_up[who] = asyncio.create_task(tenant_of(request, self.state))
             task.add_done_callback(lambda _: self._looked_up.pop(who))
         return await asyncio.shield(task)
+
+
+def _needs_tenant(path: str) -> bool:
+    return path.startswith(_API) or path.rstrip("/") in _INSIDE
 
 
 async def tenant_of(request: HTTPConnection, state: State) -> Tenant:

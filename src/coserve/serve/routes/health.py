@@ -1,4 +1,4 @@
-"""`/health`, `/health/ready` and `/metrics`: for those who watch. No key is needed."""
+"""`/health`, `/health/ready` and `/metrics`: for those who watch. Only the last one needs a key."""
 
 from typing import Literal
 
@@ -75,10 +75,10 @@ def _gauge(state: State) -> None:
         metrics.engine_load_seconds.set(state.link.hello.load_seconds)
     if stats is None:
         return
-    ended = stats.slo_met + stats.slo_missed
-    metrics.slo_attainment.set(stats.slo_met / ended if ended else 1.0)
     metrics.slo_met.reach(stats.slo_met)
     metrics.slo_missed.reach(stats.slo_missed)
+    ended = metrics.slo_met.total + metrics.slo_missed.total
+    metrics.slo_attainment.set(metrics.slo_met.total / ended if ended else 1.0)
     metrics.cost_model_error.set(stats.cost_error)
     metrics.cost_model_margin.set(stats.cost_margin)
     for account, nbytes in stats.memory.items():

@@ -1,0 +1,56 @@
+"""`/docs`: the OpenAPI document as one page to read, without scripts and without anything from elsewhere."""
+
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+router = APIRouter(include_in_schema=False)
+
+_STYLE = (
+    "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "code,pre{font:14px/1.4 monospace}pre{background:#f4f4f4;color:#111;padding:1em;overflow:auto}"
+    "h3 code{font-size:1em}"
+)
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+@router.get("/docs")
+async def docs(request: Request) -> HTMLResponse:
+    """All endpoints by group, and the shapes of what they take and give."""
+    page = "".join(_page(request.app.openapi()))
+    return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
+
+
+def _page(document: Mapping[str, Any]) -> Iterator[str]:
+    info = document["info"]
+    title = f"{escape(info['title'])} {escape(info['version'])}"
+    yield f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
+    yield f"<p>{escape(info.get('summary', ''))} For programs: <a href=/openapi.json>openapi.json</a>."
+    group = ""
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if (tag := operation.get("tags", [""])[0]) != group:
+                group = tag
+                yield f"<h2>{escape(group)}</h2>"
+            yield f"<h3><code>{method.upper()} {escape(path)}</code></h3>"
+            yield from _operation(operation)
+    yield "<h2>Schemas</h2>"
+    for name, schema in document["components"]["schemas"].items():
+        yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3>{_json(schema)}'
+
+
+def _operation(operation: Mapping[str, Any]) -> Iterator[str]:
+    yield f"<p><b>{escape(operation.get('summary', ''))}</b> {escape(operation.get('description', ''))}"
+    for what in ("parameters", "requestBody"):
+        if what in operation:
+            yield f"<details><summary>{what}</summary>{_json(operation[what])}</details>"
+    answers = {status: answer for status, answer in operation["responses"].items() if status < "300"}
+    yield f"<details><summary>responses</summary>{_json(answers)}</details>"
+
+
+def _json(value: Any) -> str:
+    return f"<pre>{escape(json.dumps(value, indent=2))}</pre>"
