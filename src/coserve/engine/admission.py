@@ -22,6 +22,7 @@ from coserve.errors import ConfigError, OutOfMemory
 from coserve.memory.budget import Capacity, budget_of, process_capacity
 from coserve.memory.ledger import Account, Bytes, Ledger
 from coserve.memory.measured import make_meter
+from coserve.model.load import usable_device
 from coserve.schedule.config import SchedulerConfig
 from coserve.train.fitting import JobSize, settings_that_fit
 from coserve.train.needs import JobNeeds, Steps, step_bytes, walk_bytes
@@ -64,8 +65,9 @@ class Admission:
     """The ledger of one engine, and the jobs that wait for bytes. Everything happens between two steps."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Made before the model is loaded: what is free then is what there is to be had."""
-        device = torch.device(config.device)
+        """Made before the model is loaded: what is free then is what there is to be had. Raises ConfigError
+        where the device cannot be used."""
+        device = usable_device(config.device)
         self.meter = make_meter(device)
         self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
         self._limit = _limit_of(config, self.ledger.budget)

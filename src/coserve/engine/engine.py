@@ -38,7 +38,7 @@ from coserve.memory.malloc import keep_freed_memory, return_freed_memory
 from coserve.memory.pages import PagePool
 from coserve.memory.store import Int8Store, Store
 from coserve.model.grammar import Grammars
-from coserve.model.load import load_base, usable_device
+from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
@@ -78,7 +78,6 @@ class Engine:
         dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.device == "cpu":
             keep_freed_memory()
-        usable_device(config.device)
         self.admission = Admission(config)
         self.base = load_base(model, dtype, config.device, config.quantize)
         prove_training(self.base)
