@@ -148,8 +148,7 @@ class Engine:
         answer's first tokens where another engine gave them out: they count as its beginning, and the handle
         reports only what follows. Without `text` the tokens stay tokens, and stop strings are left to the
         caller. What prompts of one `scope` have in common is computed once; None shares nothing. The first
-        token of a `newcomer` goes before other work. Raises RequestError, AdapterNotFound or ConfigError,
-        with nothing queued.
+        token of a `newcomer` goes first. Raises RequestError, AdapterNotFound or ConfigError, nothing queued.
         """
         with self._lock:
             version = None if adapter is None else self.bank.look(adapter)
