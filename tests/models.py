@@ -73,13 +73,27 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "glm": {**_COMMON, "head_dim": 16},
     "deepseek_v3": {**_COMMON, **_DEEPSEEK},
 }
+# The last two layers read the keys and values of the two before them.
+SHARING: Mapping[str, dict[str, Any]] = {
+    "gemma4_text": {
+        **_COMMON,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+}
 MIXTURES = ("mixtral", "gpt_oss", "deepseek_v3")
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model of architecture `name` with a configuration object of its own; same arguments, same weights."""
     fields = {
-        **ARCHITECTURES.get(name, _COMMON),
+        **{**ARCHITECTURES, **SHARING}.get(name, _COMMON),
         "pad_token_id": 0,
         "bos_token_id": 0,
         "eos_token_id": 0,
@@ -91,7 +105,7 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # what a model draws for itself
         model = AutoModelForCausalLM.from_config(config, **options)
-    _spread(model, seed)
+    spread(model, seed)
     return model.to(dtype).eval()
 
 
@@ -103,7 +117,7 @@ def make_eager(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _spread(model: nn.Module, seed: int) -> None:
+def spread(model: nn.Module, seed: int) -> None:
     """Weights that make answers depend on their prompts; biases, norms and sinks that are not 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

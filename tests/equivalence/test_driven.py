@@ -11,7 +11,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel
 from coserve.model.load import load_base
-from models import ARCHITECTURES, VOCABULARY, WINDOW, greedy, letter_tokenizer, logits_of, prompts, save, tiny
+from models import (
+    ARCHITECTURES,
+    SHARING,
+    VOCABULARY,
+    WINDOW,
+    greedy,
+    letter_tokenizer,
+    logits_of,
+    prompts,
+    save,
+    tiny,
+)
 
 LENGTHS = (1, 7, 2 * WINDOW + 5, 16, 33)
 ANSWER = 14
@@ -21,7 +32,7 @@ def engine(model: object, **settings: object) -> Engine:
     return Engine(model, EngineConfig(calibrate=False, cache_tokens=2048, **settings))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
 def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     """Prompts of mixed lengths side by side, also beyond the sliding window; float32, identical tokens."""
     asked = prompts(random.Random(f"driven/{name}"), LENGTHS)
@@ -38,7 +49,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3", "gemma4_text"])
 def test_low_precision_logprobs_are_near(name: str, dtype: str) -> None:
     """Within a few roundings (bfloat16 keeps 8 bits, float16 11) of the model's own logits, in the mean."""
     (asked,) = prompts(random.Random(f"low/{name}"), [40])
@@ -134,7 +145,7 @@ def test_layers_that_hand_on_state_are_refused() -> None:
     sentence = refused(
         "gemma3n_text", num_hidden_layers=10, num_kv_shared_layers=5, vocab_size_per_layer_input=96
     )
-    assert "gemma3n_text" in sentence and "layer to layer" in sentence
+    assert "gemma3n_text" in sentence and "several hidden states" in sentence
 
 
 def test_rotary_tables_that_depend_on_the_batch_are_refused() -> None:
@@ -172,7 +183,7 @@ def test_a_device_that_is_not_there(device: str) -> None:
         load_base(tiny("llama"), device=device)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
 def test_every_architecture_comes_back_from_its_folder(name: str, tmp_path: Path) -> None:
     """No tensor of theirs is missed for one that is tied or made on the spot."""
     tiny(name).save_pretrained(tmp_path)

@@ -12,14 +12,18 @@ import pytest
 from adapters import lora_adapter
 from coserve.core.sequence import Span
 from coserve.train.keep import Keep
-from models import ARCHITECTURES, Exact
+from models import ARCHITECTURES, SHARING, Exact
 from passages import LORA, Case, Passage, make_case, windows, worst
 
 TOLERANCE = 1e-10
 LENGTHS = (9, 40, 1, 25, 12)  # packed end to end; some longer than the sliding windows
 ROWS = sum(LENGTHS)
 SHORT = (9, 14, 1, 5)
-WHOLE = ("gpt2", "gemma2")  # learnt positions; sliding windows, soft-capping, norms behind products
+WHOLE = (
+    "gpt2",
+    "gemma2",
+    "gemma4_text",
+)  # learnt positions; sliding windows, soft-capping, norms behind products; shared keys and values
 
 
 def travel(case: Case, keep: Keep, there: int, back: int, draws: random.Random | None) -> float:
@@ -28,7 +32,7 @@ def travel(case: Case, keep: Keep, there: int, back: int, draws: random.Random |
     return passage.error()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
 def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
     """Small windows put down anywhere, large ones and whole micro-batches, each with another tape."""
     draws = random.Random(f"windows/{name}")
@@ -45,7 +49,11 @@ def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in WHOLE else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+    "name",
+    [
+        name if name in WHOLE else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*ARCHITECTURES, *SHARING)
+    ],
 )
 def test_windows_of_any_size_with_any_tape(name: str) -> None:
     """All sizes with all tapes, put down and not."""

@@ -25,12 +25,13 @@ from coserve.kernels.cpu import multiplies_bfloat16
 class AttentionSpec:
     """What a layer asks of its attention: `scale` of the scores, sliding `window` in positions (None is
     unlimited), `softcap` of the scores (Gemma 2), `sinks` [heads], a learnt logit that every softmax adds
-    (GPT-OSS)."""
+    (GPT-OSS). Where it `reads` another layer's keys and values (Gemma 4) it is given none of its own."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    reads: int | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -5,7 +5,7 @@ Which page belongs to whom is `memory.pages`' business; here a page is an index.
 decode reads each group's keys where its product wants them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,18 @@ from coserve.memory.store import Store
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """Keys and values of one layer: `groups` heads, `key` and `value` widths, the sliding `window` in
-    positions (None is unlimited)."""
+    positions (None is unlimited). A layer that `reads` another's has none of its own."""
 
     groups: int
     key: int
     value: int
     window: int | None = None
+    reads: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token's own take: none where they are another layer's."""
+        return 0 if self.reads is not None else self.groups * (self.key + self.value)
 
 
 class KVPool:
@@ -47,17 +53,33 @@ class KVPool:
         self.rounds = store.rounds
         self._last: tuple[Tensor, int, Tensor] | None = None
         slots = (pages + 1) * page_size
-        self._keys = [store(c.groups, slots, c.key, dtype, device) for c in caches]
-        self._values = [store(c.groups, slots, c.value, dtype, device) for c in caches]
+        self._keys: list[Store] = []
+        self._values: list[Store] = []
+        for c in caches:  # a layer reads one below it
+            self._keys.append(
+                store(c.groups, slots, c.key, dtype, device) if c.reads is None else self._keys[c.reads]
+            )
+            self._values.append(
+                store(c.groups, slots, c.value, dtype, device) if c.reads is None else self._values[c.reads]
+            )
+        self._owns = [c.reads is None for c in caches]
 
     @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in (*self._keys, *self._values))
+        return sum(store.nbytes for store in self._stores)
+
+    @property
+    def _stores(self) -> Iterator[Store]:
+        """All there are, each once."""
+        for keys, values, is_own in zip(self._keys, self._values, self._owns, strict=True):
+            if is_own:
+                yield keys
+                yield values
 
     def clean(self, pages: Tensor) -> None:
         """Zeros pages [n] that change hands: a NaN left in keys or values would reach their next owner,
         because neither a bias of -inf nor a weight of 0 masks it."""
-        for store in (*self._keys, *self._values):
+        for store in self._stores:
             store.clean(pages, self.page_size)
 
     def slots(self, pages: Tensor) -> Tensor:
@@ -67,11 +89,14 @@ class KVPool:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """What lies in slots `sources` [n] into slots `targets` [n], in every layer."""
-        for store in (*self._keys, *self._values):
+        for store in self._stores:
             store.copy(sources, targets)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k [groups, rows, dk] and v [groups, rows, dv] into slots [rows]."""
+        """k [groups, rows, dk] and v [groups, rows, dv] into slots [rows]; a layer that reads another's has
+        nothing to write."""
+        if not self._owns[layer]:
+            return
         self._keys[layer].write(slots, k)
         self._values[layer].write(slots, v)
 
@@ -159,7 +184,8 @@ class InferenceRows:
     def _attend_chunk(
         self, chunk: PrefillRows, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> Tensor:
-        if chunk.start > 0 or self._pool.rounds:  # however a prompt is cut, its rows see the same
+        # However a prompt is cut, its rows see the same.
+        if chunk.start > 0 or self._pool.rounds or spec.reads is not None:
             end = chunk.start + chunk.count
             keys, values = self._pool.gather(layer, chunk.pages)
             k, v = keys[None, :, :end], values[None, :, :end]

@@ -6,6 +6,7 @@ its logits. Design decision 1: drive, do not patch.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import KVSharingDict
 
 from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import EMBEDDED, gain_of
@@ -67,6 +69,11 @@ class Base:
     def depth(self) -> int:
         """Number of decoder layers."""
         return len(self.slots)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether some layers read other layers' keys and values."""
+        return any(cache.reads is not None for cache in self.caches)
 
     @property
     def nbytes(self) -> int:
@@ -205,7 +212,7 @@ class Base:
             if not first:
                 first.append(hidden)
                 self.cell.rows = None  # what follows the layers is none of these rows' business
-            calls.append(call)
+            calls.append(_reading_pages(call) if self.hands_on else call)
             return hidden
 
         self.cell.rows = rows
@@ -228,6 +235,26 @@ class Base:
                     slot.answer_with(None)
 
 
+class _Elsewhere(KVSharingDict):  # type: ignore[misc]
+    """Where layers would leave keys and values for others, which read the pages of these instead."""
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        pass
+
+    def __getitem__(self, key: str) -> tuple[Tensor, Tensor]:
+        return _NOTHING, _NOTHING
+
+
+_NOTHING = torch.empty(0)
+_ELSEWHERE = _Elsewhere()  # one for all, so that layers which are called alike still are
+
+
+def _reading_pages(call: Call) -> Call:
+    """The same without state that is handed from layer to layer."""
+    args, kwargs = call
+    return args, {k: _ELSEWHERE if isinstance(v, KVSharingDict) else v for k, v in kwargs.items()}
+
+
 def _distinct(calls: list[Call]) -> LayerCalls:
     """Layers that were called with the very same objects share one entry."""
     seen: dict[tuple[int, ...], int] = {}
@@ -248,8 +275,10 @@ def attention_function(
     """The function a base's attention modules call in place of transformers' own.
 
     It hands queries, keys and values to whichever rows are running, and notes each layer's cache shape, which
-    is how `load` learns them. As transformers' own it gives [1, rows, heads, dv] in one piece.
+    is how `load` learns them: a layer that is given the very keys of another reads that one's. As
+    transformers' own it gives [1, rows, heads, dv] in one piece.
     """
+    given: dict[int, weakref.ref[Tensor]] = {}  # keys, while it is learnt who reads whose
 
     def attention(
         module: Any,
@@ -265,12 +294,18 @@ def attention_function(
         **_: Any,
     ) -> tuple[Tensor, None]:
         masks.check(module.layer_idx, attention_mask, sliding_window)
+        layer = module.layer_idx
+        if layer not in caches:
+            reads = next((other for other, of in given.items() if of() is key), None)
+            caches[layer] = CacheShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, reads)
+            given[layer] = weakref.ref(key)
+        shape = caches[layer]
+        if shape.reads is not None:  # whoever attends has them already
+            groups, rows = shape.groups, query.shape[2]
+            key, value = (query.new_zeros(()).expand(1, groups, rows, n) for n in (shape.key, shape.value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        spec = AttentionSpec(scale, sliding_window, softcap, s_aux)
+        spec = AttentionSpec(scale, sliding_window, softcap, s_aux, shape.reads)
         assert cell.rows is not None, "attention runs inside a run of the base"
-        caches.setdefault(
-            module.layer_idx, CacheShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
-        )
-        return cell.rows.attend(module.layer_idx, query, key, value, spec).contiguous(), None
+        return cell.rows.attend(layer, query, key, value, spec).contiguous(), None
 
     return attention

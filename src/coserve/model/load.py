@@ -27,7 +27,7 @@ from coserve.model.linear import FrozenLinear, Placement, place_locally
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
 from coserve.model.placing import place_linears
-from coserve.model.probe import ProbeRows, drive, own_forward, prove
+from coserve.model.probe import ProbeRows, drive, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
 from coserve.model.seam import Seam
@@ -125,7 +125,7 @@ def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> No
         )
     if model is not None and text.model_type.startswith("gemma3n"):
         raise UnsupportedModel(
-            f"{name} hands keys and values from layer to layer, which the engine does not carry"
+            f"{name} carries several hidden states from layer to layer, and the engine carries one"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     kinds_of_rope = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)} | {
@@ -172,6 +172,7 @@ def _fit(
     base.learn_arguments()
     _learn_caches(base, caches)
     _keep_sites_of_rows(base)
+    _keep_sites_that_layers_see(base)
     _refuse_other_masks(base, masks.windows)
     return base
 
@@ -224,6 +225,25 @@ def _keep_sites_of_rows(base: Base) -> None:
             hidden = base.layer(layer, hidden, calls)
     base.tail(hidden, rows)
     base.sites = {path: site for path, site in base.sites.items() if path in rows.seen}
+
+
+class _Other(FusedRows):
+    """Rows whose embeddings are not the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__([], [])
+
+    def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
+        return y * 2 + 1
+
+
+def _keep_sites_that_layers_see(base: Base) -> None:
+    """Layers that are called with something else that was made of the embeddings (Gemma 4's inputs of each
+    layer) are called with what the base alone gives in training: nothing may stand at the embedding."""
+    one = torch.zeros(1, dtype=torch.long, device=base.device)
+    (_, own), (_, other) = base.prologue(one, one), base.prologue(one, one, _Other())
+    if not same_arguments(own, other):
+        base.sites = {path: site for path, site in base.sites.items() if site.kind is not Kind.EMBEDDING}
 
 
 def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:

@@ -21,7 +21,7 @@ from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.memory.kv import DecodeRows, InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
-from coserve.model.batch import FusedRows, Part
+from coserve.model.batch import FusedRows, LayerCalls, Part
 from coserve.model.masks import Masks
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_rows
 
@@ -88,6 +88,8 @@ class ProbeRows:
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        if spec.reads is not None:
+            return attend(q, *self._cache[spec.reads], spec).transpose(1, 2)
         if layer not in self._cache and self._before:
             self._cache[layer] = _random(layer, k, self._before), _random(~layer, v, self._before)
         if layer in self._cache:
@@ -197,13 +199,17 @@ def _expect_same_arguments(base: Base, far: Tensor) -> None:
     zeros = torch.zeros_like(near)
     _, alone = base.prologue(zeros, near)
     _, beside = base.prologue(torch.cat([zeros, zeros]), torch.cat([near, far]))
-    for one, other in zip(alone.calls, base.arguments.narrow(beside, 0, len(near)).calls, strict=True):
-        pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
-        if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor)):
-            raise UnsupportedModel(
-                f"{base.model.config.model_type} treats a row otherwise when one at position "
-                f"{int(far[-1])} is beside it"
-            )
+    if not same_arguments(alone, base.arguments.narrow(beside, 0, len(near))):
+        raise UnsupportedModel(
+            f"{base.model.config.model_type} treats a row otherwise when one at position "
+            f"{int(far[-1])} is beside it"
+        )
+
+
+def same_arguments(one: LayerCalls, other: LayerCalls) -> bool:
+    """Whether layers are called with the very same numbers."""
+    pairs = zip(tree_leaves(one.calls), tree_leaves(other.calls), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
 
 
 class _Preceding(DynamicCache):  # type: ignore[misc]

@@ -53,8 +53,11 @@ class KeptCompany:
         parts = list(zip(self._windows, *(torch.split(x, self._sizes, 2) for x in (q, k, v)), strict=True))
         if self._whole is None:
             return torch.cat([window.attend(layer, *rows, spec) for window, *rows in parts], dim=1)
-        for window, _, keys, values in parts:
-            window.tape.keep_cache(layer, window.window, keys[0], values[0])
+        if spec.reads is None:
+            for window, _, keys, values in parts:
+                window.tape.keep_cache(layer, window.window, keys[0], values[0])
+        else:
+            k, v = _joined([window.tape.cache(spec.reads, window.window) for window in self._windows])
         keeping = [i for i, w in enumerate(self._windows) if w.keeps_attention(layer)]
         if not keeping:
             return attend_window(q, k, v, Past(), self._whole, spec)
@@ -106,11 +109,12 @@ class ReplayedCompany:
         return self._added(bypasses, x[0], y[0])[None] if any(b is not None for b in bypasses) else y
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        self.current = (k, v)
-        caches = [t.cache(layer, w) for t, w in self._each()]
-        k, v = (
-            stand_in(own, torch.cat(x, 2)) for own, x in zip((k, v), zip(*caches, strict=True), strict=True)
-        )
+        if spec.reads is None:
+            self.current = (k, v)
+            cached = _joined([t.cache(layer, w) for t, w in self._each()])
+            k, v = stand_in(k, cached[0]), stand_in(v, cached[1])
+        else:
+            k, v = _joined([past.shared for past in self._past if past.shared is not None])
         attended = [t.attended(layer, w) for t, w in self._each()]
         if self._whole is not None:
             found = [of for of in attended if of is not None]
@@ -174,10 +178,10 @@ def through_layer(layer: int, returning: Sequence[Returning]) -> list[Share]:
     rows = ReplayedCompany(returning, past)
     with torch.enable_grad(), base.cell.set(rows):
         out = base.layer(layer, x, base.arguments.concat([r.calls for r in returning]))
-    assert rows.current is not None, "every layer attends"
     outputs, gradients = [out], [torch.cat([r.gradient for r in returning], dim=1)]
-    owed = _owed(layer, returning, rows.current)
+    owed = None if rows.current is None else _owed(layer, returning, rows.current)
     if owed is not None:
+        assert rows.current is not None
         outputs += rows.current
         gradients += owed
     earlier = [tensor for of in past for tensor in of.tensors]
@@ -189,6 +193,11 @@ def through_layer(layer: int, returning: Sequence[Returning]) -> list[Share]:
         ([next(own) for _ in r.walk.leaves(layer)], [next(rest) for _ in of.tensors], of_input)
         for r, of, of_input in zip(returning, past, below, strict=True)
     ]
+
+
+def _joined(pairs: Sequence[Pair]) -> Pair:
+    """Keys, and values, of windows end to end."""
+    return torch.cat([k for k, _ in pairs], 2), torch.cat([v for _, v in pairs], 2)
 
 
 def _owed(layer: int, returning: Sequence[Returning], current: Pair) -> Pair | None:

@@ -104,7 +104,7 @@ def tape_bytes(base: Base, rows: int, kept: float, given: int = 0) -> int:
     """Most bytes of a tape of so many rows, beside `given` virtual tokens: its `nbytes` when every layer is
     there, windows ending within examples. `kept` is what seams give and it keeps, a row (`Fates.nbytes`)."""
     exact = exact_type(base.dtype).itemsize
-    owed = sum(cache.groups * (cache.key + cache.value) for cache in base.caches) * exact
+    owed = sum(cache.width for cache in base.caches) * exact
     return math.ceil(rows * (input_bytes(base) + kept)) + given * owed
 
 
@@ -115,7 +115,7 @@ def step_bytes(base: Base, config: SchedulerConfig, pages: int) -> int:
     rows = config.max_prefill_rows + config.max_running
     widest = max(sum(_wide(base, slot.path)) for slot in base.slots)
     logits = config.max_running * base.vocabulary * 2 * (width + exact)
-    return rows * widest * width + pages // base.depth + logits
+    return rows * widest * width + pages // sum(cache.reads is None for cache in base.caches) + logits
 
 
 def _wide(base: Base, layer: str) -> tuple[int, int]:

@@ -26,7 +26,8 @@ class _Account:
 
 
 class Owed:
-    """Accounts by layer. Windows come from the right, so an account is opened with its most rows."""
+    """Accounts by layer. Windows come from the right, so an account is opened with its most rows; several may
+    be owed to the same rows where other layers read a layer's keys and values."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -84,7 +85,7 @@ class Owed:
             total = stores[0].new_zeros(1, groups, count, width, dtype=dtype)
             for account, store in zip(due, stores, strict=True):
                 first, end = max(account.first, rows.start), min(account.end, rows.stop)
-                total[0, :, first - rows.start : end - rows.start] = store[
+                total[0, :, first - rows.start : end - rows.start] += store[
                     :, first - account.first : end - account.first
                 ]
             sums.append(total)

@@ -79,7 +79,8 @@ def _one_of_each_kind(base: Base) -> list[int]:
         module = base.model.get_submodule(base.slots[layer].path)
         parts = ((n, type(m), getattr(m, "out_features", None)) for n, m in module.named_modules())
         kinds.setdefault((*parts, *((n, p.shape) for n, p in module.named_parameters())), layer)
-    return sorted(kinds.values())
+    read = {reads for layer in kinds.values() if (reads := base.caches[layer].reads) is not None}
+    return sorted({*kinds.values(), *read})
 
 
 class _Proof:
@@ -188,10 +189,16 @@ class _Proof:
 
 
 class _WholeRows(GraphRows):
-    """Whole examples end to end, each attending within itself."""
+    """Whole examples end to end, each attending within itself; keys and values are those of the graph, also
+    of other layers."""
+
+    def __init__(self, bypasses: Bypasses) -> None:
+        super().__init__(bypasses)
+        self._given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         outputs = []
+        k, v = self._given.setdefault(layer, (k, v) if spec.reads is None else self._given[spec.reads])
         parts = zip(*(torch.split(x, list(_EXAMPLES), 2) for x in (q, k, v)), strict=True)
         for queries, keys, values in parts:
             rows = queries.shape[2]

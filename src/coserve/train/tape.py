@@ -151,23 +151,29 @@ class Tape:
         return self._cached(layer, window.span)
 
     def past(self, layer: int, window: Window) -> Past:
-        """Keys and values that the window's rows may attend to beside their own."""
+        """Keys and values that the window's rows may attend to beside what the layer itself makes of them."""
+        source = self._source(layer)
         return Past(
-            self._given[layer] if self._given else None,
-            self._cached(layer, slice(window.before)) if window.before else None,
-            self._cached(layer, window.past_span) if window.past else None,
+            self._given[source] if self._given else None,
+            self._cached(source, slice(window.before)) if window.before else None,
+            self._cached(source, window.past_span) if window.past else None,
+            self._cached(source, window.span) if source != layer else None,
         )
 
     def add_past_grads(self, layer: int, window: Window, grads: Sequence[Tensor]) -> None:
         """Gradients that this window owes to `Past.tensors`: to earlier rows' keys and values (FlexLLM 6.1,
-        figure 10), and to those that are given. Accumulated in at least float32."""
+        figure 10), and to those that are given; where the layer reads another's, to that one's. Accumulated
+        in at least float32."""
         pairs = iter(zip(grads[::2], grads[1::2], strict=True))
+        reads, layer = layer, self._source(layer)
         if self._given:
             self._owe_given(layer, next(pairs))
         if window.before:
             self._owed.add(layer, slice(0, window.before), next(pairs))
         if window.past:
             self._owed.add(layer, window.past_span, next(pairs))
+        if reads != layer:
+            self._owed.add(layer, window.span, next(pairs))
 
     def given_in_graph(self) -> list[Tensor]:
         """What `given_grads` are the gradients of, in the current graph."""
@@ -185,6 +191,11 @@ class Tape:
                 exact = torch.promote_types(given.dtype, torch.float32)
                 store[layer] = self._arena.take(given.shape[1:], exact, given.device).zero_()
             store[layer] += given[0]
+
+    def _source(self, layer: int) -> int:
+        """Whose keys and values a layer attends to."""
+        reads = self.base.caches[layer].reads
+        return layer if reads is None else reads
 
     def _cached(self, layer: int, span: slice) -> Pair:
         return self._keys[layer][None, :, span], self._values[layer][None, :, span]
@@ -272,8 +283,11 @@ class KeptWindow:
         return self.tape.fates.of_attention(layer) is Fate.KEPT
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        self.tape.keep_cache(layer, self.window, k[0], v[0])
         past = self.tape.past(layer, self.window)
+        if past.shared is None:
+            self.tape.keep_cache(layer, self.window, k[0], v[0])
+        else:
+            k, v = past.shared
         if not self.keeps_attention(layer):
             return attend_window(q, k, v, past, self.window, spec)
         attended = attend_window_keeping(q, k, v, past, self.window, spec)

@@ -41,7 +41,7 @@ Leaves = Mapping[int, tuple[Tensor, ...]]  # by stage: the parameters that train
 
 class ReplayedRows(GraphRows):
     """One window's rows while a layer is re-run for its gradient: what the tape has of them is not computed
-    again, nor is what nobody asks for. `current` are the graph's own keys and values."""
+    again, nor is what nobody asks for. `current` are the graph's own keys and values, if it has any."""
 
     def __init__(self, tape: Tape, window: Window, bypasses: Bypasses) -> None:
         super().__init__(bypasses)
@@ -50,9 +50,12 @@ class ReplayedRows(GraphRows):
         self.current: Pair | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        self.current = (k, v)
-        keys, values = self._tape.cache(layer, self._window)
-        k, v = stand_in(k, keys), stand_in(v, values)
+        if self.past.shared is not None:
+            k, v = self.past.shared
+        else:
+            self.current = (k, v)
+            keys, values = self._tape.cache(layer, self._window)
+            k, v = stand_in(k, keys), stand_in(v, values)
         attended = self._tape.attended(layer, self._window)
         return attend_window(q, k, v, self.past, self._window, spec, attended)
 
@@ -159,10 +162,10 @@ class Walk:
         past = rows.past.tensors
         with torch.enable_grad(), self._base.cell.set(rows):
             out = self._base.layer(layer, x, returning.calls)
-        assert rows.current is not None, "every layer attends"
         outputs, gradients = [out], [returning.gradient]
         owed = returning.owed(layer)
         if owed is not None:
+            assert rows.current is not None, "only keys and values of its own are owed anything"
             outputs += rows.current
             gradients += owed
         found = vjp(outputs, gradients, [*leaves, *past, *((x,) if asks else ())])

@@ -57,17 +57,19 @@ class Past:
     """What a window's rows may attend to beside their own; None where there is nothing.
 
     `given` are virtual tokens that are keys and values, `prompt` the rows of a prompt before the window: both
-    stand before every example. `own` are the rows of the window's first example before the window.
+    stand before every example. `own` are the rows of the window's first example before the window. `shared`
+    are those of the window itself, where the layer reads another's.
     """
 
     given: Pair | None = None
     prompt: Pair | None = None
     own: Pair | None = None
+    shared: Pair | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All there are, in order."""
-        pairs = (self.given, self.prompt, self.own)
+        pairs = (self.given, self.prompt, self.own, self.shared)
         return tuple(tensor for pair in pairs if pair is not None for tensor in pair)
 
     @property
@@ -78,7 +80,7 @@ class Past:
 
     def as_leaves(self) -> "Past":
         """The same as leaves of a graph."""
-        return Past(*(pair and _leaves(pair) for pair in (self.given, self.prompt, self.own)))
+        return Past(*(pair and _leaves(pair) for pair in (self.given, self.prompt, self.own, self.shared)))
 
 
 def _leaves(pair: Pair) -> Pair:

@@ -56,7 +56,10 @@ class Layout:
 
     @staticmethod
     def of(frame: Frame) -> "Layout":
-        """Raises AdapterMismatch for a base whose layers differ, or whose values are not as wide as keys."""
+        """Raises AdapterMismatch for a base whose layers differ or read each other's keys and values, or
+        whose values are not as wide as keys."""
+        if any(cache.reads is not None for cache in frame.caches):
+            raise AdapterMismatch("prefix tuning needs layers that have keys and values of their own")
         shapes = {(cache.groups, cache.key, cache.value) for cache in frame.caches}
         if len(shapes) > 1 or any(key != value for _, key, value in shapes):
             raise AdapterMismatch("prefix tuning needs keys and values of one shape in all layers")

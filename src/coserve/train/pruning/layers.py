@@ -37,8 +37,8 @@ class Modelled:
 def _sketch(model: Modelled) -> Sketch | RuntimeError:
     try:
         return Sketch(model.kind, model.config)
-    except RuntimeError as error:
-        return error
+    except Exception as error:  # of any kind: it is transformers' own code that is run
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 SKETCHES: Final = Once(_sketch, _SKETCHES)
@@ -103,7 +103,7 @@ def _choice(question: Question) -> Choice | None:
     try:
         sketch = sketch_of(question.model)
         graph = trace(sketch, question.layer, question.placed, question.asks_input, question.asks_past)
-    except RuntimeError:
+    except Exception:
         return None
     return Choice(graph.in_type(question.dtype), question.keepable)
 

@@ -83,7 +83,7 @@ def kept_seams(layers: Choices, keep: KeepSetting, room: float) -> dict[int, fro
 def input_bytes(base: Base) -> int:
     """Bytes that a row's layer inputs, keys and values take on a tape, and what keys and values are owed."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
-    cached = sum(cache.groups * (cache.key + cache.value) for cache in base.caches)
+    cached = sum(cache.width for cache in base.caches)
     return base.depth * base.hidden_size * width + cached * (width + exact)
 
 

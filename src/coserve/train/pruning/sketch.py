@@ -134,7 +134,7 @@ class Sketch:
             if self.asks_past:
                 self.past = [torch.empty_like(x).requires_grad_() for x in (key, value)]
                 key, value = torch.cat([self.past[0], key], 2), torch.cat([self.past[1], value], 2)
-            return operators.attend(query, key, value).transpose(1, 2), None
+            return operators.attend(query, key, value).transpose(1, 2).contiguous(), None
 
         return attention
 

@@ -1,0 +1,95 @@
+"""Small configurations of every causal language model of transformers, made by shrinking its default."""
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from models import POSITIONS, VOCABULARY, WINDOW, spread
+
+NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MOST = 6_000_000  # parameters; what stays larger is not tried
+_SIZES: dict[int, tuple[str, ...]] = {
+    64: ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "index_topk"),
+    6: ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"),
+    4: (
+        "num_attention_heads", "n_head", "n_heads", "attention_heads", "encoder_attention_heads",
+        "decoder_attention_heads", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+    ),
+    2: (
+        "num_key_value_heads", "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
+        "index_n_heads", "num_kv_shared_layers",
+    ),
+    1: (
+        "n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "type_vocab_size",
+        "num_nextn_predict_layers",
+    ),
+    80: (
+        "intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim",
+        "intermediate_size_mlp",
+    ),
+    32: (
+        "moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+        "kv_channels",
+    ),
+    16: (
+        "head_dim", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "global_head_dim",
+        "laurel_rank",
+    ),
+    24: ("q_lora_rank",),
+    8: ("qk_rope_head_dim", "rotary_dim", "hidden_size_per_layer_input"),
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input"),
+    POSITIONS: ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    WINDOW: ("sliding_window",),
+    0: ("pad_token_id", "bos_token_id", "eos_token_id"),
+}  # fmt: skip
+_DROPOUTS = (
+    "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "input_dropout",
+    "hidden_dropout",
+)  # fmt: skip
+_FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 3
+_OWN: dict[str, dict[str, Any]] = {
+    "zaya": {"num_experts_per_tok": 1},
+    "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
+    "gemma4_text": {"layer_types": _FULL_AND_SLIDING},
+    "gemma4_unified_text": {"layer_types": _FULL_AND_SLIDING},
+}
+
+
+def shrunk(name: str) -> dict[str, Any]:
+    """Fields of a small configuration of `name`; those of its text model where it has several."""
+    default = CONFIG_MAPPING[name]()
+    text = default.get_text_config()
+    known = text.to_dict()
+    names = known.keys() | getattr(text, "attribute_map", {}).keys()
+    fields: dict[str, Any] = {f: size for size, of in _SIZES.items() for f in of if f in names}
+    fields |= {field: 0.0 for field in _DROPOUTS if field in names}
+    if known.get("sliding_window") is None:
+        fields.pop("sliding_window", None)
+    if known.get("kv_lora_rank"):  # latent attention has as many keys as queries
+        fields.pop("head_dim", None)
+        fields["num_key_value_heads"] = 4
+    if known.get("mlp_layer_types") is not None:
+        fields["mlp_layer_types"] = None
+    if known.get("layer_types") is not None:
+        fields["layer_types"] = None
+    fields |= _OWN.get(text.model_type, {})
+    if text is default:
+        return fields
+    return {next(key for key in default.sub_configs if getattr(default, key, None) is text): fields}
+
+
+def build(name: str, seed: int = 0) -> PreTrainedModel:
+    """In float32; the same weights every time. Raises whatever transformers does, and ValueError for what
+    stays large."""
+    fields = shrunk(name)
+    with torch.device("meta"):
+        sketch = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields))
+    if (count := sketch.num_parameters()) > MOST:
+        raise ValueError(f"{count} parameters")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **shrunk(name)))
+    spread(model, seed)
+    return model.float().eval()
