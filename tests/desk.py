@@ -31,10 +31,10 @@ HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 16, 512, 64, (0,), False, 
 class Desk:
     """A worker, and all that it has said."""
 
-    def __init__(self, costs: CostFile | None = None) -> None:
+    def __init__(self, costs: CostFile | None = None, **config: Any) -> None:
         self.engine = Engine(
             tiny("llama"),
-            EngineConfig(calibrate=False, cache_tokens=512, page_size=8),
+            EngineConfig(calibrate=False, cache_tokens=512, page_size=8, **config),
             tokenizer=letter_tokenizer(),
         )
         self.inbox: Inbox = queue.SimpleQueue()

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Final
 
 import torch
@@ -117,6 +118,8 @@ def _stamp(folder: Path) -> Stamp:
             one = (folder / name).stat()
         except OSError as error:
             raise AdapterError(f"{folder / name} cannot be read: {error.strerror}") from error
+        if not S_ISREG(one.st_mode):  # reading a pipe would wait for ever
+            raise AdapterError(f"{folder / name} is not a file")
         found.append((one.st_size, one.st_mtime_ns, one.st_ino))
     return tuple(found)
 
