@@ -16,6 +16,7 @@
     │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
     ├── OutOfMemory              needs more bytes than the budget has; says how many were missing
     ├── EngineLost               the engine's process is gone and did not come back in time
+    ├── Quarantined              engines crashed at this very thing: it is not tried again
     ├── ConflictError            what is asked does not go with the state something is in
     ├── StateError               the server's state folder or database cannot be used
     ├── ServerError              the server cannot start or go on
@@ -94,6 +95,10 @@ class OutOfMemory(CoserveError):
 
 class EngineLost(CoserveError):
     """The engine's process is gone and did not come back in time, or dies of this very request."""
+
+
+class Quarantined(CoserveError):
+    """Engines crashed while they worked on this very thing: it is not tried again unless it is released."""
 
 
 class ServerError(CoserveError):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli import adapters, chat, doctor, finetune, jobs, keys, local, plan, serve
+from coserve.cli import adapters, chat, doctor, finetune, jobs, keys, local, plan, quarantine, serve
 from coserve.cli.options import Config
 from coserve.errors import CoserveError
 
@@ -22,6 +22,7 @@ app.command()(finetune.finetune)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(keys.app, name="keys")
+app.add_typer(quarantine.app, name="quarantine")
 app.add_typer(local.bench, name="bench")
 app.command()(plan.plan)
 app.command()(doctor.doctor)

@@ -34,7 +34,7 @@ def create(
     """Makes a key and prints it, this once. From the first key on, keys are asked for."""
     from coserve.cli.output import print_json
 
-    key, secret = _with_store(context, state, model, lambda store: store.tenants.create_key(tenant, weight))
+    key, secret = with_store(context, state, model, lambda store: store.tenants.create_key(tenant, weight))
     if as_json:
         return print_json({**asdict(key), "secret": secret})
     print(secret)
@@ -47,7 +47,7 @@ def list_keys(
     """All keys, revoked ones too. The secrets themselves are kept nowhere."""
     from coserve.cli.output import moment, print_json, print_table
 
-    found = _with_store(context, state, model, lambda store: store.tenants.keys())
+    found = with_store(context, state, model, lambda store: store.tenants.keys())
     if as_json:
         return print_json([asdict(key) for key in found])
     rows = [(key.id, key.prefix + "…", key.tenant, moment(key.created), moment(key.revoked)) for key in found]
@@ -65,12 +65,12 @@ def revoke(
     """Takes a key out of force, at once."""
     from coserve.cli.output import print_json
 
-    if not _with_store(context, state, model, lambda store: store.tenants.revoke_key(key.rstrip("…"))):
+    if not with_store(context, state, model, lambda store: store.tenants.revoke_key(key.rstrip("…"))):
         raise ConfigError(f"no key in force has the id or beginning {key}: `coserve keys list` shows them")
     if as_json:
         return print_json({"id": key, "revoked": True})
     print(f"revoked {key}")
-    if not _with_store(context, state, model, lambda store: store.tenants.any_keys()):
+    if not with_store(context, state, model, lambda store: store.tenants.any_keys()):
         print(
             "no key is in force now, and the server answers nobody: make one with `coserve keys create`, or "
             "have it serve this machine without keys again with `coserve keys forget`"
@@ -85,14 +85,14 @@ def forget(context: typer.Context, state: State = None, model: Model = None, as_
     """
     from coserve.cli.output import print_json
 
-    if not _with_store(context, state, model, lambda store: store.tenants.forget_keys()):
+    if not with_store(context, state, model, lambda store: store.tenants.forget_keys()):
         raise ConfigError("there are keys in force: revoke them first, with `coserve keys revoke`")
     if as_json:
         return print_json({"forgotten": True})
     print("no keys any more: from its next start the server asks for none on loopback")
 
 
-def _with_store(
+def with_store(
     context: typer.Context,
     state: "State",
     model: str | None,

@@ -194,6 +194,7 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         load_seconds=seconds,
         quantize=base.quantized,
         cache_dtype=config.cache_dtype,
+        crash=start.crash,
     )
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from coserve.errors import ConfigError, CoserveError
 from coserve.serve.engine.link import EngineLink
+from coserve.serve.engine.probation import LASTING, Suspect, Thing
 from coserve.serve.settings import ServerSettings
 from coserve.serve.shelf.imports import digest
 from coserve.serve.state import State
+from coserve.serve.store.quarantine import Suspects
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
 from coserve.serve.training.foreman import Foreman
@@ -36,7 +38,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         await _name_adapters(state)
         for tenant in await store.tenants.list():
             state.queue.know(tenant)
-        _wire(state)
+        await _wire(state)
         async with _running(link):
             yield state
 
@@ -56,7 +58,7 @@ async def _check_keys(settings: ServerSettings, store: Store) -> None:
     )
 
 
-def _wire(state: State) -> None:
+async def _wire(state: State) -> None:
     """What happens with each new engine, and with each piece of job news, beside what the foreman does."""
     link, write_down = state.link, state.link.on_news
 
@@ -75,6 +77,25 @@ def _wire(state: State) -> None:
             await write_down(numbered)
         await state.watch.take(numbered.news)
 
+    async def note_suspects(_: Hello) -> None:
+        found: Suspects = {
+            (thing.kind, thing.id): (suspect.crashes, suspect.progress)
+            for thing, suspect in link.probation.suspects.items()
+            if thing.kind in LASTING
+        }
+        if found != await state.store.quarantine.suspects():
+            await state.store.quarantine.suspect(found)
+
+    async def barred(adapter: str) -> str | None:
+        return await state.store.quarantine.reason("adapter", adapter)
+
+    link.barred = barred
+    known = await state.store.quarantine.suspects()
+    for kind in LASTING:
+        for (of_kind, id), found in known.items():
+            if of_kind == kind:
+                link.probation.suspects[Thing(kind, id)] = Suspect(*found)
+    link.on_connect.insert(0, note_suspects)
     link.on_connect.insert(0, resize)
     link.on_connect.append(pin)
     link.on_news = take

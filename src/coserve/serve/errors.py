@@ -28,6 +28,7 @@ _LONGEST = 1000  # characters of a message
 # The first class that an error is an instance of decides; a subclass stands before its base.
 _STATUSES: tuple[tuple[type[errors.CoserveError], int, str | None], ...] = (
     (errors.EngineLost, 503, "engine_lost"),
+    (errors.Quarantined, 400, "quarantined"),  # no 5xx: clients would send it again by themselves
     (errors.OutOfMemory, 400, "out_of_memory"),
     (errors.AdapterNotFound, 404, "model_not_found"),
     (errors.AdapterError, 400, "invalid_adapter"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from coserve.errors import RequestError
 from coserve.wire.messages import Answer, Command
 
 
@@ -19,7 +20,16 @@ _commands = msgspec.msgpack.Decoder(tuple[Command, ...])
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def encode_commands(commands: Sequence[Command]) -> bytes:
+def pack_command(command: Command) -> msgspec.Raw:
+    """One command, for `encode_commands`. Raises RequestError for one that holds what no message can, such as
+    a whole number beyond 64 bits: alone, so that those beside it go out."""
+    try:
+        return msgspec.Raw(_encoder.encode(command))
+    except (ValueError, OverflowError, TypeError, RecursionError, NotImplementedError) as error:
+        raise RequestError(f"what was asked for holds a value that nothing here can be: {error}") from error
+
+
+def encode_commands(commands: Sequence[Command | msgspec.Raw]) -> bytes:
     return _encoder.encode(tuple(commands))
 
 

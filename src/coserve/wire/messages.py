@@ -175,6 +175,7 @@ class Hello(Message, frozen=True):
     waiting: dict[str, str] = {}  # of these, which wait, and what they say about it
     quantize: str = "none"  # or 8bit, 4bit
     cache_dtype: str = "auto"  # or int8
+    crash: str = ""  # how the engine before this one brought itself down; empty where it did not
 
 
 class Fault(Message, frozen=True):

@@ -58,7 +58,9 @@ class FakeEngine:
     """Listens on a socket and gives every running request one token a step.
 
     `die` is kill -9: the connection ends in the middle and everything is forgotten. `start` then is the next
-    engine. `said` holds every command since the first start. `refusals` are faults by adapter key.
+    engine. `said` holds every command since the first start. `refusals` are faults by adapter key. A command
+    for which `poison` holds, or a token of an answer for which `fatal` does, makes it `collapse`: it crashes,
+    and the next one, which says so, is there at once.
     """
 
     def __init__(self, socket: Path, script: Script | None = None, step_seconds: float = 0.0) -> None:
@@ -82,6 +84,11 @@ class FakeEngine:
         self.news: list[Numbered] = []
         self.jobs: tuple[str, ...] = ()  # that it says it trains, when a server connects
         self.waiting: dict[str, str] = {}  # and which of these wait for memory
+        self.poison: Callable[[Command], bool] = lambda command: False
+        self.fatal: Callable[[Submit, int], bool] = lambda request, place: False
+        self.collapses = 0
+        self._falling: asyncio.Task[None] | None = None
+        self.crash = ""  # how the engine before it brought itself down, as it says
         self._generations = count(1)
         self._generation = ""
         self._server: asyncio.Server | None = None
@@ -116,6 +123,13 @@ class FakeEngine:
             task.cancel()
         self.socket.unlink(missing_ok=True)
 
+    async def collapse(self) -> None:
+        """Crashes, and is replaced."""
+        self.collapses += 1
+        self.crash = "exit status 1"
+        await self.die()
+        await self.start()
+
     def disconnect(self) -> None:
         """Ends the connection only: requests are cancelled, adapters stay."""
         if self._writer is not None:
@@ -135,7 +149,7 @@ class FakeEngine:
     def hello(self) -> Hello:
         return Hello(
             self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 256, 32768,
-            self.max_running, self.eos, True, 0.1, self.jobs, self.waiting,
+            self.max_running, self.eos, True, 0.1, self.jobs, self.waiting, crash=self.crash,
         )  # fmt: skip
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -151,6 +165,8 @@ class FakeEngine:
                 for command in decode_commands(await read_frame(reader)):
                     self.said.append(command)
                     self._obey(command)
+                    if self.poison(command):
+                        self._fall()
         stepping.cancel()
         self._tasks.discard(stepping)
         if self._writer is writer:  # no other connection has taken its place
@@ -162,7 +178,14 @@ class FakeEngine:
             if not self.hangs:
                 self._step()
 
+    def _fall(self) -> None:
+        self.disconnect()
+        self._falling = asyncio.create_task(self.collapse())
+
     def _step(self) -> None:
+        if any(self.fatal(running, self.places[id]) for id, running in self.running.items()):
+            self._fall()
+            return
         tokens = [self._advance(request) for request in list(self.running.values())[: self.max_running]]
         replies, self._replies = self._replies, []
         if tokens or replies or self._drained or time.monotonic() > self._spoke + SPEAK_SECONDS:

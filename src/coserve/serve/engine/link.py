@@ -6,15 +6,17 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from coserve.errors import CoserveError, EngineLost, StateError
-from coserve.serve.engine.frames import read_frame, write_frame
+from coserve.errors import CoserveError, EngineLost, Quarantined, StateError
+from coserve.serve.engine.connection import Connection
+from coserve.serve.engine.frames import read_frame
 from coserve.serve.engine.live import AnswerRequest, Live
+from coserve.serve.engine.probation import Probation, Thing
+from coserve.serve.engine.verdicts import Guilty, Verdicts
 from coserve.serve.errors import fault_error
-from coserve.wire.codec import decode_answer, encode_commands
+from coserve.wire.codec import decode_answer
 from coserve.wire.messages import (
     Acknowledge,
     Cancel,
@@ -28,7 +30,6 @@ from coserve.wire.messages import (
     Numbered,
     Options,
     PinAdapter,
-    Reply,
     Report,
     Stats,
     Token,
@@ -41,18 +42,6 @@ RETRY_SECONDS = 0.05  # between two attempts to reach the engine
 WRITE_SECONDS = 1.0  # between two attempts to write down what it told
 SILENT_SECONDS = 4.0  # after which an engine, which says something every second, counts as one that hangs
 MOST_LIVES = 5  # engines that may die under a request without a token of it in between
-
-
-@dataclass(slots=True, eq=False)
-class _Connection:
-    """One connection to one engine, and what that engine was told on it."""
-
-    hello: Hello
-    writer: asyncio.StreamWriter
-    loads: dict[str, asyncio.Future[None]] = field(default_factory=dict)
-    replies: dict[int, asyncio.Future[None]] = field(default_factory=dict)
-    outbox: list[Command] = field(default_factory=list)
-    submitters: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
 
 class EngineLink:
@@ -75,15 +64,19 @@ class EngineLink:
         self.connections = 0  # since the start; more than one if an engine died
         self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
         self.on_connect: list[Callable[[Hello], Awaitable[None]]] = []
+        self.on_guilty: Callable[[Guilty], Awaitable[None]] | None = None
+        self.barred: Callable[[str], Awaitable[str | None]] | None = None  # why an adapter is quarantined
+        self.probation = Probation()
+        self._verdicts = Verdicts()
         self._socket, self.patience = socket, patience
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._heard = 0.0  # when the engine last said anything, on `time.monotonic`
         self._connected = asyncio.Event()
         self._live: dict[str, Live] = {}
         self._refusal: EngineLost | None = None
         self._told_all = asyncio.Event()  # the engine has nothing more to say: it is drained, or gone
         self._refs = count(1)
-        self._told: asyncio.Queue[Hello | tuple[str, Numbered]] = asyncio.Queue()
+        self._told: asyncio.Queue[Hello | Guilty | tuple[str, Numbered]] = asyncio.Queue()
         self._news_seen = ("", 0)  # generation, and number of the newest news that was handed on
 
     # For routes
@@ -121,6 +114,7 @@ class EngineLink:
         """
         if self._refusal is not None:
             raise self._refusal
+        self._verdicts.check_request(request)
         live = Live(request, asyncio.get_running_loop().time())
         self._live[request.id] = live
         if self._connection is not None:
@@ -150,7 +144,7 @@ class EngineLink:
         if connection is None or connection.loads.pop(key, None) is None:
             return
         with suppress(ConnectionError):
-            await self._ask(connection, UnloadAdapter(next(self._refs), key))
+            await connection.ask(UnloadAdapter(next(self._refs), key))
 
     async def pin(self, key: str, path: Path, pinned: bool) -> None:
         """Has the engine keep an adapter version in memory, or no longer. Raises what it was refused with."""
@@ -159,12 +153,12 @@ class EngineLink:
             with suppress(ConnectionError):
                 connection = self._current()
                 await self._load(connection, key, path)
-                return await self._ask(connection, PinAdapter(next(self._refs), key, pinned))
+                return await connection.ask(PinAdapter(next(self._refs), key, pinned))
 
     async def check(self, method: Method) -> None:
         """Whether these are settings of an adapter method. Raises what they are refused with, and EngineLost
         where no engine gets to the end of it."""
-        await self._checked(lambda ref: CheckMethod(ref, method))
+        await self._check(lambda ref: CheckMethod(ref, method))
 
     async def check_job(
         self, job: str, data: Path, options: Options, method: Method, start_from: Path | None
@@ -172,26 +166,12 @@ class EngineLink:
         """Whether a job could ever run: what it trains, and the memory that it needs. Raises what it is
         refused with, and EngineLost where no engine gets to the end of it."""
         start = None if start_from is None else str(start_from)
-        await self._checked(lambda ref: CheckJob(ref, job, str(data), options, method, start))
-
-    async def _checked(self, command: Callable[[int], CheckMethod | CheckJob]) -> None:
-        """Asks engine after engine, and no longer than requests wait for one."""
-        try:
-            async with asyncio.timeout(self.patience):
-                while True:
-                    await self.wait_ready()
-                    with suppress(ConnectionError):
-                        return await self._ask(self._current(), command(next(self._refs)))
-        except TimeoutError:
-            raise EngineLost(
-                f"the engine did not get to the end of checking this within {self.patience:g} s; nothing "
-                "was stored"
-            ) from None
+        await self._check(lambda ref: CheckJob(ref, job, str(data), options, method, start))
 
     def send(self, command: Command) -> None:
         """Sends a command. Without an engine it is dropped: `on_connect` is the place to say it again."""
         if self._connection is not None:
-            self._post(self._connection, command)
+            self._connection.post(command)
 
     def refuse(self, error: EngineLost) -> None:
         """Ends every answer with this error, those under way and those still to come."""
@@ -246,7 +226,7 @@ class EngineLink:
         hello = decode_answer(await read_frame(reader))
         if not isinstance(hello, Hello):
             raise ConnectionError(f"expected the engine's Hello, got {type(hello).__name__}")
-        connection = _Connection(hello, writer)
+        connection = Connection(hello, writer)
         self._begin(connection)
         try:
             while True:
@@ -256,9 +236,10 @@ class EngineLink:
         finally:
             self._end(connection)
 
-    def _begin(self, connection: _Connection) -> None:
+    def _begin(self, connection: Connection) -> None:
         self.connections += 1
         self._heard = time.monotonic()
+        self._judge(connection.hello)
         self.hello, self._connection = connection.hello, connection
         self._told.put_nowait(connection.hello)
         self._connected.set()
@@ -266,21 +247,32 @@ class EngineLink:
         for live in list(self._live.values()):
             self._submit(connection, live)
 
-    def _end(self, connection: _Connection) -> None:
+    def _end(self, connection: Connection) -> None:
         self._connection, self.stats, self.resident = None, None, frozenset()
         self._connected.clear()
         self._told_all.set()
-        for waiting in connection.replies.values():
-            if not waiting.done():
-                waiting.set_exception(ConnectionError("the engine died"))
-                waiting.exception()  # read here, for nobody may be waiting any more
-        for task in connection.submitters.values():
-            task.cancel()
+        connection.end()
         for live in list(self._live.values()):
             live.lives += 1
             live.repeated = live.scored
             if live.lives >= MOST_LIVES:
                 self._fail(live, EngineLost(f"{live.lives} engines died under this request without a token"))
+
+    def _judge(self, hello: Hello) -> None:
+        """Another engine is there: whether something that was under way in the one before it is to blame."""
+        is_new = self.hello is not None and self.hello.generation != hello.generation
+        if not (is_new and hello.crash):
+            self.probation.forget_engine()
+            return
+        for each in self._live.values():
+            each.lives = max(each.lives - 1, 0)  # a crash counts there, and not among ends from outside
+        for thing in self.probation.crashed():
+            live = self._live.get(thing.id) if thing.kind == "request" else None
+            found = self._verdicts.find(thing, None if live is None else live.request, hello.crash)
+            for guilty in found:
+                self._told.put_nowait(guilty)
+            if live is not None:
+                self._fail(live, Quarantined(found[0].reason))
 
     def _give_up(self, error: EngineLost) -> None:
         for live in list(self._live.values()):
@@ -288,7 +280,7 @@ class EngineLink:
 
     # What engines say
 
-    def _take(self, connection: _Connection, report: Report) -> None:
+    def _take(self, connection: Connection, report: Report) -> None:
         self._heard = time.monotonic()
         for token in report.tokens:
             if (live := self._live.get(token.id)) is None:
@@ -297,26 +289,19 @@ class EngineLink:
                 self._fail(live, fault_error(token.fault.kind, token.fault.text))
             else:
                 live.take(token)
-                if token.finish is not None:
+                if token.finish is None:
+                    self.probation.moved(live.thing, len(live.tokens))
+                else:
                     del self._live[token.id]
+                    self.probation.left(live.thing)
         for reply in report.replies:
-            self._answer(connection, reply)
+            connection.take(reply)
         for numbered in report.jobs:
             self._told.put_nowait((connection.hello.generation, numbered))
         if report.stats is not None:
             self.stats, self.resident = report.stats, frozenset(report.stats.paging.resident)
         if report.drained:
             self._told_all.set()
-
-    def _answer(self, connection: _Connection, reply: Reply) -> None:
-        waiting = connection.replies.pop(reply.ref, None)
-        if waiting is None or waiting.done():
-            return
-        if reply.fault is None:
-            waiting.set_result(None)
-        else:
-            waiting.set_exception(fault_error(reply.fault.kind, reply.fault.text))
-            waiting.exception()
 
     async def _tell(self) -> None:
         """Hands on connections and job news, in order and each once."""
@@ -326,12 +311,15 @@ class EngineLink:
                 await asyncio.sleep(WRITE_SECONDS)
             self._told.task_done()
 
-    async def _hand_on(self, told: Hello | tuple[str, Numbered]) -> bool:
+    async def _hand_on(self, told: Hello | Guilty | tuple[str, Numbered]) -> bool:
         """Whether the callbacks have taken it, and need not be called again."""
         try:
             if isinstance(told, Hello):
                 for callback in self.on_connect:
                     await callback(told)
+            elif isinstance(told, Guilty):
+                if self.on_guilty is not None:
+                    await self.on_guilty(told)
             else:
                 await self._tell_news(*told)
         except StateError as error:
@@ -349,71 +337,97 @@ class EngineLink:
 
     # What engines are told
 
-    def _submit(self, connection: _Connection, live: Live) -> None:
+    def _submit(self, connection: Connection, live: Live) -> None:
         request = live.request
-        if request.adapter is None or _is_loaded(connection, request.adapter):
-            self._post(connection, live.submission(asyncio.get_running_loop().time()))
+        is_loaded = request.adapter is None or connection.is_loaded(request.adapter)
+        if is_loaded and self.probation.is_open(live.thing):
+            self._post_request(connection, live)
             return
-        task = asyncio.create_task(self._submit_after_load(connection, live))
+        task = asyncio.create_task(self._submit_in_turn(connection, live))
         connection.submitters[request.id] = task
         task.add_done_callback(lambda _: connection.submitters.pop(request.id, None))
 
-    async def _submit_after_load(self, connection: _Connection, live: Live) -> None:
-        request = live.request
-        assert request.adapter is not None and request.folder is not None
+    def _post_request(self, connection: Connection, live: Live) -> None:
+        self.probation.enter(live.thing, len(live.tokens))
         try:
-            await self._load(connection, request.adapter, request.folder)
+            connection.post(live.submission(asyncio.get_running_loop().time()))
+        except CoserveError as error:
+            self._fail(live, error)
+
+    async def _submit_in_turn(self, connection: Connection, live: Live) -> None:
+        """Once its adapter is loaded, and nothing else is on trial where it is a suspect itself."""
+        request = live.request
+        try:
+            if request.adapter is not None and request.folder is not None:
+                await self._load(connection, request.adapter, request.folder)
+            await self.probation.turn(live.thing)
         except CoserveError as error:
             self._fail(live, error)
         except ConnectionError:
             pass  # the next engine gets it
         else:
             if request.id in self._live:
-                self._post(connection, live.submission(asyncio.get_running_loop().time()))
+                self._post_request(connection, live)
 
-    async def _load(self, connection: _Connection, key: str, path: Path, new: bool = False) -> None:
+    async def _load(self, connection: Connection, key: str, path: Path, new: bool = False) -> None:
+        thing = Thing("adapter", key)
         if key not in connection.loads:
-            connection.loads[key] = self._ask(connection, LoadAdapter(next(self._refs), key, str(path), new))
+            self._verdicts.check(thing)
+            if self.barred is not None and (reason := await self.barred(key)) is not None:
+                raise Quarantined(reason)
+            await self.probation.turn(thing)
+        if connection is not self._connection:
+            raise ConnectionError("the engine died")
+        if key not in connection.loads:
+            self.probation.enter(thing)
+            connection.loads[key] = connection.ask(LoadAdapter(next(self._refs), key, str(path), new))
+            connection.loads[key].add_done_callback(lambda load: self._replied(thing, load))
         try:
             await asyncio.shield(connection.loads[key])
         except CoserveError:
             connection.loads.pop(key, None)  # another attempt may find the folder mended
             raise
 
-    def _ask(
-        self,
-        connection: _Connection,
-        command: LoadAdapter | UnloadAdapter | PinAdapter | CheckMethod | CheckJob,
-    ) -> asyncio.Future[None]:
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        connection.replies[command.ref] = waiting
-        self._post(connection, command)
-        return waiting
+    async def _check(self, command: Callable[[int], CheckMethod | CheckJob]) -> None:
+        """Asks engine after engine, no longer than requests wait for one, and not again what crashes them."""
+        thing = Thing("check", str(next(self._refs)))
+        try:
+            async with asyncio.timeout(self.patience):
+                while True:
+                    await self.wait_ready()
+                    self._verdicts.check(thing)
+                    await self.probation.turn(thing)
+                    with suppress(ConnectionError):
+                        connection = self._current()
+                        self.probation.enter(thing)
+                        return await connection.ask(command(next(self._refs)))
+        except TimeoutError:
+            raise EngineLost(
+                f"the engine did not get to the end of checking this within {self.patience:g} s; nothing "
+                "was stored"
+            ) from None
+        finally:
+            self.probation.left(thing)
 
-    def _current(self) -> _Connection:
+    def _replied(self, thing: Thing, reply: "asyncio.Future[None]") -> None:
+        if not isinstance(reply.exception(), ConnectionError):
+            self.probation.left(thing)
+
+    def _current(self) -> Connection:
         if self._connection is None:
             raise ConnectionError("the engine died")
         return self._connection
 
-    def _post(self, connection: _Connection, command: Command) -> None:
-        """What is said in one turn of the event loop goes out as one message."""
-        if not connection.outbox:
-            asyncio.get_running_loop().call_soon(self._flush, connection)
-        connection.outbox.append(command)
-
-    def _flush(self, connection: _Connection) -> None:
-        commands, connection.outbox = connection.outbox, []
-        if connection is self._connection:
-            write_frame(connection.writer, encode_commands(commands))
-
     def _fail(self, live: Live, error: CoserveError) -> None:
         if self._live.pop(live.request.id, None) is not None:
+            self.probation.left(live.thing)
             live.arrived.put_nowait(error)
 
     def _forget(self, live: Live) -> None:
         if self._live.get(live.request.id) is not live:
             return
         del self._live[live.request.id]
+        self.probation.left(live.thing)
         connection = self._connection
         if connection is None:
             return
@@ -421,9 +435,4 @@ class EngineLink:
         if submitter is not None:
             submitter.cancel()  # its adapter is still being loaded
         else:
-            self._post(connection, Cancel(live.request.id))
-
-
-def _is_loaded(connection: _Connection, key: str) -> bool:
-    load = connection.loads.get(key)
-    return load is not None and load.done() and load.exception() is None
+            connection.post(Cancel(live.request.id))

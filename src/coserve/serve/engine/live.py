@@ -6,6 +6,7 @@ from pathlib import Path
 
 from coserve.core.request import SLO, SamplingParams
 from coserve.errors import CoserveError
+from coserve.serve.engine.probation import Thing
 from coserve.wire.messages import Submit, Token
 
 
@@ -28,6 +29,11 @@ class AnswerRequest:
     scope: str | None = ""
     newcomer: bool = False  # its tenant has used less than its share
 
+    @property
+    def asks(self) -> int:
+        """Equal for requests that ask the same, whatever their ids and seeds."""
+        return hash((self.prompt, self.adapter, repr(replace(self.sampling, seed=None))))
+
 
 @dataclass(slots=True, eq=False)
 class Live:
@@ -40,6 +46,10 @@ class Live:
     repeated: int = 0  # of these, how many the present engine will tell once more
     lives: int = 0
     arrived: asyncio.Queue[Token | CoserveError] = field(default_factory=asyncio.Queue)
+
+    @property
+    def thing(self) -> Thing:
+        return Thing("request", self.request.id)
 
     def submission(self, now: float) -> Submit:
         request = self.request

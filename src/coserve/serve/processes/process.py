@@ -15,6 +15,7 @@ from coserve.wire.control import Status, decode_line
 
 LONGEST_LINE = 2**20  # bytes
 LARGEST_LOG = 16 * 2**20  # bytes; a longer one is put aside when a process starts
+_OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 LAST_WORDS = 1.0  # seconds that one that hangs has to write the stacks of its threads into its log
 
 
@@ -185,6 +186,14 @@ class Process:
     def how_it_ended(self, code: int) -> str:
         """In words: what it said of its end, or why it was ended, or its exit status."""
         return self.why or describe_end(code)
+
+    def crash(self, code: int) -> str:
+        """How it brought itself down, in words: by an exception, a fault of memory, or a loop that hangs.
+        Empty where it was ended from outside: drained, killed, or stopped by somebody's signal."""
+        if self._stopped_since is not None:
+            return ""
+        is_own = self.is_doomed or code == 1 or -code in _OWN_SIGNALS
+        return self.how_it_ended(code) if is_own else ""
 
     def last_lines(self, count: int = 12) -> list[str]:
         """The end of what it wrote to its log."""

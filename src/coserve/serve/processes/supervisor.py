@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from coserve.errors import ConfigError, ServerError
@@ -172,20 +173,21 @@ class Supervisor:
         settings = self._settings
         _make_private(settings.socket.parent)
         settings.scratch.mkdir(exist_ok=True)
-        start = encode_line(
-            EngineStart(
-                model=settings.model,
-                socket=str(settings.socket),
-                config=replace(settings.engine, scratch=settings.engine.scratch or str(settings.scratch)),
-                calibration=str(settings.calibration),
-                log_level=settings.log_level,
-            )
+        start = EngineStart(
+            model=settings.model,
+            socket=str(settings.socket),
+            config=replace(settings.engine, scratch=settings.engine.scratch or str(settings.scratch)),
+            calibration=str(settings.calibration),
+            log_level=settings.log_level,
         )
         record = Restarts(self._policy)
+        crash = ""
         while True:
             self._engine = self._promote() or await self._spawn("engine", self._commands.engine)
-            self._engine.tell(start)
+            self._engine.tell(encode_line(msgspec.structs.replace(start, crash=crash)))
             code = await self._live(self._engine, record, self._keep_spare if settings.standby else None)
+            if not record.failed_starts:  # it had been ready; else the one before it is what counts
+                crash = self._engine.crash(code)
             if self._stop.is_set() and code == 0:
                 return  # drained by the API, as it should: the next server goes on from there
 

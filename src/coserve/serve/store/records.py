@@ -129,6 +129,20 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Something that brought engines down. `kind` is request, job, adapter or check, and `subject` its id;
+    `details` is what a request asked for."""
+
+    id: str
+    kind: str
+    subject: str
+    reason: str
+    created: int
+    tenant: str | None = None
+    details: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Page(Generic[R]):
     """A stretch of a list; `has_more` says that it goes on after the last record."""
 

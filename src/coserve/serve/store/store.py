@@ -21,6 +21,7 @@ from coserve.serve.store.files import FileStore
 from coserve.serve.store.jobs import JobStore
 from coserve.serve.store.news import NewsStore
 from coserve.serve.store.private import make_private
+from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.records import File, Tenant
 from coserve.serve.store.tenants import TenantStore
 
@@ -47,6 +48,7 @@ class Store:
         self.jobs = JobStore(self._database, clock, self.folder)
         self.news = NewsStore(self._database, clock, self.folder)
         self.adapters = AdapterStore(self._database, clock, self.folder)
+        self.quarantine = QuarantineStore(self._database, clock, self.adapters)
 
     async def tenant_of(self, secret: str) -> Tenant | None:
         """Whose API key this is; None for one that is wrong or revoked."""

@@ -174,6 +174,33 @@ adapters: Final = Table(
     sqlite_autoincrement=True,
 )
 
+# What brought engines down, and is not tried again. A request's subject is its own id, and what it asked for
+# is in `details`.
+quarantine: Final = Table(
+    "quarantine",
+    metadata,
+    _number(),
+    _id(),
+    _owner(nullable=True),
+    Column("kind", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    _created(),
+    _json("details"),
+    UniqueConstraint("kind", "subject", name="one_quarantine_a_subject"),
+    sqlite_autoincrement=True,
+)
+
+# Jobs and adapters that were there when an engine crashed, and have not gone further since.
+suspects: Final = Table(
+    "suspects",
+    metadata,
+    Column("kind", Text, primary_key=True),
+    Column("subject", Text, primary_key=True),
+    Column("crashes", Integer, nullable=False),
+    Column("progress", Integer, nullable=False),
+)
+
 # How far the news of each engine (one start of its process) have been written down.
 news: Final = Table(
     "news",

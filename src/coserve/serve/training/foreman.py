@@ -16,8 +16,13 @@ import logging
 from collections.abc import Collection
 from typing import Final
 
-from coserve.errors import AdapterError, ConflictError
+import msgspec
+
+from coserve.core.contained import contained
+from coserve.errors import AdapterError, ConflictError, StateError
 from coserve.serve.engine.link import EngineLink
+from coserve.serve.engine.probation import Thing
+from coserve.serve.engine.verdicts import Guilty
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.durable import drop_resume_state, sweep
 from coserve.serve.store.news import Mark
@@ -71,8 +76,10 @@ class Foreman:
         self._waiting: dict[str, str] = {}  # of these, which wait for memory, and what they say about it
         self._leaving = ""  # the job that was asked to wait for another tenant's
         self._weights: dict[str, float] = {}  # as the engine was told them
+        self._trials: dict[str, asyncio.Task[None]] = {}  # jobs that wait to be tried alone
         link.on_connect.append(self._connected)
         link.on_news = self._heard
+        link.on_guilty = self._quarantined
         for part in ("files", "adapters"):
             sweep(store.folder / part)
 
@@ -114,7 +121,10 @@ class Foreman:
             if moved is None:
                 found = await self._now(job)
                 raise ConflictError(f"Job {job.id} is {found.status} and cannot be {word}.")
-            if status != "queued" and job.id in self._inside:
+            if job.id in self._trials:
+                self._leave_trial(job.id)
+                self._link.probation.left(Thing("job", job.id))
+            elif status != "queued" and job.id in self._inside:
                 self._link.send(StopJob(job.id, keep=status == "paused"))
             if status in FINAL and job.id not in self._inside:
                 await self._drop_resume_state(job.id, keep=0)
@@ -132,7 +142,11 @@ class Foreman:
         """Brings an engine, new or not, to do what the database says."""
         async with self._turn:
             self._generation, self._weights, self._leaving = hello.generation, {}, ""
+            for id in list(self._trials):
+                self._leave_trial(id)
             self._inside, self._waiting = set(hello.jobs), dict(hello.waiting)
+            for id in hello.jobs:
+                self._link.probation.enter(Thing("job", id))
             await self._store.news.forget_engines_before(hello.generation)
             jobs = {job.id: job for job in await self._unfinished()}
             for id in hello.jobs:
@@ -153,10 +167,45 @@ class Foreman:
         """Writes a piece of news down; it is acknowledged once this has returned."""
         async with self._turn:
             mark = Mark(self._generation, numbered.number)
+            self._follow(numbered.news)
             if not await self._store.news.seen(mark):
-                await self._write(mark, numbered.news)
+                try:
+                    await self._write(mark, numbered.news)
+                except StateError:
+                    raise  # it is written down later
+                except Exception as error:
+                    fault = contained(error, f"writing down what became of {numbered.news.job}")
+                    await self._failed(mark, numbered.news.job, Fault(type(fault).__name__, str(fault)))
             if isinstance(numbered.news, JobEnded):
                 await self._bring_in()
+
+    def _follow(self, news: JobNews) -> None:
+        """How far a job has come in the engine that is there."""
+        thing = Thing("job", news.job)
+        match news:
+            case JobWaiting():  # for memory, and for as long as that takes: nobody waits for it
+                self._link.probation.left(thing)
+            case JobStarted():
+                self._link.probation.enter(thing)
+                self._link.probation.moved(thing, 0)
+            case JobStep():
+                self._link.probation.moved(thing, news.step)
+            case JobEnded():
+                self._link.probation.left(thing)
+
+    async def _quarantined(self, guilty: Guilty) -> None:
+        """Writes down what brought engines down; a job has failed with that."""
+        kind, subject = guilty.thing
+        request = guilty.request
+        details = None
+        if request is not None:
+            details = {
+                "adapter": request.adapter,
+                "prompt": list(request.prompt),
+                "sampling": msgspec.to_builtins(request.sampling),
+            }
+        async with self._turn:
+            await self._store.quarantine.add(kind, subject, guilty.reason, details)
 
     async def _write(self, mark: Mark, news: JobNews) -> None:
         match news:
@@ -241,7 +290,31 @@ class Foreman:
                 self._weights[id] = weight
 
     async def _start(self, job: Job, weight: float = 1.0) -> None:
-        """Hands a job to the engine; one whose files are gone is told to it too, and fails there."""
+        """Hands a job to the engine once its turn has come, which it waits for where engines crashed."""
+        self._inside.add(job.id)
+        self._weights[job.id] = weight
+        if not self._link.probation.is_open(Thing("job", job.id)):
+            self._trials[job.id] = asyncio.create_task(self._try(job, weight, self._generation))
+        else:
+            await self._hand_in(job, weight)
+
+    async def _try(self, job: Job, weight: float, generation: str) -> None:
+        """Waits until no other suspect is on trial, and hands the job in."""
+        await self._link.probation.turn(Thing("job", job.id))
+        if not self._link.ready:  # the next engine's turn begins anew
+            return
+        self._link.probation.enter(Thing("job", job.id))  # at once: the next one would take the turn
+        async with self._turn:
+            self._trials.pop(job.id, None)
+            if self._generation == generation:
+                await self._hand_in(job, weight)
+
+    def _leave_trial(self, job: str) -> None:
+        self._trials.pop(job).cancel()
+        self._inside.discard(job)
+
+    async def _hand_in(self, job: Job, weight: float) -> None:
+        """One whose files are gone is told to the engine too, and fails there."""
         paths = {
             file.id: str(self._store.file_path(file))
             for id in (job.training_file, job.validation_file)
@@ -260,9 +333,9 @@ class Foreman:
             every=job.every,
             weight=weight,
         )
+        suspect = self._link.probation.suspects.get(Thing("job", job.id))
+        self._link.probation.enter(Thing("job", job.id), -1 if suspect is None else suspect.progress)
         self._link.send(command)
-        self._inside.add(job.id)
-        self._weights[job.id] = weight
 
     async def _unfinished(self) -> list[Job]:
         """Jobs that may go on here: those of another base wait for a server that has it."""

@@ -1,0 +1,47 @@
+"""`coserve quarantine`: what brought engines down and is not tried again. Works on the state folder."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from coserve.cli.keys import Model, with_store
+from coserve.cli.options import AsJson, ListsAlone, State
+from coserve.errors import ConfigError
+
+app = typer.Typer(help="What crashed the engine more than once; alone it lists that.", cls=ListsAlone)
+
+
+@app.command("list")
+def list_quarantine(
+    context: typer.Context, state: State = None, model: Model = None, as_json: AsJson = False
+) -> None:
+    """Requests, jobs, adapters and checks that are not tried again, with the reason."""
+    from coserve.cli.output import moment, print_json, print_table
+
+    found = with_store(context, state, model, lambda store: store.quarantine.list())
+    if as_json:
+        return print_json([asdict(one) for one in found])
+    columns = ("id", "kind", "what", "tenant", "since", "reason")
+    rows = [(q.id, q.kind, q.subject, q.tenant or "", moment(q.created), q.reason) for q in found]
+    print_table(columns, rows, "nothing is quarantined")
+
+
+@app.command()
+def release(
+    context: typer.Context,
+    which: Annotated[str, typer.Argument(help="Its id, or that of the job or adapter.", metavar="ID")],
+    state: State = None,
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lets something be tried again. A job is paused then: `coserve jobs resume` lets it go on."""
+    from coserve.cli.output import print_json
+
+    found = with_store(context, state, model, lambda store: store.quarantine.release(which))
+    if found is None:
+        raise ConfigError(f"nothing in quarantine has the id {which}: `coserve quarantine` lists it all")
+    if as_json:
+        return print_json({**asdict(found), "released": True})
+    after = f"; `coserve jobs resume {found.subject}` lets it go on" if found.kind == "job" else ""
+    print(f"released the {found.kind} {found.subject}{after}")

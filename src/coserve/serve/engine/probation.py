@@ -1,0 +1,131 @@
+"""Who brought an engine down: what was under way in one that crashed is tried again, one thing at a time.
+
+An engine that crashes was doing many things, and one of them is to blame. All of them are *suspects* then.
+The next engine gets suspects one after the other; each is on *trial* until it goes beyond where it was when
+the engine crashed (a further token, a further optimizer step, a reply), which clears it. What is on trial
+when an engine crashes again is tried in the next one before anything else enters. What was all alone in an
+engine that crashed, and had been in one before, is *guilty*: nobody else can have done it.
+
+What nobody suspects waits only while something is tried alone, and no longer than `ALONE_SECONDS` for each.
+An engine that is ended from outside makes no suspects.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+Kind = Literal["request", "adapter", "check", "job"]
+LASTING: Final[tuple[Kind, ...]] = ("job", "adapter")  # whose suspicion outlives the server's process
+ALONE_SECONDS: Final = 20.0  # that others wait for one that is tried alone
+_ALONE: Final = 2  # crashes after which something is tried alone
+_MOST_CRASHES: Final = 5  # that something may be there at without going on, however doubtful its guilt
+_LOOK_SECONDS: Final = 1.0  # between two looks at the clock
+
+
+class Thing(NamedTuple):
+    """Something that an engine works on: a request, an adapter that is loaded, a check, a job."""
+
+    kind: Kind
+    id: str
+
+
+@dataclass(slots=True)
+class Suspect:
+    """`crashes` of engines it was there at, without going beyond `progress` since."""
+
+    crashes: int
+    progress: int
+
+
+class Probation:
+    """What is under way in the engine that is there, and what is suspected of having ended those before.
+
+    `progress` is any number that grows: tokens of an answer, optimizer steps of a job.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.suspects: dict[Thing, Suspect] = {}
+        self._clock = clock
+        self._under_way: dict[Thing, int] = {}
+        self._trial: Thing | None = None
+        self._alone_until = 0.0
+        self._waiting: set[Thing] = set()
+        self._changed = asyncio.Event()
+
+    def is_open(self, thing: Thing) -> bool:
+        """Whether it may be handed to the engine now."""
+        suspect = self.suspects.get(thing)
+        if self._trial is not None and self._trial != thing and suspect is not None:
+            return False
+        own = 0 if suspect is None else suspect.crashes
+        most = max((other.crashes for other in self.suspects.values()), default=0)
+        if most >= _ALONE and self._clock() < self._alone_until:
+            return own == most
+        # Short trials come first: those of jobs can take minutes.
+        is_job = suspect is not None and thing.kind == "job"
+        return not (is_job and any(other.kind != "job" for other in self._waiting))
+
+    async def turn(self, thing: Thing) -> None:
+        """Returns when the thing may be handed to the engine, which is to be done at once."""
+        self._waiting.add(thing)
+        try:
+            while not self.is_open(thing):
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await self._changed.wait()
+        finally:
+            self._waiting.discard(thing)
+            self._changed.set()
+
+    def enter(self, thing: Thing, progress: int = -1) -> None:
+        """It is handed to the engine now. A suspect is on trial from here on: wait for its `turn` first."""
+        self._under_way[thing] = progress
+        if thing in self.suspects:
+            self._trial = thing
+            self._alone_until = self._clock() + ALONE_SECONDS
+
+    def moved(self, thing: Thing, progress: int) -> None:
+        """It has come this far."""
+        if thing not in self._under_way:
+            return
+        self._under_way[thing] = progress
+        suspect = self.suspects.get(thing)
+        if suspect is not None and progress > suspect.progress:
+            self._clear(thing)
+
+    def left(self, thing: Thing) -> None:
+        """It has ended, or nobody wants it any more."""
+        self._under_way.pop(thing, None)
+        self._clear(thing)
+
+    def forget_engine(self) -> None:
+        """The engine is gone, and was ended from outside; or only the connection to it is."""
+        self._under_way.clear()
+        self._trial = None
+        self._alone_until = self._clock() + ALONE_SECONDS
+        self._changed.set()
+
+    def crashed(self) -> list[Thing]:
+        """The engine has crashed: who is guilty of it. All others that were there are suspects now."""
+        guilty = []
+        is_certain = len(self._under_way) == 1
+        for thing, progress in self._under_way.items():
+            before = self.suspects.pop(thing, None)
+            crashes = 1 if before is None else before.crashes + 1
+            if (is_certain and before is not None) or crashes >= _MOST_CRASHES:
+                guilty.append(thing)
+            else:
+                self.suspects[thing] = Suspect(crashes, progress)
+        self.forget_engine()
+        return guilty
+
+    def _clear(self, thing: Thing) -> None:
+        was = self.suspects.pop(thing, None)
+        if self._trial == thing:
+            self._trial = None
+        if was is not None:
+            self._changed.set()

@@ -1,0 +1,62 @@
+"""What is quarantined because it brought engines down, as far as this process has found out itself."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from coserve.errors import Quarantined
+from coserve.serve.engine.live import AnswerRequest
+from coserve.serve.engine.probation import Thing
+
+log = logging.getLogger(__name__)
+_MOST_REQUESTS = 2  # of one adapter that may be guilty before it is the adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Guilty:
+    """Something that is quarantined, and why; of a request, what it asked for."""
+
+    thing: Thing
+    reason: str
+    request: AnswerRequest | None = None
+
+
+class Verdicts:
+    """Refuses what was found guilty: a request whatever its id and seed, anything else the first time that it
+    is asked for again, for the database knows it then."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, str] = {}
+        self._others: dict[Thing, str] = {}
+        self._blamed: Counter[str] = Counter()  # adapters, by their requests that are guilty
+
+    def find(self, thing: Thing, request: AnswerRequest | None, crash: str) -> list[Guilty]:
+        """It is guilty of `crash`, and maybe the adapter that it asked for with it."""
+        why = f"the engine crashed again while it worked on this {thing.kind}"
+        found = [self._find(thing, request, why, crash)]
+        adapter = None if request is None else request.adapter
+        if adapter is not None:
+            self._blamed[adapter] += 1
+            if self._blamed[adapter] >= _MOST_REQUESTS:
+                why = "requests for this adapter crash the engine again and again"
+                found.append(self._find(Thing("adapter", adapter), None, why, crash))
+        return found
+
+    def check_request(self, request: AnswerRequest) -> None:
+        """Raises Quarantined for one that asks what a guilty one did."""
+        if (reason := self._requests.get(request.asks)) is not None:
+            raise Quarantined(reason)
+
+    def check(self, thing: Thing) -> None:
+        """Raises Quarantined for what is guilty."""
+        if (reason := self._others.pop(thing, None)) is not None:
+            raise Quarantined(reason)
+
+    def _find(self, thing: Thing, request: AnswerRequest | None, why: str, crash: str) -> Guilty:
+        reason = f"{why} ({crash}): it is quarantined and not tried again; `coserve quarantine` lists it"
+        log.error("quarantined: %s %s (%s)", thing.kind, thing.id, crash)
+        if request is not None:
+            self._requests[request.asks] = reason
+        elif thing.kind != "job":
+            self._others[thing] = reason
+        return Guilty(thing, reason, request)

@@ -1,0 +1,69 @@
+"""What crashes engines, through the API: a job and a stream of one tenant, beside those of others."""
+
+import json
+
+from coserve.serve.store.store import Store
+from coserve.wire.messages import JobStarted, JobStep, Numbered, StartJob, Submit
+from serving import Play, World
+
+DATA = b"".join(b'{"prompt": "%d", "completion": " x"}\n' % i for i in range(12))
+
+
+def test_a_job_that_crashes_engines_fails_and_another_goes_on(play: Play) -> None:
+    async def story(world: World) -> None:
+        client, engine = world.client(), world.engine
+        file = await client.files.create(file=("t.jsonl", DATA), purpose="fine-tune")
+        bad = await client.fine_tuning.jobs.create(model="tiny", training_file=file.id, suffix="bad")
+        good = await client.fine_tuning.jobs.create(model="tiny", training_file=file.id, suffix="good")
+        seen = 0
+        while (await client.fine_tuning.jobs.retrieve(bad.id)).status != "failed":
+            await world.until(lambda: True)
+            for command in engine.said[seen:]:
+                seen += 1
+                if isinstance(command, StartJob) and command.job == good.id:  # it trains as far as step 3
+                    number = 1 + len(engine.news)
+                    started = JobStarted(good.id, 0, 9, 12, 60, 0, 0, 1, 1, 1e-3)
+                    step = JobStep(good.id, engine.collapses + 1, 1.0, 5, 5, 1.0, 1e-3, 0.1)
+                    engine.tell(Numbered(number, started))
+                    engine.tell(Numbered(number + 1, step))
+        failed = await client.fine_tuning.jobs.retrieve(bad.id)
+        assert failed.error is not None and failed.error.code == "quarantined"
+        assert "exit status 1" in failed.error.message and "coserve quarantine" in failed.error.message
+        assert (await client.fine_tuning.jobs.retrieve(good.id)).status == "running"
+        assert 2 <= engine.collapses <= 4
+        (kept,) = await world.state.store.quarantine.list()
+        assert (kept.kind, kept.subject, kept.tenant) == ("job", bad.id, "local")
+        with Store(world.state.settings.state) as other:  # as the command line has it
+            assert (await other.quarantine.release(bad.id)) == kept
+            assert await other.quarantine.release(bad.id) is None
+        assert (await client.fine_tuning.jobs.retrieve(bad.id)).status == "paused"
+        await client.fine_tuning.jobs.resume(bad.id)
+
+    def crashes(command: object) -> bool:
+        return isinstance(command, StartJob) and command.adapter.startswith("ft:tiny:local:bad")
+
+    play(story, engine={"poison": crashes, "step_seconds": 0.001})
+
+
+def test_a_stream_that_crashes_engines_ends_with_the_reason(play: Play) -> None:
+    async def story(world: World) -> None:
+        body = {"model": "tiny", "prompt": "bad", "max_tokens": 9, "stream": True, "temperature": 0}
+        answer = await world.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200  # it had begun
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["error"]["code"] == "quarantined"
+        again = await world.http.post("/v1/completions", json=body)
+        assert again.status_code == 400 and again.json()["error"]["code"] == "quarantined"
+        fine = await world.http.post("/v1/completions", json={**body, "prompt": "good", "stream": False})
+        assert fine.status_code == 200
+        (kept,) = await world.state.store.quarantine.list()
+        assert kept.kind == "request" and kept.details is not None and kept.details["prompt"]
+
+    bad: list[tuple[int, ...]] = []
+
+    def fatal(asked: Submit, place: int) -> bool:
+        bad.append(asked.prompt)
+        return asked.prompt == bad[0] and place == 4
+
+    play(story, engine={"fatal": fatal, "step_seconds": 0.001})
