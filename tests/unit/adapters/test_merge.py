@@ -1,5 +1,6 @@
 """Merging against PEFT's `merge_and_unload`, and what is refused."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def test_equals_peft(name: str, lora: dict[str, object], tmp_path: Path) -> None
     assert any(not torch.equal(mine[key], before[key]) for key in mine)
     assert torch.allclose(logits_of(loaded(out), PROMPT), logits_of(merged, PROMPT), atol=1e-4)
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_have_the_modes_of_any_others_of_the_user(mask: int, tmp_path: Path) -> None:
+    base, adapter, _ = folders(tiny("llama"), tmp_path, target_modules=["q_proj"])
+    (base / "tokenizer.json").chmod(0o400)
+    before = os.umask(mask)
+    try:
+        out = merge_adapter(base, adapter, tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in out.iterdir()}
+    assert set(modes.values()) == {0o666 & ~mask}, modes
 
 
 def test_low_precision_is_rounded_once(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.watchdog import LOOK_SECONDS, Watchdog
 from coserve.serve.settings import ApiStart, ServerSettings
 from coserve.serve.store.private import OWNER_ONLY
+from coserve.serve.store.durable import sweep_checkpoints
 from coserve.wire.control import EngineStart, encode_line
 from coserve.wire.launch import GENTLY
 
@@ -66,6 +67,7 @@ def serve(
     with ExitStack() as stack:
         claim = stack.enter_context(claim_state(settings.state))
         listener = stack.enter_context(listen(settings.host, settings.port))
+        sweep_checkpoints(settings.state)
         settings.logs.mkdir(exist_ok=True)
         announcer = Announcer(console, settings.logs)
         stack.callback(announcer.close)

@@ -46,6 +46,12 @@ def drop_resume_state(checkpoint: Path) -> None:
         (checkpoint / name).unlink(missing_ok=True)
 
 
+def sweep_checkpoints(state: Path) -> None:
+    """Removes checkpoints that a killed engine was writing. No engine may be running."""
+    for folder in state.glob("jobs/*/checkpoints"):
+        sweep(folder)
+
+
 def sweep(folder: Path) -> None:
     """Removes what a killed server was making in `folder`."""
     for entry in folder.glob(".*"):
