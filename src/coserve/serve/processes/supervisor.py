@@ -30,8 +30,8 @@ from coserve.serve.processes.process import Process
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.watchdog import LOOK_SECONDS, Watchdog
 from coserve.serve.settings import ApiStart, ServerSettings
-from coserve.serve.store.private import OWNER_ONLY
 from coserve.serve.store.durable import sweep_checkpoints
+from coserve.serve.store.private import OWNER_ONLY
 from coserve.wire.control import EngineStart, encode_line
 from coserve.wire.launch import GENTLY
 
