@@ -19,7 +19,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"core", "config", "errors", "metrics"}),
     frozenset({"schedule", "memory.pages", "memory.ledger", "memory.budget", "jobs", "wire"}),
     frozenset({"text"}),
-    frozenset({"kernels", "memory.store", "memory.malloc"}),
+    frozenset({"kernels", "memory.store", "memory.compiled", "memory.malloc"}),
     frozenset({"memory.kv", "memory.arena", "memory.measured", "memory.exhausted"}),
     frozenset({"adapters"}),
     frozenset({"model"}),

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Final
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.paging.stored import StoredVersion
 from coserve.errors import AdapterError, AdapterNotFound
 
 Known = AdapterVersion | StoredVersion
+_REMEMBERED: Final = 4096  # names that are gone, of which the newest version's number is remembered
 
 
 class AdapterBank:
@@ -23,7 +25,8 @@ class AdapterBank:
         self._stored: dict[str, StoredVersion] = {}
         self._versions: dict[str, AdapterVersion] = {}  # whose weights are here
         self._pins: Counter[str] = Counter()
-        self._newest: dict[str, int] = {}  # of every name there ever was
+        self._newest: dict[str, int] = {}  # by name, those that are gone included, the latest published last
+        self._floor = 0  # no name that is forgotten had a version of this number, or of a greater one
         self._watchers: list[Callable[[AdapterVersion], None]] = []
         self._forgetters: list[Callable[[str], None]] = []
 
@@ -48,7 +51,9 @@ class AdapterBank:
         else:
             self._versions[adapter.key] = adapter
         self._current[adapter.name] = adapter
-        self._newest[adapter.name] = max(adapter.version, self._newest.get(adapter.name, -1))
+        newest = self._newest.pop(adapter.name, -1)
+        self._newest[adapter.name] = max(adapter.version, newest)
+        self._forget_names()
         if before is not None and before.key != adapter.key:
             self._drop_if_unused(before)
 
@@ -87,12 +92,13 @@ class AdapterBank:
     def next_version(self, name: str) -> int:
         """A version number that no version of this name ever had: old ones may still be answering, and what
         was cached of those that are gone must not be taken for another's."""
-        return 1 + self._newest.get(name, -1)
+        return 1 + self._newest[name] if name in self._newest else self._floor
 
     def remove(self, name: str) -> None:
         """Forgets a name; running requests keep their version until they end."""
         adapter = self.look(name)
         del self._current[adapter.name]
+        self._forget_names()
         self._drop_if_unused(adapter)
 
     def pin(self, key: str) -> Known:
@@ -125,6 +131,13 @@ class AdapterBank:
     def when_forgotten(self, tell: Callable[[str], None]) -> None:
         """`tell` is called with the key of each stored version that nobody will ask for again."""
         self._forgetters.append(tell)
+
+    def _forget_names(self) -> None:
+        """Of names that are gone the oldest ones, where there are too many: every job brings one. New names
+        then begin above all their numbers."""
+        while len(self._newest) > len(self._current) + _REMEMBERED:
+            oldest = next(name for name in self._newest if name not in self._current)
+            self._floor = max(self._floor, 1 + self._newest.pop(oldest))
 
     def _drop_if_unused(self, adapter: Known) -> None:
         key, current = adapter.key, self._current.get(adapter.name)

@@ -9,6 +9,7 @@ else (DoRA, IA3, long prompts, an adapter that has no family in the step) stay w
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -129,7 +130,8 @@ class Stacks:
         self._when = gathering(device)
         self._members: dict[int, Member] = {}
         self._families: dict[Shape, Family] = {}
-        self._numbers: dict[Shape, int] = {}
+        self._numbers: dict[Shape, int] = {}  # of the members' shapes
+        self._count = count()
         self._last: tuple[tuple[tuple[int, int, int], ...], Laid] | None = None
 
     @property
@@ -163,7 +165,10 @@ class Stacks:
         nothing has to be picked out."""
         if self._when is None:
             return 0
-        return self._numbers.setdefault(self._member(bypasses).shape, len(self._numbers))
+        shape = self._member(bypasses).shape
+        if shape not in self._numbers:
+            self._numbers[shape] = next(self._count)
+        return self._numbers[shape]
 
     def forget(self, bypasses: Bypasses) -> None:
         """Frees the slot of a version that is gone."""
@@ -173,6 +178,8 @@ class Stacks:
             family.forget(id(bypasses))
             if not len(family):
                 del self._families[member.shape]
+        if member is not None and all(other.shape != member.shape for other in self._members.values()):
+            self._numbers.pop(member.shape, None)
         self._last = None
 
     def _lay(self, adapters: Sequence[Ranged]) -> Laid:

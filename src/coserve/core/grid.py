@@ -1,8 +1,9 @@
 """Row counts that steps use: few, so that what is made once for a shape is used again.
 
 oneDNN builds code for every new shape of a product. On the CPU this was measured on one new number of rows
-took 0.3 to 0.5 ms and 0.65 MB for each product it met, and its cache holds 1,024 of them: steps of freely
-chosen sizes paid that for good. Rows that fill a step up to the next count cost less.
+took 0.3 to 0.5 ms and 0.65 MB for each product it met, and its cache holds few of them
+(`memory/compiled.py`): steps of freely chosen sizes paid that for good. Rows that fill a step up to the
+next count cost less.
 """
 
 COARSE = 32  # rows: what large counts are multiples of

@@ -20,6 +20,7 @@ from coserve.core.size import read_memory, show_size
 from coserve.engine.runner import LocalRunner
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.memory.budget import Capacity, budget_of, process_capacity
+from coserve.memory.compiled import bound_compiled_shapes
 from coserve.memory.ledger import Account, Bytes, Ledger
 from coserve.memory.measured import make_meter
 from coserve.model.load import usable_device
@@ -68,6 +69,7 @@ class Admission:
         """Made before the model is loaded: what is free then is what there is to be had. Raises ConfigError
         where the device cannot be used."""
         device = usable_device(config.device)
+        bound_compiled_shapes()
         self.meter = make_meter(device)
         self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
         self._limit = _limit_of(config, self.ledger.budget)

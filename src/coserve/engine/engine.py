@@ -271,7 +271,7 @@ class Engine:
         with self._lock:
             start = self._weights(start_from) if isinstance(start_from, str) else start_from
             asked = Asked(
-                job or f"job-{len(self.jobs) + 1}", adapter, prepared, method, training,
+                job or f"job-{self.training.started + 1}", adapter, prepared, method, training,
                 start if resume is None else resume.adapter, resume,
             )  # fmt: skip
             return self.training.start(asked, keeping)
@@ -302,7 +302,7 @@ class Engine:
 
     @property
     def jobs(self) -> dict[str, FineTuning]:
-        """All jobs there have been, by their ids."""
+        """Jobs that have not ended, by their ids; the others are their callers' alone."""
         return self.training.jobs
 
     # How it is doing
@@ -427,7 +427,7 @@ class Engine:
 
     def _goes_on(self, event: Event) -> bool:
         """Whether a job that failed in this step does it again, so that nothing of it is news."""
-        return isinstance(event, JobFailed) and self.jobs[event.job].is_under_way
+        return isinstance(event, JobFailed) and event.job in self.jobs
 
     def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
         completion = self.completions.pop(key)

@@ -210,8 +210,8 @@ class FineTuning:
         self.status, self.reason = "running", ""
 
     def end(self, status: str) -> None:
-        """The job is over."""
-        self.status, self.reason = status, ""
+        """The job is over; who was told of its states need not be any more."""
+        self.status, self.reason, self._keeping = status, "", None
 
     def fail(self, error: CoserveError) -> None:
         """The job cannot go on."""

@@ -61,7 +61,8 @@ class Training:
         lock: AbstractContextManager[bool],
         make_shelf: MakeShelf | None = None,
     ) -> None:
-        self.jobs: dict[str, FineTuning] = {}
+        self.jobs: dict[str, FineTuning] = {}  # that have not ended
+        self.started = 0  # jobs that ever were
         self._runner, self._scheduler, self._admission = runner, scheduler, admission
         self._base, self._bank = runner.base, runner.bank
         self._drive, self._save, self._lock, self._make_shelf = drive, save, lock, make_shelf
@@ -78,7 +79,7 @@ class Training:
     def start(self, asked: Asked, keeping: Keeping | None = None) -> FineTuning:
         """A job that trains at once, or waits for bytes. Raises what `check` does, and JobError."""
         self.refuse_while_trained(asked.adapter)
-        if asked.job in self.jobs and self.jobs[asked.job].is_under_way:
+        if asked.job in self.jobs:
             raise JobError(f"there is a job {asked.job!r} already, and it has not ended")
         size = self.check(asked)
         handle = FineTuning(
@@ -100,6 +101,7 @@ class Training:
                 raise
         else:
             self.jobs[asked.job], self._queued[asked.job] = handle, asked
+        self.started += 1
         return handle
 
     def weigh(self, job: str, weight: float) -> None:
@@ -113,17 +115,19 @@ class Training:
 
     def refuse_while_trained(self, adapter: str) -> None:
         """Raises JobError if a job trains the adapter, or is going to."""
-        busy = [j for j, h in self.jobs.items() if h.adapter == adapter and h.is_under_way]
+        busy = [job for job, handle in self.jobs.items() if handle.adapter == adapter]
         if busy:
             raise JobError(f"adapter {adapter!r} is being trained by {busy[0]}")
 
     def deliver(self, event: StepDone | JobFailed) -> None:
         """Takes in what a step did for a job."""
-        handle = self.jobs[event.job]
+        if (handle := self.jobs.get(event.job)) is None:
+            return
         try:
             if isinstance(event, StepDone):
                 handle.take(event)
-                self._feed(event.job)
+                if handle.is_under_way:  # whoever was told of the step may have ended the job
+                    self._feed(event.job)
             elif not self._goes_on_smaller(event):
                 self._fail(event.job, event.error)
         except BaseException as error:
@@ -134,8 +138,7 @@ class Training:
     def _end(self, job: str, status: str) -> None:
         """Ends a job that has not ended; all it held is free."""
         with self._lock:
-            handle = self.jobs[job]
-            if handle.is_under_way:
+            if (handle := self.jobs.get(job)) is not None:
                 handle.end(status)
                 self._forget(job)
 
@@ -223,17 +226,19 @@ class Training:
         return True
 
     def _fail(self, job: str, error: CoserveError) -> None:
-        self.jobs[job].fail(error)
-        self._forget(job)
+        if (handle := self.jobs.get(job)) is not None:
+            handle.fail(error)
+            self._forget(job)
 
     def _forget(self, job: str) -> None:
-        """Frees all a job held; its published version stays."""
+        """Frees all a job held, its handle too unless its caller has it; its published version stays."""
         self._runner.settle()
         self._scheduler.remove_training(job)
         self._queued.pop(job, None)
         run = self._runner.runs.pop(job, None)
         if run is not None:
             run.abandon()
+        self.jobs.pop(job, None)
         self._admission.leave(job)
 
 

@@ -18,6 +18,7 @@ from coserve.adapters.sites import Frame
 from coserve.errors import AdapterError, CoserveError
 
 _LENGTH: Final = 8  # bytes before a safetensors header, which say how long that is
+_KNOWN: Final = 1024  # outlines that are remembered
 _LONGEST: Final = 100 << 20  # of a header; safetensors allows no more
 Stamp = tuple[tuple[int, int, int], ...]  # of each file: size, time of its last change, inode
 
@@ -106,6 +107,8 @@ class Outlines:
             virtual = Counts(found.virtual.count, found.virtual.prompt_count)
             outline = Outline(virtual, found.nbytes, found.nbytes + self._stacked(found.bypasses))
             self._known[digest] = outline
+            while len(self._known) > _KNOWN:
+                self._known.pop(next(iter(self._known)), None)  # another thread may have been quicker
         if new:
             check_weights(folder, self._dtype)
         return StoredVersion(name, 0, folder, stamp, outline)

@@ -94,15 +94,14 @@ class Question:
     asks_input: bool
     asks_past: bool
     keepable: frozenset[str]
-    layer: int = field(compare=False)
-    placed: Sequence[tuple[Place, Bypass]] = field(compare=False)
 
 
-def _choice(question: Question) -> Choice | None:
-    """None for a layer that torch cannot trace: what it does depends on its numbers."""
+def _choice(question: Question, layer: int, placed: Sequence[tuple[Place, Bypass]]) -> Choice | None:
+    """Of `layer` with what is `placed` in it. None where torch cannot trace it: what it does
+    depends on its numbers."""
     try:
         sketch = sketch_of(question.model)
-        graph = trace(sketch, question.layer, question.placed, question.asks_input, question.asks_past)
+        graph = trace(sketch, layer, placed, question.asks_input, question.asks_past)
     except Exception:
         return None
     return Choice(graph.in_type(question.dtype), question.keepable)
@@ -134,10 +133,8 @@ def choices(
             direction.asks_input(layer),
             direction.asks_past,
             frozenset(path.removeprefix(prefix) for path in linears),
-            layer,
-            placed,
         )
-        found[layer] = choice_of(question)
+        found[layer] = choice_of(question, layer, placed)
     return found
 
 
