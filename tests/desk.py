@@ -52,7 +52,7 @@ class Desk:
         """As the loop does it."""
         wait = not self.worker.has_work
         try:
-            item = self.inbox.get(wait, 10 if wait else None)
+            item = self.inbox.get(wait, 60 if wait else None)
             assert isinstance(item, Done)
             item.then()
         except queue.Empty:
