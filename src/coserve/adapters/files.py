@@ -21,6 +21,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Part, exact_type
 from coserve.adapters.method import Written
 from coserve.adapters.methods import method_in_file, method_named
+from coserve.adapters.parameters import mistaken, name_weights
 from coserve.adapters.saved import Saved, expect_numbers
 from coserve.adapters.sites import Frame
 from coserve.errors import AdapterError
@@ -30,7 +31,7 @@ WEIGHTS: Final = "adapter_model.safetensors"
 _LIST: Final = "COSERVE_LIST"
 TYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LONGEST_NAME: Final = 300  # characters; those of real models have a third of that
-_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
+_BEYOND_WEIGHTS: Final = ("use_dora", "lora_bias")  # that PEFT has beside modules only
 
 
 def read_adapter(
@@ -127,11 +128,16 @@ def _without_values(one: Any) -> Tensor:
 
 
 def write_adapter(
-    adapter: AdapterVersion, folder: str | Path, base_name: str = "", whole: bool = False
+    adapter: AdapterVersion,
+    folder: str | Path,
+    base_name: str = "",
+    model_type: str = "",
+    whole: bool = False,
 ) -> None:
-    """Writes what PEFT's `from_pretrained` reads; tensors in float32 (float64 ones stay as they are).
+    """Writes what PEFT's `from_pretrained` reads beside a base of this type; tensors in float32 (float64 ones
+    stay as they are).
 
-    With `whole` also those that only training needs and PEFT does not read, such as prompt encoders.
+    With `whole` what training needs instead: also what PEFT does not read, such as prompt encoders.
     Warns where PEFT is known to read something else.
     """
     folder = Path(folder)
@@ -139,8 +145,8 @@ def write_adapter(
     written = [method_named(part.method).write(part) for part in adapter.parts]
     if whole:
         written = [replace(w, tensors={**w.tensors, **w.own}) for w in written]
-    for part in adapter.parts:
-        _warn_of_peft(part)
+    elif len(written) == 1 and adapter.parts[0].method == "lora":
+        written = [replace(written[0], fields=_as_peft_reads(written[0].fields, model_type))]
     configs = [_config(part, w, base_name) for part, w in zip(adapter.parts, written, strict=True)]
     if len(written) == 1:
         tensors, config = dict(written[0].tensors), configs[0]
@@ -193,14 +199,17 @@ def _split(
     return list(zip(configs, by_part.values(), strict=True))
 
 
-def _warn_of_peft(part: Part) -> None:
-    """A target that PEFT mistakes: named like the routed experts', where shared ones are targets too."""
-    paths = [place.path for place in part.bypasses] if part.method == "lora" else []
-    found = [path for path in paths if path.rpartition(".")[2] in _EXPERTS]
-    if found and any(".shared_expert" in path for path in paths):
+def _as_peft_reads(fields: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
+    """A LoRA adapter's fields, with those targets named by their weights that PEFT mistakes otherwise."""
+    found = mistaken(model_type, fields["target_modules"])
+    if not found:
+        return fields
+    if beyond := [name for name in _BEYOND_WEIGHTS if fields[name]]:
         warnings.warn(
-            f"PEFT (0.21.2) takes targets such as {min(found)} for fused experts: it loads this adapter "
-            "without a complaint and computes something else. coserve reads it as it is; for PEFT, leave out "
-            "the linears of shared experts and dense layers.",
+            f"PEFT (0.21.2) takes targets such as {found[0]} of {model_type} for fused experts, and has no "
+            f"{beyond[0]} beside weights: it reads this adapter as something else. coserve reads it as it "
+            f"is; for PEFT, leave out the linears of shared experts and dense layers, or {beyond[0]}.",
             stacklevel=3,
         )
+        return fields
+    return name_weights(fields, found)

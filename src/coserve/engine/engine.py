@@ -241,7 +241,8 @@ class Engine:
         """Writes the adapter's current version in PEFT's format."""
         with self._lock:
             try:
-                write_adapter(self._weights(name), folder, str(self.base.model.config.name_or_path))
+                config = self.base.model.config
+                write_adapter(self._weights(name), folder, str(config.name_or_path), config.model_type)
             except OSError as error:
                 raise AdapterError(f"the adapter cannot be written to {folder}: {error.strerror}") from error
 

@@ -266,17 +266,29 @@ def test_no_code_hides_in_weights(folder: Path) -> None:
     assert "adapter_model.safetensors" in refusal(folder)
 
 
-def test_targets_that_peft_takes_for_experts_are_warned_of(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
+@pytest.mark.parametrize("field", ["dora", "lora_bias"])
+def test_what_peft_has_not_beside_weights_is_warned_of(
+    field: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    def adapter(*paths: str) -> AdapterVersion:
-        matrices = {f"model.layers.{path}": (torch.zeros(2, 8), torch.zeros(8, 2)) for path in paths}
-        bypasses = {path: LoRABypass(a, b, 1.0) for path, (a, b) in matrices.items()}
-        return lora_adapter("mine", 0, LoRAConfig(rank=2), bypasses)
+    def adapter(path: str, **settings: bool) -> AdapterVersion:
+        bypass = LoRABypass(torch.zeros(2, 8), torch.zeros(8, 2), 1.0)
+        return lora_adapter("mine", 0, LoRAConfig(rank=2, **settings), {f"model.layers.0.{path}": bypass})
 
-    write_adapter(adapter("0.mlp.up_proj", "1.self_attn.q_a_proj"), tmp_path / "harmless")
+    write_adapter(adapter("mlp.up_proj"), tmp_path, model_type="deepseek_v3")
+    write_adapter(adapter("mlp.up_proj", **{field: True}), tmp_path, model_type="llama")
+    write_adapter(adapter("mlp.up_proj", **{field: True}), tmp_path, model_type="deepseek_v3", whole=True)
+    write_adapter(adapter("self_attn.q_a_proj", **{field: True}), tmp_path, model_type="deepseek_v3")
     assert not recwarn.list
-    misread = adapter("0.mlp.up_proj", "1.mlp.shared_experts.up_proj", "1.self_attn.q_a_proj")
-    with pytest.warns(UserWarning, match="model.layers.0.mlp.up_proj for fused experts"):
-        write_adapter(misread, tmp_path / "misread")
-    assert (tmp_path / "misread" / "adapter_model.safetensors").exists()
+    with pytest.warns(UserWarning, match=f"model.layers.0.mlp.up_proj of deepseek_v3.* no [a-z_]*{field}"):
+        write_adapter(adapter("mlp.up_proj", **{field: True}), tmp_path, model_type="deepseek_v3")
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_weights_of_linears_are_targets_that_must_be_there(folder: Path) -> None:
+    edit_config(folder, target_modules=["v_proj"], target_parameters=["q_proj.weight"])
+    assert len(read(folder).bypasses.outputs) == 6
+    edit_config(folder, target_parameters=["q_proj.weight", "layers.0.mlp.up_proj.weight"])
+    assert "model.layers.0.mlp.up_proj" in refusal(folder, AdapterMismatch)
+    for name in ("q_proj", "norm.weight", "experts.down_proj.weight"):
+        edit_config(folder, target_parameters=["q_proj.weight", name])
+        assert "target_parameters" in refusal(folder)

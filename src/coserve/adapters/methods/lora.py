@@ -6,7 +6,7 @@ With `dora` the rows of W + BA get lengths that are learnt (`adapters/dora.py`).
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeVar, get_args
 
 import torch
@@ -17,6 +17,7 @@ from coserve.adapters.dora import MAGNITUDE, DoRABypass
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
 from coserve.adapters.method import Written, chosen, named
 from coserve.adapters.methods.bitfit import BitFitBypass
+from coserve.adapters.parameters import of_modules, take_weights
 from coserve.adapters.patterns import UnsupportedPattern, check_patterns, first_entries, full_matches
 from coserve.adapters.replace import (
     expect_copies,
@@ -130,7 +131,8 @@ class LoRA:
         return Part(self.name, config, {**_with_biases(bypasses, biases), **replaced})
 
     def read(self, saved: Saved, frame: Frame) -> Part:
-        config = _read_config(saved)
+        by_weight = take_weights(saved, frame)
+        config = _of_modules(_read_config(saved), by_weight)
         magnitudes = saved.ending(MAGNITUDE) if config.dora else {}
         bypasses: dict[Place, Bypass] = {}
         strengths = config.at(frame.sites)
@@ -152,7 +154,7 @@ class LoRA:
             raise AdapterMismatch(f"{saved.folder}: tensor '{PREFIX}{path}.{MAGNITUDE}' would go unused")
         replaced = take_replacements(saved, frame)
         expect_copies(saved, frame)
-        _expect_targets(saved, frame, bypasses.keys() | replaced.keys())
+        _expect_targets(saved, frame, by_weight, bypasses.keys() | replaced.keys())
         if twice := sorted(bypasses.keys() & replaced.keys()):
             raise AdapterMismatch(f"{saved.folder}: {twice[0].path!r} is replaced, and yet a target")
         biases = {}
@@ -261,14 +263,14 @@ def _read_biases(saved: Saved, frame: Frame, expected: Collection[str]) -> dict[
     return found
 
 
-def _expect_targets(saved: Saved, frame: Frame, found: Collection[Place]) -> None:
+def _expect_targets(saved: Saved, frame: Frame, by_weight: Iterable[str], found: Collection[Place]) -> None:
     """Raises AdapterMismatch where the file has something, but nothing for one of its own targets."""
     targets = saved.targets
     leaves_out = saved.fields.get("layers_to_transform") is not None or saved.fields.get("exclude_modules")
     if leaves_out or not found:
         return
     places = [p for p, site in frame.sites.items() if site.kind in (Kind.LINEAR, Kind.EMBEDDING)]
-    for path in _targeted(targets, places):
+    for path in (*_targeted(targets, places), *by_weight):
         if Place(path) not in found:
             raise AdapterMismatch(f"{saved.folder}: the tensors at {path!r} are missing")
 
@@ -304,6 +306,15 @@ def _read_config(saved: Saved) -> LoRAConfig:
         lora_bias=saved.take("lora_bias", False),
         modules_to_save=tuple(saved.names("modules_to_save")),
     )
+
+
+def _of_modules(config: LoRAConfig, by_weight: Collection[str]) -> LoRAConfig:
+    """The same with patterns of linears, whose weights are what the file's patterns are about."""
+    if not by_weight:
+        return config
+    ranks = of_modules("rank_pattern", config.rank_pattern, config.rank, by_weight)
+    alphas = of_modules("alpha_pattern", config.alpha_pattern, config.alpha, by_weight)
+    return replace(config, rank_pattern=ranks, alpha_pattern=alphas)
 
 
 METHOD = LoRA()

@@ -1,0 +1,98 @@
+"""Linears that an adapter's file names by their weights (PEFT's `target_parameters`), both ways.
+
+In some mixtures of experts PEFT (0.21.2) takes every target named like an expert's linear of old checkpoints
+(`gate_proj`, `up_proj`, `down_proj`) or router (`gate`) for the fused experts or the router, even the whole
+path of a shared expert's linear. A weight that is named itself it takes for what it is, and the tensors
+beside it are called and shaped as those beside the linear.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from transformers import conversion_mapping
+
+from coserve.adapters.method import named
+from coserve.adapters.patterns import first_entries
+from coserve.adapters.saved import Saved
+from coserve.adapters.sites import Frame, Kind
+
+_T = TypeVar("_T")
+
+_WEIGHT: Final = ".weight"
+_MISTAKEN: Final = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
+_FUSED: Final = "qwen2_moe"  # those whose checkpoints are converted as this type's are
+# From a type to the one whose checkpoints are converted alike: the table that PEFT goes by.
+_LIKE: Final[Mapping[str, str]] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+_TOGETHER: Final = 30  # names in one pattern, which may have 10,000 characters
+
+
+def mistaken(model_type: str, paths: Iterable[str]) -> list[str]:
+    """The linears that PEFT, told to target them in a base of this type, takes for fused experts."""
+    if _LIKE.get(model_type) != _FUSED:
+        return []
+    return [path for path in paths if path.rpartition(".")[2] in _MISTAKEN]
+
+
+def name_weights(fields: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """The fields of a LoRA adapter with these of its targets named by their weights.
+
+    The dropout, which PEFT does not have there, is 0: it matters in training alone.
+    """
+    targets, weights = list(fields["target_modules"]), list(paths)
+    modules = sorted(set(targets) - set(weights))
+    return {
+        **fields,
+        "target_modules": modules,
+        "target_parameters": [path + _WEIGHT for path in weights],
+        "rank_pattern": _of_weights("rank_pattern", fields["rank_pattern"], fields["r"], modules, weights),
+        "alpha_pattern": _of_weights(
+            "alpha_pattern", fields["alpha_pattern"], fields["lora_alpha"], modules, weights
+        ),
+        "lora_dropout": 0.0,
+    }
+
+
+def _of_weights(
+    field: str, patterns: Mapping[str, _T], default: _T, modules: Sequence[str], weights: Iterable[str]
+) -> dict[str, _T]:
+    """Patterns that say of modules what `patterns` do, and of weights what these do of their linears.
+
+    PEFT warns of a pattern that matches no module, though it matches weights: so a module whose own pattern
+    comes first is in each of them.
+    """
+    of_modules = first_entries(field, patterns, modules)
+    by_value: dict[_T, list[str]] = {}
+    for path, value in first_entries(field, patterns, weights).items():
+        if value != default:
+            by_value.setdefault(value, []).append(re.escape(path + _WEIGHT))
+    first = modules[:1] if by_value else []
+    found = {_exact(m): of_modules.get(m, default) for m in modules if m in of_modules or m in first}
+    for value, names in by_value.items():
+        for start in range(0, len(names), _TOGETHER):
+            found[f"^(?:{'|'.join([*map(re.escape, first), *names[start : start + _TOGETHER]])})$"] = value
+    return found
+
+
+def _exact(path: str) -> str:
+    return f"^{re.escape(path)}$"
+
+
+def take_weights(saved: Saved, frame: Frame) -> list[str]:
+    """The linears that a file names by their weights. Raises AdapterError for a name of anything else."""
+    names = saved.names("target_parameters")
+    linears = [path for path, site in frame.sites.items() if site.kind is Kind.LINEAR]
+    endings = {name.removesuffix(_WEIGHT) for name in names if name.endswith(_WEIGHT)}
+    there = {".".join(path.split(".")[start:]) for path in linears for start in range(path.count(".") + 1)}
+    if len(endings & there) == len(set(names)):
+        saved.ignore("target_parameters")
+    return [path for path in linears if named(path, endings)]
+
+
+def of_modules(field: str, patterns: Mapping[str, _T], default: _T, paths: Iterable[str]) -> dict[str, _T]:
+    """Patterns that say of these linears what `patterns` say of their weights."""
+    paths = list(paths)
+    of_weights = first_entries(field, patterns, [path + _WEIGHT for path in paths])
+    as_modules = first_entries(field, patterns, paths)
+    found = {path: of_weights.get(path + _WEIGHT, default) for path in paths}
+    return {**{_exact(p): v for p, v in found.items() if v != as_modules.get(p, default)}, **patterns}
