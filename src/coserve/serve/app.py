@@ -15,6 +15,7 @@ from coserve.serve.http.browsers import Hosts, Origins
 from coserve.serve.http.middleware import Crowding, Draining, Limits, RequestIds
 from coserve.serve.http.quotas import RequestRate, UploadRoom
 from coserve.serve.http.rates import Rates
+from coserve.serve.http.revocation import Revocation
 from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
 from coserve.serve.state import State
 
@@ -41,6 +42,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     rates = Rates(settings.max_requests_minute, clock)
     bad_keys = Rates(settings.max_bad_keys_minute, clock)
     # The last one added is the first to see a request.
+    app.add_middleware(Revocation, tenants=state.store.tenants, paths=_STREAMED)
     app.add_middleware(Crowding, queue=state.queue, paths=_STREAMED)
     app.add_middleware(UploadRoom, files=state.store.files, paths=_UPLOADS, largest=settings.max_file_bytes)
     app.add_middleware(RequestRate, rates=rates, most=settings.max_requests_minute)
