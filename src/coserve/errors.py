@@ -17,6 +17,7 @@
     ├── OutOfMemory              needs more bytes than the budget has; says how many were missing
     ├── EngineLost               the engine's process is gone and did not come back in time
     ├── Quarantined              engines crashed at this very thing: it is not tried again
+    ├── QuotaExceeded            a tenant has as much as it may have; says what to delete or to wait for
     ├── ConflictError            what is asked does not go with the state something is in
     ├── StateError               the server's state folder or database cannot be used
     ├── ServerError              the server cannot start or go on
@@ -99,6 +100,10 @@ class EngineLost(CoserveError):
 
 class Quarantined(CoserveError):
     """Engines crashed while they worked on this very thing: it is not tried again unless it is released."""
+
+
+class QuotaExceeded(CoserveError):
+    """A tenant has as many files, bytes or jobs as it may have; the text says how to make room."""
 
 
 class ServerError(CoserveError):

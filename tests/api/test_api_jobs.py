@@ -386,7 +386,7 @@ def test_a_tenant_has_only_so_many_open_jobs(play: Play) -> None:
             await create(world, training_file=file)
         assert caught.value.response.headers["retry-after"]
 
-    play(story, max_queue_tenant=2)
+    play(story, max_jobs_tenant=2)
 
 
 def test_a_corpus_trains_too(play: Play) -> None:

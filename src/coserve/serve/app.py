@@ -1,6 +1,8 @@
 """The server as one ASGI application: routes, what happens around each of them, and their documentation."""
 
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from time import monotonic
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,6 +13,9 @@ from coserve.serve.answering.price import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import Hosts, Origins
 from coserve.serve.http.middleware import Crowding, Draining, Limits, RequestIds
+from coserve.serve.http.quotas import RequestRate, UploadRoom
+from coserve.serve.http.rates import Rates
+from coserve.serve.http.revocation import Revocation
 from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
 from coserve.serve.state import State
 
@@ -19,28 +24,33 @@ _UPLOADS = ("/v1/files", "/v1/adapters")
 _STREAMED = ("/v1/chat/completions", "/v1/completions")
 
 
-def create_app(state: State) -> FastAPI:
-    """The application over a state whose parts are running."""
+def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
+    """The application over a state whose parts are running. `clock`, in seconds, is that of rates."""
     summary = "OpenAI's API for answers and fine-tuning."
     # FastAPI's own pages run scripts from elsewhere; `routes/docs.py` has none.
     app = FastAPI(title="coserve", version=_version(), summary=summary, docs_url=None, redoc_url=None)
-    app.state.coserve = state
+    app.state.coserve, settings = state, state.settings
     errors.install(app)
     for room in (chat, completions, models, adapters, transfers, files, jobs, health, docs):
         app.include_router(room.router)
 
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
-            return state.settings.max_file_bytes + _FORM_BYTES
+            return settings.max_file_bytes + _FORM_BYTES
         return MOST_BODY_BYTES if path in _STREAMED else MOST_SMALL_BODY_BYTES
 
+    rates = Rates(settings.max_requests_minute, clock)
+    bad_keys = Rates(settings.max_bad_keys_minute, clock)
     # The last one added is the first to see a request.
+    app.add_middleware(Revocation, tenants=state.store.tenants, paths=_STREAMED)
     app.add_middleware(Crowding, queue=state.queue, paths=_STREAMED)
-    app.add_middleware(Authentication, state=state)
+    app.add_middleware(UploadRoom, files=state.store.files, paths=_UPLOADS, largest=settings.max_file_bytes)
+    app.add_middleware(RequestRate, rates=rates, most=settings.max_requests_minute)
+    app.add_middleware(Authentication, state=state, bad_keys=bad_keys)
     app.add_middleware(Draining, is_draining=lambda: state.draining)
     app.add_middleware(Limits, body_limit=body_limit)
-    app.add_middleware(Origins, allowed=state.settings.cors_origins)
-    app.add_middleware(Hosts, settings=state.settings, is_open=lambda: serves_without_keys(state))
+    app.add_middleware(Origins, allowed=settings.cors_origins)
+    app.add_middleware(Hosts, settings=settings, is_open=lambda: serves_without_keys(state))
     app.add_middleware(RequestIds)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app

@@ -15,6 +15,7 @@ from coserve.serve.settings import ServerSettings
 from coserve.serve.shelf.imports import digest
 from coserve.serve.state import State
 from coserve.serve.store.quarantine import Suspects
+from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
 from coserve.serve.training.foreman import Foreman
@@ -31,7 +32,8 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
     A bug in the link or the foreman ends the block with an exception: whoever is outside starts anew.
     """
     text = await asyncio.to_thread(Text.load, settings.model)
-    with Store(settings.state) as store:
+    quotas = Quotas(settings.max_files_tenant, settings.max_bytes_tenant, settings.max_jobs_tenant)
+    with Store(settings.state, quotas=quotas) as store:
         await _check_keys(settings, store)
         link = EngineLink(socket)
         state = State(settings, store, link, text, Foreman(settings, store, link))

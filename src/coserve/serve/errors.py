@@ -38,6 +38,7 @@ _STATUSES: tuple[tuple[type[errors.CoserveError], int, str | None], ...] = (
     (errors.DataError, 400, "invalid_file"),
     (errors.JobError, 409, None),
     (errors.ConflictError, 409, None),
+    (errors.QuotaExceeded, 429, "quota_exceeded"),
     (errors.ConfigError, 400, None),
     (errors.StateError, 503, "storage_unavailable"),
 )
@@ -62,7 +63,8 @@ class ErrorBody(BaseModel):
 class ApiError(Exception):
     """An answer other than success. `param` names the part of the request at fault, if one is.
 
-    429 and 503 bring `Retry-After` (1 second unless given); 409 tells clients not to try again.
+    429 and 503 bring `Retry-After` (1 second unless given, a minute for quotas); 409 and quotas tell clients
+    not to try again by themselves.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.type = type or _type_of(status)
-        self.headers = {**_headers_of(status), **(headers or {})}
+        self.headers = {**_headers_of(status, code), **(headers or {})}
 
     @classmethod
     def of(cls, error: errors.CoserveError) -> "ApiError":
@@ -248,11 +250,13 @@ def _type_of(status: int) -> str:
     return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
-def _headers_of(status: int) -> dict[str, str]:
-    if status in (429, 503):
-        return {"Retry-After": "1"}
+def _headers_of(status: int, code: str | None) -> dict[str, str]:
     if status == 409:
         return {"x-should-retry": "false"}
+    if code == "quota_exceeded":  # no client should wait with its user for what somebody has to delete
+        return {"Retry-After": "60", "x-should-retry": "false"}
+    if status in (429, 503):
+        return {"Retry-After": "1"}
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
     return {}

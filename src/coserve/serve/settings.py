@@ -55,6 +55,11 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # web pages that may ask, as https://chat.example.org; "*" for all
     max_queue: int = 1024  # requests waiting, of all tenants; more are answered 429
     max_queue_tenant: int = 256  # requests waiting, of one tenant
+    max_requests_minute: int = 30_000  # of one tenant to /v1, as many at once; 0: any number
+    max_bad_keys_minute: int = 60  # requests without a right key, of one address; 0: any number
+    max_files_tenant: int = 1000  # uploaded files and adapters that one tenant keeps
+    max_bytes_tenant: int = 50 * 2**30  # of these and of result files
+    max_jobs_tenant: int = 100  # jobs of one tenant that are not over
     max_connections: int = 1024  # at once; of those without a request the oldest makes room for a new one
     max_connections_address: int = 256  # of one address; this machine may have four times as many
     stall_seconds: float = 15.0  # for headers to come, and for a body or reader slower than 1 KiB/s
@@ -78,6 +83,9 @@ class ServerSettings:
         for name in (
             "max_queue",
             "max_queue_tenant",
+            "max_files_tenant",
+            "max_bytes_tenant",
+            "max_jobs_tenant",
             "max_connections",
             "max_connections_address",
             "max_jobs",
@@ -87,6 +95,9 @@ class ServerSettings:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_requests_minute", "max_bad_keys_minute"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
         if not 0 <= self.drain_seconds < float("inf"):
             raise ConfigError(f"drain_seconds must be a number of seconds >= 0, not {self.drain_seconds}")
         if not 0 < self.stall_seconds < float("inf"):

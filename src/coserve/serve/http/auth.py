@@ -11,7 +11,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError
+from coserve.serve.http.connections import owner_of
+from coserve.serve.http.quotas import too_often
+from coserve.serve.http.rates import Rates
 from coserve.serve.state import Shared, State
+from coserve.serve.store import keys
 from coserve.serve.store.records import Tenant
 from coserve.serve.store.tenants import LOCAL
 
@@ -23,12 +27,14 @@ _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys
 class Authentication:
     """Refuses whoever has no tenant before a byte of the body is read: FastAPI reads bodies first.
 
-    The tenant lies in the request's state as `tenant`.
+    The tenant lies in the request's state as `tenant`. An address that brings no right key too often is told
+    to wait, without a look into the database but for what may be a key; a right one always gets through.
     """
 
-    def __init__(self, app: ASGIApp, state: State) -> None:
-        self.app, self.state = app, state
+    def __init__(self, app: ASGIApp, state: State, bad_keys: Rates) -> None:
+        self.app, self.state, self._bad_keys = app, state, bad_keys
         self._looked_up: dict[tuple[object, object], asyncio.Task[Tenant]] = {}
+        self._one_by_one = asyncio.Lock()  # of addresses that guess
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _needs_tenant(scope["path"]):
@@ -42,6 +48,21 @@ class Authentication:
         await self.app(scope, receive, send)
 
     async def _tenant(self, request: HTTPConnection) -> Tenant:
+        """As `tenant_of`. Raises ApiError 429 where it would be 401 too often."""
+        owner = owner_of(request.client and request.client.host)
+        try:
+            if not self._bad_keys.wait(owner):
+                return await self._together(request)
+            if keys.is_shaped(secret_of(request)):
+                async with self._one_by_one:
+                    return await self._together(request)
+        except ApiError as refusal:
+            if refusal.status != 401 or not self._bad_keys.take(owner):
+                raise
+        what = "Too many requests without a right API key came from your address"
+        raise too_often(what, self._bad_keys.wait(owner))
+
+    async def _together(self, request: HTTPConnection) -> Tenant:
         """As `tenant_of`; requests that come together with the same key look it up together."""
         who = (request.headers.get("authorization"), request.client and request.client.host)
         task = self._looked_up.get(who)
@@ -49,6 +70,12 @@ class Authentication:
             task = self._looked_up[who] = asyncio.create_task(tenant_of(request, self.state))
             task.add_done_callback(lambda _: self._looked_up.pop(who))
         return await asyncio.shield(task)
+
+
+def secret_of(request: HTTPConnection) -> str | None:
+    """The key that a request brings, whatever it is worth."""
+    scheme, given = get_authorization_scheme_param(request.headers.get("authorization"))
+    return given if scheme.lower() == "bearer" and given else None
 
 
 def _needs_tenant(path: str) -> bool:
@@ -61,8 +88,7 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
     While no key ever existed and none is required, whatever stands in the header is ignored: clients insist
     on sending something. Hosts and origins of web pages are looked at before (`browsers.py`).
     """
-    scheme, given = get_authorization_scheme_param(request.headers.get("authorization"))
-    secret = given if scheme.lower() == "bearer" and given else None
+    secret = secret_of(request)
     if secret is not None and (tenant := await state.store.tenant_of(secret)) is not None:
         return tenant
     if await serves_without_keys(state):

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coserve.serve.errors import ApiError
 
+LOOPBACK: Final = "loopback"  # all addresses of this machine's own
 _LEAST_RATE: Final = 1024  # bytes per second of a body on its way in, or of an answer on its way out
 _MOST_UNREAD: Final = 2**20  # bytes of a body that nobody wants which are taken so that the answer is read
 _SETTLED: Final = 1.0  # seconds without a request, after which a connection may have to go for a new one
@@ -49,7 +50,8 @@ class Connections:
 
     def enter(self, connection: "Connection", host: str | None) -> bool:
         """Whether there is room for one more; where there is none, an idle one has to go if there is one."""
-        owner, share = _owner_of(host, self.limits)
+        owner = owner_of(host)
+        share = self.limits.most_address * (_LOOPBACK_SHARE if owner == LOOPBACK else 1)
         if self._count[owner] >= share and not self._make_room(owner):
             return False
         if len(self._open) >= self.limits.most and not self._make_room(None):
@@ -220,16 +222,16 @@ def _written(error: ApiError) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def _owner_of(host: str | None, limits: ConnectionLimits) -> tuple[str, int]:
-    """Whom a connection counts for, and how many they may have. A host has 2^64 addresses of IPv6."""
+def owner_of(host: str | None) -> str:
+    """Whom an address counts for: `LOOPBACK`, itself, or its network. A host has 2^64 addresses of IPv6."""
     try:
         address = ipaddress.ip_address((host or "127.0.0.1").partition("%")[0])
     except ValueError:
-        return str(host), limits.most_address
+        return str(host)
     if isinstance(address, ipaddress.IPv6Address):
         address = address.ipv4_mapped or address
     if address.is_loopback:
-        return "loopback", _LOOPBACK_SHARE * limits.most_address
+        return LOOPBACK
     if isinstance(address, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((address, 64), strict=False)), limits.most_address
-    return str(address), limits.most_address
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)

@@ -64,7 +64,7 @@ class Limits:
             return
         most = self.body_limit(scope["path"])
         message = f"The body is larger than {most} bytes."
-        if _content_length(scope) > most:
+        if content_length(scope) > most:
             await ApiError(413, message).response()(scope, receive, send)
             return
         seen = 0
@@ -137,6 +137,7 @@ def _given_id(scope: Scope) -> str:
     return given if len(given) <= _LONGEST_ID and given.isascii() and given.isprintable() else ""
 
 
-def _content_length(scope: Scope) -> int:
+def content_length(scope: Scope) -> int:
+    """What a request says of its body's bytes; 0 where it says nothing."""
     given = _header(scope, b"content-length")
     return int(given) if given.isascii() and given.isdigit() and len(given) < 19 else 0

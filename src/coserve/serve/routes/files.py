@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 
-from coserve.errors import DataError
+from coserve.errors import DataError, QuotaExceeded
 from coserve.jobs import datasets
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
@@ -40,7 +40,11 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         await asyncio.to_thread(settle, upload.path, path)
     finally:
         upload.path.unlink(missing_ok=True)
-    await state.store.files.add(file)
+    try:
+        await state.store.files.add(file)
+    except QuotaExceeded:
+        await asyncio.to_thread(path.unlink)
+        raise
     return _shown(file)
 
 

@@ -54,8 +54,7 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
     recipe = recipe_of(body, training.examples or 1, width, seed, continues=model.adapter is not None)
     if body.peft is not None:
         await _check_method(state, body.peft)
-    if await state.store.jobs.count_unfinished(caller.id) >= state.settings.max_queue_tenant:
-        raise ApiError(429, "You have too many jobs that are not over.", code="too_many_jobs")
+    await state.store.jobs.check_room(caller.id)  # before the engine is asked; counted again when it is added
     id = new_id("ftjob")
     job = Job(
         id=id,

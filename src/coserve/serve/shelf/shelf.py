@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-from coserve.errors import AdapterError
+from coserve.errors import AdapterError, QuotaExceeded
 from coserve.serve.errors import ApiError
 from coserve.serve.shelf.catalog import Model, unknown_model
 from coserve.serve.shelf.imports import copy_adapter
@@ -19,7 +19,8 @@ async def import_adapter(
 ) -> Adapter:
     """A new adapter of the tenant, from a copy of the folder `source`, once the engine has accepted it.
 
-    Raises ApiError 400 for a name that is taken, and AdapterError for what is no adapter, or does not fit.
+    Raises ApiError 400 for a name that is taken, AdapterError for what is no adapter, or does not fit, and
+    QuotaExceeded.
     """
     base = state.catalog.base.name
     taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")
@@ -33,10 +34,10 @@ async def import_adapter(
         await state.link.load(key, folder, new=True)
         if not await state.store.adapters.add(adapter):
             raise taken
-    except (ApiError, AdapterError) as error:
+    except (ApiError, AdapterError, QuotaExceeded) as error:
         await state.link.unload(key)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        if isinstance(error, ApiError):
+        if not isinstance(error, AdapterError):
             raise
         # Where the copy lay is the server's business.
         raise type(error)(str(error).replace(f"{folder}/", "").removeprefix(f"{folder}: ")) from error

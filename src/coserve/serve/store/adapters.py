@@ -21,6 +21,7 @@ from sqlalchemy import (
 
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database
+from coserve.serve.store.quotas import Quotas, bytes_in
 from coserve.serve.store.records import FINAL, Adapter
 from coserve.serve.store.tables import adapters, checkpoints, jobs
 
@@ -30,8 +31,8 @@ _FIELDS: Final = tuple(field.name for field in fields(Adapter))
 class AdapterStore:
     """Names that a tenant may put where OpenAI's API has a model."""
 
-    def __init__(self, database: Database, clock: Callable[[], float], folder: Path) -> None:
-        self._database, self._clock, self._folder = database, clock, folder
+    def __init__(self, database: Database, clock: Callable[[], float], folder: Path, quotas: Quotas) -> None:
+        self._database, self._clock, self._folder, self._quotas = database, clock, folder, quotas
 
     async def list(self, tenant: str, base: str) -> tuple[Adapter, ...]:
         """The tenant's adapters of a base and those that everybody may use, the oldest first; no
@@ -72,11 +73,16 @@ class AdapterStore:
         return await self._database.read(read)
 
     async def add(self, adapter: Adapter) -> bool:
-        """Names an adapter whose folder is on disk; False if this tenant has one of that name, of
-        whichever base."""
-        return await self._database.write(
-            lambda connection: insert_adapter(connection, adapter, self._folder)
-        )
+        """Names an uploaded adapter whose folder is on disk; False if this tenant has one of that name, of
+        whichever base. Raises QuotaExceeded where its owner has no room for it."""
+
+        def write(connection: Connection) -> bool:
+            if adapter.tenant is not None:
+                size = bytes_in(adapter.path)
+                self._quotas.check_storage(connection, self._folder, adapter.tenant, size)
+            return insert_adapter(connection, adapter, self._folder)
+
+        return await self._database.write(write)
 
     async def share(self, shared: Sequence[Adapter]) -> None:
         """Makes these, and no others, the adapters that everybody may use."""

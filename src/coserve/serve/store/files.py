@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy import Connection, RowMapping, Select, delete, insert, or_, select
 
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database, columns_of, page_of
+from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import FINAL, File, Page
 from coserve.serve.store.tables import files, jobs
 
@@ -17,12 +19,23 @@ _FIELDS: Final = tuple(field.name for field in fields(File))
 class FileStore:
     """Who owns which file. The bytes are on disk before `add`, and deleted after `remove`."""
 
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
-        self._database, self._clock = database, clock
+    def __init__(self, database: Database, clock: Callable[[], float], folder: Path, quotas: Quotas) -> None:
+        self._database, self._clock, self._folder, self._quotas = database, clock, folder, quotas
 
     async def add(self, file: File) -> None:
-        """Acknowledges a file."""
-        await self._database.write(lambda connection: insert_file(connection, file))
+        """Acknowledges an upload. Raises QuotaExceeded where its owner has no room for it."""
+
+        def write(connection: Connection) -> None:
+            self._quotas.check_storage(connection, self._folder, file.tenant, file.bytes)
+            insert_file(connection, file)
+
+        await self._database.write(write)
+
+    async def check_room(self, tenant: str, size: int, number: int) -> None:
+        """Raises QuotaExceeded where `number` more uploads of `size` bytes in all would have no room."""
+        await self._database.read(
+            lambda connection: self._quotas.check_storage(connection, self._folder, tenant, size, number)
+        )
 
     async def get(self, tenant: str, id: str) -> File | None:
         """The tenant's file with this id."""

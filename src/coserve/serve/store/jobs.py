@@ -10,6 +10,7 @@ from sqlalchemy import Connection, RowMapping, Select, func, insert, or_, select
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database, columns_of, page_of
 from coserve.serve.store.ids import new_id
+from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import FINAL, Checkpoint, Event, Job, Page
 from coserve.serve.store.tables import checkpoints, events, files, jobs
 
@@ -21,14 +22,16 @@ _CHECKPOINT: Final = tuple(field.name for field in fields(Checkpoint))
 class JobStore:
     """Jobs by tenant. What engines report about them comes in through `NewsStore`."""
 
-    def __init__(self, database: Database, clock: Callable[[], float], folder: Path) -> None:
-        self._database, self._clock, self._folder = database, clock, folder
+    def __init__(self, database: Database, clock: Callable[[], float], folder: Path, quotas: Quotas) -> None:
+        self._database, self._clock, self._folder, self._quotas = database, clock, folder, quotas
 
     async def add(self, job: Job, message: str) -> None:
-        """Acknowledges a job, with its first event. Raises ConflictError if a file of it is gone."""
+        """Acknowledges a job, with its first event. Raises ConflictError if a file of it is gone, and
+        QuotaExceeded where its owner has too many."""
         read = {job.training_file, job.validation_file or job.training_file}
 
         def write(connection: Connection) -> None:
+            self._quotas.check_jobs(connection, job.tenant)
             found = select(files.c.id).where(files.c.tenant == job.tenant, files.c.id.in_(read))
             if gone := read - set(connection.execute(found).scalars()):
                 raise ConflictError(f"{min(gone)} was deleted while the job was being created")
@@ -93,11 +96,9 @@ class JobStore:
         found = columns_of(jobs, _JOB).where(jobs.c.status.not_in(FINAL)).order_by(jobs.c.number)
         return await self._database.read(lambda c: tuple(_job(row) for row in c.execute(found).mappings()))
 
-    async def count_unfinished(self, tenant: str) -> int:
-        """How many jobs of the tenant wait, run or are paused."""
-        found = select(func.count()).select_from(jobs).where(jobs.c.tenant == tenant)
-        open_ones = found.where(jobs.c.status.not_in(FINAL))
-        return await self._database.read(lambda connection: connection.execute(open_ones).scalar_one())
+    async def check_room(self, tenant: str) -> None:
+        """Raises QuotaExceeded where the tenant may have no more jobs that are not over."""
+        await self._database.read(lambda connection: self._quotas.check_jobs(connection, tenant))
 
     async def move(
         self, job: str, source: Collection[str], status: str, message: str | None = None

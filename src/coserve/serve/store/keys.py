@@ -6,17 +6,24 @@ where it differs. Keys are random, so a plain hash is enough: there is nothing t
 
 import hashlib
 import hmac
+import re
 import secrets
 from typing import Final
 
 MARK: Final = "sk-coserve-"
 _BYTES: Final = 32
+_SHAPE: Final = re.compile(re.escape(MARK) + "[A-Za-z0-9_-]{43}")  # 32 bytes in base 64
 _SHOWN: Final = 6  # characters after the mark: 36 bits that tell keys apart in a list
 
 
 def draw() -> str:
     """A new secret."""
     return MARK + secrets.token_urlsafe(_BYTES)
+
+
+def is_shaped(secret: str | None) -> bool:
+    """Whether this looks like what `draw` makes."""
+    return secret is not None and _SHAPE.fullmatch(secret) is not None
 
 
 def prefix_of(secret: str) -> str:

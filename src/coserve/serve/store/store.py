@@ -22,6 +22,7 @@ from coserve.serve.store.jobs import JobStore
 from coserve.serve.store.news import NewsStore
 from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
+from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import File, Tenant
 from coserve.serve.store.tenants import TenantStore
 
@@ -35,7 +36,9 @@ class Store:
     Raises StateError if the folder cannot be used, or if a newer coserve wrote the database.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: Path, clock: Callable[[], float] = time.time, quotas: Quotas | None = None
+    ) -> None:
         self.folder = folder.resolve()
         try:
             for part in ("", "files", "jobs", "adapters"):
@@ -43,11 +46,12 @@ class Store:
         except OSError as error:
             raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
         self._database = Database(self.folder / "coserve.db")
+        quotas = quotas or Quotas()
         self.tenants = TenantStore(self._database, clock)
-        self.files = FileStore(self._database, clock)
-        self.jobs = JobStore(self._database, clock, self.folder)
+        self.files = FileStore(self._database, clock, self.folder, quotas)
+        self.jobs = JobStore(self._database, clock, self.folder, quotas)
         self.news = NewsStore(self._database, clock, self.folder)
-        self.adapters = AdapterStore(self._database, clock, self.folder)
+        self.adapters = AdapterStore(self._database, clock, self.folder, quotas)
         self.quarantine = QuarantineStore(self._database, clock, self.adapters)
 
     async def tenant_of(self, secret: str) -> Tenant | None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from sqlalchemy import Connection, delete, insert, select, update
@@ -116,6 +116,11 @@ class TenantStore:
         named = (keys.c.id == key) | (keys.c.prefix == key)
         change = update(keys).where(named, keys.c.revoked.is_(None)).values(revoked=int(self._clock()))
         return await self._database.write(lambda connection: connection.execute(change).rowcount > 0)
+
+    async def revoked(self, digests: Collection[bytes]) -> frozenset[bytes]:
+        """Which of these, made by `keys.digest_of`, are of keys that have been revoked."""
+        found = select(keys.c.digest).where(keys.c.digest.in_(digests), keys.c.revoked.is_not(None))
+        return await self._database.read(lambda c: frozenset(c.execute(found).scalars()))
 
     def _add(self, connection: Connection, name: str) -> Tenant:
         tenant = Tenant(new_id("tenant"), name)

@@ -1,0 +1,90 @@
+"""Answers that are under way when their key is revoked: they end within a second or so."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Collection
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coserve.errors import StateError
+from coserve.serve.errors import ApiError
+from coserve.serve.http.auth import secret_of
+from coserve.serve.http.streams import DONE, event
+from coserve.serve.store.keys import digest_of
+from coserve.serve.store.tenants import TenantStore
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0  # between two looks at who has been revoked: another process does that, in the database
+
+
+class Revocation:
+    """Cancels a request to one of `paths` whose key is revoked meanwhile, and says so: a stream ends with an
+    error event, and what has not begun to be answered is answered 401.
+
+    Stands behind `Authentication`. The database is asked once for all keys, and only while there are any.
+    """
+
+    def __init__(self, app: ASGIApp, tenants: TenantStore, paths: Collection[str]) -> None:
+        self.app, self._tenants, self._paths = app, tenants, frozenset(paths)
+        self._open: dict[bytes, set[asyncio.Timeout]] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        concerned = scope["type"] == "http" and scope["path"] in self._paths
+        secret = secret_of(HTTPConnection(scope)) if concerned else None
+        if secret is None:
+            await self.app(scope, receive, send)
+            return
+        has_begun = has_ended = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_begun, has_ended
+            has_begun = True
+            has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        key, ending = digest_of(secret), asyncio.timeout(None)
+        try:
+            async with ending:
+                self._enter(key, ending)
+                await self.app(scope, receive, send_noted)
+        except TimeoutError:
+            if not ending.expired():
+                raise
+            refusal = ApiError(
+                401, "Your API key was revoked while this was being answered.", code="key_revoked"
+            )
+            if not has_begun:
+                await refusal.response()(scope, receive, send)
+            elif not has_ended:  # a stream: an answer that is whole is sent in one piece
+                last = event(json.dumps(refusal.body())) + DONE
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            self._leave(key, ending)
+
+    def _enter(self, key: bytes, ending: asyncio.Timeout) -> None:
+        self._open.setdefault(key, set()).add(ending)
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch(), name="revocation")
+
+    def _leave(self, key: bytes, ending: asyncio.Timeout) -> None:
+        self._open[key].discard(ending)
+        if not self._open[key]:
+            del self._open[key]
+
+    async def _watch(self) -> None:
+        """Ends when no request is left to look after."""
+        while self._open:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                revoked = await self._tenants.revoked(tuple(self._open)) if self._open else ()
+            except StateError as error:
+                log.warning("whose key has been revoked cannot be seen now: %s", error)
+                continue
+            now = asyncio.get_running_loop().time()
+            for ending in [one for key in revoked for one in self._open.get(key, ())]:
+                if not ending.expired():
+                    ending.reschedule(now)

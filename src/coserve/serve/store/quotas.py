@@ -1,0 +1,72 @@
+"""How much one tenant may keep, and how many jobs it may have that are not over."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, func, select
+
+from coserve.errors import QuotaExceeded
+from coserve.serve.store.records import FINAL
+from coserve.serve.store.tables import adapters, files, jobs
+
+_HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """Checked in the transaction that adds something, so those who come together do not pass it together.
+
+    Raises QuotaExceeded. What the server adds, such as a job's adapter and results, is never refused.
+    """
+
+    files: int = sys.maxsize  # uploaded files and adapters
+    bytes: int = sys.maxsize  # of these and of result files
+    jobs: int = sys.maxsize  # that are not over
+
+    def check_storage(
+        self, connection: Connection, folder: Path, tenant: str, size: int, number: int = 1
+    ) -> None:
+        """Whether `number` more uploads of `size` bytes in all have room; `folder` is the state folder."""
+        uploaded = _uploaded_adapters(connection, folder, tenant)
+        owned = select(func.count(), func.coalesce(func.sum(files.c.bytes), 0)).where(
+            files.c.tenant == tenant
+        )
+        _, stored = connection.execute(owned).one()
+        has, _ = connection.execute(owned.where(files.c.purpose == "fine-tune")).one()
+        has += len(uploaded)
+        stored += sum(uploaded)
+        if has + number > self.files:
+            raise QuotaExceeded(
+                f"You have {has} files and uploaded adapters, with those under way {has + number}, and may "
+                f"have {self.files}: {_HOW}"
+            )
+        if stored + size > self.bytes:
+            raise QuotaExceeded(
+                f"Your files and uploaded adapters have {stored} bytes, with what is under way "
+                f"{stored + size}, and may have {self.bytes}: {_HOW}"
+            )
+
+    def check_jobs(self, connection: Connection, tenant: str) -> None:
+        """Whether the tenant may have one more job."""
+        found = select(func.count()).where(jobs.c.tenant == tenant, jobs.c.status.not_in(FINAL))
+        has = connection.execute(found).scalar_one()
+        if has >= self.jobs:
+            raise QuotaExceeded(
+                f"You have {has} fine-tuning jobs that are not over, and may have {self.jobs}: wait until "
+                "one has ended, or cancel one."
+            )
+
+
+def _uploaded_adapters(connection: Connection, folder: Path, tenant: str) -> list[int]:
+    """The bytes on disk of each adapter that did not come of a job."""
+    found = select(adapters.c.path).where(adapters.c.tenant == tenant, adapters.c.job.is_(None))
+    return [bytes_in(folder / path) for path in connection.execute(found).scalars()]
+
+
+def bytes_in(folder: Path) -> int:
+    """The bytes of a folder's files; 0 where there is no such folder."""
+    try:
+        return sum(file.stat().st_size for file in folder.iterdir())
+    except OSError:  # being deleted
+        return 0

@@ -1,0 +1,63 @@
+"""Keys that another process revokes while answers are under way: these end, and nobody else's do."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import httpx2
+import pytest
+
+from coserve.serve.http import revocation
+from coserve.serve.store.store import Store
+from serving import Play, World, listening
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_under_way_ends_with_its_key(play: Play, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streaming, waiting for a place or whole; those of other keys, of the same tenant too, go on."""
+    draw = random.Random(seed)
+    monkeypatch.setattr(revocation, "LOOK_SECONDS", 0.05)
+
+    async def story(world: World) -> None:
+        made = [await world.state.store.tenants.create_key(name) for name in ("ann", "ann", "bob")]
+        chosen, (gone, _) = draw.choice(list(enumerate(made)))
+
+        async def ask(http: httpx2.AsyncClient, number: int) -> tuple[int, int, bool, str]:
+            path, stream = draw.choice(PATHS), draw.random() < 0.6
+            text: Any = (
+                {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+            )
+            body = {"model": "tiny", "max_tokens": 150, "stream": stream, "n": draw.choice((1, 2)), **text}
+            headers = {"authorization": f"Bearer {made[number][1]}"}
+            answer = await http.post(path, json=body, headers=headers)
+            return number, answer.status_code, stream, answer.text
+
+        async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
+            asked = [asyncio.create_task(ask(http, number % 3)) for number in range(9)]
+            await world.until(lambda: world.engine.steps > 5 and world.state.queue.waiting > 0)
+            assert not any(one.done() for one in asked)
+            with Store(world.state.settings.state) as elsewhere:
+                assert await elsewhere.tenants.revoke_key(gone.id)
+            ours = [one for number, one in enumerate(asked) if number % 3 == chosen]
+            for number, status, stream, text in await asyncio.gather(*ours):
+                assert number == chosen
+                if status == 401:
+                    assert json.loads(text)["error"]["code"] == "key_revoked"
+                else:
+                    assert stream and status == 200
+                    *_, last, done, rest = text.split("\n\n")
+                    error = json.loads(last.removeprefix("data: "))["error"]
+                    assert (error["code"], done, rest) == ("key_revoked", "data: [DONE]", "")
+            others = [one for one in asked if one not in ours]
+            assert not any(one.done() for one in others)
+            world.engine.step_seconds = 0.0
+            for _, status, stream, text in await asyncio.gather(*others):
+                assert status == 200 and "key_revoked" not in text
+                assert not stream or text.endswith("data: [DONE]\n\n")
+            queue = world.state.queue
+            await world.until(lambda: not (world.engine.running or queue.inside or queue.waiting))
+
+    play(story, engine={"step_seconds": 0.02, "max_running": 4})
