@@ -30,7 +30,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
 
     A bug in the link or the foreman ends the block with an exception: whoever is outside starts anew.
     """
-    text = await asyncio.to_thread(Text.load, settings.model)
+    text = await asyncio.to_thread(_text, settings)
     with Store(settings.state) as store:
         await _check_keys(settings, store)
         link = EngineLink(socket)
@@ -41,6 +41,12 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         await _wire(state)
         async with _running(link):
             yield state
+
+
+def _text(settings: ServerSettings) -> Text:
+    text = Text.load(settings.model, settings.engine.allow_special_tokens)
+    text.prepare()
+    return text
 
 
 async def _check_keys(settings: ServerSettings, store: Store) -> None:
