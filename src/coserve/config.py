@@ -29,6 +29,8 @@ class EngineConfig:
     calibrate: bool = True  # measure the cost model at start-up (seconds); else start from a guess
     seed: int = 0  # of what is drawn for requests that bring no seed of their own
     deterministic: bool = False  # the same bits whatever else runs, on one machine and thread count; slower
+    # What spells a control token in prompts, messages and training data is that token; else it is text.
+    allow_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         for name in ("cache_tokens", "page_size", "max_running"):

@@ -75,6 +75,13 @@ def serve(
         bool | None,
         typer.Option("--deterministic", help="Bitwise the same results, whatever else runs; slower."),
     ] = None,
+    allow_special_tokens: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-special-tokens",
+            help="Control tokens spelled in prompts, messages and training data are such, not text.",
+        ),
+    ] = None,
     require_keys: Annotated[
         bool | None, typer.Option("--require-keys", help="Ask for API keys on loopback too.")
     ] = None,
@@ -142,6 +149,7 @@ def serve(
             prefix_sharing=prefix_sharing,
             policy=policy,
             deterministic=deterministic,
+            allow_special_tokens=allow_special_tokens,
         )
         or None,
     )

@@ -33,6 +33,7 @@ def read_beginning(engine: Engine, command: CheckJob) -> Asked:
     method = settings_of(command.method)
     first = sketch_adapter(engine.base, command.job, method, config.seed) if start is None else start
     records = islice(datasets.read(Path(command.data)), _FIRST)
-    data = prepare(records, engine.text.tokenizer, loss_on=config.loss_on, max_length=config.max_length)
+    text = engine.text
+    data = prepare(records, text.tokenizer, config.loss_on, config.max_length, text.allow_special_tokens)
     foresee(engine.base, first, config.keep)
     return Asked(command.job, command.job, data, method, config, start)

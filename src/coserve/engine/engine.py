@@ -82,7 +82,8 @@ class Engine:
         self.base = load_base(model, dtype, config.device, config.quantize)
         prove_training(self.base)
         return_freed_memory()
-        self.text = _text_of(model) if tokenizer is None else Text(tokenizer)
+        special = config.allow_special_tokens
+        self.text = _text_of(model, special) if tokenizer is None else Text(tokenizer, special)
         self.bank = AdapterBank()
         self.completions: dict[int, Completion] = {}
         self._random = random.Random(config.seed)
@@ -285,8 +286,10 @@ class Engine:
             raise ConfigError("training on text needs a tokenizer, and the engine was given none")
         else:
             records = datasets.read(cast(datasets.Source, data))
-            tokenizer = self.text.tokenizer
-            prepared = prepare(records, tokenizer, loss_on=training.loss_on, max_length=training.max_length)
+            prepared = prepare(
+                records, self.text.tokenizer, training.loss_on, training.max_length,
+                self.text.allow_special_tokens,
+            )  # fmt: skip
         check_fit(prepared, self.base.max_positions, self.base.vocabulary)
         return prepared
 
@@ -445,6 +448,6 @@ class Engine:
             self.scheduler.cancel(key)
 
 
-def _text_of(model: str | Path | PreTrainedModel) -> Text | None:
+def _text_of(model: str | Path | PreTrainedModel, special: bool) -> Text | None:
     """With the tokenizer saved beside a model; a model object brings none."""
-    return None if isinstance(model, PreTrainedModel) else Text.load(model)
+    return None if isinstance(model, PreTrainedModel) else Text.load(model, special)

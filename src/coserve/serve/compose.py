@@ -31,7 +31,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
 
     A bug in the link or the foreman ends the block with an exception: whoever is outside starts anew.
     """
-    text = await asyncio.to_thread(Text.load, settings.model)
+    text = await asyncio.to_thread(_text, settings)
     quotas = Quotas(settings.max_files_tenant, settings.max_bytes_tenant, settings.max_jobs_tenant)
     with Store(settings.state, quotas=quotas) as store:
         await _check_keys(settings, store)
@@ -43,6 +43,12 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         await _wire(state)
         async with _running(link):
             yield state
+
+
+def _text(settings: ServerSettings) -> Text:
+    text = Text.load(settings.model, settings.engine.allow_special_tokens)
+    text.prepare()
+    return text
 
 
 async def _check_keys(settings: ServerSettings, store: Store) -> None:

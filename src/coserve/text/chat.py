@@ -6,20 +6,26 @@ rendered: what the chat with the assistant's turn has beyond the chat that asks 
 template that rewrites earlier turns is refused.
 
 A tokenizer without a template gets `plain_chat`. What a request asks with (`encode_request`) is what
-training would have before the answer (`encode_chat`).
+training would have before the answer (`encode_chat`). Control tokens are the template's: a message that
+spells one is text, in requests and in training, unless `allow_special_tokens` says otherwise.
 """
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from coserve.errors import DataError
 from coserve.jobs.datasets import Message
+from coserve.text.control import ControlTokens, control_tokens
 from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens, token_ids
 
 Turns = Sequence[Mapping[str, str]]
 Render = Callable[[Turns, bool], str]
+Encode = Callable[[str], list[int]]
 # transformers compiles a template once for all threads, and what was rendered last is noted in it.
 _RENDERING = threading.Lock()
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,34 +38,59 @@ def plain_chat(turns: Turns, add_generation_prompt: bool) -> str:
     return text + "assistant:" if add_generation_prompt else text
 
 
-def encode_request(turns: Turns, tokenizer: Tokenizer) -> list[int]:
+def encode_request(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: bool = False) -> list[int]:
     """Tokens of a chat that asks for the assistant's next turn; DataError if the template refuses it."""
     for number, turn in enumerate(turns, 1):
         if not {"role", "content"} <= turn.keys():
             raise DataError(f"expected message {number} to have a role and a content, not {sorted(turn)}")
+    turns, control = _only_text(turns, tokenizer, allow_special_tokens)
+    encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
-        return [*first_tokens(tokenizer), *token_ids(tokenizer, plain_chat(turns, True))]
-    with _refusals():
-        return token_ids(tokenizer, _rendered(tokenizer, turns, True))
+        return [*first_tokens(tokenizer), *encode(plain_chat(turns, True))]
+    with _refusals(control):
+        return encode(_rendered(tokenizer, turns, True))
 
 
-def encode_chat(messages: tuple[Message, ...], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def encode_chat(
+    messages: tuple[Message, ...], tokenizer: Tokenizer, allow_special_tokens: bool = False
+) -> tuple[list[int], list[bool]]:
     """(tokens, whether the assistant wrote each) of a chat."""
-    turns = [{"role": message.role, "content": message.content} for message in messages]
+    turns: Turns = [{"role": message.role, "content": message.content} for message in messages]
+    turns, control = _only_text(turns, tokenizer, allow_special_tokens)
+    encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
-        return _encode_plain(turns, tokenizer)
-    with _refusals():
+        return _encode_plain(turns, tokenizer, encode)
+    with _refusals(control):
         if tokenizer.is_fast and _MARKS.search(tokenizer.get_chat_template()):
+            if control is not None:
+                return _encode_marked_text(turns, tokenizer, encode)
             tokens, mask = _encode_marked(turns, tokenizer)
             # transformers marks nothing where a stretch begins with a space that the tokenizer's offsets
             # leave out.
             if any(mask):
                 return tokens, mask
-        return _encode_prefixes(turns, tokenizer, lambda part, ask: _rendered(tokenizer, part, ask))
+        return _encode_prefixes(turns, tokenizer, lambda part, ask: _rendered(tokenizer, part, ask), encode)
+
+
+def _only_text(turns: Turns, tokenizer: Tokenizer, allowed: bool) -> tuple[Turns, ControlTokens | None]:
+    """The turns with the control tokens that they spell hidden, and what shows them again; None where they
+    spell none, or may."""
+    control = control_tokens(tokenizer)
+    texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]  # templates judge others
+    if allowed or not any(map(control.spelled_in, texts)):
+        return turns, None
+    return [
+        {**turn, "content": control.hide(turn["content"])} if isinstance(turn["content"], str) else turn
+        for turn in turns
+    ], control
+
+
+def _encoder(tokenizer: Tokenizer, control: ControlTokens | None) -> Encode:
+    return partial(token_ids, tokenizer) if control is None else control.ids
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals(control: ControlTokens | None) -> Iterator[None]:
     """Makes what a template raises a DataError."""
     try:
         yield
@@ -68,7 +99,8 @@ def _refusals() -> Iterator[None]:
     except Exception as error:
         # A template is a program from the model's folder and raises what it likes, mostly a sentence on
         # the roles it takes; all of it is about this chat.
-        raise DataError(f"the chat template refuses this chat: {error}") from error
+        reason = str(error) if control is None else control.show(str(error))
+        raise DataError(f"the chat template refuses this chat: {reason}") from error
 
 
 def _rendered(tokenizer: Tokenizer, turns: Turns, add_generation_prompt: bool) -> str:
@@ -97,21 +129,40 @@ def _encode_marked(turns: Turns, tokenizer: Tokenizer) -> tuple[list[int], list[
     return list(encoded["input_ids"]), mask
 
 
-def _encode_plain(turns: Turns, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    tokens, mask = _encode_prefixes(turns, tokenizer, plain_chat)
+def _encode_marked_text(turns: Turns, tokenizer: Tokenizer, encode: Encode) -> tuple[list[int], list[bool]]:
+    """Likewise where contents are hidden, so that the tokenizer's own offsets say nothing."""
+    with _RENDERING:
+        texts, spans = render_jinja_template(
+            [list(turns)],
+            chat_template=tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+    return _masked(texts[0], spans[0], encode)
+
+
+def _encode_plain(turns: Turns, tokenizer: Tokenizer, encode: Encode) -> tuple[list[int], list[bool]]:
+    tokens, mask = _encode_prefixes(turns, tokenizer, plain_chat, encode)
     first = first_tokens(tokenizer)
     # Only the end of the chat is an end of text; earlier turns end with their line.
     last = last_tokens(tokenizer) if turns[-1]["role"] == "assistant" else []
     return [*first, *tokens, *last], [*[False] * len(first), *mask, *[True] * len(last)]
 
 
-def _encode_prefixes(turns: Turns, tokenizer: Tokenizer, render: Render) -> tuple[list[int], list[bool]]:
+def _encode_prefixes(
+    turns: Turns, tokenizer: Tokenizer, render: Render, encode: Encode
+) -> tuple[list[int], list[bool]]:
     text = render(turns, False)
-    tokens = token_ids(tokenizer, text)
+    return _masked(text, _spans(turns, text, render, tokenizer.eos_token), encode)
+
+
+def _masked(text: str, spans: Iterable[tuple[int, int]], encode: Encode) -> tuple[list[int], list[bool]]:
+    """The tokens of a chat, and whether each is within the assistant's stretches of its text."""
+    tokens = encode(text)
     mask = [False] * len(tokens)
-    for start, end in _spans(turns, text, render, tokenizer.eos_token):
+    for start, end in spans:
         # A token that straddles the start counts as the assistant's: it holds the answer's first letters.
-        first, last = (_common(tokens, token_ids(tokenizer, text[:border])) for border in (start, end))
+        first, last = (_common(tokens, encode(text[:border])) for border in (start, end))
         mask[first:last] = [True] * (last - first)
     return tokens, mask
 

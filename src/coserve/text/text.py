@@ -5,27 +5,42 @@ from pathlib import Path
 
 from coserve.errors import ConfigError
 from coserve.text.chat import encode_request
+from coserve.text.control import control_tokens
 from coserve.text.detokenize import TextStream
 from coserve.text.pieces import Pieces
 from coserve.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class Text:
-    """Prompts and chats to token ids, and token ids to text. Safe to use from several threads."""
+    """Prompts and chats to token ids, and token ids to text. Safe to use from several threads.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    What spells a control token in a prompt or a message is text, unless `allow_special_tokens`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, allow_special_tokens: bool = False) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ConfigError(f"{type(tokenizer).__name__} cannot stream text: it is not a fast tokenizer")
         self.tokenizer = tokenizer
+        self.allow_special_tokens = allow_special_tokens
         self._pieces = Pieces(tokenizer)
 
     @classmethod
-    def load(cls, model: str | Path) -> "Text":
+    def load(cls, model: str | Path, allow_special_tokens: bool = False) -> "Text":
         """With the tokenizer saved beside a model, in a folder or on the hub; raises ConfigError."""
-        return cls(load_tokenizer(model))
+        return cls(load_tokenizer(model), allow_special_tokens)
+
+    def prepare(self) -> None:
+        """Makes what the first text that spells a control token needs: a second for large vocabularies."""
+        if not self.allow_special_tokens:
+            control_tokens(self.tokenizer).prepare()
 
     def encode(self, prompt: str) -> tuple[int, ...]:
-        """Token ids of a prompt, with the beginning-of-text token where the tokenizer puts one."""
+        """Token ids of a prompt, with the beginning-of-text token where the tokenizer puts one.
+
+        Raises DataError for a control token's spelling that the tokenizer cannot take for text.
+        """
+        if not self.allow_special_tokens and (control := control_tokens(self.tokenizer)).spelled_in(prompt):
+            return tuple(control.text_ids(prompt, add_special_tokens=True))
         return tuple(self.tokenizer(prompt, verbose=False)["input_ids"])
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
@@ -33,7 +48,7 @@ class Text:
 
         Messages have a "role" and a "content". Raises DataError for a chat that the template refuses.
         """
-        return tuple(encode_request(messages, self.tokenizer))
+        return tuple(encode_request(messages, self.tokenizer, self.allow_special_tokens))
 
     def stream(self, stops: Sequence[str] = (), after: Sequence[int] = ()) -> TextStream:
         """The text of one answer, token by token; it ends before the first of `stops`.

@@ -3,14 +3,16 @@
 import hashlib
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from coserve.errors import ConfigError, DataError
 from coserve.jobs.datasets import ChatRecord, PromptRecord, Record
 from coserve.text.chat import encode_chat
-from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens, token_ids
+from coserve.text.control import text_ids
+from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens
 
 IGNORED: Final = -100  # the label of rows that predict nothing, torch's and transformers' ignore_index
 LossOn = Literal["assistant", "all"]
@@ -81,14 +83,18 @@ def prepare(
     tokenizer: Tokenizer,
     loss_on: LossOn = "assistant",
     max_length: int | None = None,
+    allow_special_tokens: bool = False,
 ) -> Prepared:
-    """All records tokenised; DataError names the example (from 1), or says that none has a label."""
+    """All records tokenised; DataError names the example (from 1), or says that none has a label.
+
+    What spells a control token in a record is text, unless `allow_special_tokens`.
+    """
     _check_max_length(max_length)
 
     def made() -> Iterator[tuple[Example, bool]]:
         for number, record in enumerate(records, 1):
             try:
-                tokens, wanted = _encode(record, tokenizer, loss_on)
+                tokens, wanted = _encode(record, tokenizer, loss_on, allow_special_tokens)
                 example = _shifted(tokens, wanted, max_length)
             except DataError as error:
                 raise DataError(f"example {number}: {error}") from error
@@ -213,28 +219,31 @@ def _shifted(tokens: list[int], wanted: list[bool], max_length: int | None) -> E
     return Example(tuple(tokens), (*labels, IGNORED) if tokens else ())
 
 
-def _encode(record: Record, tokenizer: Tokenizer, loss_on: LossOn) -> tuple[list[int], list[bool]]:
+def _encode(
+    record: Record, tokenizer: Tokenizer, loss_on: LossOn, allow_special_tokens: bool = False
+) -> tuple[list[int], list[bool]]:
     """(tokens, whether each is to be learned)."""
     if isinstance(record, ChatRecord):
-        tokens, wanted = encode_chat(record.messages, tokenizer)
+        tokens, wanted = encode_chat(record.messages, tokenizer, allow_special_tokens)
         return tokens, [True] * len(tokens) if loss_on == "all" else wanted
+    encode = partial(text_ids, tokenizer, allow_special_tokens=allow_special_tokens)
     first, last = first_tokens(tokenizer), last_tokens(tokenizer)
     if isinstance(record, PromptRecord):
-        prompt, completion = _split(record, tokenizer)
+        prompt, completion = _split(record, encode)
         asked, answer = [*first, *prompt], [*completion, *last]
         return asked + answer, [loss_on == "all"] * len(asked) + [True] * len(answer)
-    tokens = [*first, *token_ids(tokenizer, record.text), *last]
+    tokens = [*first, *encode(record.text), *last]
     return tokens, [True] * len(tokens)
 
 
-def _split(record: PromptRecord, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _split(record: PromptRecord, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
     """Tokens of the prompt, exactly as a request with this prompt has them, and of the completion.
 
     Both at once where the prompt's tokens come out the same (some tokenizers put a space before whatever
     stands first), each alone where a token would straddle the border: no one samples that token.
     """
-    prompt = token_ids(tokenizer, record.prompt)
-    both = token_ids(tokenizer, record.prompt + record.completion)
+    prompt = encode(record.prompt)
+    both = encode(record.prompt + record.completion)
     if both[: len(prompt)] == prompt:
         return prompt, both[len(prompt) :]
-    return prompt, token_ids(tokenizer, record.completion)
+    return prompt, encode(record.completion)

@@ -209,7 +209,8 @@ class Asker:
                 return tuple(encode(prompt))
             return tuple(await self.state.prompts.run(self.tenant.id, encode, prompt))
         except DataError as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+            param = "prompt" if isinstance(prompt, str) else "messages"
+            raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
     async def _grammar(self, body: ChatRequest) -> str | None:
         """What the answer must match, in llguidance's words."""

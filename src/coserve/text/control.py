@@ -1,0 +1,157 @@
+"""Control tokens: templates write them, and text that only spells one stays text.
+
+A tokenizer's special tokens (`<|end|>`, `</s>`) say who speaks and where a turn ends. A tokenizer finds their
+spelling wherever it stands, so a user could end their own turn and speak as the system. Therefore spellings
+in a message are hidden behind stand-ins while the template is rendered; what the rendered chat spells then is
+the template's own. A copy of the tokenizer, which takes special tokens for text, encodes the whole. The
+template's control tokens are guards there: added tokens whose names hold a secret of this process, so that
+no message spells them.
+
+Text without such a spelling never comes here: its tokens are those of the tokenizer itself.
+"""
+
+import re
+import secrets
+import threading
+from functools import cached_property
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from coserve.errors import DataError
+from coserve.text.tokenizer import Tokenizer, token_ids
+
+# Characters for private use: no template strips, splits or changes the case of them.
+_SECRET: Final = range(0xF0000, 0xFFFFE)  # of which 8 are 128 bits
+_NUMBER: Final = 0x100000  # the first of another 65,534, which number the control tokens
+_UNASSIGNED: Final = "\u0378"
+
+
+def _secret() -> str:
+    return "".join(chr(secrets.choice(_SECRET)) for _ in range(8))
+
+
+class ControlTokens:
+    """The special tokens of one tokenizer. Safe to use from several threads."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        added = {} if backend is None else backend.get_added_tokens_decoder()
+        self._special: dict[int, AddedToken] = {id: token for id, token in added.items() if token.special}
+        self._ids = list(self._special)
+        self._number = {token.content: n for n, token in enumerate(self._special.values())}
+        self._pattern = _any_of(list(self._number))
+        folded = [token.content for token in self._special.values() if token.normalized]
+        # A normalized one is found in normalized text: "<S>" is "<s>" where the normalizer lowers letters.
+        self._folded = None
+        if backend is not None and backend.normalizer is not None:
+            self._folded = _any_of([backend.normalizer.normalize_str(content) for content in folded])
+        self._stand_in, self._guard = _secret(), _secret()
+        self._hidden = re.compile(f"{self._stand_in}(.)", re.DOTALL)
+        self._lock = threading.Lock()
+
+    def spelled_in(self, text: str) -> bool:
+        """Whether `text` spells a control token."""
+        if self._pattern is not None and self._pattern.search(text):
+            return True
+        return self._folded is not None and bool(
+            self._folded.search(self._backend.normalizer.normalize_str(text))
+        )
+
+    def hide(self, text: str) -> str:
+        """`text` with a stand-in for each control token that it spells."""
+        return self._renamed(text, self._stand_in)
+
+    def show(self, text: str) -> str:
+        """`text` with what its stand-ins stand for."""
+        return self._hidden.sub(lambda found: self._special[self._ids[_number(found[1])]].content, text)
+
+    def ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`, in which stand-ins are text, and spelled control tokens are control tokens.
+
+        `add_special_tokens` adds those that the tokenizer puts at the ends of every text. Raises DataError
+        where the tokenizer's own vocabulary makes a control token of a text that spells one.
+        """
+        copy, guards = self._copied()
+        written = self.show(self._renamed(text, self._guard))
+        encoded = copy.encode(written, add_special_tokens=add_special_tokens)
+        found = []
+        for id, is_end in zip(encoded.ids, encoded.special_tokens_mask, strict=True):
+            if id in self._special and not is_end and id not in self._unknown:
+                raise DataError(
+                    f"the text spells the control token {self._special[id].content!r}, and this model's "
+                    "tokenizer cannot take that for text: leave it out, or start the server with "
+                    "--allow-special-tokens"
+                )
+            found.append(guards.get(id, id))
+        return found
+
+    def text_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text` that has no control tokens, whatever it spells."""
+        return self.ids(self.hide(text), add_special_tokens)
+
+    def prepare(self) -> None:
+        """Makes the copy of the tokenizer now: a second where the vocabulary has 128,000 tokens, which nobody
+        who comes first should wait for."""
+        if self._special:
+            self._copied()
+
+    def _renamed(self, text: str, secret: str) -> str:
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda found: secret + chr(_NUMBER + self._number[found[0]]), text)
+
+    def _copied(self) -> tuple[Any, dict[int, int]]:
+        with self._lock:
+            return self._copy
+
+    @cached_property
+    def _copy(self) -> tuple[Any, dict[int, int]]:
+        """A tokenizer that takes special tokens for text; and the id of each guard's control token."""
+        copy: Any = Backend.from_str(self._backend.to_str())
+        copy.encode_special_tokens = True  # a tokenizer's state, so not for a moment in the shared one
+        copy.no_truncation()
+        copy.no_padding()
+        names = [self._guard + chr(_NUMBER + number) for number in range(len(self._ids))]
+        copy.add_tokens([
+            AddedToken(name, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False)
+            for name, token in zip(names, self._special.values(), strict=True)
+        ])  # fmt: skip
+        return copy, {copy.token_to_id(name): id for name, id in zip(names, self._ids, strict=True)}
+
+    @cached_property
+    def _unknown(self) -> frozenset[int]:
+        """What the vocabulary makes of a character that it does not know: a special token, but of text."""
+        copy, _ = self._copied()
+        return frozenset(copy.encode(_UNASSIGNED, add_special_tokens=False).ids)
+
+
+_KNOWN: "WeakKeyDictionary[Any, ControlTokens]" = WeakKeyDictionary()
+_KNOWN_LOCK = threading.Lock()
+
+
+def control_tokens(tokenizer: Tokenizer) -> ControlTokens:
+    """Those of a tokenizer, found out once; none of one that is not a fast tokenizer."""
+    with _KNOWN_LOCK:
+        if (found := _KNOWN.get(tokenizer)) is None:
+            found = _KNOWN[tokenizer] = ControlTokens(getattr(tokenizer, "backend_tokenizer", None))
+    return found
+
+
+def text_ids(tokenizer: Tokenizer, text: str, allow_special_tokens: bool = False) -> list[int]:
+    """`text` alone, no token added at either end. What spells a control token is text, unless allowed."""
+    if not allow_special_tokens and (control := control_tokens(tokenizer)).spelled_in(text):
+        return control.text_ids(text)
+    return token_ids(tokenizer, text)
+
+
+def _any_of(spellings: list[str]) -> "re.Pattern[str] | None":
+    """Finds the longest, as the tokenizer does."""
+    ordered = sorted(filter(None, spellings), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _number(character: str) -> int:
+    return ord(character) - _NUMBER
