@@ -56,7 +56,7 @@ def gradient_error(name: str) -> float:
         path: LoRABypass(
             torch.randn(4, site.inputs, generator=generator) * 0.3 / site.inputs**0.5,
             torch.randn(site.outputs, 4, generator=generator) * 0.15,
-            LORA.scale(path, LORA.rank),
+            LORA.at([path]).scale(path, LORA.rank),
         )
         for path, site in sites.items()
     }
@@ -70,7 +70,7 @@ def gradient_error(name: str) -> float:
         a, b = leaves[f"{path}.lora_A"], leaves[f"{path}.lora_B"]
 
         def beside(_: nn.Module, args: tuple[Tensor], out: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
-            return out + LORA.scale("", LORA.rank) * (args[0] @ a.t()) @ b.t()
+            return out + LORA.at([""]).scale("", LORA.rank) * (args[0] @ a.t()) @ b.t()
 
         oracle.get_submodule(path).register_forward_hook(beside)
     loss = mean_loss(oracle, tokens, labels)

@@ -183,8 +183,8 @@ def test_low_rank_products_of_all_are_taken_together(monkeypatch: pytest.MonkeyP
         real(self, *given)  # type: ignore[arg-type]
         together.append(len(self.a))
 
+    engine = make_engine()  # which trains a little itself, to prove its base
     monkeypatch.setattr(Beside, "__init__", counting)
-    engine = make_engine()
     linears = 7 * engine.base.depth
     travel(engine, named(COMPANIES["alike"]))
     assert together == [len(COMPANIES["alike"])] * 2 * linears

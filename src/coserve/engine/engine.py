@@ -72,8 +72,7 @@ class Engine:
         tokenizer: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
-        self.clock = clock
+        self.config, self.clock = config, clock
         policy = make_policy(config.policy, **config.policy_options)  # a wrong one is found out first
         dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.device == "cpu":
@@ -285,11 +284,9 @@ class Engine:
         elif self.text is None:
             raise ConfigError("training on text needs a tokenizer, and the engine was given none")
         else:
-            records = datasets.read(cast(datasets.Source, data))
-            prepared = prepare(
-                records, self.text.tokenizer, training.loss_on, training.max_length,
-                self.text.allow_special_tokens,
-            )  # fmt: skip
+            records, text = datasets.read(cast(datasets.Source, data)), self.text
+            options = training.loss_on, training.max_length, text.allow_special_tokens
+            prepared = prepare(records, text.tokenizer, *options)
         check_fit(prepared, self.base.max_positions, self.base.vocabulary)
         return prepared
 

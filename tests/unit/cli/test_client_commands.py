@@ -292,7 +292,7 @@ def test_doctor_says_what_is_here(run: Run, tmp_path: Path) -> None:
 
 def test_doctor_fails_where_coserve_cannot_run(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    result = run("doctor", "--state", str(tmp_path / "file" / "state"))
+    result = run("doctor", "--json", "--state", str(tmp_path / "file" / "state"))  # a table folds long paths
     assert result.exit_code == 1 and "cannot be written" in result.stdout
 
 
