@@ -79,7 +79,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
+    made = Server(tmp_path, "--deterministic")  # else tokens that are as likely may differ after a kill
     children = set(children_of(made.process.pid))
     yield made
     children |= set(children_of(made.process.pid)) if made.process.poll() is None else set()
