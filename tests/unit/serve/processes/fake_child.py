@@ -71,8 +71,8 @@ def main() -> None:
     if mode == "measures":
         pipes.say(Status("measuring", text="taking its time"))
     signal.signal(signal.SIGTERM, end)
-    note("ready")
     pipes.say(Status("ready", text="fake"))
+    note("ready")  # after: who stops this process on reading it stops one that is known to be ready
     while mode == "hangs":
         pass
     if start.listen_fd >= 0:
