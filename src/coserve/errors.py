@@ -33,8 +33,21 @@ all of them at once, it ends the process, and what was under way is on probation
 """
 
 
+_BEGIN, _END = 900, 300  # characters of a text that is longer than both
+
+
 class CoserveError(Exception):
-    """Base of every deliberate error; its text is one sentence meant for the caller."""
+    """Base of every deliberate error; its text is one sentence meant for the caller.
+
+    A text that quotes what a caller sent may be as long as that was: its middle is left out.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) <= _BEGIN + _END:
+            return text
+        left_out = len(text) - _BEGIN - _END
+        return f"{text[:_BEGIN]} ... ({left_out:,} characters) ... {text[-_END:]}"
 
 
 class ModelError(CoserveError):
