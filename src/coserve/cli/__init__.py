@@ -1,7 +1,6 @@
 """The command line. Importing it loads no torch, no web framework and no database: help answers at once."""
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -30,6 +29,8 @@ app.command()(doctor.doctor)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
             typer.echo(f"coserve {version('coserve')}")
         except PackageNotFoundError:

@@ -1,6 +1,5 @@
 """`coserve keys`: who may use a server. Works on its state folder, whether it runs or not."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -99,6 +98,8 @@ def with_store(
     work: "Callable[[Store], Awaitable[T]]",
 ) -> T:
     """Opens the store of the state folder that `coserve serve` would use with the same flags."""
+    import asyncio
+
     from coserve.cli.config import load_server_settings
 
     flags = given(state=None if state is None else str(state), model=model)

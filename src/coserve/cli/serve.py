@@ -162,6 +162,10 @@ def serve(
 
         print_json(json.loads(encode_line(settings)))
         return
+    from coserve.serve.processes.device import require_device
+
+    require_device(settings.engine.device)  # before all that takes longer to import than to find this out
+
     from rich.console import Console
 
     from coserve.serve.processes import supervisor

@@ -25,7 +25,6 @@ from rich.console import Console
 from coserve.errors import ConfigError, ServerError
 from coserve.serve.processes.announce import Announcer, url_of
 from coserve.serve.processes.claim import Claim, Running, claim_state
-from coserve.serve.processes.device import require_device
 from coserve.serve.processes.process import Process
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.watchdog import LOOK_SECONDS, Watchdog
@@ -59,10 +58,9 @@ def serve(
 ) -> int:
     """Serves until told to end, and returns the exit status.
 
-    Raises StateInUse, ConfigError where the address or the device cannot be had, and ServerError where a
-    child cannot be started or keeps dying.
+    Raises StateInUse, ConfigError where the address cannot be had, and ServerError where a child cannot be
+    started or keeps dying.
     """
-    require_device(settings.engine.device)
     os.umask(OWNER_ONLY)  # of all processes
     with ExitStack() as stack:
         claim = stack.enter_context(claim_state(settings.state))
@@ -342,7 +340,8 @@ class Supervisor:
             self._out.say(f"stopped, but not in order: {'; '.join(self._unfinished)}", "red")
             self._out.say("  jobs go on from their last checkpoints when the server is started again")
             return NOT_IN_ORDER
-        self._out.say("stopped")
+        if self._stop.is_set():  # else an error that is told next has ended it
+            self._out.say("stopped")
         return 0
 
     async def _drain(self, api: "asyncio.Task[None]", engine: "asyncio.Task[None]") -> None:

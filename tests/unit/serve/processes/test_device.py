@@ -70,3 +70,21 @@ def test_serving_on_a_gpu_that_is_not_there_ends_before_anything_is_started(tmp_
     assert ended.returncode == 1 and not ended.stdout
     assert len(ended.stderr.splitlines()) == 1 and "cuda:999 cannot be used" in ended.stderr
     assert not (tmp_path / "state").exists()
+
+
+def test_what_takes_longer_to_import_than_that_takes_to_find_out_is_not_imported(tmp_path: Path) -> None:
+    code = """
+import sys
+from coserve.cli import app
+from coserve.errors import ConfigError
+sys.argv = ["coserve", "serve", "--device", "cuda:999", "--port", "0", "--state", sys.argv[1]]
+try:
+    app()
+except ConfigError as error:
+    print(error, *sorted(sys.modules), sep="\\n")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "state")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "cuda:999 cannot be used" in said[0]
+    heavy = {"asyncio", "rich.console", "torch", "transformers", "fastapi", "sqlalchemy"}
+    assert not heavy & set(said)
