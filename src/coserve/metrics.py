@@ -101,6 +101,7 @@ class Metrics:
         )
         self._make_adapters()
         self.engine_up = self._gauge("engine_up", "1 while the engine is connected and gives signs of life.")
+        self.supervisor_up = self._gauge("supervisor_up", "1 while the supervisor gives signs of life.")
         self.engine_connections = self._gauge(
             "engine_connections",
             "Connections to an engine; each after the first follows a death.",

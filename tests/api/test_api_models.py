@@ -343,10 +343,22 @@ def test_an_engine_that_hangs_is_told_of(play: Play, monkeypatch: pytest.MonkeyP
     play(story)
 
 
+def test_a_supervisor_that_is_stopped_is_told_of_and_answers_go_on(play: Play) -> None:
+    async def story(world: World) -> None:
+        for silence, said, up in ((3.9, "ready", 1), (4.1, "silent", 0), (0.4, "ready", 1)):
+            world.state.supervisor_silence = lambda silence=silence: silence
+            for path in ("/health", "/health/ready"):
+                answer = await world.http.get(path)
+                assert answer.status_code == 200 and answer.json()["supervisor"] == said
+            assert f"coserve_supervisor_up {up}.0" in (await world.http.get("/metrics")).text
+
+    play(story)
+
+
 def test_health_follows_the_engine(play: Play) -> None:
     async def story(world: World) -> None:
         assert (await world.http.get("/health/ready")).json() == {
-            "status": "ok", "engine": "ready", "model": "tiny",
+            "status": "ok", "engine": "ready", "supervisor": "ready", "model": "tiny",
         }  # fmt: skip
         await world.engine.die()
         await world.until(lambda: not world.state.link.ready)

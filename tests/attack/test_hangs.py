@@ -1,5 +1,6 @@
 """Processes of a real server that are stopped: while nothing goes on, under streams, while a job trains, and
-while they start. Each is noticed and replaced, and streams of an engine go on.
+while they start. Each is noticed and replaced, and streams of an engine go on. A supervisor is not replaced:
+that it is stopped is said, and all else goes on.
 
 Which one, when, and how is drawn by a seed. `COSERVE_HANGS` sets how many the long run tries.
 """
@@ -26,6 +27,7 @@ PATIENCE = 300.0  # for what is not promised: imports take a minute on a machine
 DATA = "".join(json.dumps({"prompt": f"{i}?", "completion": f" {i * i}"}) + "\n" for i in range(64)).encode()
 MOMENTS = ("idle", "streaming", "training", "starting")
 WHO = ("api", "engine", "standby")
+SUPERVISOR_SILENT, SUPERVISOR_BACK = "has given no sign of life", "gives signs of life again"
 
 
 class Hangs:
@@ -63,6 +65,37 @@ class Hangs:
         served.wait_ready()
         if stream is not None:
             stream.ends(whole=who != "api")
+        self.seconds.append(seconds)
+        return seconds
+
+    def strike_supervisor(self) -> float:
+        """Stops it under a stream, and returns after how many seconds the API said so; it also says that it
+        goes on."""
+        served, log = self.served, self.served.state / "log" / "api.log"
+        self.wait_whole()
+        stream = _Stream(served)
+
+        def said(words: str) -> int:
+            return log.read_text().count(words)
+
+        def health() -> dict[str, str]:
+            answer = httpx.get(f"{served.url}/health/ready")
+            assert answer.status_code == 200
+            return dict(answer.json())
+
+        before, after = said(SUPERVISOR_SILENT), said(SUPERVISOR_BACK)
+        os.kill(served.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            served.wait(lambda: said(SUPERVISOR_SILENT) > before, "to say that its supervisor is silent")
+            seconds = time.monotonic() - began
+            assert health()["supervisor"] == "silent"
+            assert "coserve_supervisor_up 0.0" in httpx.get(f"{served.url}/metrics").text
+            stream.ends(whole=True)
+        finally:
+            os.kill(served.pid, signal.SIGCONT)
+        served.wait(lambda: said(SUPERVISOR_BACK) > after, "to say that its supervisor goes on")
+        assert health()["supervisor"] == "ready" and said(SUPERVISOR_SILENT) == before + 1
         self.seconds.append(seconds)
         return seconds
 
@@ -174,8 +207,12 @@ def test_stop_signals_to_every_process_at_every_moment(hangs: Hangs) -> None:
     count = int(os.environ.get("COSERVE_HANGS", "20"))
     cases = [(who, moment) for moment in MOMENTS for who in WHO] * (1 + count // 12)
     random.Random(16).shuffle(cases)
+    cases[count - 2 : count] = [("supervisor", "streaming")] * 2
     for who, moment in cases[:count]:
-        print(f"{who:8} {moment:10} noticed after {hangs.strike(who, moment):.1f} s", flush=True)
+        if who == "supervisor":
+            print(f"{who:10} {moment:10} noticed after {hangs.strike_supervisor():.1f} s", flush=True)
+            continue
+        print(f"{who:10} {moment:10} noticed after {hangs.strike(who, moment):.1f} s", flush=True)
     seconds = hangs.seconds[-count:]
     noticed = sum(taken <= NOTICED for taken in seconds)
     print(
@@ -183,6 +220,13 @@ def test_stop_signals_to_every_process_at_every_moment(hangs: Hangs) -> None:
         f"median {statistics.median(seconds):.1f}, max {max(seconds):.1f} s"
     )
     assert noticed == count
+
+
+@pytest.mark.slow
+def test_a_stopped_supervisor_is_told_of_and_streams_go_on(hangs: Hangs) -> None:
+    seconds = hangs.strike_supervisor()
+    print(f"a stopped supervisor was noticed after {seconds:.1f} s")
+    assert seconds <= NOTICED
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ get `drain_seconds`, jobs write checkpoints and their news is written down. Exit
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -20,7 +21,7 @@ from coserve.serve.http.connections import ConnectionLimits
 from coserve.serve.http.listener import Listener, fastest_loop
 from coserve.serve.settings import ApiStart
 from coserve.serve.state import State
-from coserve.wire.child import Supervised
+from coserve.wire.child import SILENT_SECONDS, Supervised
 from coserve.wire.control import BEAT_SECONDS, Status
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ async def serve(start: ApiStart, pipes: Supervised) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with build_state(settings, settings.socket) as state:
+        state.supervisor_silence = lambda: pipes.supervisor_silence
         gc.collect()
         gc.freeze()  # what is there by now stays: no collection has to look at all of it while streams wait
         limits = ConnectionLimits(
@@ -64,10 +66,31 @@ async def serve(start: ApiStart, pipes: Supervised) -> None:
 
 
 async def _beat(pipes: Supervised) -> None:
-    """Tells the supervisor that this event loop goes round."""
+    """Tells the supervisor that this event loop goes round, and the log when nobody hears that any more."""
+    was_silent = said = False
     while True:
         pipes.beat()
+        is_silent = pipes.supervisor_silence > SILENT_SECONDS
+        if (
+            is_silent == was_silent != said
+        ):  # seen twice: after a pause of this process the pipe is read first
+            said = is_silent
+            _say_supervised(is_silent)
+        was_silent = is_silent
         await asyncio.sleep(BEAT_SECONDS)
+
+
+def _say_supervised(is_silent: bool) -> None:
+    if is_silent:
+        log.error(
+            "the supervisor (process %d) has given no sign of life for %g s: it hangs, or a signal has "
+            "stopped it (kill -CONT lets it go on); answers and jobs go on, but nothing that ends is started "
+            "again",
+            os.getppid(),
+            SILENT_SECONDS,
+        )
+    else:
+        log.warning("the supervisor gives signs of life again")
 
 
 async def drain(state: State) -> None:

@@ -1,5 +1,6 @@
 """What the routes share: one object, made when the server starts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import time
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +30,7 @@ class State:
     link: "EngineLink"
     text: "Text"
     foreman: "Foreman"
+    supervisor_silence: Callable[[], float] = lambda: 0.0  # seconds since the supervisor was heard
     metrics: Metrics = field(default_factory=Metrics)
     bodies: Offload = field(default_factory=lambda: Offload(1, "bodies"))  # work that holds the interpreter
     prompts: Offload = field(default_factory=lambda: Offload(2, "prompts"))  # work that mostly does not

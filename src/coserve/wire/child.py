@@ -15,6 +15,9 @@ from coserve.wire.control import BEAT_SECONDS, Status, decode_line, encode_line
 
 T = TypeVar("T")
 ORPHANED: Final = 3  # exit status
+SILENT_SECONDS: Final = (
+    4.0  # after which a supervisor, which says something twice a second, hangs or is stopped
+)
 _ALIVE: Final = encode_line(Status("alive")).encode() + b"\n"
 _PATIENCE: Final = 5.0  # seconds that a status line waits for room in the pipe
 _LONGEST: Final = 500  # characters of an exception in a status line
@@ -49,7 +52,7 @@ class Supervised:
 
     @property
     def supervisor_silence(self) -> float:
-        """Seconds since the supervisor was heard; it says something every second or so."""
+        """Seconds since the supervisor was heard; it says something twice a second."""
         return time.monotonic() - self._heard
 
     def start_line(self, kind: type[T]) -> T:

@@ -1,7 +1,7 @@
 """What the supervisor and its children tell each other: lines of JSON on a child's stdin and stdout.
 
 A child's first line in says what it has to do (`EngineStart`, or the server's `ApiStart`). Its stdin stays
-open for as long as the supervisor lives, which then sends an empty line every second or so; end of file means
+open for as long as the supervisor lives, which then sends an empty line twice a second; end of file means
 that it is gone, and the child ends at once. Lines out are `Status`. Logging goes to stderr, which the
 supervisor keeps in a file.
 """

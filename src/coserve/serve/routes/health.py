@@ -10,16 +10,19 @@ from coserve.metrics import CONTENT_TYPE
 from coserve.serve.engine.link import SILENT_SECONDS
 from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.state import Shared, State
+from coserve.wire.child import SILENT_SECONDS as SUPERVISOR_SILENT_SECONDS
 
 router = APIRouter(tags=["Health"])
 
 
 class Health(BaseModel):
     """How the server is. `engine` is `away` from its death to its successor's start, and `silent` where it
-    hangs or is in a very long step; then it is soon ended and replaced."""
+    hangs or is in a very long step; then it is soon ended and replaced. While the `supervisor` is `silent`
+    (it hangs, or a signal has stopped it) all goes on, but nothing that ends is started again."""
 
     status: Literal["ok", "draining"]
     engine: Literal["ready", "silent", "away"]
+    supervisor: Literal["ready", "silent"]
     model: str
 
 
@@ -33,7 +36,8 @@ async def health(state: Shared) -> Health:
 @router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready", responses=error_responses(), summary="Whether to send requests here")
 async def ready(state: Shared) -> Health:
-    """503 while there is no engine, while it hangs, or while no more new work is taken."""
+    """503 while there is no engine, while it hangs, or while no more new work is taken. 200 while the
+    supervisor is silent: requests are answered all the same."""
     if state.draining:
         raise ApiError(503, "The server is shutting down.", code="draining")
     if not state.link.ready:
@@ -60,8 +64,13 @@ def _health(state: State) -> Health:
     return Health(
         status="draining" if state.draining else "ok",
         engine="away" if not link.ready else "silent" if link.silence > SILENT_SECONDS else "ready",
+        supervisor="silent" if _is_unsupervised(state) else "ready",
         model=state.catalog.base.name,
     )
+
+
+def _is_unsupervised(state: State) -> bool:
+    return state.supervisor_silence() > SUPERVISOR_SILENT_SECONDS
 
 
 def _gauge(state: State) -> None:
@@ -70,6 +79,7 @@ def _gauge(state: State) -> None:
     metrics.num_requests_running.set(state.queue.inside)
     metrics.num_requests_waiting.set(state.queue.waiting)
     metrics.engine_up.set(state.link.silence <= SILENT_SECONDS)
+    metrics.supervisor_up.set(not _is_unsupervised(state))
     metrics.engine_connections.set(state.link.connections)
     if state.link.hello is not None:
         metrics.engine_load_seconds.set(state.link.hello.load_seconds)
