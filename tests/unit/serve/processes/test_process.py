@@ -1,0 +1,92 @@
+"""A child process as its supervisor sees it."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve.serve.processes.process import Process
+
+# Beats, then ends as it is told.
+CHILD = """
+import ctypes, faulthandler, os, signal, sys
+from coserve.wire.child import Supervised
+from coserve.wire.control import Status
+faulthandler.enable()
+pipes = Supervised()
+pipes.own_crashes()
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+pipes.say(Status("ready"))
+"""
+
+
+def end_of(
+    folder: Path, code: str, then: Callable[[Process], Coroutine[Any, Any, object]]
+) -> tuple[int, str]:
+    """Runs a child until it is ready, does something to it, and returns its exit status and `crash`."""
+
+    async def run() -> tuple[int, str]:
+        child = await Process.start("engine", [sys.executable, "-c", CHILD + code], folder / "log")
+        assert (await child.status()) is not None
+        await then(child)
+        status = await asyncio.wait_for(child.wait(), 60)
+        return status, child.crash(status)
+
+    return asyncio.run(run())
+
+
+async def nothing(_: Process) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("raise KeyError('no such tensor')", 1, "KeyError: 'no such tensor'"),
+        ("ctypes.string_at(0)", -signal.SIGSEGV, "killed by SIGSEGV"),
+        ("os.abort()", -signal.SIGABRT, "killed by SIGABRT"),
+        ("os._exit(1)", 1, "exit status 1"),
+    ],
+)
+def test_a_fault_of_its_own_is_a_crash(code: str, status: int, said: str, tmp_path: Path) -> None:
+    found, crash = end_of(tmp_path, code, nothing)
+    assert found == status and crash.startswith(said)
+
+
+def test_one_that_hung_and_was_ended_for_it_crashed(tmp_path: Path) -> None:
+    async def abort(child: Process) -> None:
+        await child.abort("it gave no sign of life for 8 s")
+
+    status, crash = end_of(tmp_path, "ctypes.PyDLL(None).sleep(600)", abort)
+    assert status in (-signal.SIGABRT, -signal.SIGKILL) and crash == "it gave no sign of life for 8 s"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_one_that_somebody_ended_did_not(number: signal.Signals, tmp_path: Path) -> None:
+    async def end(child: Process) -> None:
+        os.kill(child.pid, number)
+
+    code = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nsignal.pause()"
+    assert end_of(tmp_path, code, end)[1] == ""
+
+
+def test_one_that_somebody_stopped_did_not_although_it_was_ended_for_it(tmp_path: Path) -> None:
+    async def stop(child: Process) -> None:
+        os.kill(child.pid, signal.SIGSTOP)
+        while child.stopped_since(1.0) is None:
+            await asyncio.sleep(0.01)
+        await child.abort("a signal has stopped it for 5 s")
+
+    status, crash = end_of(tmp_path, "signal.pause()", stop)
+    assert status in (-signal.SIGABRT, -signal.SIGKILL) and crash == ""
+
+
+def test_one_that_was_drained_did_not(tmp_path: Path) -> None:
+    async def drain(child: Process) -> None:
+        assert await child.end(60) == 0
+
+    assert end_of(tmp_path, "signal.pause()", drain) == (0, "")
