@@ -132,7 +132,7 @@ def test_what_is_malformed_is_refused_in_a_sentence(originals: list[Path], tmp_p
         save_file(tensors, tmp_path / "adapter_model.safetensors")
         try:
             read_outline(tmp_path, "x", FRAME, torch.float32)
-            check_weights(tmp_path, torch.float32)
+            check_weights(tmp_path, "x", FRAME, torch.float32)
         except CoserveError as error:
             outcomes["refused"] += 1
             assert len(str(error)) - len(str(tmp_path)) < LONGEST
@@ -158,10 +158,48 @@ def test_numbers_that_the_base_has_not_are_named(originals: list[Path], tmp_path
                 spoilt.view(-1)[-1] = number
                 save_file({**tensors, name: spoilt}, tmp_path / "adapter_model.safetensors")
                 with pytest.raises(CoserveError) as looked:
-                    check_weights(tmp_path, dtype)
+                    check_weights(tmp_path, "x", FRAME, dtype)
                 assert repr(name) in str(looked.value) and f"holds {shown};" in str(looked.value)
                 with pytest.raises(CoserveError) as read:
                     read_adapter(tmp_path, "x", FRAME, dtype, torch.device("cpu"))
                 assert str(read.value) == str(looked.value).replace("'0:", "'").replace("'1:", "'")
             save_file(tensors, tmp_path / "adapter_model.safetensors")
-            check_weights(tmp_path, torch.float16)
+            check_weights(tmp_path, "x", FRAME, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["lora", "dora", "two"])
+def test_numbers_whose_product_the_base_has_not_are_refused(
+    kind: str, dtype: torch.dtype, originals: list[Path], tmp_path: Path
+) -> None:
+    """Each number is one that the base has; alpha and rank make too much of them."""
+    draws = random.Random(f"{kind} {dtype}")
+    original = originals[[*METHODS].index(kind)]
+    config = original / "adapter_config.json"
+    largest = torch.finfo(dtype).max
+    for _ in range(12):
+        fields = json.loads(config.read_text())
+        (fields["parts"][0] if kind == "two" else fields)["lora_alpha"] = alpha = draws.choice(
+            [2, 64, 65_504]
+        )
+        tensors = load_file(original / "adapter_model.safetensors")
+        b = draws.choice([name for name in tensors if "lora_B" in name or "lora_embedding_B" in name])
+        tensors[b].view(-1)[draws.randrange(tensors[b].numel())] = peak = draws.uniform(0.2, 0.9) * largest
+        a = b.replace("_B", "_A")
+        tensors[a] = (
+            tensors[a] / tensors[a].abs().max().clamp(min=1e-30) if tensors[a].any() else tensors[a] + 1
+        )
+        (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        scale = alpha / len(tensors[a])
+        assert read_outline(tmp_path, "x", FRAME, dtype), "its fields and shapes are right"
+        for look in (
+            lambda: check_weights(tmp_path, "x", FRAME, dtype),
+            lambda: read_adapter(tmp_path, "x", FRAME, dtype, torch.device("cpu")),
+        ):
+            if scale * peak <= largest / 2:
+                look()
+            elif scale * peak > largest:
+                with pytest.raises(CoserveError, match=r"changes weights of .* by up to") as error:
+                    look()
+                assert f"up to {largest:g}" in str(error.value)

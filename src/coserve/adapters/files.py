@@ -82,16 +82,20 @@ def read_outline(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype
     return _assemble(name, folder, fields, tensors, frame, dtype, torch.device("meta")).in_type(dtype)
 
 
-def check_weights(folder: str | Path, dtype: torch.dtype) -> None:
-    """Raises AdapterError where the adapter in `folder` holds numbers that a base in `dtype` has not. One
-    tensor is in memory at a time, as far as it is looked at."""
+def check_weights(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype) -> None:
+    """Raises AdapterError where the adapter in `folder` holds numbers that a base in `dtype` has not, or
+    makes such of them. One tensor is in memory at a time, as far as it is looked at."""
     folder = Path(folder)
+    peaks = {}
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # no mapping
-                expect_numbers(str(folder), name, file.get_tensor(name), torch.finfo(dtype).max)
+            for tensor_name in file.keys():  # noqa: SIM118  # no mapping
+                tensor = file.get_tensor(tensor_name)
+                expect_numbers(str(folder), tensor_name, tensor, torch.finfo(dtype).max)
+                peaks[tensor_name] = _peaks(tensor, exact_type(dtype))
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    _assemble(name, folder, _read_fields(folder / CONFIG), peaks, frame, dtype, torch.device("cpu"))
 
 
 def _assemble(
@@ -120,6 +124,15 @@ def _assemble(
         if not parts[-1].bypasses:
             raise AdapterError(f"{folder / WEIGHTS} holds no tensors of a {parts[-1].method} adapter")
     return AdapterVersion(name, 0, tuple(parts))
+
+
+def _peaks(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the same shape, with the largest absolute number of each row or column, whichever is
+    longer, in place of all that are there. It takes the bytes of one number of each."""
+    if not tensor.is_floating_point() or not tensor.numel() or not tensor.ndim:
+        return tensor
+    longest = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
+    return tensor.abs().amax(longest, keepdim=True).to(dtype).expand(tensor.shape)
 
 
 def _without_values(one: Any) -> Tensor:

@@ -1,15 +1,18 @@
 """Low-rank bypasses: f(x) = scale · B (A x) beside a linear, and beside the input embedding."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from coserve.adapters.bypass import Bypass, Dense, Operator, Side, exact_type
 from coserve.adapters.saved import Saved, expect_shape, site_at
 from coserve.adapters.sites import Frame, Kind, Site
+from coserve.errors import AdapterError
 from coserve.kernels import lora
 from coserve.kernels.dropout import Mask
 
@@ -134,7 +137,8 @@ def take_linears(
         expect_shape(site, "lora_B", b, site.outputs, rank)
         for bias in rest:
             expect_shape(site, "lora_B.bias", bias, site.outputs)
-        yield site, LoRABypass(a, b, scale(path, rank), dropout, *rest)
+        expect_product(saved, path, a, b, factor := scale(path, rank))
+        yield site, LoRABypass(a, b, factor, dropout, *rest)
 
 
 def take_embeddings(saved: Saved, frame: Frame, scale: Scale) -> Iterator[tuple[Site, EmbeddingLoRA]]:
@@ -144,7 +148,24 @@ def take_embeddings(saved: Saved, frame: Frame, scale: Scale) -> Iterator[tuple[
         rank = _rank(a)
         expect_shape(site, "lora_embedding_A", a, max(rank, 1), site.inputs)
         expect_shape(site, "lora_embedding_B", b, site.outputs, rank)
-        yield site, EmbeddingLoRA(a, b, scale(path, rank), site.factor)
+        expect_product(saved, path, a, b, (factor := scale(path, rank)) * site.factor)
+        yield site, EmbeddingLoRA(a, b, factor, site.factor)
+
+
+def expect_product(saved: Saved, path: str, a: Tensor, b: Tensor, factor: float) -> None:
+    """Raises AdapterError where factor · B, or an element of factor · B A, may be beyond what the base's type
+    holds, although all of a [rank, in] and b [out, rank] are not. The bound is made of each rank's largest
+    numbers."""
+    if a.is_meta or not a.numel() or not b.numel():
+        return
+    of_a, of_b = (vector_norm(one, math.inf, dim).double() for one, dim in ((a, 1), (b, 0)))
+    largest = abs(factor) * max(of_b.max().item(), (of_a @ of_b).item())
+    if not largest <= saved.largest:
+        raise AdapterError(
+            f"{saved.folder}: the adapter changes weights of {path} by up to {largest:g} (its lora_A holds "
+            f"numbers up to {of_a.max().item():g}, its lora_B up to {of_b.max().item():g}, and alpha makes "
+            f"that {factor:g} times as much); the base computes with numbers up to {saved.largest:g}"
+        )
 
 
 def _rank(a: Tensor) -> int:

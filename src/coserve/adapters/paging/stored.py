@@ -110,7 +110,7 @@ class Outlines:
             while len(self._known) > _KNOWN:
                 self._known.pop(next(iter(self._known)), None)  # another thread may have been quicker
         if new:
-            check_weights(folder, self._dtype)
+            check_weights(folder, name, self._frame, self._dtype)
         return StoredVersion(name, 0, folder, stamp, outline)
 
 
