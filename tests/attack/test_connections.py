@@ -4,19 +4,13 @@ import asyncio
 import json
 import random
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 import pytest
 
-from api_process import served
-from coserve import tiny
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.http.connections import ConnectionLimits
 from coserve.serve.http.listener import Listener
-from coserve.serve.settings import ServerSettings
 from hostile_bodies import TEXT, text
 from serving import Play, World
 
@@ -262,39 +256,3 @@ def test_long_boundaries_are_refused(play: Play, path: str, length: int) -> None
         assert answer.status_code == 400 and answer.json()["error"]["message"]
 
     play(story)
-
-
-@pytest.mark.slow
-def test_many_clients_at_once(tmp_path: Path) -> None:
-    """Prints how long the refusals among 640 requests took that came together."""
-    settings = ServerSettings(model=str(tiny.path()), state=tmp_path, name="tiny")
-    body = json.dumps(text(max_tokens=100)).encode()
-
-    async def story() -> None:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        fake = FakeEngine(settings.socket, step_seconds=0.02)
-        async with fake, served(settings, listener) as server:
-            await server.status()
-            address = listener.getsockname()
-            assert await is_served(address)
-            pairs = [await asyncio.open_connection(*address) for _ in range(640)]
-            began = time.monotonic()
-
-            async def ask(pair: Pair) -> tuple[bytes, float]:
-                pair[1].write(post(f"Content-Length: {len(body)}", "Connection: close", body=body))
-                status = (await pair[0].readline())[9:12]
-                return status, time.monotonic() - began
-
-            answers = await asyncio.gather(*map(ask, pairs))
-            refused = sorted(seconds for status, seconds in answers if status in (b"429", b"503"))
-            print(
-                f"{len(refused)} of {len(answers)} refused: half within {refused[len(refused) // 2]:.2f} s, "
-            )
-            print(
-                f"the last after {refused[-1]:.2f} s; {sum(status == b'200' for status, _ in answers)} served"
-            )
-            assert {status for status, _ in answers} == {b"200", b"429"}
-            for _, writer in pairs:
-                writer.close()
-
-    asyncio.run(story())

@@ -6,75 +6,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from coserve.cli.client import Client
-from coserve.cli.config import ClientSettings
 from coserve.errors import CoserveError
 from coserve.serve.processes.claim import find_running
+from whole_server import PATIENCE, RUN, Server, children_of, until
 
-PATIENCE = 60.0  # seconds; only a hang takes so long
-SMALL = {"COSERVE_ENGINE_CALIBRATE": "false", "COSERVE_ENGINE_CACHE_TOKENS": "4096"}
-RUN = "from coserve.cli import main; main()"
 ASK = {"model": "coserve-tiny", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
-
-
-def until(found: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not found():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.05)
-
-
-def children_of(pid: int) -> dict[int, str]:
-    """Process ids and command lines."""
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-    return found
-
-
-class Server:
-    """One `coserve serve`, its children by what they run, and a client."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.state = folder / "state"
-        self.log = folder / "console"
-        with self.log.open("w") as console:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", RUN, "serve", "--port", "0", "--state", str(self.state), *flags],
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "COSERVE_ENGINE_CALIBRATE": "false",
-                    "COSERVE_ENGINE_CACHE_TOKENS": "4096",
-                },
-            )
-        until(lambda: "ready in" in self.said() or self.process.poll() is not None, "ready")
-        assert self.process.poll() is None, self.said()
-        running = find_running(self.state)
-        assert running is not None and running.pid == self.process.pid
-        self.url = running.url
-
-    def said(self) -> str:
-        return self.log.read_text()
-
-    def client(self) -> Client:
-        return Client(ClientSettings(self.url), patience=PATIENCE)
-
-    def pid_of(self, module: str) -> int:
-        found = [
-            pid for pid, line in children_of(self.process.pid).items() if line.endswith(f".launch {module} ")
-        ]
-        return found[0]
-
-    def stands_by(self) -> bool:
-        return any(" --gently " in line for line in children_of(self.process.pid).values())
 
 
 @pytest.fixture
@@ -82,9 +24,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made = Server(tmp_path, "--deterministic")  # else tokens that are as likely may differ after a kill
     children = set(children_of(made.process.pid))
     yield made
-    children |= set(children_of(made.process.pid)) if made.process.poll() is None else set()
-    made.process.kill()
-    made.process.wait()
+    made.end()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "no process left")
 
 

@@ -12,16 +12,17 @@ from coserve.serve import errors
 from coserve.serve.answering.price import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import Hosts, Origins
-from coserve.serve.http.middleware import Crowding, Draining, Limits, RequestIds
+from coserve.serve.http.middleware import Draining, Limits, RequestIds
 from coserve.serve.http.quotas import RequestRate, UploadRoom
 from coserve.serve.http.rates import Rates
 from coserve.serve.http.revocation import Revocation
+from coserve.serve.http.shedding import Crowding
 from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
 from coserve.serve.state import State
 
 _FORM_BYTES = 2 * 2**20  # around the large file in an upload
 _UPLOADS = ("/v1/files", "/v1/adapters")
-_STREAMED = ("/v1/chat/completions", "/v1/completions")
+STREAMED = ("/v1/chat/completions", "/v1/completions")  # requests for text
 
 
 def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
@@ -37,13 +38,13 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
             return settings.max_file_bytes + _FORM_BYTES
-        return MOST_BODY_BYTES if path in _STREAMED else MOST_SMALL_BODY_BYTES
+        return MOST_BODY_BYTES if path in STREAMED else MOST_SMALL_BODY_BYTES
 
     rates = Rates(settings.max_requests_minute, clock)
     bad_keys = Rates(settings.max_bad_keys_minute, clock)
     # The last one added is the first to see a request.
-    app.add_middleware(Revocation, tenants=state.store.tenants, paths=_STREAMED)
-    app.add_middleware(Crowding, queue=state.queue, paths=_STREAMED)
+    app.add_middleware(Revocation, tenants=state.store.tenants, paths=STREAMED)
+    app.add_middleware(Crowding, queue=state.queue, paths=STREAMED)
     app.add_middleware(UploadRoom, files=state.store.files, paths=_UPLOADS, largest=settings.max_file_bytes)
     app.add_middleware(RequestRate, rates=rates, most=settings.max_requests_minute)
     app.add_middleware(Authentication, state=state, bad_keys=bad_keys)
@@ -63,7 +64,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
         for operations in document["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-        for path in _STREAMED:
+        for path in STREAMED:
             content = document["paths"][path]["post"]["responses"]["200"]["content"]
             content["text/event-stream"] = {"schema": {"type": "string"}}
         for name in ("HTTPValidationError", "ValidationError"):

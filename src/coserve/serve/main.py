@@ -15,10 +15,11 @@ import sys
 import time
 
 from coserve.errors import CoserveError, EngineLost
-from coserve.serve.app import create_app
+from coserve.serve.app import STREAMED, create_app
 from coserve.serve.compose import build_state
 from coserve.serve.http.connections import ConnectionLimits
 from coserve.serve.http.listener import Listener, fastest_loop
+from coserve.serve.http.shedding import LoadShedder
 from coserve.serve.settings import ApiStart
 from coserve.serve.state import State
 from coserve.wire.child import SILENT_SECONDS, Supervised
@@ -49,7 +50,8 @@ async def serve(start: ApiStart, pipes: Supervised) -> None:
             settings.max_connections, settings.max_connections_address, settings.stall_seconds
         )
         _allow_files(limits.most + _OTHER_FILES)
-        listener = Listener(create_app(state), socket.socket(fileno=start.listen_fd), limits)
+        shedder = LoadShedder(state.queue, STREAMED)
+        listener = Listener(create_app(state), socket.socket(fileno=start.listen_fd), limits, shedder)
         serving = asyncio.create_task(listener.run())
         await listener.started()
         beating = asyncio.create_task(_beat(pipes))

@@ -46,9 +46,14 @@ class State:
 
 
 def state_of(request: Request) -> State:
-    """FastAPI's dependency for `State`."""
+    """The server's state."""
     found: State = request.app.state.coserve
     return found
 
 
-Shared = Annotated[State, Depends(state_of)]
+async def _shared(request: Request) -> State:
+    """FastAPI's dependency for `State`; it runs those that are no coroutines in a thread each."""
+    return state_of(request)
+
+
+Shared = Annotated[State, Depends(_shared)]

@@ -11,6 +11,7 @@ import uvicorn
 
 from coserve.serve.answering.price import MOST_HEADER_BYTES
 from coserve.serve.http.connections import Connection, ConnectionLimits, Connections
+from coserve.serve.http.shedding import LoadShedder
 
 _LAST_WORDS = 5  # seconds for answers that are being sent when it ends
 
@@ -25,10 +26,14 @@ class Listener:
     """Serves an application on a listening socket until it is told to stop."""
 
     def __init__(
-        self, app: Any, listener: socket.socket, limits: ConnectionLimits = ConnectionLimits()
+        self,
+        app: Any,
+        listener: socket.socket,
+        limits: ConnectionLimits = ConnectionLimits(),
+        shedder: LoadShedder | None = None,
     ) -> None:
         self._socket = listener
-        self._connections = Connections(limits)
+        self._connections = Connections(limits, shedder)
         protocol: Any = partial(Connection, self._connections)
         self._server = _Server(
             uvicorn.Config(

@@ -4,15 +4,13 @@ Plain ASGI: FastAPI's own kind of middleware puts a task and a queue between a s
 """
 
 import secrets
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import HTTPException
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coserve.serve.answering.fair import FairQueue
 from coserve.serve.answering.price import MOST_HEADER_BYTES, MOST_URL_BYTES
 from coserve.serve.errors import ApiError
 
@@ -29,7 +27,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = _given_id(scope) or f"req_{secrets.token_hex(16)}"
+        request_id = _given_id(scope) or new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
@@ -38,6 +36,11 @@ class RequestIds:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+def new_request_id() -> str:
+    """Names one request in logs and to whoever asks about it."""
+    return f"req_{secrets.token_hex(16)}"
 
 
 class Limits:
@@ -79,36 +82,6 @@ class Limits:
             return received
 
         await self.app(scope, receive_counted, send)
-
-
-class Crowding:
-    """Answers 429 to a request for text while as many are under way as may run and wait: before its body is
-    read, for that and all that follows takes longer than the refusal.
-
-    Stands behind `Authentication`.
-    """
-
-    def __init__(self, app: ASGIApp, queue: FairQueue, paths: Collection[str]) -> None:
-        self.app, self._queue, self._paths = app, queue, frozenset(paths)
-        self._under_way: Counter[str] = Counter()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in self._paths:
-            await self.app(scope, receive, send)
-            return
-        tenant = scope["state"]["tenant"].id
-        try:
-            self._queue.check(self._under_way.total(), self._under_way[tenant])
-        except ApiError as refusal:
-            await refusal.response()(scope, receive, send)
-            return
-        self._under_way[tenant] += 1
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self._under_way[tenant] -= 1
-            if not self._under_way[tenant]:
-                del self._under_way[tenant]
 
 
 class Draining:
