@@ -1,9 +1,17 @@
 """What crashes engines, through the API: a job and a stream of one tenant, beside those of others."""
 
+import asyncio
 import json
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
 
+import httpx2
+
+from coserve.serve.shelf.imports import CONFIG, WEIGHTS
+from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
-from coserve.wire.messages import JobStarted, JobStep, Numbered, StartJob, Submit
+from coserve.wire.messages import JobStarted, JobStep, LoadAdapter, Numbered, StartJob, Submit
 from serving import Play, World
 
 DATA = b"".join(b'{"prompt": "%d", "completion": " x"}\n' % i for i in range(12))
@@ -67,3 +75,53 @@ def test_a_stream_that_crashes_engines_ends_with_the_reason(play: Play) -> None:
         return asked.prompt == bad[0] and place == 4
 
     play(story, engine={"fatal": fatal, "step_seconds": 0.001})
+
+
+def upload(world: World, folder: Path) -> Coroutine[Any, Any, httpx2.Response]:
+    files = {kind: (folder / name).read_bytes() for kind, name in (("config", CONFIG), ("weights", WEIGHTS))}
+    return world.http.post("/v1/adapters", data={"name": "bad"}, files=files)
+
+
+def make_files(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text("{}")
+    (folder / WEIGHTS).write_bytes(b"weights")
+    return folder
+
+
+def test_an_import_that_crashes_engines_leaves_nothing_on_disk(play: Play, tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        answer = await upload(world, make_files(tmp_path / "one"))
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "quarantined"
+        await world.state.link.settled()
+        (kept,) = await world.state.store.quarantine.list()
+        assert kept.kind == "adapter" and kept.reason == answer.json()["error"]["message"]
+        assert not [*(world.state.store.folder / "adapters").iterdir()]
+
+    play(story, engine={"poison": lambda command: isinstance(command, LoadAdapter)})
+
+
+def test_an_import_that_nobody_waits_for_leaves_nothing_on_disk(play: Play, tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.engine.hangs = True
+        adapters = world.state.store.folder / "adapters"
+        sending = asyncio.create_task(upload(world, make_files(tmp_path / "one")))
+        await world.until(lambda: any(not folder.name.startswith(".") for folder in adapters.iterdir()))
+        sending.cancel()
+        world.engine.hangs = False
+        await asyncio.gather(sending, return_exceptions=True)
+        await world.until(lambda: not [*adapters.iterdir()])
+
+    play(story)
+
+
+def test_folders_of_imports_that_a_killed_server_left_are_swept(play: Play, tmp_path: Path) -> None:
+    left = make_files(tmp_path / "state" / "adapters" / "adapter-left")
+    named = make_files(tmp_path / "state" / "adapters" / "adapter-named")
+    with Store(tmp_path / "state") as store:
+        assert asyncio.run(store.adapters.add(Adapter("a", "named", named, "tiny", 0, "local")))
+
+    async def story(world: World) -> None:
+        assert named.exists() and not left.exists()
+
+    play(story)

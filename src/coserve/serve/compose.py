@@ -38,6 +38,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         link = EngineLink(socket)
         state = State(settings, store, link, text, Foreman(settings, store, link))
         await _name_adapters(state)
+        await store.adapters.sweep()
         for tenant in await store.tenants.list():
             state.queue.know(tenant)
         await _wire(state)

@@ -3,9 +3,10 @@
 import asyncio
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from coserve.errors import AdapterError, QuotaExceeded
+from coserve.errors import AdapterError, CoserveError
 from coserve.serve.errors import ApiError
 from coserve.serve.shelf.catalog import Model, unknown_model
 from coserve.serve.shelf.imports import copy_adapter
@@ -20,7 +21,7 @@ async def import_adapter(
     """A new adapter of the tenant, from a copy of the folder `source`, once the engine has accepted it.
 
     Raises ApiError 400 for a name that is taken, AdapterError for what is no adapter, or does not fit, and
-    QuotaExceeded.
+    QuotaExceeded. Whatever it raises, and where nobody waits for it any more, the copy is removed.
     """
     base = state.catalog.base.name
     taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")
@@ -29,13 +30,18 @@ async def import_adapter(
     key = new_id("adapter")
     folder = state.store.adapter_folder(key)
     adapter = Adapter(key, name, folder, base, int(time.time()), tenant.id)
+    is_adding = False
     try:
         await asyncio.to_thread(copy_adapter, source, folder, state.settings.max_file_bytes)
         await state.link.load(key, folder, new=True)
+        is_adding = True
         if not await state.store.adapters.add(adapter):
             raise taken
-    except (ApiError, AdapterError, QuotaExceeded) as error:
-        await state.link.unload(key)
+    except BaseException as error:
+        if is_adding and isinstance(error, asyncio.CancelledError):
+            raise  # its row may be there; if not, the next start sweeps the copy
+        with suppress(CoserveError):
+            await state.link.unload(key)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         if not isinstance(error, AdapterError):
             raise

@@ -1,5 +1,7 @@
 """Adapters that can be sampled by name: finished ones, imported ones, and checkpoints."""
 
+import asyncio
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -94,6 +96,15 @@ class AdapterStore:
                 insert_adapter(connection, adapter, self._folder)
 
         await self._database.write(write)
+
+    async def sweep(self) -> None:
+        """Removes folders that no adapter has: of imports that a killed server did not get to the end of. No
+        import may be under way."""
+        found = select(adapters.c.path)
+        known = await self._database.read(lambda connection: set(connection.execute(found).scalars()))
+        for folder in (self._folder / "adapters").iterdir():
+            if relative(folder, self._folder) not in known:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def remove(self, tenant: str, name: str) -> Adapter | None:
         """Forgets the tenant's own adapter `name` and says what it was; None if there is none.
