@@ -58,8 +58,8 @@ DTYPES = (
 NUMBERS = (math.nan, math.inf, -math.inf, 3e38, 0.0)
 
 
-def good() -> tuple[Config, Tensors]:
-    """LoRA of rank 4 on two linears of each of the tiny model's three layers."""
+def good(hidden: int = 64, inner: int = 96) -> tuple[Config, Tensors]:
+    """LoRA of rank 4 on two linears of each of a model's first three layers, by default of the tiny model."""
     draws = torch.Generator().manual_seed(0)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0,
@@ -70,9 +70,9 @@ def good() -> tuple[Config, Tensors]:
     }  # fmt: skip
     tensors = {}
     for layer in range(3):
-        for path, width in (("self_attn.q_proj", 64), ("mlp.up_proj", 96)):
+        for path, width in (("self_attn.q_proj", hidden), ("mlp.up_proj", inner)):
             name = f"{PREFIX}.{layer}.{path}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(4, 64, generator=draws)
+            tensors[f"{name}.lora_A.weight"] = torch.randn(4, hidden, generator=draws)
             tensors[f"{name}.lora_B.weight"] = torch.randn(width, 4, generator=draws)
     return config, tensors
 
@@ -93,11 +93,11 @@ def other_methods() -> list[Config]:
     return [{"peft_type": kind, "task_type": "CAUSAL_LM", "num_virtual_tokens": 4} for kind in kinds]
 
 
-def write_hostile(folder: Path, seed: int) -> str:
+def write_hostile(folder: Path, seed: int, hidden: int = 64, inner: int = 96) -> str:
     """An adapter in `folder` with one or a few things wrong; what they are."""
     draws = random.Random(seed)
     folder.mkdir(parents=True)
-    config, tensors = good()
+    config, tensors = good(hidden, inner)
     done = []
     if draws.random() < 0.15:
         config = draws.choice(other_methods())

@@ -1,0 +1,205 @@
+"""Engines of a real server that really crash, by something of one tenant's, beside another tenant's streams
+and job. What is to blame is quarantined and nothing else; all that is the other tenant's ends as in peace.
+
+`crashing.py` sets off the crashes, in processes that are otherwise what `coserve serve` runs.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hostile import PREFIX, good, write_hostile
+from safetensors.torch import save
+from torch import Tensor
+
+import crashing
+from coserve import tiny
+from coserve.bench.served import Served
+from coserve.serve.store.records import Quarantined
+from coserve.serve.store.store import Store
+from crashing import FAULTS, MARK, POISON, SEED
+
+PATIENCE = 300.0  # seconds: imports take a minute on a machine that is busy
+DATA = "".join(json.dumps({"prompt": f"{i}?", "completion": f" {i * i}"}) + "\n" for i in range(16)).encode()
+WIDTHS = 256, 704  # of coserve-tiny, and of its feed-forward blocks
+TRIED = int(os.environ.get("COSERVE_ATTACK_HTTP", "60"))  # malformed adapters
+PLACE = 20  # tokens of an answer before it crashes
+# An exception on the thread that looks at an adapter's file ends the import, and no process.
+DEFAULT = ("request", "segfault")
+CRASHES = [(what, fault) for what in ("request", "job", "adapter") for fault in FAULTS][:-1]
+
+
+class Crashing:
+    """A server with two tenants: one that harms, and one that must not notice."""
+
+    def __init__(self, served: Served, secrets: list[str]) -> None:
+        self.served = served
+        self.sent = 0  # adapters
+        self.bad, self.good = (
+            httpx.Client(base_url=served.url, timeout=PATIENCE, headers={"authorization": f"Bearer {secret}"})
+            for secret in secrets
+        )
+
+    def quarantine(self) -> list[Quarantined]:
+        with Store(self.served.state) as store:
+            return list(asyncio.run(store.quarantine.list()))
+
+    def crash(self, what: str, fault: str) -> httpx.Response:
+        """Sends what crashes engines, and returns how that ended."""
+        match what:
+            case "request":
+                prompt = [POISON, FAULTS.index(fault), PLACE]
+                return self.bad.post("/v1/completions", json=_ask(self.served, prompt))
+            case "job":
+                job = self.train(self.bad, SEED + FAULTS.index(fault))
+                return self.ended(self.bad, job)
+            case _:
+                config, tensors = good(*WIDTHS)
+                return self.upload({**config, "revision": MARK + fault}, tensors)
+
+    def upload(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> httpx.Response:
+        return self.send(json.dumps(config).encode(), save(tensors))
+
+    def send(self, config: bytes, weights: bytes) -> httpx.Response:
+        """Uploads an adapter as the tenant that harms."""
+        self.sent += 1
+        files = {"config": config, "weights": weights}
+        return self.bad.post("/v1/adapters", data={"name": f"a{self.sent}"}, files=files)
+
+    def ask_for_job(self, client: httpx.Client, **fields: Any) -> httpx.Response:
+        file = client.post("/v1/files", files={"file": ("t.jsonl", DATA)}, data={"purpose": "fine-tune"})
+        short = {"n_epochs": 2, "batch_size": 4}
+        body = {"model": self.served.name, "training_file": file.json()["id"], "hyperparameters": short}
+        return client.post("/v1/fine_tuning/jobs", json={**body, **fields})
+
+    def train(self, client: httpx.Client, seed: int) -> str:
+        """A job; its id."""
+        job = self.ask_for_job(client, seed=seed)
+        assert job.status_code == 200, job.text
+        return str(job.json()["id"])
+
+    def ended(self, client: httpx.Client, job: str) -> httpx.Response:
+        def is_over() -> bool:
+            return client.get(f"/v1/fine_tuning/jobs/{job}").json()["status"] in ("succeeded", "failed")
+
+        self.served.wait(is_over, f"to end {job}")
+        return client.get(f"/v1/fine_tuning/jobs/{job}")
+
+
+class Stream(threading.Thread):
+    """A long greedy answer, in a thread of its own."""
+
+    def __init__(self, client: httpx.Client, body: dict[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self.client, self.body = client, {**body, "stream": True}
+        self.text, self.is_whole, self.begun = "", False, threading.Event()
+        self.start()
+        assert self.begun.wait(PATIENCE)
+
+    def run(self) -> None:
+        with self.client.stream("POST", "/v1/completions", json=self.body) as response:
+            for line in response.iter_lines():
+                self.is_whole = line == "data: [DONE]" or self.is_whole
+                if line.startswith("data: {"):
+                    self.text += json.loads(line[6:])["choices"][0]["text"]
+                    self.begun.set()
+
+    def whole(self) -> str:
+        self.join(PATIENCE)
+        assert not self.is_alive()
+        return self.text
+
+
+def _ask(served: Served, prompt: list[int]) -> dict[str, Any]:
+    return {"model": served.name, "prompt": prompt, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing]:
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "site").mkdir()
+    shutil.copy(crashing.__file__, folder / "site" / "sitecustomize.py")
+    with Store(folder / "state") as store:
+        secrets = [asyncio.run(store.tenants.create_key(name))[1] for name in ("bad", "good")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", "")]))
+        served = Served(
+            tiny.path(),
+            folder,
+            PATIENCE,
+            engine_cache_tokens=4096,
+            engine_calibrate=False,
+            engine_deterministic=True,  # so that an answer that went on elsewhere is bitwise the same
+            standby=False,
+            watchdog_seconds=2,
+        )
+    with served:
+        yield Crashing(served, secrets)
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [pytest.param(*case, marks=[] if case == DEFAULT else pytest.mark.slow) for case in CRASHES],
+)
+def test_what_crashes_engines_is_quarantined_and_nothing_else(world: Crashing, what: str, fault: str) -> None:
+    served, before = world.served, world.quarantine()
+    asked = [_ask(served, [1, 2, number]) for number in range(1 if (what, fault) == DEFAULT else 2)]
+    expected = [world.good.post("/v1/completions", json=body).json()["choices"][0]["text"] for body in asked]
+    engine, began = served.running.engine, time.monotonic()
+    job = "" if (what, fault) == DEFAULT else world.train(world.good, 1)
+    streams = [Stream(world.good, body) for body in asked]
+    answer = world.crash(what, fault)
+    print(f"{what} {fault}: quarantined after {time.monotonic() - began:.1f} s: {answer.text[:300]}")
+    assert "quarantined" in answer.text and f"worked on this {what}" in answer.text, answer.text
+    assert [stream.whole() for stream in streams] == expected
+    assert not job or world.ended(world.good, job).json()["status"] == "succeeded"
+    served.wait_ready()
+    assert served.running.engine != engine
+    (found,) = world.quarantine()[len(before) :]
+    assert found.kind == what and found.reason in answer.text.replace('\\"', '"')
+
+
+# What once ended engines, one after the other: fields of an adapter's configuration, and tensors.
+ENDED_ENGINES: list[tuple[dict[str, Any], dict[str, Tensor]]] = [
+    ({"lora_alpha": 10**400}, {}),
+    *(({"target_modules": value}, {}) for value in (10, "(", [[1]])),
+    *(({"modules_to_save": value}, {}) for value in ([None], [[]])),
+    ({}, {"9" * 5000 + ":x": torch.zeros(1)}),
+    ({}, {f"{PREFIX}.0.self_attn.q_proj.lora_A.weight": torch.zeros(())}),
+]
+
+
+def test_malformed_adapters_and_jobs_are_refused_and_end_no_engine(world: Crashing, tmp_path: Path) -> None:
+    served, body, became = world.served, _ask(world.served, [1, 2, 3]), Counter[int]()
+    expected = world.good.post("/v1/completions", json=body).json()["choices"]
+    engine, before = served.running.engine, world.quarantine()
+    config, tensors = good(*WIDTHS)
+    stream = Stream(world.good, {**body, "max_tokens": 1500})
+    for fields, more in ENDED_ENGINES:
+        answer = world.upload({**config, **fields}, {**tensors, **more})
+        assert answer.status_code == 400 and answer.json()["error"]["message"], (fields, answer.text[:300])
+        if fields:
+            answer = world.ask_for_job(world.bad, peft={"peft_type": "LORA", **fields})
+            assert answer.status_code == 400, (fields, answer.text[:300])
+    for seed in range(TRIED):
+        what = write_hostile(tmp_path / str(seed), seed, *WIDTHS)
+        files = [tmp_path / str(seed) / f"adapter_{name}" for name in ("config.json", "model.safetensors")]
+        if all(file.is_file() and not file.is_symlink() for file in files):
+            answer = world.send(*(file.read_bytes() for file in files))
+            assert answer.status_code in (200, 400, 429), (seed, what, answer.text[:300])
+            became[answer.status_code] += 1
+    print(f"over HTTP: {len(ENDED_ENGINES)} that ended engines once, {TRIED} drawn: {dict(became)}")
+    assert became[200] and became[400] > TRIED / 3
+    assert served.running.engine == engine and world.quarantine() == before
+    assert len(stream.whole()) > 0 and stream.is_whole
+    assert world.good.post("/v1/completions", json=body).json()["choices"] == expected
