@@ -435,3 +435,39 @@ def test_adapters_are_pinned_and_say_where_they_are(play: Play, tmp_path: Path) 
         assert not (await world.http.get("/v1/models/two")).json()["pinned"]
 
     play(story, adapter_root=tmp_path / "root")
+
+
+@pytest.mark.parametrize(
+    ("named", "is_other"),
+    [
+        ("some/Mistral-7B", True),
+        ("/home/me/models/TINY/", False),
+        ("org/tiny", False),
+        ("", False),
+        (7, False),
+    ],
+)
+def test_an_adapter_that_names_another_base_says_so(
+    named: object, is_other: bool, play: Play, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "root" / "one")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+    said = f"names the base {named!r}, and this server's is 'tiny'"
+
+    async def story(world: World) -> None:
+        names = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
+        files = {kind: (folder / name).read_bytes() for kind, name in names.items()}
+        card = (await world.http.post("/v1/adapters", data={"name": "a"}, files=files)).json()
+        assert (said in (card["warning"] or "")) == is_other and (card["warning"] is None) != is_other
+        loaded = (await load(world, "b", "one")).text
+        assert loaded.startswith("Success: ") and (said in loaded) == is_other
+
+        class Everything(dict[str, Fault]):
+            def get(self, key: str, default: Any = None) -> Fault:
+                return Fault("AdapterMismatch", "no such linear")
+
+        world.engine.refusals = Everything()
+        refused = (await load(world, "c", "one")).json()["error"]["message"]
+        assert refused.startswith("no such linear") and (said in refused) == is_other
+
+    play(story, adapter_root=tmp_path / "root")

@@ -12,7 +12,7 @@ from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.routes.models import card_of
 from coserve.serve.schema.models import LoadAdapterRequest, ModelCard, UnloadAdapterRequest
 from coserve.serve.shelf.imports import folder_below
-from coserve.serve.shelf.shelf import import_adapter, pin_adapter, remove_adapter
+from coserve.serve.shelf.shelf import base_warning, import_adapter, pin_adapter, remove_adapter
 from coserve.serve.state import Shared
 
 router = APIRouter(route_class=JsonRoute, tags=["Adapters"])
@@ -34,8 +34,10 @@ async def load_lora_adapter(body: LoadAdapterRequest, caller: Caller, state: Sha
         message = "This server loads no adapters by path: it was started without --adapter-root."
         raise ApiError(403, message, code="adapter_root_not_set")
     source = await asyncio.to_thread(folder_below, root, body.lora_path)
-    await import_adapter(state, caller, body.lora_name, source, "lora_name")
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    adapter = await import_adapter(state, caller, body.lora_name, source, "lora_name")
+    warning = await asyncio.to_thread(base_warning, state, adapter)
+    success = f"Success: LoRA adapter '{body.lora_name}' added successfully."
+    return PlainTextResponse(success if warning is None else f"{success} {warning}")
 
 
 @router.post(

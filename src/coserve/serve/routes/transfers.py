@@ -14,7 +14,7 @@ from coserve.serve.http.auth import Caller
 from coserve.serve.routes.models import card_of
 from coserve.serve.schema.models import AdapterName, ModelCard
 from coserve.serve.shelf.imports import CONFIG, WEIGHTS
-from coserve.serve.shelf.shelf import import_adapter
+from coserve.serve.shelf.shelf import base_warning, import_adapter
 from coserve.serve.state import Shared, State
 
 router = APIRouter(tags=["Adapters"])
@@ -31,10 +31,12 @@ async def upload_adapter(
     try:
         for upload, file in ((config, CONFIG), (weights, WEIGHTS)):
             await _receive(upload, folder / file, state.settings.max_file_bytes)
-        await import_adapter(state, caller, name, folder)
+        adapter = await import_adapter(state, caller, name, folder)
+        warning = await asyncio.to_thread(base_warning, state, adapter)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-    return card_of(state, await state.catalog.find(caller, name))
+    card = card_of(state, await state.catalog.find(caller, name))
+    return card.model_copy(update={"warning": warning})
 
 
 @router.get(

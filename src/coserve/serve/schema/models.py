@@ -19,6 +19,10 @@ class ModelCard(BaseModel):
     parent: str | None = Field(description="The model that an adapter was trained from; null for the base.")
     max_model_len: int | None = Field(None, description="Most tokens of prompt and answer together.")
     pinned: bool = Field(False, description="Whether an adapter stays in memory when others need room.")
+    warning: str | None = Field(
+        default=None,
+        description="Where an adapter was just uploaded: that it names another base, though it fits.",
+    )
     location: Literal["disk", "memory"] | None = Field(
         None, description="Where an adapter's weights were a moment ago; null for the base."
     )

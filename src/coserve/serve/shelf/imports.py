@@ -12,6 +12,7 @@ from coserve.errors import AdapterError
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 2**20
 _PIECE = 2**20
+_LONGEST_BASE = 200  # characters of a name that are told
 
 
 def folder_below(root: Path, path: str) -> Path:
@@ -62,6 +63,22 @@ def digest(folder: Path) -> str:
         except OSError as error:
             raise AdapterError(f"{folder / name}: {error.strerror}") from error
     return found.hexdigest()
+
+
+def other_base(folder: Path, *own: str) -> str | None:
+    """The base that an adapter's configuration names, where it is none of `own`; None where it names none, or
+    cannot be read. Only the last parts of names count: the same base lies elsewhere for everybody."""
+    try:
+        named = json.loads((folder / CONFIG).read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return None
+    if not isinstance(named, str) or not (last := _last_part(named)):
+        return None
+    return None if last in map(_last_part, own) else named[:_LONGEST_BASE]
+
+
+def _last_part(name: str) -> str:
+    return name.replace("\\", "/").rstrip("/").rpartition("/")[2].strip().lower()
 
 
 def _copy_file(source: Path, target: Path, most: int) -> None:

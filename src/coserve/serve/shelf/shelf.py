@@ -6,10 +6,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from coserve.errors import AdapterError, CoserveError
+from coserve.errors import AdapterError, AdapterMismatch, CoserveError
 from coserve.serve.errors import ApiError
 from coserve.serve.shelf.catalog import Model, unknown_model
-from coserve.serve.shelf.imports import copy_adapter
+from coserve.serve.shelf.imports import copy_adapter, other_base
 from coserve.serve.state import State
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Adapter, Tenant
@@ -42,12 +42,33 @@ async def import_adapter(
             raise  # its row may be there; if not, the next start sweeps the copy
         with suppress(CoserveError):
             await state.link.unload(key)
+        other = _other_base(state, folder)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         if not isinstance(error, AdapterError):
             raise
         # Where the copy lay is the server's business.
-        raise type(error)(str(error).replace(f"{folder}/", "").removeprefix(f"{folder}: ")) from error
+        reason = str(error).replace(f"{folder}/", "").removeprefix(f"{folder}: ")
+        if isinstance(error, AdapterMismatch) and other is not None:
+            reason += f"; its configuration names the base {other!r}, and this server's is {base!r}"
+        raise type(error)(reason) from error
     return adapter
+
+
+def base_warning(state: State, adapter: Adapter) -> str | None:
+    """What to tell whoever imports an adapter that fits and yet names another base; None where it does not.
+    Reads a file."""
+    other = _other_base(state, adapter.path)
+    if other is None:
+        return None
+    return (
+        f"The adapter's configuration names the base {other!r}, and this server's is "
+        f"{state.catalog.base.name!r}. Its shapes fit, so it was taken; if it was trained on another model "
+        "its answers make no sense."
+    )
+
+
+def _other_base(state: State, folder: Path) -> str | None:
+    return other_base(folder, state.catalog.base.name, state.settings.model)
 
 
 async def remove_adapter(state: State, tenant: Tenant, model: Model) -> None:
