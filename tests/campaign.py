@@ -22,10 +22,10 @@ from typing import Any, Final
 import httpx
 from msgspec.structs import replace
 
-from coserve.bench.client import Clients
-from coserve.bench.served import Served, Victim
-from coserve.bench.streams import Ask
 from coserve.errors import ServerError
+from coserve_benchmarks.client import Clients
+from coserve_benchmarks.served import Served, Victim
+from coserve_benchmarks.streams import Ask
 
 Json = dict[str, Any]
 JOBS: Final = "/v1/fine_tuning/jobs"

@@ -2,12 +2,19 @@
 
 import gc
 import os
+import sys
+from pathlib import Path
 
 # Before anything imports torch or transformers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+# The benchmarks lie beside the package; their child processes look for them too.
+BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+os.environ["PYTHONPATH"] = os.pathsep.join([BENCHMARKS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def pytest_collection_finish() -> None:

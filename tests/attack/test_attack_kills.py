@@ -10,9 +10,9 @@ import pytest
 
 from campaign import Campaign, Recipe, Work
 from coserve import tiny
-from coserve.bench.served import Served
-from coserve.bench.streams import Ask
-from coserve.bench.workloads import fixed_prompts
+from coserve.workload.requests import fixed_prompts
+from coserve_benchmarks.served import Served
+from coserve_benchmarks.streams import Ask
 
 KILLS = int(os.environ.get("COSERVE_KILLS", "200"))  # of the long run
 SEED = int(os.environ.get("COSERVE_KILLS_SEED", "16"))

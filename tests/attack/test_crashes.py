@@ -24,9 +24,9 @@ from torch import Tensor
 
 import crashing
 from coserve import tiny
-from coserve.bench.served import Served
 from coserve.serve.store.records import Quarantined
 from coserve.serve.store.store import Store
+from coserve_benchmarks.served import Served
 from crashing import FAULTS, MARK, POISON, SEED
 
 PATIENCE = 300.0  # seconds: imports take a minute on a machine that is busy

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from coserve.bench.served import Served, Victim
+from coserve_benchmarks.served import Served, Victim
 from models import save, tiny
 
 NOTICED = 10.0  # seconds: what is promised

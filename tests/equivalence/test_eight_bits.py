@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.bench.memory.eight_bits import logit_errors
 from coserve.engine.handles import Completion
 from coserve.errors import ConfigError
+from coserve_benchmarks.memory.eight_bits import logit_errors
 from models import logits_of, prompts, tiny
 from virtual import with_virtual
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from coserve import Engine, EngineConfig, Keep, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.bank import AdapterBank
-from coserve.bench.plans import watch_plans
 from coserve.core.plan import Plan
 from coserve.train.example import Example
+from coserve_benchmarks.plans import watch_plans
 from models import Exact, prompts, tiny, with_lora
 
 NAMES = ("llama", "gpt2", "mixtral")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.bench.plans import (
+from coserve.core.sequence import Direction
+from coserve.train.keep import Keep
+from coserve_benchmarks.plans import (
     RecordedSegment,
     RecordedStep,
     load_plans,
@@ -15,8 +17,6 @@ from coserve.bench.plans import (
     save_plans,
     whole_journeys,
 )
-from coserve.core.sequence import Direction
-from coserve.train.keep import Keep
 from models import Exact, prompts, tiny
 from passages import Case, Passage, make_case
 

@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from coserve.bench.client import Clients
-from coserve.bench.kills import Kills, Outcome, Work
-from coserve.bench.served import Served, Victim
+from coserve_benchmarks.client import Clients
+from coserve_benchmarks.kills import Kills, Outcome, Work
+from coserve_benchmarks.served import Served, Victim
 from models import VOCABULARY, save, tiny
 
 SEEDS = (101, 102, 104)

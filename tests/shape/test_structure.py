@@ -12,12 +12,14 @@ import pytest
 import coserve
 
 SOURCE = Path(coserve.__file__).parent
-FILES = sorted(SOURCE.rglob("*.py"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "coserve_benchmarks"
+PACKAGE = sorted(SOURCE.rglob("*.py"))
+FILES = [*PACKAGE, *sorted(BENCHMARKS.rglob("*.py"))]
 MOST_LINES = 450
 # Rooms from the foundation up; those of one floor do not know each other, but for what `ALSO` allows.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"core", "config", "errors", "metrics"}),
-    frozenset({"schedule", "memory.pages", "memory.ledger", "memory.budget", "jobs", "wire"}),
+    frozenset({"schedule", "memory.pages", "memory.ledger", "memory.budget", "jobs", "wire", "workload"}),
     frozenset({"text"}),
     frozenset({"kernels", "memory.store", "memory.compiled", "memory.malloc"}),
     frozenset({"memory.kv", "memory.arena", "memory.measured", "memory.exhausted"}),
@@ -26,31 +28,35 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"train"}),
     frozenset({"engine"}),
     frozenset({"plan"}),
-    frozenset({"bench", "tiny", "demo", "serve"}),
+    frozenset({"tiny", "demo", "serve"}),
     frozenset({"cli"}),
+    frozenset({"benchmarks"}),  # beside the package
 )
-# The nouns and settings are one foundation; scheduling counts pages; the demo shows the embedded model, and
-# the bench trains it and starts servers.
+# The nouns and settings are one foundation; scheduling counts pages; the demo shows the embedded model.
 ALSO = {
     ("core", "errors"),
     ("config", "errors"),
     ("config", "core"),
     ("schedule", "memory.pages"),
     ("demo", "tiny"),
-    ("demo", "bench"),
-    ("bench", "serve"),
-    ("bench", "tiny"),
 }
+
+
+# The one module that knows of the benchmarks: it gives their commands to the command line.
+MOUNT = ("coserve.cli.bench", "benchmarks")
 
 
 def room_of(module: str) -> str:
     """The room a dotted module of coserve is in; empty for the package itself."""
-    parts = module.split(".")[1:]
+    package, *parts = module.split(".")
+    if package == BENCHMARKS.name:
+        return "benchmarks"
     return ".".join(parts[:2]) if parts[:1] == ["memory"] and len(parts) > 1 else ".".join(parts[:1])
 
 
 def module_of(file: Path) -> str:
-    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    beside = BENCHMARKS if file.is_relative_to(BENCHMARKS) else SOURCE
+    parts = file.relative_to(beside.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -74,10 +80,9 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
 
 
 def is_module(name: str) -> bool:
-    path = SOURCE.parent.joinpath(*name.split("."))
-    return name.startswith("coserve.") and (
-        path.with_suffix(".py").exists() or (path / "__init__.py").exists()
-    )
+    beside = {"coserve": SOURCE, BENCHMARKS.name: BENCHMARKS}.get(name.split(".")[0])
+    path = Path() if beside is None else beside.parent.joinpath(*name.split("."))
+    return beside is not None and (path.with_suffix(".py").exists() or (path / "__init__.py").exists())
 
 
 def floor_of(room: str) -> int:
@@ -93,8 +98,8 @@ def test_imports_go_down_only(file: Path) -> None:
     if not room or module == "coserve.memory":  # the front door, and a room with two floors
         return
     for imported in imports_of(ast.parse(file.read_text())):
-        other = room_of(imported) if imported.split(".")[0] == "coserve" else ""
-        if not other or other == room or other == "memory":
+        other = room_of(imported) if imported.split(".")[0] in ("coserve", BENCHMARKS.name) else ""
+        if not other or other == room or other == "memory" or (module, other) == MOUNT:
             continue
         allowed = floor_of(other) < floor_of(room) or (room, other) in ALSO
         assert allowed, f"{module} imports {imported}: {other} is not below {room}"
@@ -113,7 +118,7 @@ def loaded_by(statement: str) -> set[str]:
         ["coserve.cli"],
         *(
             sorted(module_of(f) for f in FILES if room_of(module_of(f)) == room)
-            for room in ("core", "schedule", "jobs", "memory.pages", "config", "errors", "wire")
+            for room in ("core", "schedule", "jobs", "memory.pages", "config", "errors", "wire", "workload")
         ),
     ],
     ids=lambda modules: modules[0],

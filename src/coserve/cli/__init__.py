@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli import adapters, chat, doctor, finetune, jobs, keys, local, plan, quarantine, serve
+from coserve.cli import adapters, chat, demo, doctor, finetune, jobs, keys, plan, quarantine, serve
+from coserve.cli.bench import add_bench
 from coserve.cli.options import Config
 from coserve.errors import CoserveError
 
@@ -15,14 +16,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(serve.serve)
-app.command()(local.demo)
+app.command()(demo.demo)
 app.command()(chat.chat)
 app.command()(finetune.finetune)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(quarantine.app, name="quarantine")
-app.add_typer(local.bench, name="bench")
+add_bench(app)
 app.command()(plan.plan)
 app.command()(doctor.doctor)
 

@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from coserve.cli.complete import complete_adapters, complete_jobs, complete_models
+from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
@@ -67,3 +68,9 @@ def config_of(context: typer.Context) -> Path | None:
 def given(**flags: Any) -> dict[str, Any]:
     """Those flags that were given."""
     return {key: value for key, value in flags.items() if value is not None}
+
+
+def check_writable(flag: str, path: Path | None) -> None:
+    """Raises ConfigError, before minutes of work, where a flag's file could not be written after them."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"{flag} {path}: expected a file in a folder that exists")

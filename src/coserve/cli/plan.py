@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.options import AsJson
+from coserve.cli.options import AsJson, check_writable
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ def plan(
     Plain torch stands beside coserve's engine. Nothing of this is a formula: the programs themselves run on
     tensors without data, and every allocation is counted.
     """
-    from coserve.cli.local import check_writable
-
     check_writable("--plot", plot)
     subject = _subject(model, dtype)
     recipes = _recipes(adapter)
@@ -80,7 +78,7 @@ def plan(
     asked = _asked(recipes, batch, length, loss, keep, cache_tokens, memory, device, measure)
     results = {"command": _command(), **make_plan(subject, asked, _say)}
     if plot is not None:
-        from coserve.bench.memory.drawing import draw
+        from coserve.plan.picture import draw
 
         draw(results, plot)
     if as_json:
@@ -95,8 +93,8 @@ def _subject(model: str, dtype: str) -> "Subject":
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    from coserve.bench.shapes import shape_named, shape_names
     from coserve.plan.subject import read_subject, subject_from_fields, subject_of
+    from coserve.workload.shapes import shape_named, shape_names
 
     if model in shape_names():
         return subject_of(model, shape_named(model).config, dtype)

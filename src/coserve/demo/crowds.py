@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from coserve.bench.workloads import ScaledTrace
 from coserve.demo.crowd import Conversations, Source
 from coserve.demo.figures import Phase
 from coserve.demo.lessons import Lesson
 from coserve.demo.trace import Arrivals, Backlog, Load, describe
+from coserve.workload.traces import ScaledTrace
 
 # Share of the measured capacity at which a trace's requests arrive. Training fills each step up to the bound
 # between tokens: answers take several times as long as alone, so that many times more are under way at once.

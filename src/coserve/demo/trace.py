@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from coserve.bench.workloads import ScaledTrace, TraceRow, read_trace, scale_trace
 from coserve.core.request import SamplingParams
 from coserve.demo.crowd import Ask
+from coserve.workload.traces import ScaledTrace, TraceRow, read_trace, scale_trace
 
 REQUESTS: Final = 2000  # of the trace; the scales are computed over them once
 _STRETCH: Final = 50  # requests over which it is judged how busy a trace is

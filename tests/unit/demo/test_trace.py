@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from coserve.bench.workloads import TraceRow
 from coserve.demo.crowd import Ask
 from coserve.demo.trace import Arrivals, Backlog, Load, describe, read_load
 from coserve.errors import DataError
+from coserve.workload.traces import TraceRow
 
 ROWS = tuple(TraceRow(at=float(i), prompt=1000 if i % 2 else 3000, answer=100) for i in range(100))
 LOAD = Load(ROWS, longest_prompt=300, longest_answer=50)

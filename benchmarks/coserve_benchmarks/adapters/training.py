@@ -1,0 +1,86 @@
+"""Rows `train.*`: many adapters that train in one step, beside one adapter, and beside one after the
+other."""
+
+from collections.abc import Callable
+from functools import partial
+
+from coserve.adapters.methods.lora import LoRAConfig
+from coserve.engine.engine import Engine
+from coserve.train.keep import Keep
+from coserve.workload.requests import training_tokens
+from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, Sizes
+from coserve_benchmarks.ours import Bench, endless, examples, make_engine, seconds_of_steps
+from coserve_benchmarks.peers import PeftTraining
+from coserve_benchmarks.timing import Timing, alternate, speedup
+
+_RANK = 8
+_DATA = 4  # optimizer steps' worth of different examples
+
+
+class Trainers:
+    """Jobs on an engine of their own, `batch` examples of `length` tokens each a step; a call runs until each
+    has made `steps` optimizer steps."""
+
+    def __init__(self, bench: Bench, jobs: int, batch: int, length: int, steps: int = 1) -> None:
+        self._engine: Engine = make_engine(bench, cache_tokens=1024, scheduler=NOBODY_WAITS)
+        self._jobs, self._steps = jobs, steps
+        config = endless(bench, batch, keep=Keep.EVERYTHING)
+        for job in range(jobs):
+            data = training_tokens(
+                [length] * batch * _DATA, bench.shape.vocabulary, bench.settings.seed + job
+            )
+            self._engine.finetune(examples(data), f"trained-{job}", LoRAConfig(rank=_RANK), config)
+
+    def __call__(self) -> float:
+        """Seconds until all have stepped that often; between calls nothing runs."""
+        return seconds_of_steps(self._engine, self._jobs * self._steps)
+
+
+def run(bench: Bench, sizes: Sizes) -> None:
+    """Both rows."""
+    _against_one(bench, sizes)
+    _against_sequential(bench, sizes)
+
+
+def _against_one(bench: Bench, sizes: Sizes) -> None:
+    length = sizes.tokens // sizes.trained
+    contestants = {
+        "one": Trainers(bench, 1, sizes.trained, length),
+        "many": Trainers(bench, sizes.trained, 1, length),
+    }
+    times = alternate(contestants, sizes.train_rounds, bench.machine.threads)
+    for name, timing in times.items():
+        _figure(bench, f"train.tokens[{name}]", sizes.tokens, timing)
+    ratio = speedup(times["many"], times["one"])
+    note = f"{sizes.trained} adapters of rank {_RANK}, {length} tokens of each, and as many tokens of one"
+    bench.results.row(f"train.vs_single[{sizes.trained}]", ratio.value, (ratio.low, ratio.high), note)
+
+
+def _against_sequential(bench: Bench, sizes: Sizes) -> None:
+    data = training_tokens([sizes.job_tokens], bench.shape.vocabulary, bench.settings.seed)
+    peers = {
+        "peft": PeftTraining(bench.shape, data, _RANK, matched=False),
+        "peft_matched": PeftTraining(bench.shape, data, _RANK, matched=True),
+    }
+    contestants: dict[str, Callable[[], float]] = {
+        "together": Trainers(bench, sizes.jobs, 1, sizes.job_tokens, sizes.job_steps),
+        **{name: partial(_one_after_the_other, peer, sizes) for name, peer in peers.items()},
+    }
+    times = alternate(contestants, sizes.train_rounds, bench.machine.threads)
+    tokens = sizes.jobs * sizes.job_steps * sizes.job_tokens
+    for name, timing in times.items():
+        _figure(bench, f"train.small[{name}]", tokens, timing)
+    for name in peers:
+        ratio = speedup(times["together"], times[name])
+        key = "train.vs_sequential" + name.removeprefix("peft")
+        bench.results.row(key, ratio.value, (ratio.low, ratio.high))
+
+
+def _one_after_the_other(peer: PeftTraining, sizes: Sizes) -> float:
+    """As many steps as all jobs take; that it is one adapter's weights again and again helps the peer."""
+    return sum(peer.step(checkpointing=False) for _ in range(sizes.jobs * sizes.job_steps))
+
+
+def _figure(bench: Bench, name: str, tokens: int, timing: Timing) -> None:
+    spread = (tokens / timing.high, tokens / timing.low)
+    bench.results.figure(name, tokens / timing.median, "tokens/s", spread)

@@ -1,0 +1,75 @@
+"""Row `blocking.ratio`: what a short answer waits while a large batch trains."""
+
+import random
+import time
+
+from coserve.core.events import TokenEvent
+from coserve.engine.engine import Engine
+from coserve.train.keep import Keep
+from coserve.workload.requests import Tokens, fixed_prompts
+from coserve_benchmarks.ours import Bench, greedy, make_engine, start_training, warm_training
+from coserve_benchmarks.timing import percentile
+
+
+def run(bench: Bench) -> None:
+    """The 99th percentile of latency beside training over the same when idle; no request states a bound."""
+    settings, results = bench.settings, bench.results
+    prompts = fixed_prompts(
+        settings.blocking_requests, settings.blocking_prompt, bench.shape.vocabulary, settings.seed
+    )
+    engine = make_engine(bench)
+    _latencies(engine, bench, prompts[:2])
+    idle = _latencies(engine, bench, prompts)
+    job = start_training(
+        engine, bench, "large", Keep.INPUTS, settings.blocking_batch, settings.blocking_length
+    )
+    warm_training(engine, [job])
+    busy = _latencies(engine, bench, prompts)
+    job.cancel()
+
+    for name, found in (("idle", idle), ("training", busy)):
+        spread = (min(found), max(found))
+        results.figure(f"blocking.{name}_p50", percentile(found, 0.5), "seconds", spread)
+        results.figure(f"blocking.{name}_p99", percentile(found, 0.99), "seconds", spread, _floor(bench))
+        results.series(f"blocking.{name}", found)
+    half = len(idle) // 2
+    halves = [
+        percentile(b, 0.99) / percentile(i, 0.99)
+        for i, b in ((idle[:half], busy[:half]), (idle[half:], busy[half:]))
+    ]
+    note = f"{len(idle)} requests one after another; the spread is that of the two halves"
+    ratio = percentile(busy, 0.99) / percentile(idle, 0.99)
+    results.row("blocking.ratio", ratio, (min(halves), max(halves)), note)
+
+
+def _latencies(engine: Engine, bench: Bench, prompts: list[Tokens]) -> list[float]:
+    """Seconds from each request's instant to its last token. The instants are drawn beforehand, so they
+    fall anywhere in a training step."""
+    draw = random.Random(bench.settings.seed)
+    found = []
+    for prompt in prompts:
+        due = engine.clock() + draw.expovariate(1 / bench.settings.blocking_gap)
+        while (left := due - engine.clock()) > 0:
+            if engine.scheduler.has_work:
+                engine.step()
+            else:
+                time.sleep(left)
+        handle = engine.generate(prompt, sampling=greedy(bench.settings.blocking_answer), arrival=due)
+        while not any(_ends(event, handle.sequence.key) for event in engine.step()):
+            pass
+        found.append(engine.clock() - due)
+    return found
+
+
+def _ends(event: object, key: int) -> bool:
+    return isinstance(event, TokenEvent) and event.key == key and event.finish_reason is not None
+
+
+def _floor(bench: Bench) -> float:
+    """Seconds: the prompt at the matrix rate, then every decode step's bytes."""
+    settings, shape, machine = bench.settings, bench.shape, bench.machine
+    prompt = machine.floor_train_seconds(shape.prefill_flops(1, settings.blocking_prompt))
+    return prompt + sum(
+        machine.floor_decode_seconds(shape.decode_bytes(1, settings.blocking_prompt + step))
+        for step in range(1, settings.blocking_answer)
+    )

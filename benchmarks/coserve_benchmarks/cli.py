@@ -1,0 +1,176 @@
+"""`coserve bench`: the commands. Importing this loads neither torch nor anything that measures."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from coserve.cli.options import check_writable
+from coserve.errors import ConfigError
+
+app = typer.Typer(help="Measures this machine, beside other ways to do the same work.", no_args_is_help=True)
+Figures = Annotated[Path | None, typer.Option("--json", help="File for all figures.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: a check that everything runs.")]
+Only = Annotated[list[str] | None, typer.Option(metavar="GROUP", help="A group of figures; may be repeated.")]
+Shape = Annotated[str, typer.Option(help="Name of the model shape.")]
+EXTRA: Final = ("h11", "matplotlib", "peft", "psutil")  # what the bench extra installs
+
+
+@app.callback()
+def check_extra() -> None:
+    """Measures this machine, beside other ways to do the same work."""
+    require(EXTRA)
+
+
+def require(packages: Sequence[str]) -> None:
+    """Raises ConfigError that names the packages of the bench extra that are not installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ConfigError(
+            f"`coserve bench` needs {', '.join(missing)}: pip install -e '.[bench]' in a checkout of coserve"
+        )
+
+
+@app.command()
+def engine(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Shape = "255m",
+    plans: Annotated[
+        Path | None, typer.Option(help="File for the training in the co-serving run's plans.")
+    ] = None,
+) -> None:
+    """Serving, training, and both at once, beside their floors and other programs."""
+    check_writable("--json", json_file)
+    check_writable("--plans", plans)
+    from coserve_benchmarks.engine import run_engine
+    from coserve_benchmarks.report import print_report
+
+    print_report(run_engine(shape, quick, only or None, json_file, plans))
+
+
+@app.command()
+def server(json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m") -> None:
+    """What HTTP costs beside the engine alone, and what is left of streams and jobs after kill -9."""
+    check_writable("--json", json_file)
+    from coserve_benchmarks.report import print_report
+    from coserve_benchmarks.server import run_server
+
+    print_report(run_server(shape, quick, only or None, json_file))
+
+
+@app.command()
+def methods(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Shape = "255m",
+    picture: Annotated[
+        Path | None, typer.Option(help="File for the loss curves, as SVG or PNG by its ending.")
+    ] = None,
+) -> None:
+    """Every adapter method: against its oracle, beside the others in one step, and while it learns."""
+    check_writable("--json", json_file)
+    check_writable("--picture", picture)
+    from coserve_benchmarks.methods.curves import draw
+    from coserve_benchmarks.methods.run import run_methods
+    from coserve_benchmarks.report import print_report
+
+    results = run_methods(shape, quick, only or None, json_file)
+    if picture is not None:
+        draw(results, picture)
+    print_report(results)
+
+
+@app.command()
+def adapters(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Shape = "255m",
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="File for throughput over adapters and batches, as SVG or PNG by its ending."),
+    ] = None,
+) -> None:
+    """Many adapters in one step: beside one and none, beside PEFT, training, and paged in from disk."""
+    check_writable("--json", json_file)
+    check_writable("--picture", picture)
+    from coserve_benchmarks.adapters.drawing import draw
+    from coserve_benchmarks.adapters.run import run_adapters
+    from coserve_benchmarks.report import print_report
+
+    results = run_adapters(shape, quick, only or None, json_file)
+    if picture is not None and "figure" in results:
+        draw(results, picture)
+    print_report(results)
+
+
+@app.command()
+def policies(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Annotated[str | None, typer.Option(help="255m, or 19m when --quick.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, readable=True, help="Azure LLM trace to replay too."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True, help="CSV or JSONL with texts that requests ask."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds that requests arrive in, each run.")
+    ] = None,
+    further: Annotated[
+        bool, typer.Option("--further", help="Keep what FILE of --json has of other groups.")
+    ] = False,
+    server: Annotated[
+        bool, typer.Option("--server", help="Replay over HTTP, against a server for each round.")
+    ] = False,
+    page: Annotated[Path | None, typer.Option(help="File for the report, as HTML.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="File for the summary picture, as SVG or PNG by its ending.")
+    ] = None,
+) -> None:
+    """Every scheduling policy on the papers' traffic and a recorded one, and what one would do instead."""
+    for flag, path in (("--json", json_file), ("--page", page), ("--picture", picture)):
+        check_writable(flag, path)
+    from coserve_benchmarks.policies.page import draw, write_page
+    from coserve_benchmarks.policies.run import run_policies
+    from coserve_benchmarks.report import print_report
+
+    results = run_policies(shape, quick, only or None, json_file, trace, prompts, seconds, further, server)
+    if page is not None:
+        write_page(results, page)
+    if picture is not None:
+        draw(results, picture)
+    print_report(results)
+
+
+@app.command()
+def memory(
+    json_file: Figures = None,
+    quick: Quick = False,
+    only: Only = None,
+    shape: Shape = "255m",
+    picture: Annotated[
+        Path | None, typer.Option(help="File for the ablation, as SVG or PNG by its ending.")
+    ] = None,
+) -> None:
+    """What training keeps, what the ledger and the plan say beside what is measured, what is shared."""
+    check_writable("--json", json_file)
+    check_writable("--picture", picture)
+    from coserve_benchmarks.memory.ablation import draw_ablation
+    from coserve_benchmarks.memory.run import run_memory
+    from coserve_benchmarks.report import print_report
+
+    results = run_memory(shape, quick, only or None, json_file)
+    if picture is not None and "ablation" in results:
+        draw_ablation(results, picture)
+    print_report(results)

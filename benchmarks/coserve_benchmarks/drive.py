@@ -1,0 +1,208 @@
+"""Puts a timed load on an engine and watches the wall clock, not the scheduler's own book."""
+
+import time
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from operator import itemgetter
+
+from coserve.core.events import StepDone, TokenEvent, TrainingProgress
+from coserve.core.request import SLO
+from coserve.engine.engine import Engine
+from coserve.engine.handles import Completion, FineTuning
+from coserve.workload.requests import TimedRequest, Workload
+from coserve_benchmarks.ours import greedy, start_job
+
+_NAP = 0.001  # seconds; the wait for an arrival is cut into so many
+
+
+@dataclass(slots=True)
+class Answered:
+    """When a request arrived and when the caller could see each of its tokens; engine's clock, seconds."""
+
+    arrival: float
+    tokens: list[float] = field(default_factory=list)
+    slo: SLO = field(default_factory=SLO)  # its own bounds
+    deferred: float = 0.0  # seconds that training held it up, where the engine says so
+    kept: bool = False  # whether its adapter had to be brought into memory first
+
+    @property
+    def first_token(self) -> float:
+        return self.tokens[0] - self.arrival
+
+    @property
+    def latency(self) -> float:
+        return self.tokens[-1] - self.arrival
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.tokens)]
+
+    def keeps(self, slo: SLO) -> bool:
+        """Whether the first token, every gap between two tokens, the whole, and how long training held it up
+        came within their bounds. Who got no token kept none of them."""
+        first, between, whole = slo.first_token, slo.between_tokens, slo.end_to_end
+        if slo.deferral is not None and self.deferred > slo.deferral:
+            return False
+        if not self.tokens or (first is not None and self.first_token > first):
+            return False
+        if whole is not None and self.latency > whole:
+            return False
+        return between is None or all(gap <= between for gap in self.gaps)
+
+
+@dataclass(slots=True)
+class Load:
+    """What happened while a load ran from `started` for `seconds`, and until its last answer was complete."""
+
+    started: float
+    seconds: float
+    answers: list[Answered] = field(default_factory=list)
+    trained: list[tuple[float, float]] = field(default_factory=list)  # (when, tokens)
+    losses: list[float] = field(default_factory=list)  # of optimizer steps, in order, over all jobs
+    is_apart: bool = False  # whether training had processors of its own, and ended with the load's time
+    processor: float = 0.0  # processor seconds used, by all processes that took part
+    finished_at: float = 0.0  # when the last answer was complete, on the same clock
+
+    @property
+    def gaps(self) -> list[float]:
+        return [gap for answer in self.answers for gap in answer.gaps]
+
+    @property
+    def first_tokens(self) -> list[float]:
+        return [answer.first_token for answer in self.answers]
+
+    def output_rate(self, begin: float = 0.0, end: float = 1.0) -> float:
+        """Output tokens a second between two parts (0 to 1) of the load's time; what came after it does
+        not count."""
+        stamps = [at for answer in self.answers for at in answer.tokens]
+        return sum(self._is_within(at, begin, end) for at in stamps) / (self.seconds * (end - begin))
+
+    def training_rate(self, begin: float = 0.0, end: float = 1.0) -> float:
+        """Fine-tuning tokens a second between two parts of the load's time.
+
+        What a step trained counts as evenly spread over the time since the one before: a whole mini-batch may
+        take seconds, and it would matter by how little the last one came too late.
+        """
+        low, high = (self.started + part * self.seconds for part in (begin, end))
+        found, before = 0.0, self.started
+        for at, pieces in groupby(sorted(self.trained), key=itemgetter(0)):
+            inside = max(min(at, high) - max(before, low), 0.0)
+            found += sum(tokens for _, tokens in pieces) * inside / max(at - before, 1e-9)
+            before = at
+        return found / (high - low)
+
+    def overall_training_rate(self) -> float:
+        """Fine-tuning tokens a second until the last answer was complete: who pushes requests out beyond the
+        load's time pays for them all the same. Training that is apart knows nothing of answers."""
+        last = max((a.tokens[-1] for a in self.answers if a.tokens), default=self.started)
+        return self.training_rate(
+            end=1.0 if self.is_apart else max(1.0, (last - self.started) / self.seconds)
+        )
+
+    def attainment(self, slo: SLO) -> float:
+        """Share of all requests that had every token in time."""
+        return sum(answer.keeps(slo) for answer in self.answers) / len(self.answers)
+
+    def per_second(self) -> list[tuple[float, float, float]]:
+        """(second, output tokens in it, fine-tuning tokens in it)."""
+        whole = max(1, int(self.seconds))
+        output, trained = [0.0] * whole, [0.0] * whole
+        for answer in self.answers:
+            for at in answer.tokens:
+                if at - self.started < whole:
+                    output[int(at - self.started)] += 1
+        for at, tokens in self.trained:
+            if at - self.started < whole:
+                trained[int(at - self.started)] += tokens
+        return list(zip(map(float, range(whole)), output, trained, strict=True))
+
+    def _is_within(self, at: float, begin: float, end: float) -> bool:
+        return begin * self.seconds <= at - self.started < end * self.seconds
+
+
+def serve(engine: Engine, workload: Workload, patience: float = float("inf")) -> Load:
+    """Runs the engine until every request has its answer; training goes on meanwhile if there is some.
+
+    A request counts as arrived at its instant, even where a step was under way: what that step still took
+    is part of its wait. A token counts when the step that made it has returned. A training token counts
+    half when its rows were kept and half when they came back, layer by layer. Who has no answer `patience`
+    seconds after the load is over is given up, and so are its jobs.
+    """
+    return _Run(engine, workload).until(workload.seconds + patience)
+
+
+class _Run:
+    """A load on its way."""
+
+    def __init__(self, engine: Engine, workload: Workload) -> None:
+        self._engine, self._workload = engine, workload
+        self._requests = sorted(workload.requests, key=lambda request: -request.at)  # the next one last
+        self._jobs = sorted(workload.jobs, key=lambda job: -job.at)
+        self._open: dict[int, tuple[Answered, Completion]] = {}
+        self._started_jobs: list[FineTuning] = []
+        self._load = Load(engine.clock(), workload.seconds)
+
+    def until(self, end: float) -> Load:
+        """All of it, or what there is `end` seconds after the beginning."""
+        engine, load = self._engine, self._load
+        used = time.process_time()
+        while self._is_going_on and (now := engine.clock()) < load.started + end:
+            self._arrive(now - load.started)
+            if engine.scheduler.has_work:
+                self._step()
+            else:
+                time.sleep(min(_NAP, max(0.0, self._next_at - (now - load.started))))
+        load.finished_at = engine.clock()
+        load.processor = time.process_time() - used
+        self._give_up()
+        return load
+
+    @property
+    def _is_going_on(self) -> bool:
+        is_early = bool(self._jobs) or self._engine.clock() < self._load.started + self._workload.seconds
+        return bool(self._requests or self._open) or (bool(self._workload.jobs) and is_early)
+
+    @property
+    def _next_at(self) -> float:
+        coming = [line[-1].at for line in (self._requests, self._jobs) if line]
+        return min(coming, default=self._workload.seconds)
+
+    def _arrive(self, now: float) -> None:
+        while self._jobs and self._jobs[-1].at <= now:
+            self._started_jobs.append(start_job(self._engine, self._jobs.pop()))
+        while self._requests and self._requests[-1].at <= now:
+            self._ask(self._requests.pop())
+
+    def _ask(self, request: TimedRequest) -> None:
+        arrival = self._load.started + request.at
+        handle = self._engine.generate(
+            request.prompt, request.adapter, greedy(request.answer), request.slo, arrival
+        )
+        kept = handle.sequence in self._engine.scheduler.kept
+        answered = Answered(arrival, slo=request.slo, kept=kept)
+        self._load.answers.append(answered)
+        self._open[handle.sequence.key] = answered, handle
+
+    def _step(self) -> None:
+        events = self._engine.step()
+        now = self._engine.clock()
+        for event in events:
+            if isinstance(event, TokenEvent) and event.token is not None:
+                answered, handle = self._open[event.key]
+                answered.tokens.append(now)
+                if event.finish_reason is not None:
+                    answered.deferred = handle.sequence.deferred
+                    del self._open[event.key]
+            elif isinstance(event, TrainingProgress):
+                self._load.trained.append((now, event.rows / 2))
+            elif isinstance(event, StepDone):
+                self._load.losses.append(event.updated.loss)
+
+    def _give_up(self) -> None:
+        """Ends what is left, so that the engine can go on with something else."""
+        for answered, handle in self._open.values():
+            answered.tokens.clear()
+            handle.cancel()
+        for job in self._started_jobs:
+            job.cancel()
+        self._engine.step()

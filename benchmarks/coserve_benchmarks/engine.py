@@ -1,0 +1,39 @@
+"""`coserve bench engine`: the whole table, against peers on the same weights, in one process."""
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coserve_benchmarks import blocking, coserving, finetune, inference
+from coserve_benchmarks.groups import begin, run_groups
+from coserve_benchmarks.results import BARS
+
+GROUPS = ("inference", "finetune", "blocking", "coserve")
+
+
+def run_engine(
+    shape: str = "255m",
+    quick: bool = False,
+    only: Collection[str] | None = None,
+    json_path: str | Path | None = None,
+    plans: str | Path | None = None,
+) -> dict[str, Any]:
+    """Measures the rows of some groups (all, by default) and returns what `--json` writes.
+
+    The dictionary has the table's keys at its top level, and sections `bars`, `met`, `spreads`, `figures`
+    (absolute, with their floors), `notes` and `series` beside them. `json_path` is written after every row,
+    so an interrupted run keeps what it has. `plans` receives the training that the co-serving run's plans
+    held (`plans.watch_plans`). `quick` is for trying it out: fewer, shorter rounds, and on the tiny shape
+    smaller ones. Raises ConfigError for an unknown shape or group.
+    """
+    groups = GROUPS if only is None else tuple(only)
+    bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
+    runs = {  # in this order: the last one's denominators are figures of the first two
+        "inference": partial(inference.run, bench),
+        "finetune": partial(finetune.run, bench),
+        "blocking": partial(blocking.run, bench),
+        "coserve": partial(coserving.run, bench, plans),
+    }
+    run_groups(bench, groups, runs)
+    return bench.results.as_dict()

@@ -1,0 +1,104 @@
+"""Rows `finetune.*`: tokens a second with the optimizer's step, and the bytes kept for the way back."""
+
+from functools import partial
+
+from coserve.core.plan import Plan
+from coserve.core.sequence import Direction, MicroBatch
+from coserve.engine.engine import Engine
+from coserve.train.keep import Keep
+from coserve_benchmarks.ours import Bench, batch_tokens, make_engine, seconds_of_steps, start_training
+from coserve_benchmarks.peers import PeftTraining
+from coserve_benchmarks.plans import watch_plans
+from coserve_benchmarks.timing import Timing, alternate, speedup
+
+
+def run(bench: Bench) -> None:
+    """Ours keeping products against PEFT without checkpointing, keeping inputs against PEFT with it."""
+    default = PeftTraining(bench.shape, batch_tokens(bench), bench.settings.rank, matched=False)
+    matched = PeftTraining(bench.shape, batch_tokens(bench), bench.settings.rank, matched=True)
+
+    engine = _training_engine(bench, Keep.INPUTS)
+    _bytes_row(bench, engine, matched)
+    _speed_rows(bench, engine, "_checkpointing", default, matched)
+    del engine
+    _speed_rows(bench, _training_engine(bench, Keep.EVERYTHING), "", default, matched)
+
+
+def peak(bench: Bench) -> float:
+    """Our tokens a second of the third row, measured now if that row has not been."""
+    if "finetune.ours" not in bench.results.figures:
+        engine = _training_engine(bench, Keep.EVERYTHING)
+        ours = partial(seconds_of_steps, engine)
+        times = alternate({"ours": ours}, bench.settings.train_rounds, bench.machine.threads)
+        _figure(bench, "finetune.ours", times["ours"], recompute=False)
+    return bench.results.figures["finetune.ours"].value
+
+
+def _speed_rows(
+    bench: Bench, engine: Engine, suffix: str, default: PeftTraining, matched: PeftTraining
+) -> None:
+    recompute = bool(suffix)
+    contestants = {
+        "ours": partial(seconds_of_steps, engine),
+        "peft": partial(default.step, checkpointing=recompute),
+        "peft_matched": partial(matched.step, checkpointing=recompute),
+    }
+    times = alternate(contestants, bench.settings.train_rounds, bench.machine.threads)
+    for name, taken in times.items():
+        infix = "_matched" if name == "peft_matched" else ""
+        label = f"finetune.{name.removesuffix('_matched')}{suffix}{infix}"
+        _figure(bench, label, taken, recompute)
+    for peer, infix in (("peft", ""), ("peft_matched", "_matched")):
+        ratio = speedup(times["ours"], times[peer])
+        bench.results.row(f"finetune.vs_peft{suffix}{infix}", ratio.value, (ratio.low, ratio.high))
+
+
+def _bytes_row(bench: Bench, engine: Engine, matched: PeftTraining) -> None:
+    ours, ours_logits = _tape_bytes(engine, bench.shape.vocabulary)
+    activations, logits = matched.saved_bytes()
+    results = bench.results
+    settings, shape = bench.settings, bench.shape
+    # Whoever recomputes layer by layer needs one bfloat16 input for each.
+    floor = 2 * settings.batch * settings.length * shape.hidden * shape.layers
+    results.figure("finetune.ours_bytes", ours, "bytes", floor=floor)
+    results.figure("finetune.ours_logits", ours_logits, "bytes")
+    results.figure("finetune.peft_matched_bytes", activations, "bytes")
+    results.figure("finetune.peft_matched_logits", logits, "bytes")
+    note = "held between forward and backward, logits left out of both; ours are made and spent in chunks"
+    results.row("finetune.activation_bytes_vs_peft", ours / activations, note=note)
+
+
+def _tape_bytes(engine: Engine, vocabulary: int) -> tuple[int, int]:
+    """Bytes of a micro-batch's tape when its last row has come through the last layer: (all but logits,
+    logits)."""
+    found: list[tuple[int, int]] = []
+
+    def look(plan: Plan) -> None:
+        for segment in plan.training:
+            batch = segment.sequence
+            assert isinstance(batch, MicroBatch)
+            is_last = segment.start + segment.length == batch.length and segment.span.last == batch.layers
+            if segment.direction is Direction.KEEP and is_last:
+                tape = engine.runner.runs[batch.job].tape(batch)
+                logits = sum(t.nbytes for t in tape.products.values() if t.shape[-1] == vocabulary)
+                found.append((tape.nbytes - logits, logits))
+
+    with watch_plans(engine, look):
+        while not found:
+            engine.step()
+    return found[0]
+
+
+def _training_engine(bench: Bench, keep: Keep) -> Engine:
+    engine = make_engine(bench, cache_tokens=min(1024, bench.shape.positions))
+    start_training(engine, bench, "bench", keep)
+    return engine
+
+
+def _figure(bench: Bench, name: str, times: Timing, recompute: bool) -> None:
+    settings = bench.settings
+    tokens = settings.batch * settings.length
+    flops = bench.shape.train_flops(settings.batch, settings.length, settings.rank, recompute)
+    floor = bench.machine.floor_train_seconds(flops)
+    spread = (tokens / times.high, tokens / times.low)
+    bench.results.figure(name, tokens / times.median, "tokens/s", spread, tokens / floor)

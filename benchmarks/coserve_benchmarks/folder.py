@@ -1,0 +1,39 @@
+"""A shape as a folder that a server can be started with, and words to train on."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from coserve.workload.requests import Tokens, training_tokens
+from coserve.workload.shapes import Shape
+
+
+def save_shape(shape: Shape, folder: Path) -> Path:
+    """The model and a tokenizer in which every token is a word; the folder that holds them."""
+    path = folder / f"shape-{shape.name}"
+    logging.disable_progress_bar()
+    shape.build().save_pretrained(path)
+    vocabulary = {_word(token): token for token in range(shape.vocabulary)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token=_word(0)))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+def training_file(shape: Shape, examples: int, length: int, seed: int) -> bytes:
+    """JSONL of examples of `length` tokens each."""
+    return training_lines(training_tokens([length] * examples, shape.vocabulary, seed))
+
+
+def training_lines(rows: Iterable[Tokens]) -> bytes:
+    """JSONL of these examples."""
+    lines = (json.dumps({"text": " ".join(map(_word, row))}) for row in rows)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _word(token: int) -> str:
+    return f"w{token}"

@@ -1,0 +1,51 @@
+"""What every bench begins and goes on with: a shape, this machine, and rows in groups."""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from coserve.errors import ConfigError
+from coserve.workload.shapes import shape_named
+from coserve_benchmarks.machine import measure_machine
+from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.results import Bar, Results
+from coserve_benchmarks.settings import settings_for
+
+
+def begin(
+    shape: str,
+    quick: bool,
+    groups: Collection[str],
+    known: Collection[str],
+    json_path: str | Path | None,
+    bars: Mapping[str, Bar | None],
+) -> Bench:
+    """Measures the machine; results go to `json_path` row by row. Raises ConfigError for an unknown shape or
+    group."""
+    if unknown := set(groups) - set(known):
+        raise ConfigError(f"there is no group {sorted(unknown)} in the bench; there are {', '.join(known)}")
+    chosen, settings = shape_named(shape), settings_for(shape, quick)
+    machine = measure_machine(quick=quick and shape == "tiny")
+    header: dict[str, Any] = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "shape": shape,
+        "parameters": chosen.parameters,
+        "quick": quick,
+        "groups": list(groups),
+        "date": machine.date,
+        "machine": machine.as_dict(),
+    }
+    return Bench(chosen, settings, machine, Results(header, json_path, bars))
+
+
+def run_groups(bench: Bench, groups: Collection[str], runs: Mapping[str, Callable[[], object]]) -> None:
+    """Runs those of `runs` that are asked for, in their own order, and notes how long each took."""
+    for group, run in runs.items():
+        if group in groups:
+            started = time.perf_counter()
+            run()
+            bench.results.figure(f"bench.{group}", time.perf_counter() - started, "seconds it took")
+            bench.results.save()

@@ -1,0 +1,89 @@
+"""Rows `ledger.*`: what the ledger says is used against what is, in a process that may have no more.
+
+A child answers and trains at once under a limit of the system (RLIMIT_DATA): what it had mapped when it had
+imported everything, and its budget. Two jobs fit one after the other, a third one never. Another child, which
+asks nobody, takes what both jobs would have, and dies under the same limit.
+"""
+
+import subprocess
+import sys
+from typing import Final
+
+import msgspec
+
+from coserve.core.size import show_size
+from coserve.errors import ServerError
+from coserve_benchmarks.memory.limited import Order, Told
+from coserve_benchmarks.ours import Bench
+
+_CHILD: Final = "coserve_benchmarks.memory.limited"
+_SLACK: Final = 1.10  # of the budget: the bar for the ledger's error
+_BESIDE: Final = 128 << 20  # bytes that threads and the interpreter map, which are no model's
+_PATIENCE: Final = 600.0  # seconds
+
+
+def run(bench: Bench) -> None:
+    """The error at the peak, and whether the limit was one."""
+    settings = bench.settings
+    order = Order(
+        shape=bench.shape.name,
+        threads=bench.machine.threads,
+        prompts=settings.prompts,
+        prompt=settings.prompt,
+        answer=settings.answer,
+        batch=settings.batch,
+        length=settings.length,
+        rank=settings.rank,
+        seed=settings.seed,
+    )
+    sized = _tell(msgspec.structs.replace(order, act="size"))  # without a limit: how large everything is
+    budget = sized.fixed + sized.job + sized.job // 2
+    limited = msgspec.structs.replace(order, budget=budget, limit=_limit(budget))
+    told = _tell(msgspec.structs.replace(limited, act="serve"))
+    died = _run(msgspec.structs.replace(limited, act="control", control=_limit(sized.fixed + 2 * sized.job)))
+    if died.returncode == 0:
+        raise ServerError(
+            f"a process was given {show_size(limited.limit)} and took more: no limit is enforced"
+        )
+    _report(bench, told, budget, died)
+
+
+def _limit(nbytes: int) -> int:
+    """What a process that uses so many bytes may map."""
+    return int(_SLACK * nbytes) + _BESIDE
+
+
+def _report(bench: Bench, told: Told, budget: int, died: "subprocess.CompletedProcess[str]") -> None:
+    results = bench.results
+    note = (
+        f"{show_size(told.declared)} declared, {show_size(told.measured)} measured: {told.measure}; while "
+        f"{told.answers} answers were written and a job trained, under an enforced limit; another job waited "
+        f"({told.waited}) and then trained, a third was refused: {told.refused}"
+    )
+    results.row("ledger.error", abs(told.declared - told.measured) / told.measured, note=note)
+    results.figure("ledger.budget", budget, "bytes")
+    results.figure("ledger.declared", told.declared, "bytes")
+    results.figure("ledger.measured", told.measured, "bytes")
+    for account, nbytes in told.accounts.items():
+        results.figure(f"ledger.{account}", nbytes, "bytes")
+    last = died.stderr.strip().splitlines()[-1:] or [f"status {died.returncode}"]
+    results.note("ledger.control", f"a process that took what both jobs need died under the limit: {last[0]}")
+
+
+def _tell(order: Order) -> Told:
+    """What a child answers; ServerError if it does not."""
+    ended = _run(order)
+    if ended.returncode != 0:
+        lines = ended.stderr.strip().splitlines()[-3:]
+        raise ServerError(f"the process for {order.act!r} ended with {ended.returncode}: {' '.join(lines)}")
+    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=Told)
+
+
+def _run(order: Order) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", _CHILD],
+        input=msgspec.json.encode(order).decode(),
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+    )

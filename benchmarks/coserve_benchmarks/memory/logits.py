@@ -1,0 +1,62 @@
+"""How far one base's logits are from another's, over whole texts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionSpec, attend
+from coserve.model.base import Base
+from coserve.model.batch import FusedRows
+from coserve.workload.requests import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LogitError:
+    """Against exact logits: `relative` is the root mean square of the difference over the standard deviation
+    of a row, `divergence` the mean Kullback-Leibler divergence in nats, `agreement` how often the likeliest
+    token is the same."""
+
+    relative: float
+    divergence: float
+    agreement: float
+
+    @staticmethod
+    def between(exact: Tensor, found: Tensor) -> "LogitError":
+        """Of logits [rows, vocabulary]. What all logits of a row share is no difference."""
+        centred = exact - exact.mean(-1, keepdim=True)
+        difference = found - found.mean(-1, keepdim=True) - centred
+        wanted, given = exact.log_softmax(-1), found.log_softmax(-1)
+        return LogitError(
+            float((difference.square().mean(-1) / centred.square().mean(-1)).sqrt().mean()),
+            float((wanted.exp() * (wanted - given)).sum(-1).mean()),
+            float((exact.argmax(-1) == found.argmax(-1)).float().mean()),
+        )
+
+
+@torch.no_grad()
+def logits_of(base: Base, texts: Iterable[Tokens]) -> Tensor:
+    """What `base` says after every token, float32 [rows, vocabulary], text after text."""
+    return torch.cat([_logits(base, torch.tensor(text, device=base.device)).float().cpu() for text in texts])
+
+
+class _Whole:
+    """A sequence from its beginning to its end."""
+
+    keeper = None
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return attend(q, k, v, spec).transpose(1, 2)
+
+
+def _logits(base: Base, tokens: Tensor) -> Tensor:
+    rows = FusedRows([_Whole(len(tokens))], [])
+    hidden, calls = base.prologue(tokens, torch.arange(len(tokens), device=tokens.device))
+    with base.cell.set(rows):
+        for layer in range(base.depth):
+            hidden = base.layer(layer, hidden, calls)
+    return base.tail(hidden)

@@ -1,0 +1,95 @@
+"""Where workloads are run, under one policy after another: one engine, with the same weights and cost model
+for all. A server is in `replay`."""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from coserve.adapters.methods.lora import LoRAConfig
+from coserve.core.request import SLO
+from coserve.engine.engine import Engine
+from coserve.schedule.policies import make_policy
+from coserve.train.trainer import fresh_adapter
+from coserve.workload.requests import Workload
+from coserve_benchmarks.drive import Load, serve
+from coserve_benchmarks.ours import Bench, make_engine
+from coserve_benchmarks.policies.contest import PROMISED, Judge, attained, bounds_deferral, charge_deferral
+from coserve_benchmarks.policies.isolated import isolated
+
+_PATIENCE: Final = 5.0  # seconds after a load, for the last answers, beside their longest bound
+# 0.9995 to the 32nd is 0.984: what a step may miss, an answer of many steps misses as often.
+RELIABILITY: Final = 0.9995
+
+
+def patience_for(workload: Workload) -> float:
+    """Seconds after a load in which answers still count: nobody is given up within a bound of his own."""
+    slos = [request.slo for request in workload.requests]
+    bounds = [bound for slo in slos for bound in (slo.first_token, slo.end_to_end, slo.deferral)]
+    return _PATIENCE + max((bound for bound in bounds if bound is not None), default=0.0)
+
+
+class Arena(ABC):
+    """Runs a workload under one policy after another."""
+
+    @abstractmethod
+    def run(self, policy: str, workload: Workload, patience: float | None = None) -> Load:
+        """One round. Who has no answer `patience` seconds (`patience_for`) after the load is given up."""
+
+    def alone(self, workload: Workload) -> Load:
+        """The workload's requests without its jobs, and without bounds: what they take by themselves. Nobody
+        is given up, though there be more of them than the machine keeps up with."""
+        requests = tuple(replace(request, slo=SLO()) for request in workload.requests)
+        return self.run("hybrid", replace(workload, requests=requests, jobs=()), patience=float("inf"))
+
+    def peak(self, workload: Workload, seconds: float) -> float:
+        """Fine-tuning tokens/s of the workload's jobs without its requests, whole mini-batches one by one."""
+        first = replace(workload.jobs[0], at=0.0, epochs=1_000_000)
+        load = self.run("idle-only", replace(workload, seconds=seconds, requests=(), jobs=(first,)))
+        return load.training_rate(0.2)
+
+    def isolated(self, workload: Workload, judge: Judge) -> tuple[Load, str] | None:
+        """The fewest processors that keep the bounds serve, the others train: the round, and a sentence about
+        it. None where there is no such topology."""
+        return None
+
+
+class EngineArena(Arena):
+    """One engine, with the adapters that a workload's requests name."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._threads = torch.get_num_threads()
+        self.engine: Engine = make_engine(bench, scheduler={"reliability": RELIABILITY})
+
+    def run(self, policy: str, workload: Workload, patience: float | None = None) -> Load:
+        """See `Arena.run`."""
+        self._load_adapters(workload)
+        self.engine.scheduler.policy = make_policy(policy)
+        try:
+            return serve(self.engine, workload, patience_for(workload) if patience is None else patience)
+        finally:
+            torch.set_num_threads(self._threads)  # lanes have had threads of their own
+
+    def isolated(self, workload: Workload, judge: Judge) -> tuple[Load, str] | None:
+        """See `Arena.isolated`. Training holds answers up there too, by the processors that they have not:
+        that is charged to them."""
+        undisturbed = self.alone(workload) if bounds_deferral(workload) else None
+        self.engine.scheduler.policy = make_policy("hybrid")
+        self._load_adapters(workload)
+        for serving in range(1, self._threads + 1):
+            load = isolated(self.engine, self._bench.shape, workload, serving, patience_for(workload))
+            if undisturbed is not None:
+                charge_deferral(load, undisturbed)
+            kept = attained(load, workload, judge)
+            if kept >= PROMISED or serving == self._threads:
+                break
+        return load, f"{serving} of {self._threads} processors serve, the rest train; the base is there twice"
+
+    def _load_adapters(self, workload: Workload) -> None:
+        base = self.engine.base
+        for name, rank in workload.served:
+            if name not in self.engine.bank.names:
+                fresh = fresh_adapter(base, name, LoRAConfig(rank), 0)
+                self.engine.add_adapter(fresh.in_type(base.dtype))

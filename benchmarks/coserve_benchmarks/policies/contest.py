@@ -1,0 +1,161 @@
+"""Contestants on one workload: who kept which bounds, and what each trained meanwhile."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, Final
+
+import torch
+
+from coserve.core.request import SLO
+from coserve.workload.requests import Workload
+from coserve_benchmarks.drive import Answered, Load
+from coserve_benchmarks.timing import percentile
+
+OURS: Final = "adaptive"
+ISOLATED: Final = "isolated"
+PROMISED: Final = 0.99  # share of requests within their bounds
+_CLOSE: Final = (0.1, 0.3)  # in attainment, and in fine-tuning, relative
+
+Judge = Callable[[Answered], bool]
+
+
+@dataclass(slots=True)
+class Contest:
+    """A workload, by whom and how it was served. `judges` are the bounds that are looked at, by their labels;
+    the first one counts where one must. `peak` is what the machine trains alone, tokens/s.
+
+    Of who served it several times `runs` has the round in the middle, by fine-tuning, and the mean
+    attainment.
+    """
+
+    workload: Workload
+    bounds: Mapping[str, str]
+    judges: Mapping[str, Judge]
+    peak: float
+    latency_bounds: Mapping[str, float] = field(default_factory=dict)  # on whole answers, seconds
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, name: str, load: Load, note: str = "") -> dict[str, Any]:
+        """Takes a round in."""
+        found = summary(load, self.workload, self.judges, self.peak, note)
+        self._rounds.setdefault(name, []).append(found)
+        self.runs[name] = _middle(self._rounds[name])
+        kept = ", ".join(f"{share:.1%} {label}" for label, share in found["attainment"].items())
+        print(
+            f"{self.workload.name}: {name}: {kept}; {found['training']:,.0f} fine-tuning tokens/s",
+            file=sys.stderr,
+        )
+        return found
+
+    def is_close(self, name: str) -> bool:
+        """Whether one round does not tell who of this one and ours does more: machines that others use too
+        are faster one minute than the next."""
+        attained = self.attainment(name) - self.attainment(OURS)
+        least, most = sorted((self.training(name), self.training(OURS)))
+        return abs(attained) <= _CLOSE[0] and most <= (1 + _CLOSE[1]) * least
+
+    def attainment(self, name: str) -> float:
+        """Share of the requests that the first judge is content with."""
+        share: float = next(iter(self.runs[name]["attainment"].values()))
+        return share
+
+    def training(self, name: str) -> float:
+        """Fine-tuning tokens/s."""
+        rate: float = self.runs[name]["training"]
+        return rate
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, and for the page."""
+        return {
+            "title": self.workload.title,
+            "scale": self.workload.scale,
+            "seconds": self.workload.seconds,
+            "bounds": dict(self.bounds),
+            "latency_bounds": dict(self.latency_bounds),
+            "runs": self.runs,
+        }
+
+
+def own_bounds(answer: Answered) -> bool:
+    """Whether an answer kept the bounds that its request stated."""
+    return answer.keeps(answer.slo)
+
+
+def within(seconds: float) -> Judge:
+    """Whether an answer was complete in time."""
+    return lambda answer: answer.keeps(SLO(end_to_end=seconds))
+
+
+def bounds_deferral(workload: Workload) -> bool:
+    """Whether somebody says how long training may hold his request up."""
+    return any(request.slo.deferral is not None for request in workload.requests)
+
+
+def charge_deferral(load: Load, undisturbed: Load) -> None:
+    """Where the engine does not say, or does not know, how long training held an answer up: that is what it
+    took longer than in another load, of the same requests on the whole machine without training."""
+    for answer, other in zip(load.answers, undisturbed.answers, strict=True):
+        if answer.tokens and other.tokens:
+            answer.deferred = max(answer.latency - other.latency, 0.0)
+
+
+def attained(load: Load, workload: Workload, judge: Judge) -> float:
+    """Share of a workload's requests whose answers a judge is content with."""
+    return sum(map(judge, load.answers)) / max(1, len(workload.requests))
+
+
+def summary(
+    load: Load, workload: Workload, judges: Mapping[str, Judge], peak: float, note: str
+) -> dict[str, Any]:
+    """All figures of a round."""
+    answered = [answer for answer in load.answers if answer.tokens]
+    latencies = sorted(answer.latency for answer in answered)
+    wall = max(load.finished_at - load.started, load.seconds)  # training goes on after the last answer
+    losses = load.losses
+    few = max(1, len(losses) // 10)
+    return {
+        "latency": _spread(latencies),
+        "first_token": _spread([answer.first_token for answer in answered]),
+        "between": _spread([gap for answer in answered for gap in answer.gaps]),
+        "attainment": {label: attained(load, workload, judge) for label, judge in judges.items()},
+        "training": load.overall_training_rate(),
+        "training_share": load.overall_training_rate() / peak,
+        "loss": [sum(losses[:few]) / few, sum(losses[-few:]) / few] if losses else None,
+        "processor": load.processor / wall / torch.get_num_threads(),
+        "requests": len(workload.requests),
+        "unanswered": len(workload.requests) - len(answered),
+        "latencies": [round(seconds, 4) for seconds in latencies],
+        "flow": _flow(load, workload),
+        "note": note,
+    }
+
+
+def _middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several rounds one that stands for them."""
+    ordered = sorted(rounds, key=itemgetter("training"))
+    labels = ordered[0]["attainment"]
+    attained = {label: sum(one["attainment"][label] for one in rounds) / len(rounds) for label in labels}
+    spread = [ordered[0]["training"], ordered[-1]["training"]]
+    middle = ordered[(len(ordered) - 1) // 2]
+    return {**middle, "attainment": attained, "rounds": len(rounds), "training_spread": spread}
+
+
+def _flow(load: Load, workload: Workload) -> list[list[float]]:
+    """(second, output tokens/s, fine-tuning tokens/s, arrivals/s) of each second."""
+    arrivals = [0] * max(1, int(workload.seconds))
+    for request in workload.requests:
+        arrivals[min(int(request.at), len(arrivals) - 1)] += 1
+    return [[*row, float(count)] for row, count in zip(load.per_second(), arrivals, strict=True)]
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {
+        "mean": sum(values) / len(values),
+        "p50": percentile(values, 0.5),
+        "p99": percentile(values, 0.99),
+    }

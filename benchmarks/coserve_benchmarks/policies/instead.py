@@ -1,0 +1,107 @@
+"""What a user would do instead, on the same weights: two processes, or one that stops serving to train."""
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from coserve.core.request import SLO
+from coserve.workload import traffic
+from coserve.workload.mixes import Training
+from coserve.workload.requests import Workload
+from coserve_benchmarks.policies.contest import OURS, Contest, within
+from coserve_benchmarks.policies.rounds import Rounds
+from coserve_benchmarks.policies.without.onestops import OneProcess, best_turns
+from coserve_benchmarks.policies.without.trials import Tried
+from coserve_benchmarks.policies.without.twoprocess import TwoProcesses, best_split
+from coserve_benchmarks.timing import percentile
+
+INSTEAD: Final = "instead"
+TWO: Final = "two processes"
+ONE: Final = "one process that stops"
+# Requests, as shares of what the engine answers 16 at once. The first is what transformers on half of the
+# machine keeps up with.
+_LOAD: Final = 0.15
+_FURTHER: Final = {"light": 0.05, "heavy": 0.3}
+_TRIAL: Final = 0.5  # of a round's length: each setting
+_ROUNDS: Final = 3
+
+
+def compare(rounds: Rounds) -> None:
+    """Both alternatives, and ours on the bound that two processes kept at the 99th percentile.
+
+    So attainment is equal by construction, and fine-tuning is what is left to compare.
+    """
+    _row(rounds, "", _LOAD * rounds.capacity(64, 32))
+
+
+def compare_loads(rounds: Rounds) -> None:
+    """The same with fewer and with more requests."""
+    capacity = rounds.capacity(64, 32)
+    for name, load in _FURTHER.items():
+        _row(rounds, name, load * capacity)
+
+
+def _row(rounds: Rounds, name: str, rate: float) -> None:
+    """At one load, called `name`."""
+    contest, ratios, shares = _at(rounds, name, rate)
+    middle = sorted(range(_ROUNDS), key=ratios.__getitem__)[_ROUNDS // 2]
+    told = (
+        f"{rate:.2f} requests a second; answers within the 99th percentile of two processes "
+        f"({contest.bounds['as theirs']} at last); ours kept it for {shares[middle]:.1%}"
+    )
+    key = "ours.vs_two_processes" + (name and f"[{name}]")
+    rounds.bench.results.row(key, ratios[middle], (min(ratios), max(ratios)), told)
+    points = [point for point in rounds.sweeps.get(INSTEAD, []) if point["load"] != name]
+    for who, run in contest.runs.items():
+        kept = contest.attainment(who)
+        point = {"load": name, "rate": rate, "policy": who, "training": run["training"], "attainment": kept}
+        points.append(point)
+    rounds.sweep(INSTEAD, points)
+
+
+def _at(rounds: Rounds, name: str, rate: float) -> tuple[Contest, list[float], list[float]]:
+    """The last round of everybody; in all of them what ours trained over what two processes did, and the
+    share of requests for which it kept their bound."""
+    training = Training(batch=4, length=256)
+    workload = traffic.poisson(rounds.sizes.given(), rate=rate, prompt=64, training=training)
+    where = name and f" ({name} load)"
+    title = f"Poisson arrivals; what a user would do instead{where}"
+    workload = replace(workload, name=INSTEAD + (name and f"-{name}"), title=title)
+    shape, threads = rounds.bench.shape, torch.get_num_threads()
+    trial = _TRIAL * rounds.sizes.seconds
+    split, tried = best_split(shape, workload, threads, trial)
+    _note(rounds, TWO + where, tried)
+    ratios, shares = [], []
+    peak = rounds.peak(workload)
+    with TwoProcesses(shape, split) as two:
+        for _ in range(_ROUNDS):
+            theirs = two.run(workload)
+            bound = percentile([answer.latency for answer in theirs.answers], 0.99)
+            contest = Contest(
+                workload, {"as theirs": f"answer {bound:.2f} s"}, {"as theirs": within(bound)}, peak
+            )
+            contest.add(TWO, theirs, f"the best of {len(tried)} settings: {split.describe()}")
+            for policy in (OURS, "hybrid"):
+                contest.add(policy, rounds.arena.run(policy, _bounded(workload, bound)))
+            ratios.append(contest.training(OURS) / contest.training(TWO))
+            shares.append(contest.attainment(OURS))
+    turns, tried = best_turns(shape, workload, threads, trial)
+    _note(rounds, ONE + where, tried)
+    with OneProcess(shape, turns) as one:
+        contest.add(ONE, one.run(workload), f"the best of {len(tried)} settings: {turns.describe()}")
+    rounds.keep(contest)
+    return contest, ratios, shares
+
+
+def _bounded(workload: Workload, bound: float) -> Workload:
+    slo = SLO(end_to_end=bound)
+    return replace(workload, requests=tuple(replace(request, slo=slo) for request in workload.requests))
+
+
+def _note(rounds: Rounds, name: str, tried: dict[str, Tried]) -> None:
+    text = "; ".join(
+        f"{setting}: {found.training:,.0f} tokens/s trained, answers {found.p50:.2f} s (p99 {found.p99:.2f})"
+        for setting, found in tried.items()
+    )
+    rounds.bench.results.note(f"{name}, settings tried", text)

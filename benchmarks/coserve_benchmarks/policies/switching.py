@@ -1,0 +1,115 @@
+"""What it costs to change from answering to training and back (FineInfer, table 1)."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Final
+
+from coserve.core.plan import Plan, StepResult
+from coserve.schedule.policies import make_policy
+from coserve.workload.requests import Workload
+from coserve_benchmarks.ours import Bench, greedy, seconds_of_steps, start_job
+from coserve_benchmarks.policies.arena import EngineArena
+from coserve_benchmarks.timing import timed
+
+_TURNS: Final = 6  # requests and iterations in one round
+_Ran = tuple[bool, float, float]  # whether a step trained, and its beginning and end
+
+
+def measure(bench: Bench, arena: EngineArena, workload: Workload, rounds: int) -> None:
+    """Requests and fine-tuning iterations by turns, against the same ones in two blocks.
+
+    Whatever takes longer by turns is what the switches cost: what they move, the adapter that computes, is
+    resident. What is done between two steps where the kind of work changes, beyond what is done between two
+    of one kind, is initialisation and clean-up.
+    """
+    turns = _Turns(arena, workload)
+    by_turns, in_blocks = timed(turns.by_turns), timed(turns.in_blocks)
+    found: list[float] = []
+    ran: list[_Ran] = []
+    for _ in range(rounds):
+        gc.collect()
+        with_switches = turns.watching(by_turns, ran)
+        found.append((with_switches - in_blocks()) / (2 * _TURNS - 1))
+    turns.end()
+    seconds = max(median(found), 0.0)
+    told = (
+        f"median of {rounds} rounds; what {2 * _TURNS} pieces of work take longer by turns than in two blocks"
+    )
+    bench.results.row("switch.seconds", seconds, (min(found), max(found)), told)
+    parts = {
+        "initialisation": _between(ran, into_training=False),
+        "clean_up": _between(ran, into_training=True),
+        "data_movement": seconds,
+        "seconds": seconds,
+    }
+    bench.results.section("switch", parts)
+
+
+class _Turns:
+    """A job and requests, one piece of either at a time."""
+
+    def __init__(self, arena: EngineArena, workload: Workload) -> None:
+        self._engine = arena.engine
+        self._prompt = workload.requests[0].prompt
+        self._answering(False)
+        self._job = start_job(self._engine, workload.jobs[0])
+        seconds_of_steps(self._engine)
+
+    def by_turns(self) -> None:
+        for _ in range(_TURNS):
+            self._answer()
+            self._iterate()
+
+    def in_blocks(self) -> None:
+        for _ in range(_TURNS):
+            self._answer()
+        for _ in range(_TURNS):
+            self._iterate()
+
+    def watching(self, work: Callable[[], float], ran: list[_Ran]) -> float:
+        """What `work` returns; every step that it runs goes into `ran`."""
+        runner = self._engine.runner
+        run = runner.run
+
+        def watched(plan: Plan) -> StepResult:
+            started = time.perf_counter()
+            result = run(plan)
+            ran.append((bool(plan.training or plan.updates), started, time.perf_counter()))
+            return result
+
+        runner.run = watched  # type: ignore[method-assign]
+        try:
+            return work()
+        finally:
+            del runner.run
+
+    def end(self) -> None:
+        self._job.cancel()
+        self._engine.step()
+
+    def _answer(self) -> None:
+        self._answering(True)
+        handle = self._engine.generate(self._prompt, sampling=greedy(8))
+        while handle.sequence.finish_reason is None:
+            self._engine.step()
+
+    def _iterate(self) -> None:
+        self._answering(False)
+        seconds_of_steps(self._engine)
+
+    def _answering(self, wanted: bool) -> None:
+        self._engine.scheduler.policy = make_policy("temporal:1000000" if wanted else "postpone-all")
+
+
+def _between(ran: Sequence[_Ran], into_training: bool) -> float:
+    """Seconds between two steps of different kinds, beyond those between two of one kind; medians."""
+    switches, others = [], []
+    for (trained, _, ended), (trains, begun, _) in pairwise(ran):
+        if trained == trains:
+            others.append(begun - ended)
+        elif trains == into_training:
+            switches.append(begun - ended)
+    return max(median(switches) - median(others), 0.0)

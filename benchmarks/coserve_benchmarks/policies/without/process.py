@@ -1,0 +1,95 @@
+"""A contestant's process, `python -m coserve_benchmarks.policies.without.process`. See `messages` for what it
+is told and says."""
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import IO, TypeVar
+
+import torch
+
+from coserve.errors import CoserveError
+from coserve.wire.control import decode_line, encode_line
+from coserve_benchmarks.policies.without.messages import Begin, Prepare, Role, Said, Start, Stop
+from coserve_benchmarks.policies.without.serving import make_server
+from coserve_benchmarks.policies.without.training import PeftTrainer
+from coserve_benchmarks.policies.without.turns import take_turns
+
+T = TypeVar("T")
+
+
+class Orders:
+    """The lines on stdin, read in a thread of their own: at their end the process ends, whatever it does."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a line waits to be read."""
+        return not self._lines.empty()
+
+    def next(self, kind: type[T]) -> T:
+        """Waits for the next line, which is of this kind."""
+        return decode_line(self._lines.get(), kind)
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._lines.put(line)
+        os._exit(0)  # the parent is gone, or has no more use for this process
+
+
+def main() -> None:
+    """Runs rounds until stdin ends."""
+    say = _speaker()
+    orders = Orders()
+    start = orders.next(Start)
+    os.nice(start.nice)
+    torch.set_num_threads(start.threads)
+    try:
+        while True:
+            _run_round(start, orders, say)
+    except CoserveError as error:
+        say(Said("failed", text=str(error)))
+
+
+def _run_round(start: Start, orders: Orders, say: Callable[[Said], None]) -> None:
+    prepare = orders.next(Prepare)
+    workload, role = prepare.workload, start.role
+    with ExitStack() as stack:
+        trainer = server = None
+        if role is not Role.SERVE:
+            trainer = PeftTrainer(start.shape, workload.jobs, prepare.matched)
+        if role is not Role.TRAIN:
+            server = make_server(prepare.serving, start.shape, workload.requests)
+            stack.enter_context(closing(server))
+        say(Said("ready", trainer.matched if trainer else None))
+        begin = orders.next(Begin)
+        may_end: dict[Role, Callable[[float], bool]] = {
+            Role.SERVE: lambda elapsed: True,
+            Role.TRAIN: lambda elapsed: orders.has_next,  # the order to stop
+            Role.BOTH: lambda elapsed: elapsed >= workload.seconds,
+        }
+        outcome = take_turns(workload, begin.at, server, trainer, may_end[role])
+    if role is Role.TRAIN:
+        orders.next(Stop)
+    say(Said("done", outcome=outcome))
+
+
+def _speaker() -> Callable[[Said], None]:
+    """Says lines on stdout, which nobody else writes to from now on: what libraries print goes to stderr."""
+    stdout: IO[str] = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(said: Said) -> None:
+        print(encode_line(said), file=stdout, flush=True)
+
+    return say
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Row `restart.ready_s`: how long a server is away whose engine was killed."""
+
+import time
+from statistics import median
+
+from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.served import Served, Victim
+
+
+def run(bench: Bench, served: Served) -> None:
+    """Kills the engine of an idle server, as often as the settings say."""
+    away, loading = [], []
+    for _ in range(bench.settings.restarts):
+        served.wait_standby()
+        engine = served.running.engine
+        killed = served.kill(Victim.ENGINE)
+        served.wait_ready(without={engine})
+        away.append(time.monotonic() - killed)
+        loading.append(served.load_seconds)
+    results = bench.results
+    results.figure("restart.load_s", median(loading), "seconds", (min(loading), max(loading)))
+    beyond = [whole - load for whole, load in zip(away, loading, strict=True)]
+    results.figure("restart.beyond_load_s", median(beyond), "seconds", (min(beyond), max(beyond)))
+    results.raise_bar("restart.ready_s", median(loading))
+    note = "from kill -9 of the engine to ready; the bar is 5 s and the model's own loading time"
+    results.row("restart.ready_s", median(away), (min(away), max(away)), note)

@@ -1,0 +1,29 @@
+"""`coserve bench`: the commands of `coserve_benchmarks`, which lies beside the package, not in it."""
+
+from typing import Annotated
+
+import typer
+
+from coserve.errors import ConfigError
+
+
+def add_bench(app: typer.Typer) -> None:
+    """Gives `app` the command `bench`: the benchmarks' own commands, or where they are not installed one that
+    says how to get them."""
+    try:
+        from coserve_benchmarks.cli import app as bench
+    except ModuleNotFoundError as error:
+        if error.name != "coserve_benchmarks":
+            raise
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        app.command("bench", context_settings=anything)(_not_installed)
+    else:
+        app.add_typer(bench, name="bench")
+
+
+def _not_installed(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+    """Measures this machine; the benchmarks come with a checkout of the sources, not with the package."""
+    raise ConfigError(
+        "the benchmarks are not in the installed package; install them from a checkout of coserve's sources: "
+        "pip install -e '.[bench]'"
+    )

@@ -1,0 +1,167 @@
+"""What workloads are made of, and how: requests for given arrivals, jobs, adapters, tiers."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from coserve.core.request import SLO
+from coserve.errors import ConfigError
+from coserve.workload.prompts import popular
+from coserve.workload.requests import TimedJob, TimedRequest, Tokens, Workload, training_tokens
+from coserve.workload.traces import TraceRow
+
+ENDLESS: Final = 1_000_000  # epochs: more than any run takes
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What every workload is built from."""
+
+    vocabulary: int  # token ids are below it
+    seconds: float  # that requests arrive in
+    slo: SLO = field(default_factory=SLO)  # of every request
+    seed: int = 0
+    prompts: tuple[Tokens, ...] = ()  # drawn from and cut to length; of random tokens where there are none
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The fine-tuning beside a workload's requests: LoRA, on random tokens."""
+
+    batch: int = 4  # examples an optimizer step
+    length: int = 512  # tokens an example
+    rank: int = 8
+    targets: tuple[str, ...] | None = None  # ends of the linears' names; None for all
+    examples: int = 64  # different ones, before they repeat
+    epochs: int = ENDLESS
+    rows: int = 2048  # of a micro-batch at most
+    weights: tuple[float, ...] = (1.0,)  # of the jobs, one each
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA adapters that are there already, and how unevenly requests ask for them (synthetic)."""
+
+    count: int = 0  # none: requests ask for the base
+    rank: int = 8
+    exponent: float = 0.0  # of the power law of their popularity; 0 is uniform
+
+    @property
+    def served(self) -> tuple[tuple[str, int], ...]:
+        return tuple((f"served-{number:02}", self.rank) for number in range(self.count))
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A class of service: which share of the requests is in it, and their bounds."""
+
+    name: str
+    share: float
+    slo: SLO
+
+
+def make_workload(
+    given: Given,
+    name: str,
+    title: str,
+    rows: Sequence[TraceRow],
+    training: Training,
+    adapters: Adapters,
+    scale: str,
+    exact: bool = False,
+) -> Workload:
+    """A workload whose jobs are there from the beginning. `exact` makes prompts as long as their rows say."""
+    jobs = tuple(make_job(given, training, number) for number in range(len(training.weights)))
+    requests = make_requests(given, rows, adapters, exact)
+    said = f"{scale}; {serving(adapters)}" if adapters.count else scale
+    return Workload(name, title, given.seconds, requests, jobs, adapters.served, said)
+
+
+def make_job(given: Given, training: Training, number: int, at: float = 0.0) -> TimedJob:
+    """The `number`-th job: an adapter and data of its own."""
+    lengths = [training.length] * training.examples
+    return TimedJob(
+        at,
+        f"trained-{number:02}",
+        tuple(training_tokens(lengths, given.vocabulary, given.seed + 1000 + number)),
+        training.batch,
+        training.rank,
+        training.targets,
+        training.epochs,
+        training.rows,
+        training.weights[number % len(training.weights)],
+    )
+
+
+def make_requests(
+    given: Given, rows: Sequence[TraceRow], adapters: Adapters, exact: bool = False
+) -> tuple[TimedRequest, ...]:
+    """A request for each row, in order. Texts that are shorter than a row asks for stay so, or with `exact`
+    are said again until they are long enough."""
+    draw = random.Random(given.seed + 1)
+    named = _named(adapters, len(rows), given.seed)
+    found = []
+    for row, adapter in zip(rows, named, strict=True):
+        if given.prompts:
+            text = draw.choice(given.prompts)
+            again = -(-row.prompt // len(text)) if exact else 1
+            prompt = (text * again)[: row.prompt]
+        else:
+            prompt = tuple(draw.randrange(given.vocabulary) for _ in range(row.prompt))
+        found.append(TimedRequest(row.at, prompt, row.answer, adapter, given.slo))
+    return tuple(found)
+
+
+def _named(adapters: Adapters, count: int, seed: int) -> Sequence[str | None]:
+    if not adapters.count:
+        return [None] * count
+    return popular([name for name, _ in adapters.served], count, adapters.exponent, seed + 2)
+
+
+def of_one_shape(times: Sequence[float], prompt: int, answer: int) -> list[TraceRow]:
+    """Requests at these times that are all alike."""
+    if prompt < 1 or answer < 1:
+        raise ConfigError(f"a prompt and its answer have at least one token, not {prompt} and {answer}")
+    return [TraceRow(at, prompt, answer) for at in times]
+
+
+def shared_out(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
+    """The bounds of `count` requests: each tier's share of them, rounded so that they add up."""
+    total = sum(tier.share for tier in classes)
+    if not classes or any(tier.share < 0 for tier in classes) or not total > 0:
+        raise ConfigError("tiers need shares that are not negative, and one that is positive")
+    found: list[SLO] = []
+    before = 0.0
+    for tier in classes:
+        before += tier.share
+        found += [tier.slo] * (round(count * before / total) - len(found))
+    random.Random(seed + 3).shuffle(found)
+    return found
+
+
+def asking(given: Given, prompt: int, answer: int) -> str:
+    """What is said in a prompt and how long it and its answer are."""
+    most = f"at most {prompt} tokens of one of {len(given.prompts)} texts"
+    return f"{most if given.prompts else f'{prompt} random tokens'} in, {answer} out"
+
+
+def serving(adapters: Adapters) -> str:
+    """Which adapters are asked for, and by what law."""
+    if not adapters.count:
+        return "no adapters"
+    synthetic = f"by a synthetic power law of exponent {adapters.exponent:g}"
+    law = synthetic if adapters.exponent else "uniformly"
+    return f"{adapters.count} adapters of rank {adapters.rank}, asked for {law}"
+
+
+def bounds(slo: SLO) -> str:
+    """Those that are set, in words."""
+    names = {
+        "first_token": "first token",
+        "between_tokens": "between tokens",
+        "end_to_end": "answer",
+        "deferral": "deferral",
+    }
+    set_ = ((text, getattr(slo, name)) for name, text in names.items())
+    return ", ".join(f"{text} {value:.3g} s" for text, value in set_ if value is not None) or "no bounds"

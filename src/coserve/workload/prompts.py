@@ -1,0 +1,129 @@
+"""What requests say and whom they ask: prompts from a file, and adapters some of which are popular."""
+
+import csv
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coserve.errors import ConfigError, DataError
+from coserve.workload.requests import Tokens
+
+Tokenizer = Callable[[str], Sequence[int]]
+_FIELDS: Final = ("prompt", "question", "text", "messages")
+_EXPECTED: Final = 'expected an object with "prompt", "question", "text" or "messages"'
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Prompts of a `.csv` file with a column `prompt`, or of any other file as JSONL.
+
+    A line of JSONL has a field prompt, question, text or messages; of messages, what was said before the
+    assistant's last turn is the prompt. Raises DataError with file, line and what was expected.
+    """
+    path = Path(path)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = _csv_prompts(path, file) if path.suffix.lower() == ".csv" else _jsonl_prompts(path, file)
+            found = list(lines)
+    except OSError as error:
+        raise DataError(f"{path}: expected a file of prompts: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: expected text in UTF-8: {error}") from error
+    if not found:
+        raise DataError(f"{path}: expected at least one prompt, found none")
+    return found
+
+
+def encoded(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> tuple[Tokens, ...]:
+    """Token ids of each text, cut after `longest`. DataError names a text of which no token is left."""
+    if longest < 1:
+        raise ConfigError(f"the longest prompt has at least one token, not {longest}")
+    found = tuple(tuple(tokenizer(text)[:longest]) for text in texts)
+    if () in found:
+        raise DataError(f"the tokenizer makes nothing of prompt {found.index(()) + 1}")
+    return found
+
+
+def word_ids(vocabulary: int, seed: int = 0) -> Tokenizer:
+    """A stand-in for the tokenizer of a model with random weights, which has none: each word's hash, below
+    `vocabulary`. Lengths and repetitions are a real text's; which ids they are means nothing."""
+    if vocabulary < 1:
+        raise ConfigError(f"a vocabulary has at least one token, not {vocabulary}")
+    key = seed.to_bytes(8, "little", signed=True)
+
+    def tokenize(text: str) -> list[int]:
+        digests = (blake2b(word.encode(), digest_size=8, key=key).digest() for word in text.split())
+        return [int.from_bytes(digest, "little") % vocabulary for digest in digests]
+
+    return tokenize
+
+
+def popular(names: Sequence[str], count: int, exponent: float, seed: int = 0) -> list[str]:
+    """The adapters that `count` requests ask for: the k-th of `names` as often as k ** -exponent says.
+
+    No public trace says who asked for which adapter, so this is synthetic (S-LoRA does the same): 0 is
+    uniform, about 1 is what is usually seen where many choose.
+    """
+    if not names or not 0 <= exponent < float("inf"):
+        raise ConfigError(f"popularity needs adapters and an exponent >= 0, not {len(names)} and {exponent}")
+    weights = [rank**-exponent for rank in range(1, len(names) + 1)]
+    return random.Random(seed).choices(names, weights, k=count)
+
+
+def _csv_prompts(path: Path, file: Any) -> Iterator[str]:
+    reader = csv.DictReader(file)
+    line = 1
+    try:
+        if "prompt" not in (reader.fieldnames or ()):
+            raise DataError(f"{path}, line 1: expected a column `prompt`, got {reader.fieldnames}")
+        line = reader.line_num + 1
+        for record in reader:
+            yield _text(record["prompt"], f"{path}, line {line}: expected a prompt")
+            line = reader.line_num + 1  # a field may hold several lines: where the next record begins
+    except csv.Error as error:
+        raise DataError(f"{path}, line {line}: expected CSV: {error}") from error
+
+
+def _jsonl_prompts(path: Path, file: Any) -> Iterator[str]:
+    for line, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        place = f"{path}, line {line}"
+        try:
+            value = msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{place}: expected JSON: {error}") from error
+        yield _prompt(value, place)
+
+
+def _prompt(value: object, place: str) -> str:
+    """The prompt in what one line of JSONL holds."""
+    if not isinstance(value, Mapping):
+        raise DataError(f"{place}: {_EXPECTED}, got {type(value).__name__}")
+    field = next((name for name in _FIELDS if name in value), None)
+    if field is None:
+        raise DataError(f"{place}: {_EXPECTED}, got {', '.join(value) or 'an empty one'}")
+    if field != "messages":
+        return _text(value[field], f'{place}: expected text in "{field}"')
+    return _before_the_answer(value[field], f'{place}: expected "messages" to be turns with a role and text')
+
+
+def _before_the_answer(messages: object, expected: str) -> str:
+    if not isinstance(messages, list) or not all(isinstance(turn, Mapping) for turn in messages):
+        raise DataError(f"{expected}, got {type(messages).__name__}")
+    answers = [i for i, turn in enumerate(messages) if turn.get("role") == "assistant"]
+    asked = messages[: answers[-1]] if answers else messages
+    if not asked:
+        raise DataError(f"{expected}, got none before the answer")
+    return "\n".join(_text(turn.get("content"), expected) for turn in asked)
+
+
+def _text(value: object, expected: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{expected}, got {'nothing' if value is None else type(value).__name__}")
+    if not value.strip():
+        raise DataError(f"{expected}, got nothing")
+    return value

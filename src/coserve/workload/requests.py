@@ -1,0 +1,87 @@
+"""What is asked of a machine: requests, fine-tuning jobs, and their tokens; seeded, the same everywhere."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from coserve.core.request import SLO
+from coserve.workload.arrivals import poisson_times
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """A prompt, the tokens of its answer, and when it arrives: seconds after the load begins.
+
+    `slo` are its own bounds: what a scheduler may know, and what it is judged by.
+    """
+
+    at: float
+    prompt: Tokens
+    answer: int
+    adapter: str | None = None
+    slo: SLO = field(default_factory=SLO)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedJob:
+    """Fine-tuning that is asked for `at` seconds after the load begins, of a LoRA adapter of its own.
+
+    An optimizer step takes `batch` of the `examples`, which pass `epochs` times; `targets` are the ends of
+    the linears' names, None for all of them. A micro-batch is a whole mini-batch, of at most `rows` rows.
+    """
+
+    at: float
+    adapter: str
+    examples: tuple[Tokens, ...]
+    batch: int
+    rank: int = 8
+    targets: tuple[str, ...] | None = None
+    epochs: int = 1
+    rows: int = 2048
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Everything that is asked of a machine for `seconds`: requests, jobs, and the adapters that are there.
+
+    `served` are LoRA adapters (name, rank) that requests may name. `title` says in one line what it is and
+    whose, `scale` by how much it was changed to fit the machine.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    requests: tuple[TimedRequest, ...]
+    jobs: tuple[TimedJob, ...]
+    served: tuple[tuple[str, int], ...] = ()
+    scale: str = ""
+
+
+def fixed_prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[Tokens]:
+    """`count` prompts of `length` random tokens below `vocabulary`."""
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(vocabulary) for _ in range(length)) for _ in range(count)]
+
+
+def training_tokens(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[Tokens]:
+    """Training examples of these lengths, of random tokens below `vocabulary`."""
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(vocabulary) for _ in range(length)) for length in lengths]
+
+
+def poisson_requests(
+    rate: float,
+    seconds: float,
+    prompt: int,
+    answer: int,
+    vocabulary: int,
+    seed: int = 0,
+    slo: SLO = SLO(),
+) -> list[TimedRequest]:
+    """Requests of one shape (`prompt` tokens in, `answer` out) that arrive as `poisson_times` says."""
+    times = poisson_times(rate, seconds, seed)
+    prompts = fixed_prompts(len(times), prompt, vocabulary, seed + 1)
+    return [TimedRequest(at, tokens, answer, slo=slo) for at, tokens in zip(times, prompts, strict=True)]

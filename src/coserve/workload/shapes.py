@@ -1,0 +1,129 @@
+"""The models that are measured: their shapes, their weights from a seed, what their work costs at least.
+
+Importing this loads no torch; a model's configuration and its weights do.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, PreTrainedModel
+
+_BYTES = 2  # of a bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama in bfloat16 with untied embeddings and random weights."""
+
+    name: str
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    groups: int  # key-value heads
+    vocabulary: int
+    positions: int
+
+    @property
+    def config(self) -> "LlamaConfig":
+        """As transformers has it."""
+        import torch
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.groups,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.positions,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            dtype=torch.bfloat16,
+        )
+
+    def build(self) -> "PreTrainedModel":
+        """A fresh model; every call gives the same weights (seed 0) in storage of its own."""
+        import torch
+        from transformers import LlamaForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = LlamaForCausalLM._from_config(self.config, dtype=torch.bfloat16)
+        built: PreTrainedModel = model.eval()
+        return built
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the base, norms included."""
+        norms = (2 * self.layers + 1) * self.hidden
+        return self.layer_weights + 2 * self.head_weights + norms
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all linears in the decoder layers."""
+        kv = self.hidden * self.groups // self.heads
+        attention = 2 * self.hidden * (self.hidden + kv)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocabulary * self.hidden
+
+    def lora_weights(self, rank: int) -> int:
+        """Weights of an adapter of this rank beside every linear of the decoder layers."""
+        kv = self.hidden * self.groups // self.heads
+        square, narrow, wide = 2 * self.hidden, self.hidden + kv, self.hidden + self.intermediate
+        return self.layers * rank * (2 * square + 2 * narrow + 3 * wide)
+
+    def decode_bytes(self, sequences: int, context: int) -> int:
+        """Bytes one decode step must read: every linear once, and the keys and values of `context` tokens
+        for each of its sequences."""
+        cached = 2 * self.layers * self.hidden * self.groups // self.heads * context * sequences
+        return _BYTES * (self.layer_weights + self.head_weights + cached)
+
+    def prefill_flops(self, prompts: int, length: int) -> int:
+        """Operations to read prompts of `length` tokens; only their last rows pass the head."""
+        linears = prompts * (length * self.layer_weights + self.head_weights)
+        return 2 * linears + 2 * self._pairs(prompts, length)
+
+    def train_flops(self, examples: int, length: int, rank: int, recompute: bool) -> int:
+        """Operations of a training step: forward and the input gradients of every frozen weight, an
+        adapter's forward and both its gradients, and attention (two products there, five back). With
+        `recompute` the layers' forward runs twice."""
+        rows = examples * length
+        frozen = 2 * 2 * (self.layer_weights + self.head_weights)
+        again = 2 * self.layer_weights if recompute else 0
+        return rows * (frozen + again + 6 * self.lora_weights(rank)) + 7 * self._pairs(examples, length)
+
+    def _pairs(self, sequences: int, length: int) -> int:
+        """Operations of one product over all causal (row, earlier row) pairs, all layers and heads."""
+        return self.layers * self.hidden * sequences * length * (length + 1)
+
+
+_SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("255m", 1024, 16, 2816, 16, 8, 32000, 4096),
+        Shape("19m", 384, 8, 1024, 6, 3, 8192, 2048),
+        Shape("tiny", 64, 4, 176, 4, 2, 512, 1024),
+    )
+}
+
+
+def shape_names() -> tuple[str, ...]:
+    """Of all there are."""
+    return tuple(_SHAPES)
+
+
+def shape_named(name: str) -> Shape:
+    """The shape called `name`; ConfigError names those there are."""
+    if name not in _SHAPES:
+        raise ConfigError(f"there is no shape {name!r}; there are {', '.join(_SHAPES)}")
+    return _SHAPES[name]

@@ -1,0 +1,186 @@
+"""Recorded traces: read, scaled to fit a machine and a model, and parts of them replayed as a whole."""
+
+import csv
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from coserve.errors import ConfigError, DataError
+from coserve.workload.arrivals import check_positive
+
+_RISES = 1 / 3  # of FlexLLM's six minutes, the peak came after "around two"
+_PEAK = 1 / 6  # of a window, that its peak is judged over
+_STRIDE = 10.0  # recorded seconds between the windows that are tried
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """A request of a recorded trace: seconds since the first one, tokens in, tokens out."""
+
+    at: float
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTrace:
+    """A trace made to fit a machine, and by how much each of its dimensions was changed for that."""
+
+    rows: tuple[TraceRow, ...]
+    time_scale: float  # scaled seconds for each recorded one
+    prompt_scale: float
+    answer_scale: float
+
+    def describe(self) -> str:
+        """One line for the reader of a report."""
+        return (
+            f"{len(self.rows)} requests of the trace, gaps x {self.time_scale:.3g}, "
+            f"prompts x {self.prompt_scale:.3g}, answers x {self.answer_scale:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TracePart:
+    """Part of a trace replayed as a whole: which part, how much of it was kept, and how it was scaled."""
+
+    scaled: ScaledTrace
+    begin: float  # recorded seconds
+    recorded: float  # seconds from there on
+    kept: int  # requests
+    found: int
+
+    def arrivals(self) -> str:
+        """Whose arrivals these are, for the reader of a report."""
+        return (
+            f"seconds {self.begin:.0f} to {self.begin + self.recorded:.0f} of the trace, "
+            f"{self.kept} of its {self.found} requests drawn at random, time x {self.scaled.time_scale:.3g}"
+        )
+
+    def lengths(self) -> str:
+        """What became of the lengths."""
+        return f"prompts x {self.scaled.prompt_scale:.3g}, answers x {self.scaled.answer_scale:.3g}"
+
+
+def read_trace(path: str | Path) -> list[TraceRow]:
+    """An Azure LLM inference trace: columns TIMESTAMP, ContextTokens, GeneratedTokens, in order of time.
+
+    Raises DataError with file, line and what was expected.
+    """
+    rows: list[TraceRow] = []
+    first: datetime | None = None
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        for record in reader:
+            try:
+                # Seven decimals are more than a datetime has.
+                when = datetime.fromisoformat(record["TIMESTAMP"].strip()[:26])
+                prompt, answer = int(record["ContextTokens"]), int(record["GeneratedTokens"])
+            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"{path}, line {reader.line_num}: expected TIMESTAMP, ContextTokens and GeneratedTokens "
+                    f"(a time and two numbers), got {error}"
+                ) from error
+            first = when if first is None else first
+            rows.append(TraceRow((when - first).total_seconds(), prompt, answer))
+    if not rows:
+        raise DataError(f"{path}: expected a trace with at least one request, found none")
+    return sorted(rows, key=lambda row: row.at)
+
+
+def scale_trace(
+    trace: Sequence[TraceRow], rate: float, seconds: float, longest_prompt: int, longest_answer: int
+) -> ScaledTrace:
+    """The beginning of a trace at `rate` requests a second on average, for `seconds`.
+
+    Every gap is multiplied by one factor and every length by another, so that bursts and the shapes of
+    the distributions stay; lengths are never stretched, and none falls below one token. `longest_prompt`
+    and `longest_answer` are what the trace's longest ones become.
+    """
+    if not trace:
+        raise ConfigError("there is no trace to scale")
+    if not (rate > 0 and seconds > 0 and longest_prompt > 0 and longest_answer > 0):
+        raise ConfigError("a trace is scaled to a positive rate, duration and longest prompt and answer")
+    wanted = trace[: max(1, round(rate * seconds))]
+    span = wanted[-1].at
+    # The last of n arrivals comes, on average, n / (n + 1) of the way.
+    time_scale = seconds * len(wanted) / (len(wanted) + 1) / span if span > 0 else 1.0
+    return fit_trace(wanted, time_scale, longest_prompt, longest_answer)
+
+
+def fit_trace(
+    rows: Sequence[TraceRow], time_scale: float, longest_prompt: int, longest_answer: int
+) -> ScaledTrace:
+    """Rows with every instant multiplied by `time_scale`, and lengths so that the longest ones become those
+    given; none is stretched, and none falls below one token."""
+    prompt_scale = min(1.0, longest_prompt / max(1, *(row.prompt for row in rows)))
+    answer_scale = min(1.0, longest_answer / max(1, *(row.answer for row in rows)))
+    scaled = tuple(
+        TraceRow(row.at * time_scale, _scaled(row.prompt, prompt_scale), _scaled(row.answer, answer_scale))
+        for row in rows
+    )
+    return ScaledTrace(scaled, time_scale, prompt_scale, answer_scale)
+
+
+def rising_and_falling(trace: Sequence[TraceRow], length: float = 360.0) -> float:
+    """Where a window of `length` recorded seconds begins that looks like FlexLLM's (8.4): its arrivals rise
+    to a peak after a third of it and fall again.
+
+    Of all windows that fit, the one whose peak stands out most over its two ends.
+    """
+    check_positive(length=length)
+    times = [row.at for row in trace]
+    latest = times[-1] - length if times else -1.0
+    if latest < 0:
+        raise ConfigError(f"the trace is shorter than {length:g} s")
+    begins = [number * _STRIDE for number in range(int(latest / _STRIDE) + 1)]
+    return max(begins, key=lambda begin: _stands_out(times, begin, length))
+
+
+def segment(
+    trace: Sequence[TraceRow],
+    rate: float,
+    seconds: float,
+    *,
+    begin: float,
+    length: float,
+    longest_prompt: int,
+    longest_answer: int,
+    seed: int = 0,
+) -> TracePart:
+    """`length` recorded seconds of a trace from `begin` on, replayed in `seconds` at `rate` a second.
+
+    Time is pressed together and requests are left out at random, all with the same chance, so that arrivals
+    rise and fall as they did. Lengths are scaled as `scale_trace` does. ConfigError if there are too few.
+    """
+    check_positive(rate=rate, seconds=seconds, length=length)
+    check_positive(longest_prompt=longest_prompt, longest_answer=longest_answer)
+    found = [row for row in trace if begin <= row.at < begin + length]
+    wanted = max(1, round(rate * seconds))
+    if wanted > len(found):
+        raise ConfigError(
+            f"{wanted} requests are wanted, but seconds {begin:g} to {begin + length:g} of the trace have "
+            f"{len(found)}: choose a longer part or a lower rate"
+        )
+    drawn = sorted(random.Random(seed).sample(range(len(found)), wanted))
+    kept = [TraceRow(found[i].at - begin, found[i].prompt, found[i].answer) for i in drawn]
+    scaled = fit_trace(kept, seconds / length, longest_prompt, longest_answer)
+    return TracePart(scaled, begin, length, wanted, len(found))
+
+
+def _scaled(tokens: int, scale: float) -> int:
+    return max(1, round(tokens * scale))
+
+
+def _stands_out(times: Sequence[float], begin: float, length: float) -> float:
+    """Arrivals a second around the peak's place, less those at the busier end of the window."""
+    width = _PEAK * length
+    peak = begin + _RISES * length - width / 2
+    ends = _count(times, begin, width), _count(times, begin + length - width, width)
+    return (_count(times, peak, width) - max(ends)) / width
+
+
+def _count(times: Sequence[float], begin: float, width: float) -> int:
+    return bisect_left(times, begin + width) - bisect_left(times, begin)

@@ -1,0 +1,34 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coserve.errors import ConfigError
+from coserve_benchmarks.engine import run_engine
+from coserve_benchmarks.plans import load_plans, whole_journeys
+from coserve_benchmarks.report import draw, print_report
+from coserve_benchmarks.results import BARS
+
+
+def test_the_whole_table_on_a_tiny_shape(tmp_path: Path) -> None:
+    results = run_engine("tiny", quick=True, json_path=tmp_path / "bench.json", plans=tmp_path / "plans.json")
+    for key in BARS:
+        assert math.isfinite(results[key]) and results[key] > 0, key
+    assert set(results["bars"]) == set(results["met"]) == set(BARS)
+    assert results["floors"]["inference.ours"] > results["figures"]["inference.ours"]["value"]
+    assert json.loads((tmp_path / "bench.json").read_text())["figures"] == results["figures"]
+    assert whole_journeys(load_plans(tmp_path / "plans.json"))
+
+    console = Console(width=120, record=True)
+    print_report(results, console)
+    text = console.export_text()
+    assert all(key in text for key in BARS)
+    draw(results, tmp_path / "bench.svg")
+    assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+def test_unknown_groups_are_refused() -> None:
+    with pytest.raises(ConfigError, match="there are inference, finetune, blocking, coserve"):
+        run_engine("tiny", only=["speed"])

@@ -1,0 +1,78 @@
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from coserve.core.plan import Plan, Segment, StepResult
+from coserve.core.request import Request
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve_benchmarks.plans import (
+    RecordedSegment,
+    RecordedStep,
+    load_plans,
+    record_plans,
+    save_plans,
+    whole_journeys,
+)
+
+DEPTH = Span(0, 4)
+
+
+class FakeRunner:
+    def run(self, plan: Plan) -> StepResult:
+        return StepResult(0.001 * len(plan.training))
+
+
+def fake_engine() -> Any:
+    return SimpleNamespace(runner=FakeRunner())
+
+
+def there_and_back() -> list[Plan]:
+    batch = MicroBatch(7, "job-1", "mine@0", (5, 3), 4)
+    answer = Sequence(1, Request("r", (1, 2, 3)))
+    beside = (Segment(answer, 0, 3, Direction.INFER, DEPTH),)
+    return [
+        Plan(inference=beside, training=(Segment(batch, 0, 8, Direction.KEEP, Span(0, 2)),)),
+        Plan(inference=beside),
+        Plan(training=(Segment(batch, 0, 8, Direction.KEEP, Span(2, 4)),)),
+        Plan(training=(Segment(batch, 4, 4, Direction.BACKWARD, DEPTH),)),
+        Plan(training=(Segment(batch, 0, 4, Direction.BACKWARD, DEPTH),)),
+        Plan(updates=("job-1",)),
+    ]
+
+
+def recorded() -> list[RecordedStep]:
+    engine = fake_engine()
+    with record_plans(engine) as steps:
+        for plan in there_and_back():
+            engine.runner.run(plan)
+    return steps
+
+
+def test_steps_that_train_are_recorded() -> None:
+    steps = recorded()
+    assert [len(step.training) for step in steps] == [1, 1, 1, 1, 0]
+    assert steps[0] == RecordedStep(
+        3, (RecordedSegment("job-1", 7, (5, 3), 0, 8, Direction.KEEP, Span(0, 2)),), ()
+    )
+    assert steps[-1].updates == ("job-1",)
+
+
+def test_the_runner_answers_as_before_and_is_given_back() -> None:
+    engine = fake_engine()
+    with record_plans(engine):
+        assert engine.runner.run(there_and_back()[0]).seconds == 0.001
+        assert "run" in vars(engine.runner)
+    assert "run" not in vars(engine.runner)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    steps = recorded()
+    save_plans(steps, tmp_path / "plans.json")
+    assert load_plans(tmp_path / "plans.json") == steps
+
+
+def test_only_whole_journeys() -> None:
+    steps = recorded()
+    assert [s.direction for s in whole_journeys(steps)[7]] == [Direction.KEEP] * 2 + [Direction.BACKWARD] * 2
+    assert whole_journeys(steps[1:]) == {}
+    assert whole_journeys(steps[:3]) == {}
