@@ -198,6 +198,29 @@ def test_an_upload_that_has_no_room_is_refused_before_its_body(play: Play) -> No
     play(story, max_bytes_tenant=500_000)
 
 
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/adapters"])
+def test_an_upload_of_unknown_length_is_read_no_further_than_there_is_room(play: Play, path: str) -> None:
+    piece, sent = b"x" * 500_000, [0]
+    field = b"file" if path == "/v1/files" else b"weights"
+    form = b'--x\r\nContent-Disposition: form-data; name="' + field + b'"; filename="w"\r\n\r\n'
+
+    async def pieces() -> Any:
+        yield form
+        for _ in range(40):
+            sent[0] += len(piece)
+            yield piece
+            await asyncio.sleep(0)
+        yield b"\r\n--x--\r\n"
+
+    async def story(world: World) -> None:
+        headers = {"content-type": "multipart/form-data; boundary=x"}
+        answer = await world.http.post(path, content=pieces(), headers=headers)
+        assert (answer.status_code, told(answer)[0]) == (429, "quota_exceeded")
+        assert "DELETE /v1/files/ID" in told(answer)[1] and sent[0] < 6_000_000
+
+    play(story, max_bytes_tenant=3_000_000)
+
+
 def test_adapters_count_and_go_without_a_trace_where_there_is_no_room(play: Play, tmp_path: Any) -> None:
     folder, weights = tmp_path / "root" / "a", b"\x00" * 30_000
     folder.mkdir(parents=True)

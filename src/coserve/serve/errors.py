@@ -98,6 +98,14 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+class Refusal(HTTPException):
+    """An ApiError that is found out while a body is read: FastAPI makes a 400 of all others there."""
+
+    def __init__(self, told: ApiError) -> None:
+        super().__init__(told.status, told.message)
+        self.told = told
+
+
 def not_found(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The answer for what does not exist, and for what belongs to another tenant."""
     return ApiError(404, message, param=param, code=code)
@@ -141,6 +149,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error, Refusal):
+            return error.told.response()
         told = ApiError(error.status_code, str(error.detail), headers=error.headers)
         if error.status_code == 404:
             told.message, told.code = (

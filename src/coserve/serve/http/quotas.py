@@ -4,15 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Collection
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.errors import CoserveError
-from coserve.serve.errors import ApiError
+from coserve.serve.errors import ApiError, Refusal
 from coserve.serve.http.middleware import content_length
 from coserve.serve.http.rates import Rates
 from coserve.serve.store.files import FileStore
 
 _FORM_BYTES = 1024  # that a form has around its files
+_PIECE = 2**20  # bytes of a body of unknown length between two looks at its tenant's room
 
 
 class RequestRate:
@@ -33,8 +34,9 @@ class RequestRate:
 class UploadRoom:
     """Answers 429 to an upload that its tenant has no room for, those under way counted.
 
-    A body that does not tell its length counts as the largest for those that come after it. What is really
-    kept is checked once more when it is: a transaction cannot be raced past.
+    A body that does not tell its length counts as the largest for those that come after it, and is looked at
+    again with each `_PIECE` of it that has come. What is really kept is checked once more when it is: a
+    transaction cannot be raced past.
     """
 
     def __init__(self, app: ASGIApp, files: FileStore, paths: Collection[str], largest: int) -> None:
@@ -57,12 +59,31 @@ class UploadRoom:
             except CoserveError as error:
                 await ApiError.of(error).response()(scope, receive, send)
                 return
-            await self.app(scope, receive, send)
+            await self.app(scope, receive if told else self._counted(receive, tenant, size, number), send)
         finally:
             self._bytes[tenant] -= taken
             self._number[tenant] -= 1
             if not self._number[tenant]:
                 del self._number[tenant], self._bytes[tenant]
+
+    def _counted(self, receive: Receive, tenant: str, size: int, number: int) -> Receive:
+        """`receive` for a body of unknown length, behind `size` bytes under way: raises Refusal where the
+        tenant has no room for what has come of it."""
+        seen, checked = -_FORM_BYTES, 0
+
+        async def receive_counted() -> Message:
+            nonlocal seen, checked
+            received = await receive()
+            seen += len(received.get("body", b""))
+            if seen - checked >= _PIECE:
+                checked = seen
+                try:
+                    await self._files.check_room(tenant, size + seen, number)
+                except CoserveError as error:
+                    raise Refusal(ApiError.of(error)) from error
+            return received
+
+        return receive_counted
 
 
 def too_often(what: str, wait: float) -> ApiError:
