@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine
 
 from coserve.errors import ConfigError, ConflictError, StateError
+from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
+from coserve.serve.store.database import CACHE_KIB, READERS
 from coserve.serve.store.news import Mark
 from coserve.serve.store.records import Adapter, File, Job
 from coserve.serve.store.store import Store
@@ -98,6 +101,30 @@ def test_every_transaction_is_on_disk_when_it_ends(tmp_path: Path) -> None:
             return [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names]
 
         assert await store._database.write(settings) == ["wal", 2, 1]  # FULL is 2
+
+    run(tmp_path, story)
+
+
+def test_reading_a_large_database_keeps_little_of_it_in_memory(tmp_path: Path) -> None:
+    """Every connection has a cache of its own, which a server that has had a thousand jobs would fill."""
+    rows = 16_000  # of a KiB
+
+    async def story(store: Store) -> None:
+        database, everybody = store._database, threading.Barrier(READERS)
+
+        def fill(connection: Any) -> None:
+            connection.exec_driver_sql("CREATE TABLE large (value BLOB)")
+            connection.exec_driver_sql("INSERT INTO large VALUES (?)", [(bytes(1024),)] * rows)
+
+        def read(connection: Any) -> int:
+            everybody.wait(10)  # a connection each
+            return int(connection.exec_driver_sql("SELECT sum(length(value)) FROM large").scalar())
+
+        await database.write(fill)
+        before = resident_bytes()
+        read_by_all = await asyncio.gather(*(database.read(read) for _ in range(READERS)))
+        assert read_by_all == [rows * 1024] * READERS
+        assert resident_bytes() - before < READERS * CACHE_KIB * 1024 + 2 * 2**20
 
     run(tmp_path, story)
 
