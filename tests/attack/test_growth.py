@@ -1,0 +1,91 @@
+"""A thousand short jobs: what the server's processes hold in memory stays what it was after the first."""
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from coserve import tiny
+from coserve.bench.served import Served
+from coserve.memory.malloc import resident_bytes
+
+JOBS: Final = int(os.environ.get("COSERVE_GROWTH_JOBS", "1000"))
+SETTLED: Final = int(os.environ.get("COSERVE_GROWTH_SETTLED", "100"))  # jobs after which it is to be flat
+GROWTH: Final = 2 << 20  # bytes of a process, from then to the end
+EVERY: Final = 50  # jobs between two looks
+PATIENCE: Final = 300.0  # seconds that a job may take: only one that hangs does
+PATH: Final = "/v1/fine_tuning/jobs"
+EXAMPLES: Final = ({"prompt": f"{i} times {i}?", "completion": f" it is {i * i}"} for i in range(8))
+DATA: Final = "".join(json.dumps(example) + "\n" for example in EXAMPLES).encode()
+
+
+class Client:
+    """Has jobs done one after the other, asks what they trained, and deletes it."""
+
+    def __init__(self, served: Served, seed: int) -> None:
+        self._http = httpx.Client(base_url=served.url, timeout=60.0, trust_env=False)
+        self._name, self._draw = served.name, random.Random(seed)
+
+    def job(self, number: int) -> None:
+        draw = self._draw
+        file = self._post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("d.jsonl", DATA)})["id"]
+        peft = {"r": draw.randint(1, 8), "target_modules": draw.choice([["q_proj"], ["v_proj", "down_proj"]])}
+        body = {
+            "model": self._name, "training_file": file, "suffix": f"s{number}", "seed": number, "peft": peft,
+            "hyperparameters": {"n_epochs": 1, "batch_size": draw.choice([4, 8])},
+            "optimizer": {"keep": draw.choice(["inputs", "pruned"])},
+        }  # fmt: skip
+        id = self._post(PATH, json=body)["id"]
+        self._answer(self._name)
+        adapter = self._wait(id)
+        for _ in range(2):
+            self._answer(adapter)
+        for path in (f"/v1/models/{adapter}", f"/v1/files/{file}"):
+            self._http.delete(path).raise_for_status()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _answer(self, model: str) -> None:
+        self._post("/v1/completions", json={"model": model, "prompt": "3 times 3?", "max_tokens": 8})
+
+    def _wait(self, id: str) -> str:
+        """The adapter that a job has trained."""
+        end = time.monotonic() + PATIENCE
+        while (job := self._http.get(f"{PATH}/{id}").raise_for_status().json())["status"] != "succeeded":
+            assert job["status"] not in ("failed", "cancelled"), job
+            assert time.monotonic() < end, f"it hangs: {job}"
+            time.sleep(0.02)
+        return str(job["fine_tuned_model"])
+
+    def _post(self, path: str, **rest: Any) -> Any:
+        return self._http.post(path, **rest).raise_for_status().json()
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_many_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer shapes of products are remembered here than by default: these are full after a hundred jobs then,
+    and what grows later is no cache that fills."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "32")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settled: dict[str, int] = {}
+    with Served(tiny.path(), tmp_path, engine_cache_tokens=2048, engine_calibrate=False) as served:
+        served.wait_standby()
+        client, first = Client(served, seed=1), served.running
+        for number in range(1, JOBS + 1):
+            client.job(number)
+            if number % EVERY and number not in (SETTLED, JOBS):
+                continue
+            now = {"engine": resident_bytes(first.engine), "API": resident_bytes(first.api)}
+            settled = now if number <= SETTLED else settled
+            print(number, {name: f"{nbytes / 2**20:.1f} MiB" for name, nbytes in now.items()}, flush=True)
+        client.close()
+        assert (served.running.engine, served.running.api) == (first.engine, first.api), "none was replaced"
+    grown = {name: now[name] - settled[name] for name in now}
+    assert max(grown.values()) <= GROWTH, grown
