@@ -32,7 +32,6 @@ all of them at once, it ends the process, and what was under way is on probation
 (`serve.engine.probation`).
 """
 
-
 _BEGIN, _END = 900, 300  # characters of a text that is longer than both
 
 

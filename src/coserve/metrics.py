@@ -92,6 +92,12 @@ class Metrics:
         self.memory_peak = self._gauge(
             "memory_peak_bytes", "Most bytes in use so far, measured, above those before the model came."
         )
+        self.memory_imports = self._gauge(
+            "memory_imports_bytes", "What the engine's process held before the model came, beside the budget."
+        )
+        self.process_resident = self._gauge(
+            "process_resident_bytes", "Bytes of the server's processes in memory.", ("process",)
+        )
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Part of the cache in use; 1 is all.")
         self.prefix_cache_queries = Followed(
             self._counter("prefix_cache_queries", "Prompt tokens looked for in the cache.")

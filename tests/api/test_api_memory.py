@@ -183,6 +183,7 @@ def test_memory_is_among_the_figures(play: Play) -> None:
         world.state.link.stats = Stats(
             1, 0, 0, 0, 0.0, 0, 0, 0, 0, 8, 8, 0.1, 0, 0, 0, 0,
             memory={"base": 1000, "tapes": 250}, memory_budget=4096, memory_peak=1300,
+            memory_imports=700,
         )  # fmt: skip
         text = (await world.http.get("/metrics")).text
         for line in (
@@ -190,10 +191,12 @@ def test_memory_is_among_the_figures(play: Play) -> None:
             'coserve_memory_bytes{account="tapes"} 250.0',
             "coserve_memory_budget_bytes 4096.0",
             "coserve_memory_peak_bytes 1300.0",
+            "coserve_memory_imports_bytes 700.0",
+            'coserve_process_resident_bytes{process="api"} ',
         ):
             assert line in text
 
-    play(story)
+    play(story, engine={"hangs": True})  # it would say figures of its own
 
 
 def test_every_start_of_a_job_was_checked_first(play: Play) -> None:

@@ -105,7 +105,7 @@ def serve(
         ),
     ] = None,
     no_standby: Annotated[
-        bool, typer.Option("--no-standby", help="Keep no second engine waiting: saves some 300 MB.")
+        bool, typer.Option("--no-standby", help="Keep no second engine waiting: saves some 400 MB.")
     ] = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: Config = None,

@@ -20,9 +20,11 @@ from coserve.core.size import read_memory, show_size
 from coserve.engine.runner import LocalRunner
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.memory.budget import Capacity, budget_of, process_capacity
-from coserve.memory.compiled import bound_compiled_shapes
+from coserve.memory.compiled import BUILT_BYTES, bound_compiled_shapes
 from coserve.memory.ledger import Account, Bytes, Ledger
+from coserve.memory.malloc import resident_bytes, return_freed_memory
 from coserve.memory.measured import make_meter
+from coserve.model.base import Base
 from coserve.model.load import usable_device
 from coserve.schedule.config import SchedulerConfig
 from coserve.train.fitting import JobSize, settings_that_fit
@@ -31,6 +33,7 @@ from coserve.train.trainer import TrainingConfig
 
 _ADAPTERS: Final = "adapters"
 _STORED: Final = "stored adapters"  # those that lie on disk, too
+_LIBRARIES: Final = "libraries"
 _WALK: Final = "walk"  # what rows need on their way back, at a time
 
 
@@ -71,11 +74,18 @@ class Admission:
         device = usable_device(config.device)
         bound_compiled_shapes()
         self.meter = make_meter(device)
+        self.imports = resident_bytes()  # of the process so far: no budget counts it
+        self._grown = 0  # bytes that the process took on while its model was loaded, without the model's own
         self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
         self._limit = _limit_of(config, self.ledger.budget)
         self._stored: Stored | None = None
         self._waiting: deque[_Candidate] = deque()
         self._jobs: dict[str, JobSize] = {}
+
+    def loaded(self, base: Base) -> None:
+        """Gives back what loading took on top, and notes what stays beside the weights."""
+        return_freed_memory()
+        self._grown = max(resident_bytes() - self.imports - base.nbytes, 0)
 
     def open(self, runner: LocalRunner, config: SchedulerConfig, steps: Steps) -> None:
         """Enters what is there for good. Raises ConfigError where that is more than the budget."""
@@ -104,6 +114,22 @@ class Admission:
                     f"engine.memory ({show_size(self.ledger.budget)}) leaves beside model, cache and a step"
                 )
             self.ledger.reserve(asked)
+
+    def count_process(self) -> None:
+        """Counts what libraries took and will take beside the model, in a process that has nothing else to
+        do. What it holds beyond its imports stays within the budget then: freed memory that the C library
+        keeps goes back to the system where it would not. On a GPU none of this is in its memory. Raises
+        ConfigError where there is no room."""
+        if self._base.device.type != "cpu":
+            return
+        nbytes = self._grown + BUILT_BYTES
+        wanted = {_LIBRARIES: {Account.LIBRARIES: nbytes}}
+        if missing := self.ledger.missing(wanted):
+            raise ConfigError(
+                f"engine.memory: {show_size(self.ledger.budget)} are {show_size(missing)} too few beside "
+                f"model, cache and a step for what libraries take in this process ({show_size(nbytes)})"
+            )
+        self.ledger.reserve(wanted)
 
     # Jobs
 
@@ -215,6 +241,8 @@ class Admission:
         for job, run in self._runner.runs.items():
             for account, nbytes in run.held.items():
                 self.ledger.charge(_owner(job), account, nbytes)
+        if self.ledger.of(_LIBRARIES) and resident_bytes() > self.imports + self.ledger.budget:
+            return_freed_memory()
         return self.ledger.accounts()
 
     # Inside
@@ -247,7 +275,7 @@ class Admission:
 
     def _room(self) -> int:
         """Bytes that a job could have if it were alone, with no adapter loaded."""
-        fixed = self.ledger.of("pages") + self.ledger.of("steps")
+        fixed = sum(map(self.ledger.of, ("pages", "steps", _LIBRARIES)))
         return (
             self.ledger.budget - fixed - (self._limit or 0) - self._base.nbytes - self._base.nbytes_to_train
         )

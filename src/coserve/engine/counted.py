@@ -36,5 +36,6 @@ def count(engine: "Engine", pages: PagePool) -> Stats:
         memory={account.value: nbytes for account, nbytes in admission.audit().items()},
         memory_budget=admission.ledger.budget,
         memory_peak=admission.meter.peak(),
+        memory_imports=admission.imports,
         paging=engine.stored.stats(),
     )

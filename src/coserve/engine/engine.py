@@ -34,7 +34,7 @@ from coserve.engine.training import Asked, Training
 from coserve.errors import AdapterError, ConfigError, CoserveError, RequestError
 from coserve.jobs import datasets
 from coserve.memory.kv import KVPool
-from coserve.memory.malloc import keep_freed_memory, return_freed_memory
+from coserve.memory.malloc import keep_freed_memory
 from coserve.memory.pages import PagePool
 from coserve.memory.store import Int8Store, Store
 from coserve.model.grammar import Grammars
@@ -80,7 +80,7 @@ class Engine:
         self.admission = Admission(config)
         self.base = load_base(model, dtype, config.device, config.quantize)
         prove_training(self.base)
-        return_freed_memory()
+        self.admission.loaded(self.base)
         special = config.allow_special_tokens
         self.text = _text_of(model, special) if tokenizer is None else Text(tokenizer, special)
         self.bank = AdapterBank()

@@ -29,6 +29,7 @@ from safetensors.torch import load_file  # noqa: F401  # what loading would impo
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
+from coserve.core.size import show_size
 from coserve.engine.aside import Aside
 from coserve.engine.engine import Engine
 from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Item, Link, Opened, Received
@@ -63,6 +64,7 @@ def main(pipes: Supervised) -> None:
         started = time.monotonic()
         pipes.say(Status("loading"))
         engine = _load(start)
+        engine.admission.count_process()
         costs = _cost_file(start, engine)
         if start.config.calibrate:
             know_costs(engine, costs, lambda: pipes.say(Status("measuring", _MEASURING)))
@@ -76,7 +78,7 @@ def main(pipes: Supervised) -> None:
     engine.base.on_layer = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()
-    pipes.say(Status("ready", _describe(hello), seconds))
+    pipes.say(Status("ready", f"{_describe(hello)}; {_memory(engine)}", seconds))
     Loop(worker, inbox, pipes.beat).run()
     link.close()
     if costs is not None:
@@ -203,3 +205,9 @@ def _describe(hello: Hello) -> str:
     size = f"{hello.parameters / 1e6:.0f}M parameters"
     kept = hello.dtype if hello.quantize == "none" else f"{hello.dtype} over {hello.quantize} weights"
     return f"{size}, {kept} on {hello.device}, cache of {hello.cache_tokens} tokens"
+
+
+def _memory(engine: Engine) -> str:
+    """What the budget is, and what comes on top of it."""
+    admission = engine.admission
+    return f"{show_size(admission.ledger.budget)} of memory, beside {show_size(admission.imports)} of imports"

@@ -12,6 +12,10 @@ import os
 from typing import Final
 
 SHAPES: Final = 256
+# What a budget counts for these and for all else that libraries build as they work, such as traces of layers.
+# After 64 prompts of 64 lengths, calibration and checks of four jobs a process of the embedded model held
+# 127 MB that no account had.
+BUILT_BYTES: Final = 128 << 20
 _SETTINGS: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # oneDNN's own, and torch's
 
 

@@ -25,6 +25,7 @@ class Account(StrEnum):
     ADAPTERS = "adapters"  # versions that answers and training read
     OPTIMIZERS = "optimizers"  # master weights, their gradients, and AdamW's moments
     WORKSPACES = "workspaces"  # what a step needs while it runs
+    LIBRARIES = "libraries"  # code that libraries load with a model, and what they build for its shapes
 
 
 Bytes = Mapping[Account, int]

@@ -49,11 +49,14 @@ def return_freed_memory() -> bool:
     return bool(trim(0))
 
 
-def resident_bytes() -> int:
-    """Bytes of the process in memory; the most there ever were where the system tells no more."""
+def resident_bytes(pid: int | None = None) -> int:
+    """Bytes of this process in memory (the most there ever were where the system tells no more), or of
+    another one (0 where it is gone, or nobody tells)."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1])
     except OSError:
+        if pid is not None:
+            return 0
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else most * 1024
     return pages * resource.getpagesize()

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from coserve.errors import PromptTooLong
+from coserve.memory.compiled import BUILT_BYTES
+from coserve.memory.malloc import resident_bytes
 from coserve.model.load import load_base
 from coserve.plan.estimate import Estimate, estimated
 from coserve.plan.measure import measured
@@ -92,6 +94,7 @@ class Asked:
 def make_plan(subject: Subject, asked: Asked, tell: Tell = lambda _: None) -> dict[str, Any]:
     """The whole plan, ready for JSON. `tell` hears what is under way. Raises ModelError or AdapterError for
     what no engine could run, and ServerError where measuring fails."""
+    imports = resident_bytes()  # so far they are all that there is
     check(subject, asked.length)
     rows = list(plan_rows(subject, list(asked.programs()), asked.budget, asked.device, tell))
     return {
@@ -101,6 +104,8 @@ def make_plan(subject: Subject, asked: Asked, tell: Tell = lambda _: None) -> di
         "loss": asked.loss.value,
         "cache_tokens": asked.cache_tokens,
         "budget": asked.budget,
+        "built": BUILT_BYTES,
+        "imports": imports,
         "measure": next((row.how for row in rows if row.how), None),
         "error": worst(rows),
         "rows": [row.as_dict() for row in rows],

@@ -72,7 +72,7 @@ class ServerSettings:
     checkpoint_steps: int = 50  # optimizer steps between two checkpoints of a job
     slo: Mapping[str, SLO] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    standby: bool = True  # an imported engine waits: a restart is seconds faster, for some 300 MB
+    standby: bool = True  # an imported engine waits: a restart is seconds faster, for some 400 MB
     log_level: str = "info"  # or debug, warning, error
 
     def __post_init__(self) -> None:

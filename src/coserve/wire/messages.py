@@ -316,6 +316,7 @@ class Stats(Message, frozen=True):
     memory: dict[str, int] = {}  # bytes by account of the ledger
     memory_budget: int = 0
     memory_peak: int = 0  # most bytes in use so far, measured, above those before the model was loaded
+    memory_imports: int = 0  # bytes that the process held before that, beside the budget
     cost_margin: float = 0.0  # what is added to predicted times of steps that train, relative to them
     asked_tokens: int = 0  # of prompts that began to run
     found_tokens: int = 0  # of these, how many were in the cache

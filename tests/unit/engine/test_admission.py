@@ -6,9 +6,12 @@ import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.size import show_size
+from coserve.engine import admission
 from coserve.engine.handles import FineTuning
 from coserve.errors import AdapterNotFound, ConfigError, JobError, OutOfMemory
+from coserve.memory.compiled import BUILT_BYTES
 from coserve.memory.ledger import Account
+from coserve.memory.malloc import resident_bytes
 from coserve.train.example import Example
 from coserve.train.keep import Keep
 from models import tiny
@@ -204,3 +207,34 @@ def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: in
     assert sum(stats.memory.values()) == engine.admission.ledger.used
     assert all(stats.memory[name] > 0 for name in ("base", "pages", "tapes", "optimizers", "workspaces"))
     assert stats.memory_peak == engine.admission.meter.peak()
+
+
+def test_a_process_counts_what_libraries_take_beside_the_model(fixed: int) -> None:
+    """And a job that needs those bytes waits for others, or is refused, as with any bytes."""
+    engine = make_engine(fixed * 3 + 2 * BUILT_BYTES)
+    engine.admission._grown = 1000
+    room = engine.admission._room()
+    engine.admission.count_process()
+    assert engine.stats().memory["libraries"] == BUILT_BYTES + 1000
+    assert engine.admission._room() == room - BUILT_BYTES - 1000
+    assert engine.stats().memory_imports == engine.admission.imports > 0
+
+
+def test_a_budget_without_room_for_libraries_is_refused(fixed: int) -> None:
+    engine = make_engine(fixed * 3)
+    with pytest.raises(ConfigError, match=r"too few beside model, cache and a step for what libraries take"):
+        engine.admission.count_process()
+
+
+def test_freed_memory_goes_back_where_it_exceeds_the_budget(
+    fixed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, returned = make_engine(fixed + 2 * BUILT_BYTES), []
+    engine.admission.count_process()
+    monkeypatch.setattr(admission, "return_freed_memory", lambda: returned.append(True))
+    engine.admission.imports = resident_bytes()
+    engine.stats()
+    assert not returned
+    engine.admission.imports = resident_bytes() - engine.admission.ledger.budget - 1
+    engine.stats()
+    assert returned == [True]

@@ -1,14 +1,17 @@
 """`/health`, `/health/ready` and `/metrics`: for those who watch. Only the last one needs a key."""
 
+import os
 from typing import Literal
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from coserve.errors import EngineLost
+from coserve.memory.malloc import resident_bytes
 from coserve.metrics import CONTENT_TYPE
 from coserve.serve.engine.link import SILENT_SECONDS
 from coserve.serve.errors import ApiError, error_responses
+from coserve.serve.processes.claim import Running, find_running
 from coserve.serve.state import Shared, State
 from coserve.wire.child import SILENT_SECONDS as SUPERVISOR_SILENT_SECONDS
 
@@ -73,6 +76,13 @@ def _is_unsupervised(state: State) -> bool:
     return state.supervisor_silence() > SUPERVISOR_SILENT_SECONDS
 
 
+def _resident(state: State) -> dict[str, int]:
+    """Bytes in memory of each of the server's processes; 0 for one that is not ready."""
+    found = find_running(state.settings.state) or Running(0)
+    pids = {"supervisor": found.pid, "api": os.getpid(), "engine": found.engine, "standby": found.standby}
+    return {process: resident_bytes(pid) if pid else 0 for process, pid in pids.items()}
+
+
 def _gauge(state: State) -> None:
     """What is true now, rather than counted as it happens."""
     metrics, stats = state.metrics, state.link.stats
@@ -83,6 +93,8 @@ def _gauge(state: State) -> None:
     metrics.engine_connections.set(state.link.connections)
     if state.link.hello is not None:
         metrics.engine_load_seconds.set(state.link.hello.load_seconds)
+    for process, nbytes in _resident(state).items():
+        metrics.process_resident.labels(process).set(nbytes)
     if stats is None:
         return
     metrics.slo_met.reach(stats.slo_met)
@@ -95,6 +107,7 @@ def _gauge(state: State) -> None:
         metrics.memory_bytes.labels(account).set(nbytes)
     metrics.memory_budget.set(stats.memory_budget)
     metrics.memory_peak.set(stats.memory_peak)
+    metrics.memory_imports.set(stats.memory_imports)
     metrics.kv_cache_usage.set(1.0 - stats.free_pages / stats.pages if stats.pages else 0.0)
     metrics.prefix_cache_queries.reach(stats.asked_tokens)
     metrics.prefix_cache_hits.reach(stats.found_tokens)
