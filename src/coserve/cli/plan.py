@@ -190,7 +190,7 @@ def _print(results: dict[str, Any]) -> None:
     columns = ("", "by", "batch", *names, *(("measured", "error") * measured), "fits")
     print_table(columns, rows, "nothing to plan")
     budget, built, imports = (show_size(results[name]) for name in ("budget", "built", "imports"))
-    print(f"the budget is {budget}; a server sets {built} of it, and what libraries load, aside for these")
+    print(f"the budget is {budget}; a server sets {built} of it aside for what libraries build")
     print(f"beside it: {imports} of imports in the engine's process, and the same in its standby's")
     for row in results["rows"]:
         if row["refused"] and row["system"] == "coserve":
