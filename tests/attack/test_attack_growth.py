@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from coserve import tiny
-from coserve.bench.served import Served
+from coserve_benchmarks.served import Served
 from coserve.memory.malloc import resident_bytes
 
 JOBS: Final = int(os.environ.get("COSERVE_GROWTH_JOBS", "1000"))
