@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from coserve import tiny
-from coserve_benchmarks.served import Served
 from coserve.memory.malloc import resident_bytes
+from coserve_benchmarks.served import Served
 
 JOBS: Final = int(os.environ.get("COSERVE_GROWTH_JOBS", "1000"))
 SETTLED: Final = int(os.environ.get("COSERVE_GROWTH_SETTLED", "100"))  # jobs after which it is to be flat
