@@ -26,8 +26,6 @@ from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.plan import Plan, StepResult
-from coserve.core.sequence import MicroBatch
-from coserve.core.sequence import Sequence as Answer
 from coserve.engine.handles import Completion, FineTuning
 from coserve.train.example import Example
 from methods import SMALL, with_peft
@@ -145,10 +143,8 @@ class Mixture:
         run = self.engine.runner.run
 
         def watched(plan: Plan) -> StepResult:
-            sequences = [segment.sequence for segment in plan.inference]
-            answering = {s.request.adapter for s in sequences if isinstance(s, Answer)}
-            training = [segment.sequence for segment in plan.training]
-            self.steps.append((answering, {m.job for m in training if isinstance(m, MicroBatch)}))
+            answering = {segment.adapter for segment in plan.inference}
+            self.steps.append((answering, {segment.job for segment in plan.training}))
             return run(plan)
 
         self.engine.runner.run = watched  # type: ignore[method-assign]

@@ -19,8 +19,9 @@ from adapters import lora_adapter
 from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.lowrank import LoRABypass
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan
 from coserve.core.sequence import Direction, Span
+from coserve.schedule.segments import training_segment
 from coserve.train.example import Example, epochs
 from coserve.train.trainer import TrainingRun
 from models import linear_paths, lora_parameters, prompts, tiny, with_lora
@@ -140,7 +141,7 @@ class Passage:
         return self.micro_batch.length - sum(self.micro_batch.padding)
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:
-        segment = Segment(self.micro_batch, start, rows, direction, span)
+        segment = training_segment(self.micro_batch, start, rows, direction, span)
         self.runner.run(Plan(training=(segment,)))
 
     def forward(self, start: int, rows: int, span: Span) -> None:

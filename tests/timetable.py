@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from coserve.core.events import StepDone
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.memory.pages import PagePool
@@ -141,7 +141,7 @@ class World:
                 self._feed(event.job)
 
     def _write(self, now: float, plan: Plan) -> None:
-        jobs = {s.sequence.job for s in plan.training if isinstance(s.sequence, MicroBatch)} | {*plan.updates}
+        jobs = {s.job for s in plan.training} | {*plan.updates}
         iteration = ", ".join(f"{job} {self._steps[job]}" for job in sorted(jobs))
         if iteration and iteration != self._iteration:
             self._note(now, plan, f"train {' '.join(sorted(jobs))}")
@@ -153,19 +153,11 @@ class World:
             self._iteration = "" if plan.inference else iteration
 
     def _note(self, now: float, plan: Plan, *training: str) -> None:
-        decoding = [_name(segment) for segment in plan.inference if _decodes(segment)]
-        filling = [_name(segment) for segment in plan.inference if not _decodes(segment)]
+        by_key = {sequence.key: sequence.request for sequence in self.sequences.values()}
+        decoding, filling = [], []
+        for segment in plan.inference:
+            request = by_key[segment.key]
+            (decoding if segment.start >= len(request.prompt) else filling).append(request.id)
         parts = [f"decode {' '.join(decoding)}"] * bool(decoding)
         parts += [f"prefill {' '.join(filling)}"] * bool(filling)
         self.lines.append(f"{now:g} {', '.join([*parts, *training])}")
-
-
-def _name(segment: Segment) -> str:
-    assert isinstance(segment.sequence, Sequence)
-    return segment.sequence.request.id
-
-
-def _decodes(segment: Segment) -> bool:
-    """Whether the row is that of a token of the answer."""
-    assert isinstance(segment.sequence, Sequence)
-    return segment.start >= len(segment.sequence.request.prompt)

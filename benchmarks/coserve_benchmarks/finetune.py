@@ -3,7 +3,7 @@
 from functools import partial
 
 from coserve.core.plan import Plan
-from coserve.core.sequence import Direction, MicroBatch
+from coserve.core.sequence import Direction
 from coserve.engine.engine import Engine
 from coserve.train.keep import Keep
 from coserve_benchmarks.ours import Bench, batch_tokens, make_engine, seconds_of_steps, start_training
@@ -75,11 +75,10 @@ def _tape_bytes(engine: Engine, vocabulary: int) -> tuple[int, int]:
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            batch = segment.sequence
-            assert isinstance(batch, MicroBatch)
-            is_last = segment.start + segment.length == batch.length and segment.span.last == batch.layers
+            length = sum(engine.runner.runs[segment.job].lengths(segment.key))
+            is_last = segment.start + segment.length == length and segment.span.last == segment.layers
             if segment.direction is Direction.KEEP and is_last:
-                tape = engine.runner.runs[batch.job].tape(batch)
+                tape = engine.runner.runs[segment.job].tape(segment.key)
                 logits = sum(t.nbytes for t in tape.products.values() if t.shape[-1] == vocabulary)
                 found.append((tape.nbytes - logits, logits))
 

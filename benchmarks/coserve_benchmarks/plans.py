@@ -5,13 +5,13 @@ whole-sequence autograd.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from coserve.core.plan import Plan, StepResult
-from coserve.core.sequence import Direction, MicroBatch, Span
+from coserve.core.sequence import Direction, Span
 from coserve.engine.engine import Engine
 
 
@@ -60,9 +60,12 @@ def record_plans(engine: Engine) -> Iterator[list[RecordedStep]]:
     """Fills the list it gives with the training steps that the engine runs in here."""
     steps: list[RecordedStep] = []
 
+    lengths: dict[int, tuple[int, ...]] = {}
+
     def look(plan: Plan) -> None:
+        lengths.update({start.key: start.lengths for start in plan.micro_batches})
         if plan.training or plan.updates:
-            steps.append(_recorded(plan))
+            steps.append(_recorded(plan, lengths))
 
     with watch_plans(engine, look):
         yield steps
@@ -112,14 +115,13 @@ def _compact(step: RecordedStep) -> list[object]:
     return [step.inference, segments, step.updates]
 
 
-def _recorded(plan: Plan) -> RecordedStep:
-    training = []
-    for segment in plan.training:
-        batch = segment.sequence
-        assert isinstance(batch, MicroBatch), "training is for jobs"
-        what = segment.start, segment.length, segment.direction, segment.span
-        training.append(RecordedSegment(batch.job, batch.key, batch.lengths, *what))
-    return RecordedStep(sum(s.length for s in plan.inference), tuple(training), plan.updates)
+def _recorded(plan: Plan, lengths: Mapping[int, tuple[int, ...]]) -> RecordedStep:
+    training = tuple(
+        RecordedSegment(s.job, s.key, lengths[s.key], s.start, s.length, s.direction, s.span)
+        for s in plan.training
+        if s.key in lengths  # else it set out before the recording began
+    )
+    return RecordedStep(sum(s.length for s in plan.inference), training, plan.updates)
 
 
 def _is_whole(segments: list[RecordedSegment]) -> bool:

@@ -144,3 +144,11 @@ class ConflictError(CoserveError):
 
 class StateError(CoserveError):
     """The server's state folder or its database cannot be used; the text says why."""
+
+
+def error_named(kind: str, text: str) -> CoserveError:
+    """The error of class `kind` with this text, as another process told of it."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, CoserveError):
+        return found(text)
+    return CoserveError(f"{kind}: {text}")

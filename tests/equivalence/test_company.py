@@ -18,11 +18,12 @@ from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.returning import company
 from coserve.kernels.beside import Beside
+from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun, fresh_adapter
 from models import VOCABULARY, Exact, tiny
@@ -97,14 +98,14 @@ def begin(engine: Engine, name: str, job: Job) -> MicroBatch:
     return micro_batch
 
 
-def pieces(job: Job, batch: MicroBatch, direction: Direction) -> Iterator[Segment]:
+def pieces(job: Job, batch: MicroBatch, direction: Direction) -> Iterator[TrainingSegment]:
     """A job's segments one way, in their order."""
     parts = [(0, batch.length)]
     if job.cut is not None:
         parts = [(0, job.cut), (job.cut, batch.length - job.cut)]
     depth = batch.layers
     if direction is Direction.LOSS:
-        yield Segment(batch, 0, batch.length, direction, Span(depth, depth + 1))
+        yield training_segment(batch, 0, batch.length, direction, Span(depth, depth + 1))
         return
     spans = [Span(0, depth)]
     if direction is Direction.BACKWARD:
@@ -112,7 +113,7 @@ def pieces(job: Job, batch: MicroBatch, direction: Direction) -> Iterator[Segmen
         spans = [Span(0, depth)] if job.rests is None else [Span(job.rests, depth), Span(0, job.rests)]
     for start, rows in parts:
         for span in spans:
-            yield Segment(batch, start, rows, direction, span)
+            yield training_segment(batch, start, rows, direction, span)
 
 
 def travel(engine: Engine, jobs: dict[str, Job]) -> dict[str, dict[str, Tensor]]:

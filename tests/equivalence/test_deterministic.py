@@ -10,7 +10,7 @@ import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import Plan, StepResult, TokenLogprobs, Updated
-from coserve.core.sequence import Direction, MicroBatch
+from coserve.core.sequence import Direction
 from coserve.engine.handles import Completion, FineTuning
 from coserve.engine.runner import LocalRunner
 from coserve.errors import ConfigError, UnsupportedModel
@@ -195,8 +195,7 @@ class Watched:
 
     def run(self, plan: Plan) -> StepResult:
         for segment in plan.training:
-            assert isinstance(segment.sequence, MicroBatch)
-            if segment.sequence.job == self.job:
+            if segment.job == self.job:
                 self.spans.append((segment.direction, len(segment.span)))
         return self.run_plan(plan)
 

@@ -3,15 +3,17 @@
 import gc
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.schedule.segments import inference_plan, training_segment
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun, fresh_adapter
 from models import prompts, tiny
@@ -37,21 +39,21 @@ class Fused:
         self.keys = itertools.count(1)
         (self.micro_batch,) = self.run.next_step(self.keys)
 
-    def window(self, direction: Direction) -> Segment:
+    def window(self, direction: Direction) -> TrainingSegment:
         assert isinstance(self.micro_batch, MicroBatch)
-        return Segment(self.micro_batch, 0, ROWS, direction, Span(0, self.depth))
+        return training_segment(self.micro_batch, 0, ROWS, direction, Span(0, self.depth))
 
-    def prompts(self, count: int, length: int) -> tuple[Segment, ...]:
-        """`count` prompts of `length` tokens, for the base and the adapter in turn."""
+    def prompts(self, count: int, length: int) -> Plan:
+        """A step of `count` prompts of `length` tokens, for the base and the adapter in turn."""
         draws = random.Random("beside")
-        segments = []
+        rows = []
         for i in range(count):
             adapter = self.run.current.key if i % 2 else None
             request = Request(f"r{i}", tuple(prompts(draws, [length])[0]), SamplingParams(seed=0), adapter)
             pages = list(range(i * PAGES, (i + 1) * PAGES))
             answer = Sequence(next(self.keys), request, pages=pages)
-            segments.append(Segment(answer, 0, length, Direction.INFER, Span(0, self.depth)))
-        return tuple(segments)
+            rows.append((answer, 0, length))
+        return inference_plan(rows)
 
 
 def live_bytes() -> int:
@@ -69,11 +71,11 @@ def kept_beside(keep: Keep, count: int, length: int) -> tuple[int, int]:
     """(bytes that came to stay, bytes the job says it holds) after one fused forward."""
     fused = Fused(keep)
     warm = fused.prompts(1, 4)  # what a first run of any kind leaves in caches is not the tape's
-    fused.runner.run(Plan(inference=warm))
-    fused.runner.run(Plan(released=(warm[0].sequence.key,)))
+    fused.runner.run(warm)
+    fused.runner.run(Plan(released=(warm.sequences[0].key,)))
     inference = fused.prompts(count, length)
     before = live_bytes()
-    fused.runner.run(Plan(inference=inference, training=(fused.window(Direction.KEEP),)))
+    fused.runner.run(replace(inference, training=(fused.window(Direction.KEEP),)))
     return live_bytes() - before, fused.run.nbytes
 
 
@@ -102,11 +104,11 @@ def test_the_fused_forward_has_no_graph(keep: Keep) -> None:
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        fused.runner.run(Plan(inference=fused.prompts(4, 20), training=(fused.window(Direction.KEEP),)))
+        fused.runner.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.KEEP),)))
         assert not saved
-        tape = fused.run.tape(fused.micro_batch)
+        tape = fused.run.tape(fused.micro_batch.key)
         assert not tape.output(tape.window(0, tape.rows)).requires_grad
-        fused.runner.run(Plan(inference=fused.prompts(4, 20), training=(fused.window(Direction.BACKWARD),)))
+        fused.runner.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.BACKWARD),)))
         assert saved
 
 
@@ -114,7 +116,7 @@ def test_a_window_that_is_through_leaves_no_tape() -> None:
     fused = Fused(Keep.EVERYTHING)
     fused.runner.run(Plan(training=(fused.window(Direction.KEEP),)))
     before = fused.run.nbytes
-    tape = fused.run.tape(fused.micro_batch).nbytes
+    tape = fused.run.tape(fused.micro_batch.key).nbytes
     assert 0 < tape < before
     fused.runner.run(Plan(training=(fused.window(Direction.BACKWARD),)))
     gradients = sum(

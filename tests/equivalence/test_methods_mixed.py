@@ -16,8 +16,7 @@ from coserve.adapters import abreast
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
-from coserve.core.plan import Segment
-from coserve.core.sequence import Sequence as Answer
+from coserve.core.plan import InferenceSegment
 from coserve.engine.runner import LocalRunner
 from coserve.engine.table import Chunk, SequenceTable
 from coserve.kernels import beside, lora
@@ -171,10 +170,9 @@ def dropped_offset(patch: pytest.MonkeyPatch) -> None:
     """Tokens of a prompt stand at the positions that they would have without the adapter's virtual ones."""
     prefill = SequenceTable.prefill
 
-    def from_zero(self: SequenceTable, segment: Segment, row: Tensor) -> Chunk:
+    def from_zero(self: SequenceTable, segment: InferenceSegment, row: Tensor) -> Chunk:
         chunk = prefill(self, segment, row)
-        assert isinstance(segment.sequence, Answer)
-        return replace(chunk, positions=chunk.positions - segment.sequence.virtual)
+        return replace(chunk, positions=chunk.positions - (segment.context - segment.start))
 
     patch.setattr(SequenceTable, "prefill", from_zero)
 

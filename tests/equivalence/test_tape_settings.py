@@ -134,7 +134,7 @@ def test_a_budget_is_kept_and_spent() -> None:
     held = []
     for budget in (1, least, least + ROWS * 1000, least + ROWS * 4000, 1 << 30):
         passage = Passage(case, budget)
-        tape = passage.run.tape(passage.micro_batch)
+        tape = passage.run.tape(passage.micro_batch.key)
         passage.forward(0, passage.rows, Span(0, case.depth))
         assert tape.nbytes == least - owed + ROWS * passage.run.fates.nbytes
         assert tape.nbytes + owed <= max(budget, least)

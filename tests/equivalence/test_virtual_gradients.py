@@ -23,8 +23,9 @@ from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.virtual import embedding_of
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan
 from coserve.core.sequence import Direction, Span
+from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun
 from models import Exact, lora_parameters, prompts, tiny, with_lora
@@ -133,7 +134,7 @@ class Passage:
         (self.micro_batch,) = run.next_step(itertools.count(1))
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:
-        segment = Segment(self.micro_batch, start, rows, direction, span)
+        segment = training_segment(self.micro_batch, start, rows, direction, span)
         self.case.engine.runner.run(Plan(training=(segment,)))
 
     def travel(self, there: int, back: int, draws: random.Random | None) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.core.events import Event, Finished, StepDone, TokenEvent
+from coserve.core.plan import Plan, StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import OutOfPages
@@ -16,6 +17,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.fake import FakeRunner, next_token, virtual_tokens
 from coserve.schedule.policies import POLICIES, make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
 
 DEPTH, PAGE, VOCABULARY, EOS = 3, 3, 13, 2
 OPTIMIZER_STEPS = 2
@@ -78,6 +80,18 @@ def answer_alone(request: Request) -> list[int]:
     return output
 
 
+class AcrossBytes(FakeRunner):
+    """As one in another process: it sees of a plan what bytes hold, and the scheduler so of its result."""
+
+    def run(self, plan: Plan) -> StepResult:
+        copy = decode_plan(encode_plan(plan))
+        assert copy == plan
+        result = super().run(copy)
+        copied = decode_result(encode_result(result))
+        assert copied == result
+        return copied
+
+
 class World:
     """One run: does what it is told, follows every job for a few optimizer steps, and remembers."""
 
@@ -98,7 +112,7 @@ class World:
         )
         self.pool = PagePool(pages, PAGE)
         self.it = Scheduler(config, self.pool, CostModel(), make_policy(policy))
-        self.runner = FakeRunner(PAGE, vocabulary=VOCABULARY)
+        self.runner = AcrossBytes(PAGE, vocabulary=VOCABULARY)
         self.sequences: list[Sequence] = []
         self.events: dict[int, list[Event]] = {}
         self.jobs: dict[str, list[list[int]]] = {}
@@ -297,6 +311,5 @@ def test_the_same_script_gives_the_same_plans(policy: str, burst: Script, script
         for name, argument in burst + script:
             getattr(world, name)(argument)
         world.drain()
-        plans = [(*plan.inference, *plan.training) for plan in world.runner.plans]
-        runs.append([[(s.sequence.key, s.start, s.length, s.span) for s in plan] for plan in plans])
+        runs.append(world.runner.plans)
     assert runs[0] == runs[1]

@@ -67,7 +67,7 @@ def test_who_arrives_waits_at_most_one_quantum() -> None:
             world.step()
         sequence = world.submit(SLO(first_token=0.0), arrival=before + 1e-6)
         plan = world.step()
-        assert [segment.sequence for segment in plan.inference] == [sequence]
+        assert [segment.key for segment in plan.inference] == [sequence.key]
         assert sequence.first_token_at is not None and not plan.training
         assert sequence.first_token_at - before <= world.config.quantum + plan.predicted + 1e-9
 
@@ -181,9 +181,9 @@ def test_small_windows_of_one_job_do_not_starve_a_large_one_of_another() -> None
     lying, times = list(large.put_down), []
     for _ in range(150):
         plan = world.step()
-        if any(segment.sequence is large for segment in plan.training):
+        if any(segment.key == large.key for segment in plan.training):
             times.append(world.runner.now)
-    assert {segment.sequence for plan in world.runner.plans[-150:] for segment in plan.training} > {large}
+    assert {segment.key for plan in world.runner.plans[-150:] for segment in plan.training} > {large.key}
     assert large.put_down != lying or large.done
     assert max(b - a for a, b in pairwise(times)) <= 0.2 + 0.1
 

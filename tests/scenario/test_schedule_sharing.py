@@ -40,8 +40,7 @@ def rows_by_job(plans: list[Plan]) -> dict[str, float]:
     rows: dict[str, float] = {}
     for plan in plans:
         for segment in plan.training:
-            assert isinstance(segment.sequence, MicroBatch)
-            job = segment.sequence.job
+            job = segment.job
             rows[job] = rows.get(job, 0.0) + segment.length * len(segment.span) / DEPTH
     return rows
 
@@ -80,7 +79,7 @@ def test_jobs_may_share_a_step_in_both_directions() -> None:
     keep_training(it, runner, 3.0, jobs)
     ways = [[segment.direction for segment in plan.training] for plan in runner.plans]
     assert any({Direction.KEEP, Direction.BACKWARD} <= set(one) for one in ways)
-    assert any(len({segment.sequence.job for segment in plan.training}) == 2 for plan in runner.plans)  # type: ignore[union-attr]
+    assert any(len({segment.job for segment in plan.training}) == 2 for plan in runner.plans)
 
 
 def test_time_slices_are_whole_mini_batches_alone() -> None:
@@ -108,13 +107,13 @@ def test_time_slices_are_whole_mini_batches_alone() -> None:
         (name,) = update.updates
         assert not update.training and not any(plan.updates for plan in passes)
         trained.append(name)
-        batches = [segment.sequence for segment in passes[0].training]
+        batches = [segment.key for segment in passes[0].training]
         assert len(batches) == jobs[name][2]
         for plan, way in zip(passes, ways, strict=True):
-            assert [segment.sequence for segment in plan.training] == batches
+            assert [segment.key for segment in plan.training] == batches
             for segment in plan.training:
-                assert isinstance(segment.sequence, MicroBatch) and segment.sequence.job == name
-                assert segment.direction is way and segment.length == segment.sequence.length == jobs[name][1]
+                assert segment.job == name
+                assert segment.direction is way and segment.length == jobs[name][1]
                 assert way is Direction.LOSS or len(segment.span) == DEPTH
     assert {*trained} == {"a", "b"}
     assert slices == [n for first in slices[::4] for n in range(first, first + 4)]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Final
 
 from coserve.core.plan import Plan
-from coserve.core.sequence import Direction, MicroBatch
+from coserve.core.sequence import Direction
 from coserve.engine.engine import Engine
 from coserve.memory.ledger import Account
 from coserve.train.keep import Keep, KeepSetting
@@ -103,13 +103,12 @@ def held_bytes(engine: Engine) -> Held:
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            batch = segment.sequence
-            assert isinstance(batch, MicroBatch)
-            run = engine.runner.runs[batch.job]
+            run = engine.runner.runs[segment.job]
             peak.append(run.held[Account.TAPES])  # none where the micro-batch is through
-            is_last = segment.start + segment.length == batch.length and segment.span.last == batch.layers
+            length = sum(run.lengths(segment.key))
+            is_last = segment.start + segment.length == length and segment.span.last == segment.layers
             if segment.direction is Direction.KEEP and is_last:
-                border.append(run.tape(batch).nbytes)
+                border.append(run.tape(segment.key).nbytes)
 
     with watch_plans(engine, look):
         seconds_of_steps(engine)

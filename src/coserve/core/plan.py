@@ -4,24 +4,79 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.core.request import SamplingParams
+from coserve.core.sequence import Direction, Span
 from coserve.errors import CoserveError
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """What one step does for one sequence: `length` rows from `start`, through the layers of `span`.
+class SequenceStart:
+    """What a runner has to know, once, of a sequence that it holds no state of.
 
-    Decode is an INFER segment of length 1, prefill one of length N; training is KEEP segments, later LOSS
-    ones and then BACKWARD ones. INFER segments always span the whole model; LOSS ones span the tail, which
-    counts as the layer after the last.
+    `output` are the tokens of the answer that are known already. Its block table begins with `shared` pages
+    that it only reads; they and the beginning of its first own page hold the `virtual` tokens of its adapter
+    version and the first `computed` of its own. That beginning is a copy of page `template`, or is that very
+    page. Only sequences of one `scope` share pages with their own tokens.
     """
 
-    sequence: Sequence | MicroBatch
+    key: int
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: str | None = None
+    virtual: int = 0
+    computed: int = 0
+    shared: int = 0
+    template: int | None = None
+    scope: str | None = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceSegment:
+    """Rows of one sequence through the whole model: one for decode, many for prefill.
+
+    They are its own tokens `start` to `start + length` and attend to the `context` positions before them,
+    virtual ones included. `tail_rows` of them pass the final norm and the head: the one that is sampled, and
+    those whose log-probabilities are asked for. `new_pages` are appended to the sequence's block table.
+    """
+
+    key: int
     start: int
     length: int
+    context: int
+    tail_rows: int
+    adapter: str | None = None
+    new_pages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchStart:
+    """What a runner that does not pack training examples itself has to know, once, of a micro-batch: the rows
+    of its examples (those of the adapter's prompt first, padding last), and the depth of the model."""
+
+    key: int
+    job: str
+    lengths: tuple[int, ...]
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSegment:
+    """A window of one micro-batch through the layers of `span`, of the model's `layers`.
+
+    Rows `start` to `start + length`; they attend to `pairs` (row, earlier row) pairs. A micro-batch has
+    KEEP segments, later LOSS ones, which span the tail (the layer after the last), then BACKWARD ones.
+    """
+
+    key: int
+    job: str
+    adapter: str
+    start: int
+    length: int
+    pairs: int
     direction: Direction
     span: Span
+    layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +98,15 @@ class Lane:
     """What runs on a `share` (up to 1) of the machine, in one pass over the weights."""
 
     share: float
-    inference: tuple[Segment, ...]
-    training: tuple[Segment, ...]
+    inference: tuple[InferenceSegment, ...]
+    training: tuple[TrainingSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step's work.
+    """One step's work: ids, token ids, pages and spans, nothing that changes or is shared with the scheduler.
 
+    `sequences` and `micro_batches` are those that this plan is the first to name.
     `prefixes` have got their pages just now and are filled before any sequence is looked at.
     `updates` are jobs whose optimizer steps after the segments have run; `released` are keys of sequences
     and micro-batches that ended since the last plan, whose device state the runner drops before anything
@@ -60,14 +116,16 @@ class Plan:
     `pause` is how long nothing runs although somebody waits, seconds.
     """
 
-    inference: tuple[Segment, ...] = ()
-    training: tuple[Segment, ...] = ()
+    inference: tuple[InferenceSegment, ...] = ()
+    training: tuple[TrainingSegment, ...] = ()
     updates: tuple[str, ...] = ()
     released: tuple[int, ...] = ()
     predicted: float = 0.0
     prefixes: tuple[Prefix, ...] = ()
     split: float | None = None
     pause: float = 0.0
+    sequences: tuple[SequenceStart, ...] = ()
+    micro_batches: tuple[MicroBatchStart, ...] = ()
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -131,7 +189,7 @@ class StepResult:
     sampled: Mapping[int, Sampled] = field(default_factory=dict)
     updated: Mapping[str, Updated] = field(default_factory=dict)
     failed: Mapping[str, CoserveError] = field(default_factory=dict)
-    trained: tuple[Segment, ...] | None = None
+    trained: tuple[TrainingSegment, ...] | None = None
     lanes: tuple[float, float] = (0.0, 0.0)
 
 

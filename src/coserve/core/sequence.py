@@ -53,6 +53,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     shared: int = 0
     template: int | None = None
+    told: int | None = None  # of its pages, those the runner knows; None where it holds no state of it
     named: int = 0  # pages, from the first on, that are full
     names: list[bytes] = field(default_factory=list)  # of full pages with tokens of its own, if worked out
     cached: int | None = None  # tokens of the prompt that were found when it first ran
@@ -146,6 +147,7 @@ class MicroBatch:
     frontier: int = 0
     put_down: list[PutDown] = field(default_factory=list)
     done: bool = False
+    told: bool = False  # whether a plan has named it
 
     @property
     def length(self) -> int:

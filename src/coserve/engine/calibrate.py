@@ -9,11 +9,12 @@ from statistics import median
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.grid import COARSE
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
-from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.core.sequence import MicroBatch, Sequence
 from coserve.engine.runner import LocalRunner
 from coserve.schedule.cost import Features
+from coserve.schedule.segments import inference_plan, training_segment
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
 
@@ -92,14 +93,14 @@ class _Probe:
 
 
 @contextmanager
-def _next_half(micro_batch: MicroBatch, rows: int) -> Iterator[Segment]:
+def _next_half(micro_batch: MicroBatch, rows: int) -> Iterator[TrainingSegment]:
     """The next half of the layers, or the tail; done when left."""
     span = micro_batch.next_span(micro_batch.layers // 2)
-    yield Segment(micro_batch, 0, rows, micro_batch.direction, span)
+    yield training_segment(micro_batch, 0, rows, micro_batch.direction, span)
     micro_batch.advance(0, rows, span)
 
 
-def _beside(probe: _Probe, window: Segment) -> tuple[list[float], float]:
+def _beside(probe: _Probe, window: TrainingSegment) -> tuple[list[float], float]:
     """Seconds of each decode step beside a window, and of the window; zeros where nothing is beside."""
     with _decoding(probe) as steps:
         result = probe.runner.run(replace(next(steps), training=(window,), split=0.5))
@@ -117,21 +118,19 @@ def _decoding(probe: _Probe) -> Iterator[Iterator[Plan]]:
     batch, context, _ = _BESIDE
     needed = -(-(context + _STEPS) // probe.page_size)
     answers = [probe.sequence(context, 1, i * needed, room=_STEPS) for i in range(batch)]
-    yield (_next_tokens(probe, answers) for _ in range(_STEPS))
+    yield (_next_tokens(answers) for _ in range(_STEPS))
     probe.runner.run(Plan(released=tuple(answer.key for answer in answers)))
 
 
-def _next_tokens(probe: _Probe, answers: list[Sequence]) -> Plan:
+def _next_tokens(answers: list[Sequence]) -> Plan:
     """A row of each, which counts as answered."""
-    depth = Span(0, probe.runner.base.depth)
-    rows = tuple(Segment(answer, answer.length - 1, 1, Direction.INFER, depth) for answer in answers)
+    plan = inference_plan((answer, answer.length - 1, 1) for answer in answers)
     for answer in answers:
         answer.output.append(0)
-    return Plan(inference=rows)
+    return plan
 
 
 def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
-    depth = Span(0, probe.runner.base.depth)
     for batch, context in (*_DECODE, *_PREFILL):
         pages = -(-(context + 1) // probe.page_size)
         if batch * pages * probe.page_size > limit or batch > probe.runner.table.capacity:
@@ -139,8 +138,7 @@ def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
         answered = 1 if (batch, context) in _DECODE else 0
         answers = [probe.sequence(context, answered, i * pages) for i in range(batch)]
         start, rows = (context - 1, 1) if answered else (0, context)
-        segments = tuple(Segment(a, start, rows, Direction.INFER, depth) for a in answers)
-        yield probe.run(Plan(inference=segments))
+        yield probe.run(inference_plan((answer, start, rows) for answer in answers))
         probe.runner.run(Plan(released=tuple(a.key for a in answers)))
 
 
@@ -173,11 +171,11 @@ def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int
     """One window forward in two spans, the first beside a decoding sequence, the tail, and back in two."""
     answer = probe.sequence(64, 1, 0)
     depth = probe.runner.base.depth
-    inference: tuple[Segment, ...] = (Segment(answer, 63, 1, Direction.INFER, Span(0, depth)),)
+    inference = inference_plan([(answer, 63, 1)])
     while not micro_batch.done:
         span = micro_batch.next_span(depth if micro_batch.is_put_down else half)
-        segment = Segment(micro_batch, 0, rows, micro_batch.direction, span)
-        yield probe.run(Plan(inference=inference, training=(segment,)))
+        window = training_segment(micro_batch, 0, rows, micro_batch.direction, span)
+        yield probe.run(replace(inference, training=(window,)))
         micro_batch.advance(0, rows, span)
-        inference = ()
+        inference = Plan()
     probe.runner.run(Plan(released=(answer.key,)))

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
-from coserve.core.plan import Lane, Plan, Sampled, Segment, StepResult, TokenLogprobs
+from coserve.core.plan import InferenceSegment, Lane, Plan, Sampled, StepResult, TokenLogprobs
 from coserve.core.sequence import Direction
-from coserve.core.sequence import Sequence as Answer
-from coserve.engine.runner import Inference, LocalRunner, Travel, answer_of
+from coserve.engine.runner import Inference, LocalRunner, Travel
 from coserve.engine.table import SequenceTable
 from coserve.memory.kv import KVPool, PrefillRows
 from coserve.model import fixed
@@ -54,13 +53,12 @@ class DeterministicRunner(LocalRunner):
                 self._keep_alone(segment)
         return found
 
-    def _inference_rows(self, segments: Sequence[Segment]) -> Inference:
-        answers = [answer_of(segment) for segment in segments]
-        rows = self.table.admit(answers)
+    def _inference_rows(self, segments: Sequence[InferenceSegment]) -> Inference:
+        rows = self.table.admit(segments)
         chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
         tokens = torch.cat([chunk.tokens for chunk in chunks])
         counts = [segment.length for segment in segments]
-        adapters = self._adapters(answers, counts)
+        adapters = self._adapters(segments, counts)
         early = [ranged for ranged in adapters if ranged[1].touches(self.base.early_sites)]
         positions = torch.cat([chunk.positions for chunk in chunks])
         hidden, calls = fixed.embed(self.base, tokens, positions, early)
@@ -100,21 +98,23 @@ class DeterministicRunner(LocalRunner):
         return [token_logprobs(row, token, most).rows()[0] for row, token in pairs]
 
     def _logprobs(
-        self, logits: Tensor, tokens: Tensor, answers: Sequence[Answer]
+        self, logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
     ) -> list[TokenLogprobs | None]:
-        rows = zip(torch.split(logits, 1), torch.split(tokens, 1), answers, strict=True)
-        return [super(DeterministicRunner, self)._logprobs(r, t, [a])[0] for r, t, a in rows]
+        rows = zip(torch.split(logits, 1), torch.split(tokens, 1), wanted, strict=True)
+        return [super(DeterministicRunner, self)._logprobs(r, t, [w])[0] for r, t, w in rows]
 
 
-def _groups(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegment]]:
     """Segments of at most `ROWS` rows together, cut where a group is full; an adapter's rows lie together."""
-    group: list[Segment] = []
+    group: list[InferenceSegment] = []
     left = ROWS
-    for segment in sorted(segments, key=lambda s: answer_of(s).request.adapter or ""):
+    for segment in sorted(segments, key=lambda s: s.adapter or ""):
         start, end = segment.start, segment.start + segment.length
         while start < end:
             rows = min(end - start, left)
-            group.append(replace(segment, start=start, length=rows))
+            context = segment.context + start - segment.start
+            pages = segment.new_pages if start == segment.start else ()
+            group.append(replace(segment, start=start, length=rows, context=context, new_pages=pages))
             start, left = start + rows, left - rows
             if not left:
                 yield group

@@ -17,9 +17,18 @@ from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.stacks import Stacks
 from coserve.core.grid import on_grid
-from coserve.core.plan import Lane, Plan, Prefix, Sampled, Segment, StepResult, TokenLogprobs, Updated
-from coserve.core.sequence import Direction, MicroBatch
-from coserve.core.sequence import Sequence as Answer
+from coserve.core.plan import (
+    InferenceSegment,
+    Lane,
+    Plan,
+    Prefix,
+    Sampled,
+    StepResult,
+    TokenLogprobs,
+    TrainingSegment,
+    Updated,
+)
+from coserve.core.sequence import Direction
 from coserve.engine import returning
 from coserve.engine.lanes import Lanes
 from coserve.engine.shortage import Shortages
@@ -46,7 +55,7 @@ _NAP: Final = 0.001  # seconds; a pause is cut into so many, for whoever arrives
 class Travel:
     """A kept window on its way forward in this step."""
 
-    segment: Segment
+    segment: TrainingSegment
     tape: Tape
     window: Window
     bypasses: Bypasses
@@ -58,7 +67,7 @@ class Inference:
     """This step's inference rows, segment by segment; `hidden` [1, rows, width] travels with them."""
 
     part: Part
-    segments: Sequence[Segment]
+    segments: Sequence[InferenceSegment]
     rows: Tensor  # of each segment in the sequence table
     counts: Sequence[int]  # of rows each segment has here
     hidden: Tensor
@@ -78,8 +87,8 @@ class LocalRunner:
         self.runs: dict[str, TrainingRun] = {}
         self._lanes = Lanes(base.device)
         self._beside: Future[float] | None = None  # training in a lane of its own, while steps go on
-        self._underway: tuple[Segment, ...] = ()
-        self._trained: list[Segment] = []  # done, and not told yet
+        self._underway: tuple[TrainingSegment, ...] = ()
+        self._trained: list[TrainingSegment] = []  # done, and not told yet
         self._training_seconds = 0.0
         self._short = Shortages(self._drop)
 
@@ -90,6 +99,7 @@ class LocalRunner:
         started = time.perf_counter()
         for key in plan.released:
             self.table.release(key)
+        self.table.start(plan.sequences)
         for prefix in plan.prefixes:
             self._fill(prefix)
         sampled, answering = self._run_fused(plan) if plan.split is None else self._run_split(plan)
@@ -150,7 +160,7 @@ class LocalRunner:
     def _walk_all(self, lane: Lane) -> None:
         """Windows through the tail, then windows back through layers."""
         for segment in lane.training:
-            if segment.direction is Direction.LOSS and (job := job_of(segment)) not in self._short:
+            if segment.direction is Direction.LOSS and (job := segment.job) not in self._short:
                 with self._short.of(job):
                     self._through_tail(segment)
         self._walk([segment for segment in lane.training if segment.direction is Direction.BACKWARD])
@@ -205,7 +215,7 @@ class LocalRunner:
                 self._keep_alone(segment)
         return self._sample(inference) if inference is not None else {}
 
-    def _fits(self, inference: Inference | None, kept: Sequence[Segment]) -> bool:
+    def _fits(self, inference: Inference | None, kept: Sequence[TrainingSegment]) -> bool:
         """Whether there was memory for one pass of all, where it can be told whose fault it is."""
         try:
             self._forward(inference, kept)
@@ -215,13 +225,13 @@ class LocalRunner:
             return False
         return True
 
-    def _keep_alone(self, segment: Segment) -> None:
+    def _keep_alone(self, segment: TrainingSegment) -> None:
         """A window forward in a pass of its own."""
-        if (job := job_of(segment)) not in self._short:
+        if (job := segment.job) not in self._short:
             with self._short.of(job):
                 self._forward(None, [segment])
 
-    def _forward(self, inference: Inference | None, kept: Sequence[Segment]) -> None:
+    def _forward(self, inference: Inference | None, kept: Sequence[TrainingSegment]) -> None:
         """All rows through the layers; a window joins at its span's first layer and leaves after its last."""
         travels = [self._travel(segment) for segment in self._in_likeness(kept)]
         composed: list[Travel] | None = None
@@ -244,10 +254,10 @@ class LocalRunner:
                 travel.tape.keep_output(layer, travel.window, out[0, start : start + travel.window.rows])
                 start += travel.window.rows
 
-    def _travel(self, segment: Segment) -> Travel:
-        run, micro_batch, window = self._window(segment)
-        tape = run.tape(micro_batch)
-        return Travel(segment, tape, window, run.bypasses(micro_batch, window), tape.calls_for(window))
+    def _travel(self, segment: TrainingSegment) -> Travel:
+        run, window = self._window(segment)
+        tape = run.tape(segment.key)
+        return Travel(segment, tape, window, run.bypasses(segment.key, window), tape.calls_for(window))
 
     def _compose(
         self, inference: Inference | None, travels: Sequence[Travel]
@@ -269,15 +279,14 @@ class LocalRunner:
             adapters = abreast.rest
         return FusedRows(parts, adapters, many), self.base.arguments.concat(calls)
 
-    def _inference_rows(self, segments: Sequence[Segment]) -> Inference:
+    def _inference_rows(self, segments: Sequence[InferenceSegment]) -> Inference:
         """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
-        ordered = sorted(segments, key=lambda s: (_is_prefill(s), *self._kind(answer_of(s).request.adapter)))
-        answers = [answer_of(s) for s in ordered]
-        rows = self.table.admit(answers)
-        decoding = sum(not _is_prefill(s) for s in ordered)
+        ordered = sorted(segments, key=lambda s: (not self._decodes(s), *self._kind(s.adapter)))
+        rows = self.table.admit(ordered)
+        decoding = sum(map(self._decodes, ordered))
         entering, prefills, decode = [], [], None
         if decoding:
-            longest = max(answer.virtual + answer.length for answer in answers[:decoding])
+            longest = max(segment.context + 1 for segment in ordered[:decoding])
             tokens, positions, slots, decode = self.table.decode(rows[:decoding], longest)
             entering.append((tokens, positions, slots))
         counts = [1] * decoding
@@ -289,7 +298,7 @@ class LocalRunner:
         tokens, positions, slots = (torch.cat(column) for column in zip(*entering, strict=True))
         missing = on_grid(len(tokens)) - len(tokens)
         part = InferenceRows(self.pool, slots, decode, prefills, missing)
-        adapters = self._adapters(answers, counts)
+        adapters = self._adapters(ordered, counts)
         hidden, calls = self.base.prologue(
             F.pad(tokens, (0, missing)),
             F.pad(positions, (0, missing)),
@@ -304,11 +313,13 @@ class LocalRunner:
         found = [(rows, bypasses) for rows, bypasses in adapters if bypasses.touches(sites)]
         return FusedRows([], found) if found else None
 
-    def _adapters(self, answers: Sequence[Answer], counts: Sequence[int]) -> list[tuple[slice, Bypasses]]:
+    def _adapters(
+        self, segments: Sequence[InferenceSegment], counts: Sequence[int]
+    ) -> list[tuple[slice, Bypasses]]:
         """Ranges of neighbouring rows that share an adapter version."""
         ranges: list[tuple[slice, Bypasses]] = []
         start = 0
-        for key, group in groupby(zip(answers, counts, strict=True), lambda pair: pair[0].request.adapter):
+        for key, group in groupby(zip(segments, counts, strict=True), lambda pair: pair[0].adapter):
             end = start + sum(count for _, count in group)
             if key is not None:
                 ranges.append((slice(start, end), self.bank.find(key).bypasses))
@@ -322,25 +333,35 @@ class LocalRunner:
     def _sample(self, inference: Inference) -> dict[int, Sampled]:
         """Tokens for every sequence whose last known token was among the rows, and prompt logprobs."""
         ends = list(accumulate(inference.counts))
-        done = [i for i, s in enumerate(inference.segments) if s.start + s.length == answer_of(s).length]
-        results = {answer_of(s).key: Sampled(None) for s in inference.segments}
+        done = [i for i, s in enumerate(inference.segments) if s.start + s.length == self.table[s.key].length]
+        results = {segment.key: Sampled(None) for segment in inference.segments}
+        scored = self._score_prompts(inference, ends)
         if done:
             picked = torch.tensor([ends[i] - 1 for i in done], device=self.base.device)
-            answered = [answer_of(inference.segments[i]) for i in done]
-            logits = self._logits(inference.hidden[:, picked], self._adapters(answered, [1] * len(done)))
+            segments = [inference.segments[i] for i in done]
+            keys = [segment.key for segment in segments]
+            logits = self._logits(inference.hidden[:, picked], self._adapters(segments, [1] * len(done)))
             rows = inference.rows[torch.tensor(done, device=self.base.device)]
             tokens = self._choose(logits, rows, self.table.lengths(rows))
-            self.table.sampled(rows, tokens)
-            logprobs = self._logprobs(logits, tokens, answered)
-            for i, token, of_token in zip(done, tokens.tolist(), logprobs, strict=True):
-                results[answer_of(inference.segments[i]).key] = Sampled(token, of_token)
-        for i, segment in enumerate(inference.segments):
-            if scored := self._prompt_logprobs(
-                segment, inference.hidden[:, ends[i] - segment.length : ends[i]]
-            ):
-                key = answer_of(segment).key
-                results[key] = replace(results[key], prompt_logprobs=scored)
+            wanted = [self.table[key].start.sampling.logprobs for key in keys]
+            logprobs = self._logprobs(logits, tokens, wanted)
+            drawn = self.table.sampled(keys, rows, tokens)
+            for key, token, of_token in zip(keys, drawn, logprobs, strict=True):
+                results[key] = Sampled(token, of_token)
+        for key, of_prompt in scored.items():
+            results[key] = replace(results[key], prompt_logprobs=of_prompt)
         return results
+
+    def _score_prompts(
+        self, inference: Inference, ends: Sequence[int]
+    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Log-probabilities of the prompt tokens that follow rows of this step, where they are asked for."""
+        found = {}
+        for segment, end in zip(inference.segments, ends, strict=True):
+            if self.table[segment.key].start.sampling.prompt_logprobs is not None:
+                hidden = inference.hidden[:, end - segment.length : end]
+                found[segment.key] = self._prompt_logprobs(segment, hidden)
+        return found
 
     def _logits(self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]]) -> Tensor:
         """[rows, vocabulary] of hidden [1, rows, width], whose rows belong to these adapters."""
@@ -355,62 +376,62 @@ class LocalRunner:
         return token_logprobs(logits, tokens, most).rows()
 
     def _logprobs(
-        self, logits: Tensor, tokens: Tensor, answers: Sequence[Answer]
+        self, logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
     ) -> list[TokenLogprobs | None]:
-        """Of the sampled tokens [n], for the sequences that asked."""
-        asked = [i for i, a in enumerate(answers) if a.request.sampling.logprobs is not None]
-        found: list[TokenLogprobs | None] = [None] * len(answers)
+        """Of the sampled tokens [n], with as many alternatives as are `wanted`; None where nothing is."""
+        asked = [i for i, most in enumerate(wanted) if most is not None]
+        found: list[TokenLogprobs | None] = [None] * len(wanted)
         if asked:
             index = torch.tensor(asked, device=logits.device)
-            most = max(answers[i].request.sampling.logprobs or 0 for i in asked)
+            most = max(wanted[i] or 0 for i in asked)
             for i, row in zip(asked, token_logprobs(logits[index], tokens[index], most).rows(), strict=True):
-                found[i] = replace(row, top=row.top[: answers[i].request.sampling.logprobs])
+                found[i] = replace(row, top=row.top[: wanted[i]])
         return found
 
-    def _prompt_logprobs(self, segment: Segment, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt tokens that follow the segment's rows, hidden [1, rows, width], if asked for."""
-        request = answer_of(segment).request
-        wanted = request.sampling.prompt_logprobs
-        following = request.prompt[segment.start + 1 : segment.start + segment.length + 1]
-        if wanted is None or not following:
+    def _prompt_logprobs(self, segment: InferenceSegment, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt tokens that follow the segment's rows, hidden [1, rows, width]."""
+        start = self.table[segment.key].start
+        following = start.prompt[segment.start + 1 : segment.start + segment.length + 1]
+        most = start.sampling.prompt_logprobs or 0
+        if not following:
             return ()
         tokens = torch.tensor(following, device=hidden.device)
         found: list[TokenLogprobs] = []
         chunks = zip(torch.split(hidden[0, : len(following)], 64), torch.split(tokens, 64), strict=True)
         for rows, chunk in chunks:
-            adapters = self._adapters([answer_of(segment)], [len(rows)])
-            found += self._score(self._logits(rows[None], adapters), chunk, wanted)
+            adapters = self._adapters([segment], [len(rows)])
+            found += self._score(self._logits(rows[None], adapters), chunk, most)
         return tuple(found)
 
-    def _through_tail(self, segment: Segment) -> None:
-        run, micro_batch, window = self._window(segment)
-        run.walk(micro_batch).through_tail(window, run.bypasses(micro_batch, window))
+    def _through_tail(self, segment: TrainingSegment) -> None:
+        run, window = self._window(segment)
+        run.walk(segment.key).through_tail(window, run.bypasses(segment.key, window))
 
-    def _walk(self, segments: Sequence[Segment]) -> None:
+    def _walk(self, segments: Sequence[TrainingSegment]) -> None:
         """Windows back through layers."""
         windows: list[tuple[str, Returning]] = []
         for segment in self._in_likeness(segments):
-            if (job := job_of(segment)) not in self._short:
+            if (job := segment.job) not in self._short:
                 with self._short.of(job):
-                    run, micro_batch, window = self._window(segment)
-                    bypasses = run.bypasses(micro_batch, window)
-                    windows.append((job, run.walk(micro_batch).set_out(window, segment.span, bypasses)))
+                    run, window = self._window(segment)
+                    bypasses = run.bypasses(segment.key, window)
+                    windows.append((job, run.walk(segment.key).set_out(window, segment.span, bypasses)))
         returning.back(windows, self.company_rows, self._short)
         for segment in segments:
             is_through = segment.start == 0 and segment.span.first == 0
-            if is_through and job_of(segment) not in self._short:
-                run, micro_batch, _ = self._window(segment)
-                run.release(micro_batch)
+            if is_through and segment.job not in self._short:
+                self.runs[segment.job].release(segment.key)
 
-    def _in_likeness(self, segments: Sequence[Segment]) -> list[Segment]:
+    def _in_likeness(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
         """Those of like jobs next to each other; a job's own stay in their order."""
-        return sorted(segments, key=lambda segment: self.runs[job_of(segment)].likeness)
+        return sorted(segments, key=lambda segment: self.runs[segment.job].likeness)
 
-    def _window(self, segment: Segment) -> tuple[TrainingRun, MicroBatch, Window]:
-        micro_batch = segment.sequence
-        assert isinstance(micro_batch, MicroBatch)
-        run = self.runs[micro_batch.job]
-        return run, micro_batch, run.tape(micro_batch).window(segment.start, segment.length)
+    def _window(self, segment: TrainingSegment) -> tuple[TrainingRun, Window]:
+        run = self.runs[segment.job]
+        return run, run.tape(segment.key).window(segment.start, segment.length)
+
+    def _decodes(self, segment: InferenceSegment) -> bool:
+        return self.table[segment.key].is_newest(segment)
 
     def _update(self, jobs: Sequence[str]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}
@@ -427,20 +448,3 @@ class LocalRunner:
             else:
                 updated[run.job] = found
         return updated, failed | short.take()
-
-
-def job_of(segment: Segment) -> str:
-    assert isinstance(segment.sequence, MicroBatch)
-    return segment.sequence.job
-
-
-def answer_of(segment: Segment) -> Answer:
-    assert isinstance(segment.sequence, Answer)
-    return segment.sequence
-
-
-def _is_prefill(segment: Segment) -> bool:
-    """Whether the segment is more than a running sequence's newest token."""
-    answer = answer_of(segment)  # one that is computed again has answered more than its prompt's rows
-    newest = segment.start == answer.length - 1 >= len(answer.request.prompt)
-    return not newest

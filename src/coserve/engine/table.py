@@ -1,15 +1,33 @@
 """Descriptors of running sequences, on the device: a step reads them by indexing, never row by row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from coserve.core.plan import Segment
-from coserve.core.sequence import Sequence as Answer
+from coserve.core.plan import InferenceSegment, SequenceStart
 from coserve.memory.kv import DecodeRows, KVPool
 from coserve.model.sampling_table import SamplingTable
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """What the table knows of a sequence on the host: its row, its tokens, the length of its block table."""
+
+    start: SequenceStart
+    row: int
+    tokens: list[int]  # all that are known, prompt and answer
+    pages: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens known, virtual ones apart."""
+        return len(self.tokens)
+
+    def is_newest(self, segment: InferenceSegment) -> bool:
+        """Whether a segment is only the newest token of an answer that has begun: a decode row."""
+        return segment.start == self.length - 1 >= len(self.start.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +48,8 @@ class SequenceTable:
     Its tokens stand after the virtual ones of its adapter. The pages that it shares with others come first in
     its page table and are only read; what of them does not fill a page is copied to where it goes on itself.
 
-    A sequence gets its row when it first appears in a plan and loses it when its key is released (it
-    ended, or was preempted; then it comes back as a fresh row).
+    A sequence gets its row with the plan that first names it and loses it when its key is released (it
+    ended, or was preempted; then a later plan names it anew).
     """
 
     def __init__(self, capacity: int, max_pages: int, pool: KVPool, sampling: SamplingTable) -> None:
@@ -43,37 +61,44 @@ class SequenceTable:
         self._length = torch.zeros(capacity, dtype=torch.long, device=device)
         self._virtual = torch.zeros(capacity, dtype=torch.long, device=device)
         self._pages = torch.full((capacity, max_pages), pool.padding_page, dtype=torch.long, device=device)
-        self._row_of: dict[int, int] = {}
-        self._page_count: dict[int, int] = {}
+        self._states: dict[int, SequenceState] = {}
         self._free = list(range(capacity - 1, -1, -1))
 
-    def admit(self, answers: Sequence[Answer]) -> Tensor:
-        """Rows [len(answers)] of these sequences, new ones included, with their page tables up to date."""
-        entering = [answer for answer in answers if answer.key not in self._row_of]
+    def __getitem__(self, key: int) -> SequenceState:
+        return self._states[key]
+
+    def start(self, sequences: Iterable[SequenceStart]) -> None:
+        """Gives rows to sequences that a plan names for the first time."""
+        for sequence in sequences:
+            self._enter(sequence)
+
+    def admit(self, segments: Sequence[InferenceSegment]) -> Tensor:
+        """Rows [len(segments)] of their sequences, with the block tables extended by their new pages."""
         fresh: list[int] = []
-        for answer in entering:
-            self._enter(answer)
-        for answer in answers:
-            known = self._page_count[answer.key]
-            if len(answer.pages) > known:
-                row = self._row_of[answer.key]
-                self._pages[row, known : len(answer.pages)] = self._tensor(answer.pages[known:])
-                self._page_count[answer.key] = len(answer.pages)
-                own = answer.pages[max(known, answer.shared) :]
-                fresh += [page for page in own if page != answer.template]
+        entering: list[tuple[SequenceStart, int]] = []
+        for segment in segments:
+            if not segment.new_pages:
+                continue
+            state = self._states[segment.key]
+            start, known, end = state.start, state.pages, state.pages + len(segment.new_pages)
+            self._pages[state.row, known:end] = self._tensor(segment.new_pages)
+            state.pages = end
+            own = segment.new_pages[max(start.shared - known, 0) :]
+            fresh += [page for page in own if page != start.template]
+            if not known and start.template is not None and own[0] != start.template:
+                entering.append((start, own[0]))
         if fresh:
             self._pool.clean(self._tensor(fresh))
         self._copy_templates(entering)
-        return self._tensor([self._row_of[answer.key] for answer in answers])
+        return self._tensor([self._states[segment.key].row for segment in segments])
 
     def release(self, key: int) -> None:
         """Frees the row of a sequence; keys that never had one (training's) are ignored."""
-        row = self._row_of.pop(key, None)
-        if row is not None:
-            del self._page_count[key]
-            self._pages[row] = self._pool.padding_page
-            self.sampling.clear(row)
-            self._free.append(row)
+        state = self._states.pop(key, None)
+        if state is not None:
+            self._pages[state.row] = self._pool.padding_page
+            self.sampling.clear(state.row)
+            self._free.append(state.row)
 
     def decode(self, rows: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor, DecodeRows]:
         """(tokens, positions, cache slots, page descriptors); no sequence takes up more than `longest`
@@ -87,49 +112,52 @@ class SequenceTable:
             DecodeRows(pages.flatten(), positions + 1),
         )
 
-    def prefill(self, segment: Segment, row: Tensor) -> Chunk:
+    def prefill(self, segment: InferenceSegment, row: Tensor) -> Chunk:
         """The rows of one prefill segment of the sequence at `row` []."""
-        answer = segment.sequence
-        assert isinstance(answer, Answer)
-        tokens = self._tensor(answer.tokens(segment.start, segment.length))
-        start = answer.virtual + segment.start
-        positions = torch.arange(start, start + segment.length, device=tokens.device)
-        pages = self._pages[row, : -(-(start + segment.length) // self._pool.page_size)]
-        return Chunk(start, tokens, positions, self._slots(pages.expand(len(tokens), -1), positions), pages)
+        end = segment.context + segment.length
+        known = self._states[segment.key].tokens
+        tokens = self._tensor(known[segment.start : segment.start + segment.length])
+        positions = torch.arange(segment.context, end, device=tokens.device)
+        pages = self._pages[row, : -(-end // self._pool.page_size)]
+        slots = self._slots(pages.expand(len(tokens), -1), positions)
+        return Chunk(segment.context, tokens, positions, slots, pages)
 
-    def sampled(self, rows: Tensor, tokens: Tensor) -> None:
-        """Records tokens [n] as the next ones of `rows` [n]."""
+    def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
+        """Records tokens [n] as the next ones of the sequences `keys` at `rows` [n], and returns them."""
         self._last_token[rows] = tokens
         self._length[rows] += 1
         self.sampling.record(rows, tokens)
+        drawn: list[int] = tokens.tolist()
+        for key, token in zip(keys, drawn, strict=True):
+            self._states[key].tokens.append(token)
+        return drawn
 
     def lengths(self, rows: Tensor) -> Tensor:
         """Tokens known of each row; also the place, among them, of the one to be sampled next."""
         return self._length[rows]
 
-    def _enter(self, answer: Answer) -> None:
-        row = self._free.pop()
-        self._row_of[answer.key] = row
-        self._page_count[answer.key] = 0
-        self._length[row] = answer.length
-        self._virtual[row] = answer.virtual
-        if answer.output:
-            self._last_token[row] = answer.output[-1]
-        params = answer.request.sampling
+    def _enter(self, sequence: SequenceStart) -> None:
+        assert sequence.key not in self._states, "a sequence is named once"
+        row, tokens = self._free.pop(), [*sequence.prompt, *sequence.output]
+        self._states[sequence.key] = SequenceState(sequence, row, tokens)
+        self._length[row] = len(tokens)
+        self._virtual[row] = sequence.virtual
+        if sequence.output:
+            self._last_token[row] = sequence.output[-1]
+        params = sequence.sampling
         assert params.seed is not None, "a seed is drawn when the request is made"
-        self.sampling.set(row, params, params.seed, answer.request.prompt, answer.output)
+        self.sampling.set(row, params, params.seed, sequence.prompt, sequence.output)
 
-    def _copy_templates(self, answers: Sequence[Answer]) -> None:
+    def _copy_templates(self, entering: Iterable[tuple[SequenceStart, int]]) -> None:
         """What a sequence begins with and fills no page, into the first page that is its own."""
         size = self._pool.page_size
         sources: list[int] = []
         targets: list[int] = []
-        for answer in answers:
-            if answer.template is not None and answer.template != answer.pages[answer.shared]:
-                rest = (answer.virtual + answer.computed) % size
-                sources += range(answer.template * size, answer.template * size + rest)
-                first = answer.pages[answer.shared] * size
-                targets += range(first, first + rest)
+        for start, page in entering:
+            assert start.template is not None
+            rest = (start.virtual + start.computed) % size
+            sources += range(start.template * size, start.template * size + rest)
+            targets += range(page * size, page * size + rest)
         if sources:
             self._pool.copy(self._tensor(sources), self._tensor(targets))
 
@@ -137,5 +165,5 @@ class SequenceTable:
         size = self._pool.page_size
         return pages.gather(1, (positions // size)[:, None]).squeeze(1) * size + positions % size
 
-    def _tensor(self, values: list[int]) -> Tensor:
+    def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._last_token.device)

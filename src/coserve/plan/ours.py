@@ -8,7 +8,7 @@ import torch
 
 from coserve.adapters.settings import settings_of
 from coserve.config import EngineConfig
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.core.sequence import Sequence as Answer
@@ -18,6 +18,7 @@ from coserve.memory.ledger import Account
 from coserve.plan.nodata import without_data
 from coserve.plan.stages import Load, Program, Stage
 from coserve.plan.subject import Subject
+from coserve.schedule.segments import inference_plan, training_segment
 from coserve.train.example import Example
 from coserve.train.keep import keep_setting
 from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
@@ -81,16 +82,14 @@ class OurRun:
 
     def _answer(self, engine: Engine, load: Load) -> None:
         """Prompts in one step, as far as the cache holds them."""
-        depth = Span(0, engine.base.depth)
         pages = -(-(load.length + 1) // engine.config.page_size)
         answers = []
         for number in range(min(load.batch, engine.config.pages // pages, engine.config.max_running)):
             answer = Answer(-1 - number, Request(_JOB, (0,) * load.length, SamplingParams(seed=0)))
             answer.pages = list(range(number * pages, (number + 1) * pages))
             answers.append(answer)
-        segments = tuple(Segment(answer, 0, load.length, Direction.INFER, depth) for answer in answers)
-        if segments:
-            engine.runner.run(Plan(inference=segments))
+        if answers:
+            engine.runner.run(inference_plan((answer, 0, load.length) for answer in answers))
             engine.runner.run(Plan(released=tuple(answer.key for answer in answers)))
 
     def _start(self, engine: Engine) -> TrainingRun:
@@ -104,7 +103,7 @@ class OurRun:
         """All its rows in one window."""
         depth = engine.base.depth
         span = Span(depth, depth + 1) if direction is Direction.LOSS else Span(0, depth)
-        segment = Segment(micro_batch, 0, micro_batch.length, direction, span)
+        segment = training_segment(micro_batch, 0, micro_batch.length, direction, span)
         engine.runner.run(Plan(training=(segment,)))
 
 

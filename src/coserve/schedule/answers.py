@@ -1,13 +1,15 @@
 """What a sampled token means for its sequence."""
 
 from coserve.core.events import TokenEvent
-from coserve.core.plan import Sampled, Segment, TokenLogprobs
+from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
 
 
-def record(sequence: Sequence, segment: Segment, sampled: Sampled | None, now: float) -> TokenEvent | None:
+def record(
+    sequence: Sequence, segment: InferenceSegment, sampled: Sampled | None, now: float
+) -> TokenEvent | None:
     """Advances a sequence by a segment that ran, and its answer by the token it led to.
 
     The event has no finish reason yet, and is None where there is nothing to tell.
@@ -47,7 +49,7 @@ def stop_reason(sequence: Sequence, config: SchedulerConfig) -> FinishReason | N
     return FinishReason.LENGTH if len(sequence.output) >= sampling.max_tokens else None
 
 
-def _fresh(sequence: Sequence, segment: Segment, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
+def _fresh(sequence: Sequence, segment: InferenceSegment, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
     """The prompt positions scored that were not reported before a preemption."""
     end = min(segment.start + segment.length, len(sequence.request.prompt) - 1)
     fresh = end - max(segment.start, sequence.reported)

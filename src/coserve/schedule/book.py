@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from coserve.core.plan import TrainingSegment
 from coserve.core.sequence import MicroBatch
 
 
@@ -82,9 +83,11 @@ class Book:
         starving.sort(key=lambda job: -waited[job.name])
         return [*starving, *(job for job in jobs if job not in starving)], bool(starving)
 
-    def has(self, batch: MicroBatch) -> bool:
-        """Whether a micro-batch is still on its way; its job may have ended, or begun anew."""
-        return batch.job in self._jobs and batch in self._jobs[batch.job].micro_batches
+    def find(self, segment: TrainingSegment) -> MicroBatch | None:
+        """The micro-batch of a window; None where its job has ended, or begun anew."""
+        job = self._jobs.get(segment.job)
+        batches = () if job is None else job.micro_batches
+        return next((batch for batch in batches if batch.key == segment.key), None)
 
     def ready(self, job: Job) -> list[MicroBatch]:
         """A job's micro-batches that may travel now, in order."""

@@ -6,15 +6,16 @@ decides about a latency bound asks this model and nothing else; `margin` says ho
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import Self
 
-from coserve.core.plan import Plan, Segment, StepResult
+from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.lanes import LaneCosts
 from coserve.schedule.margin import Margin
+from coserve.schedule.segments import causal_pairs, training_segment
 
 # What one unit of each feature is. The numbers are the seconds per unit assumed before any measurement:
 # a small model on a small machine, slow rather than fast, so that first guesses err towards less training.
@@ -61,26 +62,8 @@ _RANGE = 3.0  # how far a weight may move from what was measured, either way
 _DRIFT = 0.1  # of the logarithmic error that one observation moves the factors by
 _MEMORY = 0.05  # of an observation in the running error
 _UNKNOWN_ERROR = 0.25  # before anything was measured
+_ALL = -1  # every bit
 _OUTLIER = 4.0  # a step this many times slower or faster teaches no more than one exactly so
-
-
-def causal_pairs(start: int, rows: int) -> int:
-    """(row, row it attends to) pairs of rows [start, start + rows) of one sequence, each row's own in it."""
-    return rows * start + rows * (rows + 1) // 2
-
-
-def window_pairs(batch: MicroBatch, start: int, rows: int) -> int:
-    """The same for a window of a micro-batch; its examples see what is virtual and nothing of each other."""
-    pairs, begin, end = 0, 0, start + rows
-    for length in batch.lengths:
-        low, high = max(start, begin), min(end, begin + length)
-        if low < high:
-            ahead = batch.prefix + (batch.prompt if begin else 0)
-            pairs += causal_pairs(ahead + low - begin, high - low)
-        begin += length
-        if begin >= end:
-            break
-    return pairs
 
 
 class Features:
@@ -92,7 +75,7 @@ class Features:
         self.values = [0.0] * len(NAMES)
         self.values[_STEP] = 1.0
         self.trains = self.answers = False
-        self._covered = 0  # a bit for each layer that some forward row visits
+        self._covered = 0  # a bit for each layer that some forward row visits; all bits are of every depth
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
         self._fills = 0  # passes over the whole depth that precede the step's own
         self._adapters: dict[str, float] = {}  # the share of the depth that rows of each pass
@@ -100,7 +83,7 @@ class Features:
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The features of a plan that has not been applied yet (whether a row is sampled shows only then)."""
-        features = cls.of_segments((*plan.inference, *plan.training))
+        features = cls.of_segments(plan.inference, plan.training)
         for prefix in plan.prefixes:
             features.add_fill(prefix.tokens - prefix.rows, prefix.rows)
         for _ in plan.updates:
@@ -108,11 +91,15 @@ class Features:
         return features
 
     @classmethod
-    def of_segments(cls, segments: Iterable[Segment]) -> Self:
+    def of_segments(
+        cls, inference: Iterable[InferenceSegment], training: Iterable[TrainingSegment] = ()
+    ) -> Self:
         """The features of a step of these segments."""
         features = cls()
-        for segment in segments:
+        for segment in inference:
             features.add(segment)
+        for window in training:
+            features.add_training(window)
         return features
 
     def copy(self) -> "Features":
@@ -130,26 +117,16 @@ class Features:
         """The counts by name."""
         return dict(zip(NAMES, self.values, strict=True))
 
-    def add(self, segment: Segment) -> None:
-        """Counts a segment in."""
-        sequence = segment.sequence
-        if isinstance(sequence, MicroBatch):
-            pairs = window_pairs(sequence, segment.start, segment.length)
-            self.add_training(sequence, segment.length, pairs, segment.direction, segment.span)
-            return
-        request, end = sequence.request, segment.start + segment.length
-        tail = 1 if end == len(request.prompt) + len(sequence.output) else 0
-        if request.sampling.prompt_logprobs is not None:
-            tail += max(0, min(end, len(request.prompt) - 1) - segment.start)
-        start = request.virtual + segment.start
-        self.add_inference(start, segment.length, tail, request.adapter, segment.span.last)
+    def add(self, segment: InferenceSegment) -> None:
+        """Counts a segment of a sequence in."""
+        self.add_inference(segment.context, segment.length, segment.tail_rows, segment.adapter)
 
-    def add_inference(self, start: int, rows: int, tail: int, adapter: str | None, depth: int) -> None:
+    def add_inference(self, start: int, rows: int, tail: int, adapter: str | None) -> None:
         """Counts in `rows` rows after `start` cached ones, `tail` of which go through the head."""
         self.answers = True
         values = self.values
         values[_FORWARD_LAYERS] = 1.0 + self._fills
-        self._covered = (1 << depth) - 1
+        self._covered = _ALL
         values[_FORWARD_ROWS] += rows
         values[_TAIL_ROWS] += tail
         if rows == 1:
@@ -167,24 +144,25 @@ class Features:
             self.values[_FORWARD_ROWS] += rows
             self.values[_FORWARD_ATTENTION] += causal_pairs(given, rows)
 
-    def add_training(self, batch: MicroBatch, rows: int, pairs: int, way: Direction, span: Span) -> None:
-        """Counts in a window of `rows` rows that attend to `pairs` rows, through the layers of `span`."""
+    def add_training(self, segment: TrainingSegment) -> None:
+        """Counts a window of a micro-batch in."""
         self.trains = True
-        values = self.values
-        if way is Direction.LOSS:
+        values, rows, span, depth = self.values, segment.length, segment.span, segment.layers
+        if segment.direction is Direction.LOSS:
             values[_LOSS_ROWS] += rows
             return
-        part = (span.last - span.first) / batch.layers
-        if way is Direction.KEEP:
+        part = len(span) / depth
+        if segment.direction is Direction.KEEP:
             self._covered |= (1 << span.last) - (1 << span.first)
-            values[_FORWARD_LAYERS] = self._covered.bit_count() / batch.layers + self._fills
+            covered = (self._covered & ((1 << depth) - 1)).bit_count()
+            values[_FORWARD_LAYERS] = covered / depth + self._fills
             values[_FORWARD_ROWS] += rows * part
-            values[_FORWARD_ATTENTION] += pairs * part
+            values[_FORWARD_ATTENTION] += segment.pairs * part
         else:
-            values[_BACKWARD_LAYERS] += self._read_again(batch.job, span) / batch.layers
+            values[_BACKWARD_LAYERS] += self._read_again(segment.job, span) / depth
             values[_BACKWARD_ROWS] += rows * part
-            values[_BACKWARD_ATTENTION] += pairs * part
-        self._add_adapter(batch.adapter, part)
+            values[_BACKWARD_ATTENTION] += segment.pairs * part
+        self._add_adapter(segment.adapter, part)
 
     def _read_again(self, job: str, span: Span) -> int:
         """Layers whose weights one more window of a job going back takes another pass over: those that no
@@ -267,9 +245,9 @@ class CostModel:
         features = Features()
         features.add_update()
         for batch in batches:
-            pairs = window_pairs(batch, 0, batch.length)
+            forward = training_segment(batch, 0, batch.length, Direction.KEEP, Span(0, batch.layers))
             for way in (Direction.KEEP, Direction.LOSS, Direction.BACKWARD):
-                features.add_training(batch, batch.length, pairs, way, Span(0, batch.layers))
+                features.add_training(replace(forward, direction=way))
         return self.predict_features(features)
 
     def margin(self, config: SchedulerConfig, trains: bool) -> float:
@@ -324,7 +302,7 @@ class CostModel:
             self.lanes.observe_inference(inference / max(alone, 1e-9))
         trained = plan.training if result.trained is None else result.trained
         if trained and training:
-            alone = self.predict_features(Features.of_segments(trained))
+            alone = self.predict_features(Features.of_segments((), trained))
             self.lanes.observe_training(training / max(alone, 1e-9))
 
     @property

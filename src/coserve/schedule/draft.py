@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from coserve.core.plan import Segment
+from coserve.core.plan import InferenceSegment, TrainingSegment
 from coserve.core.sequence import Sequence
 from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.segments import inference_segment
 
 
 @dataclass(slots=True)
@@ -16,8 +17,9 @@ class Draft:
 
     now: float
     features: Features = field(default_factory=Features)
-    inference: list[Segment] = field(default_factory=list)
-    training: list[Segment] = field(default_factory=list)
+    answering: list[Sequence] = field(default_factory=list)  # whose segments are in `inference`, in its order
+    inference: list[InferenceSegment] = field(default_factory=list)
+    training: list[TrainingSegment] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
     split: float | None = None
     beside: Features = field(default_factory=Features)
@@ -38,20 +40,22 @@ class Draft:
             return updates
         return (cost.predict_features(self.beside) - updates) * cost.lanes.training + updates
 
-    def add(self, segment: Segment, filled: int = 0) -> None:
-        """Takes an inference segment in, whose adapter's last `filled` virtual tokens pass before it."""
+    def add(self, sequence: Sequence, rows: int, filled: int = 0) -> None:
+        """Takes the next `rows` of a sequence in, before which its adapter's last `filled` virtual tokens
+        pass."""
+        segment = inference_segment(sequence, sequence.computed, rows)
+        self.answering.append(sequence)
         self.inference.append(segment)
-        _count(self.features, segment, filled)
+        _count(self.features, sequence, segment, filled)
 
-    def with_rows(self, segment: Segment, filled: int) -> Features:
-        """What the step would hold with this segment too."""
+    def with_rows(self, sequence: Sequence, rows: int, filled: int) -> Features:
+        """What the step would hold with these rows too."""
         features = self.features.copy()
-        _count(features, segment, filled)
+        _count(features, sequence, inference_segment(sequence, sequence.computed, rows), filled)
         return features
 
 
-def _count(features: Features, segment: Segment, filled: int) -> None:
+def _count(features: Features, sequence: Sequence, segment: InferenceSegment, filled: int) -> None:
     if filled:
-        assert isinstance(segment.sequence, Sequence), "training brings its virtual tokens along"
-        features.add_fill(segment.sequence.virtual - filled, filled)
+        features.add_fill(sequence.virtual - filled, filled)
     features.add(segment)

@@ -7,10 +7,22 @@ out of order, keys that were released.
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from coserve.core.events import Event
-from coserve.core.plan import Plan, Prefix, Sampled, Segment, StepResult, TokenLogprobs, Updated
-from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.core.plan import (
+    InferenceSegment,
+    MicroBatchStart,
+    Plan,
+    Prefix,
+    Sampled,
+    SequenceStart,
+    StepResult,
+    TokenLogprobs,
+    TrainingSegment,
+    Updated,
+)
+from coserve.core.sequence import Direction, Span
 from coserve.errors import CoserveError
 from coserve.schedule.cost import CostModel
 from coserve.schedule.scheduler import Scheduler
@@ -55,11 +67,10 @@ class FakeRunner:
         self._failures = dict(failures or {})
         self._cache: dict[tuple[int, int], int] = {}  # page, slot -> the past that lies there
         self._readers: dict[int, set[int]] = {}  # page -> keys of the sequences that have it
-        self._pasts: dict[int, list[int]] = {}  # key -> what its positions must hold, as far as known
-        self._computed: dict[int, int] = {}  # key -> rows in its cache
+        self._sequences: dict[int, _Sequence] = {}
         self._tapes: dict[int, _Tape] = {}
         self._ended: set[int] = set()
-        self._beside: tuple[Segment, ...] = ()  # training in a lane of its own
+        self._beside: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._until = 0.0  # when it is done
         self._training = 0.0  # seconds it takes
 
@@ -77,25 +88,26 @@ class FakeRunner:
         """Checks the plan, carries it out, and moves the clock."""
         self._release(plan.released)
         seconds, trained, lanes = self._time(plan)
-        keys = [segment.sequence.key for segment in (*plan.inference, *plan.training)]
+        keys = [s.key for s in plan.inference] + [s.key for s in plan.training]
         assert len(keys) == len(set(keys)), "one segment for each sequence and micro-batch"
         assert self._ended.isdisjoint(keys), "released keys stay released"
         for prefix in plan.prefixes:
             self._fill(prefix)
+        self._begin(plan)
         for segment in plan.inference:
             self._claim(segment)
-        sampled = {segment.sequence.key: self._infer(segment) for segment in plan.inference}
-        jobs = {s.sequence.job for s in plan.training if isinstance(s.sequence, MicroBatch)} | {*plan.updates}
+        sampled = {segment.key: self._infer(segment) for segment in plan.inference}
+        jobs = {window.job for window in plan.training} | {*plan.updates}
         failed = {job: error for job, error in self._failures.items() if job in jobs}
-        for segment in plan.training:
-            self._travel(segment)
+        for window in plan.training:
+            self._travel(window)
         updated = {job: self._update(job) for job in plan.updates if job not in failed}
         self.now += seconds + plan.pause
         self.plans.append(plan)
         self.results.append(StepResult(seconds, sampled, updated, failed, trained, lanes))
         return self.results[-1]
 
-    def _time(self, plan: Plan) -> tuple[float, tuple[Segment, ...], tuple[float, float]]:
+    def _time(self, plan: Plan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
         """Seconds of a plan, the training that is done after it, and what lanes took.
 
         A lane takes as much longer as its share is small. Beside inference training ends in some later step.
@@ -116,13 +128,20 @@ class FakeRunner:
         trained, self._beside = self._beside, ()
         return answering + waited, trained, (answering, self._training)
 
+    def _begin(self, plan: Plan) -> None:
+        for start in plan.sequences:
+            assert start.key not in self._sequences, "a sequence is named once"
+            self._sequences[start.key] = _Sequence(start, [*start.prompt, *start.output], start.computed)
+        for batch in plan.micro_batches:
+            assert batch.key not in self._tapes, "a micro-batch is named once"
+            self._tapes[batch.key] = _Tape(batch)
+
     def _release(self, keys: Iterable[int]) -> None:
         for key in keys:
             assert key not in self._ended, f"key {key} was released twice"
-            self._pasts.pop(key, None)
             for readers in self._readers.values():
                 readers.discard(key)
-            if self._computed.pop(key, None) is None:  # a micro-batch; a sequence may come back
+            if self._sequences.pop(key, None) is None:  # a micro-batch; a sequence may come back
                 self._ended.add(key)
 
     def _fill(self, prefix: Prefix) -> None:
@@ -134,101 +153,111 @@ class FakeRunner:
             past = _past_of(past, token)
             self._cache[prefix.pages[position // self._page_size], position % self._page_size] = past
 
-    def _claim(self, segment: Segment) -> None:
-        sequence = segment.sequence
-        assert isinstance(sequence, Sequence) and segment.direction is Direction.INFER
-        assert not sequence.is_finished, "the sequence has ended"
-        begun = sequence.key in self._computed
-        computed = self._computed.setdefault(sequence.key, sequence.computed)
-        assert segment.length > 0 and segment.start == computed, "rows in order"
-        end = segment.start + segment.length
-        assert end <= sequence.length, "rows that are not known yet"
-        assert sequence.virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
+    def _claim(self, segment: InferenceSegment) -> None:
+        assert segment.key in self._sequences, "a sequence that no plan has named"
+        sequence = self._sequences[segment.key]
+        start, end = sequence.start, segment.start + segment.length
+        assert segment.length > 0 and segment.start == sequence.computed, "rows in order"
+        assert segment.context == start.virtual + segment.start and segment.adapter == start.adapter
+        assert end <= len(sequence.tokens), "rows that are not known yet"
+        begins = not sequence.pages
+        sequence.pages += segment.new_pages
+        assert start.virtual + end <= len(sequence.pages) * self._page_size, "a page is missing"
         for page in sequence.pages:
-            self._readers.setdefault(page, set()).add(sequence.key)
-        if not begun and sequence.template is not None:
-            self._copy(sequence, sequence.template)
+            self._readers.setdefault(page, set()).add(segment.key)
+        if begins and start.template is not None:
+            self._copy(sequence, start.template)
 
-    def _copy(self, sequence: Sequence, template: int) -> None:
+    def _copy(self, sequence: "_Sequence", template: int) -> None:
         """What a sequence begins with and fills no page."""
-        target = sequence.pages[sequence.shared]
+        target = sequence.pages[sequence.start.shared]
         if target != template:
-            for slot in range((sequence.virtual + sequence.computed) % self._page_size):
+            for slot in range((sequence.start.virtual + sequence.computed) % self._page_size):
                 self._cache[target, slot] = self._cache[template, slot]
 
-    def _infer(self, segment: Segment) -> Sampled:
+    def _infer(self, segment: InferenceSegment) -> Sampled:
         """Reads all there is before the rows, and writes them; a page is right if its whole past is."""
-        sequence = segment.sequence
-        assert isinstance(sequence, Sequence)
-        start, end = segment.start, segment.start + segment.length
-        pasts = self._past(sequence, end)
-        for position in range(sequence.virtual + start):
+        sequence = self._sequences[segment.key]
+        start, end = sequence.start, segment.start + segment.length
+        pasts = sequence.past(end)
+        for position in range(segment.context):
             assert self._cache.get(self._slot(sequence, position)) == pasts[position], "a foreign page"
-        for position in range(sequence.virtual + start, sequence.virtual + end):
+        for position in range(segment.context, segment.context + segment.length):
             page, slot = self._slot(sequence, position)
-            assert self._readers[page] == {sequence.key}, f"page {page} is shared"
+            assert self._readers[page] == {segment.key}, f"page {page} is shared"
             self._cache[page, slot] = pasts[position]
-        self._computed[sequence.key] = end
+        sequence.computed = end
         scored: tuple[TokenLogprobs, ...] = ()
-        if sequence.request.sampling.prompt_logprobs is not None:
-            last = min(end, len(sequence.request.prompt) - 1)
-            scored = tuple(TokenLogprobs(-float(position + 1)) for position in range(start, last))
-        if end < sequence.length:
+        if start.sampling.prompt_logprobs is not None:
+            last = min(end, len(start.prompt) - 1)
+            scored = tuple(TokenLogprobs(-float(position + 1)) for position in range(segment.start, last))
+        is_last = end == len(sequence.tokens)
+        assert segment.tail_rows == len(scored) + is_last, "rows through the head"
+        if not is_last:
             return Sampled(None, prompt_logprobs=scored)
-        adapter = sequence.request.adapter or ""
-        tokens = [*virtual_tokens(adapter, sequence.virtual), *sequence.tokens(0, end)]
-        return Sampled(next_token(tokens, self._vocabulary), prompt_logprobs=scored)
+        virtual = virtual_tokens(start.adapter or "", start.virtual)
+        sequence.tokens.append(next_token([*virtual, *sequence.tokens], self._vocabulary))
+        return Sampled(sequence.tokens[-1], prompt_logprobs=scored)
 
-    def _past(self, sequence: Sequence, end: int) -> list[int]:
-        """What its positions must hold up to its token `end`, virtual ones first: all that precedes each.
-
-        Virtual tokens are everybody's; what follows is its scope's, or nobody else's.
-        """
-        request = sequence.request
-        adapter = request.adapter or ""
-        pasts = self._pasts.setdefault(sequence.key, [])
-        known = [*virtual_tokens(adapter, request.virtual), *sequence.tokens(0, end)]
-        for position in range(len(pasts), len(known)):
-            before = pasts[-1] if pasts else _past_of(0, adapter)
-            if position == request.virtual:
-                before = _past_of(before, sequence.key if request.scope is None else request.scope)
-            pasts.append(_past_of(before, known[position]))
-        return pasts
-
-    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+    def _slot(self, sequence: "_Sequence", position: int) -> tuple[int, int]:
         return sequence.pages[position // self._page_size], position % self._page_size
 
-    def _travel(self, segment: Segment) -> None:
-        batch = segment.sequence
-        assert isinstance(batch, MicroBatch) and segment.direction is not Direction.INFER
-        self._tapes.setdefault(batch.key, _Tape(batch)).travel(segment)
+    def _travel(self, segment: TrainingSegment) -> None:
+        tape = self._tapes[segment.key]
+        assert (segment.job, segment.layers) == (tape.batch.job, tape.batch.layers)
+        tape.travel(segment)
 
     def _update(self, job: str) -> Updated:
         tapes = {key: tape for key, tape in self._tapes.items() if tape.batch.job == job}
         assert tapes and all(tape.is_complete for tape in tapes.values()), "an update before all gradients"
-        rows = sum(tape.batch.length for tape in tapes.values())
+        rows = sum(tape.length for tape in tapes.values())
         for key in tapes:
             del self._tapes[key]
         self.trained[job] = self.trained.get(job, 0) + rows
         return Updated(step=1, loss=1.0, labels=rows, grad_norm=1.0, learning_rate=1.0, version=f"{job}@1")
 
 
+@dataclass(slots=True)
+class _Sequence:
+    """What plans have said of a sequence: its tokens, how many are in the cache, its block table."""
+
+    start: SequenceStart
+    tokens: list[int]
+    computed: int
+    pages: list[int] = field(default_factory=list)
+    pasts: list[int] = field(default_factory=list)  # what its positions must hold, as far as known
+
+    def past(self, end: int) -> list[int]:
+        """What its positions must hold up to its token `end`, virtual ones first: all that precedes each.
+
+        Virtual tokens are everybody's; what follows is its scope's, or nobody else's.
+        """
+        start, adapter = self.start, self.start.adapter or ""
+        known = [*virtual_tokens(adapter, start.virtual), *self.tokens[:end]]
+        for position in range(len(self.pasts), len(known)):
+            before = self.pasts[-1] if self.pasts else _past_of(0, adapter)
+            if position == start.virtual:
+                before = _past_of(before, start.key if start.scope is None else start.scope)
+            self.pasts.append(_past_of(before, known[position]))
+        return self.pasts
+
+
 class _Tape:
     """Which rows of a micro-batch passed each layer and the tail: each once each way, in the right order."""
 
-    def __init__(self, batch: MicroBatch) -> None:
-        self.batch = batch
+    def __init__(self, batch: MicroBatchStart) -> None:
+        self.batch, self.length = batch, sum(batch.lengths)
         self._kept = [0] * batch.layers  # rows from the left that passed the layer forward
         self._scored = 0  # rows from the left that passed the tail
-        self._back = [batch.length] * batch.layers  # rows from the left that have not come back yet
+        self._back = [self.length] * batch.layers  # rows from the left that have not come back yet
 
     @property
     def is_complete(self) -> bool:
         return not any(self._back)
 
-    def travel(self, segment: Segment) -> None:
+    def travel(self, segment: TrainingSegment) -> None:
         first, end = segment.start, segment.start + segment.length
-        assert 0 <= first < end <= self.batch.length and len(segment.span) > 0, "an empty window"
+        assert 0 <= first < end <= self.length and len(segment.span) > 0, "an empty window"
         layers = range(segment.span.first, segment.span.last)
         if segment.direction is Direction.KEEP:
             for layer in layers:
@@ -236,13 +265,13 @@ class _Tape:
                 assert layer == 0 or self._kept[layer - 1] >= end, "the layer below comes first"
                 self._kept[layer] = end
             return
-        assert all(rows == self.batch.length for rows in self._kept), "back before all is kept"
+        assert all(rows == self.length for rows in self._kept), "back before all is kept"
         if segment.direction is Direction.LOSS:
             assert self._scored == first, "each row once through the tail, left to right"
             assert segment.span == Span(self.batch.layers, self.batch.layers + 1), "the tail is on top"
             self._scored = end
             return
-        assert self._scored == self.batch.length, "back before all is scored"
+        assert self._scored == self.length, "back before all is scored"
         for layer in reversed(layers):
             assert self._back[layer] == end, "each row once back, right to left"
             assert layer == self.batch.layers - 1 or self._back[layer + 1] <= first, "the layer above first"

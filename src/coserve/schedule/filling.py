@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
-from coserve.core.plan import Segment
+from coserve.core.plan import TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel, window_pairs
+from coserve.schedule.cost import CostModel
 from coserve.schedule.draft import Draft
 from coserve.schedule.policies.base import Allowance
+from coserve.schedule.segments import training_segment, window_pairs
 
 
 class Filler:
@@ -71,7 +72,7 @@ class Filler:
 
     def has(self, batch: MicroBatch) -> bool:
         """Whether a piece of a micro-batch is in the step already."""
-        return any(segment.sequence is batch for segment in self._draft.training)
+        return any(segment.key == batch.key for segment in self._draft.training)
 
     def window(self, batch: MicroBatch) -> bool:
         """Adds the next piece of a micro-batch: as much as fits, or its smallest part within the minimum."""
@@ -140,26 +141,30 @@ class Filler:
         """What a piece of each would add to the step."""
         features = self._draft.trained.copy()
         for batch in batches:
-            window = (batch.key, *batch.next_window(rows))
-            if window not in self._pairs:
-                self._pairs[window] = window_pairs(batch, *window[1:])
-            pairs, span = self._pairs[window], batch.next_span(layers)
-            features.add_training(batch, window[2], pairs, batch.direction, span)
+            features.add_training(self._segment(batch, rows, layers))
         return self._cost.predict_features(features) - self._before
 
     def _add(self, batch: MicroBatch, rows: int, layers: int) -> None:
         seconds = self._seconds([batch], rows, layers)
-        start, rows = batch.next_window(rows)
-        segment = Segment(batch, start, rows, batch.direction, batch.next_span(layers))
+        segment = self._segment(batch, rows, layers)
         self._draft.training.append(segment)
-        self._draft.trained.add(segment)
+        self._draft.trained.add_training(segment)
         self._spend(seconds)
+
+    def _segment(self, batch: MicroBatch, rows: int, layers: int) -> TrainingSegment:
+        """The next window of at most so many rows, through at most so many layers."""
+        start, rows = batch.next_window(rows)
+        window = batch.key, start, rows
+        if window not in self._pairs:
+            self._pairs[window] = window_pairs(batch, start, rows)
+        span = batch.next_span(layers)
+        return training_segment(batch, start, rows, batch.direction, span, self._pairs[window])
 
     def _spend(self, seconds: float) -> None:
         self.left -= seconds
         self._before += seconds
 
 
-def in_order(segments: list[Segment]) -> tuple[Segment, ...]:
+def in_order(segments: list[TrainingSegment]) -> tuple[TrainingSegment, ...]:
     """Windows that ride forward, then losses and windows going back: the order in which a step runs them."""
     return tuple(sorted(segments, key=lambda segment: segment.direction is not Direction.KEEP))

@@ -162,4 +162,6 @@ class Lines:
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.prefixes.leave(sequence)
-        self.released.append(sequence.key)
+        if sequence.told is not None:
+            self.released.append(sequence.key)
+            sequence.told = None

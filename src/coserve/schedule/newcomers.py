@@ -57,7 +57,7 @@ def decoding(running: Iterable[Sequence], cost: CostModel, config: SchedulerConf
 
 def _add(features: Features, sequence: Sequence, rows: int, config: SchedulerConfig) -> None:
     start, tail = sequence.virtual + sequence.computed, int(rows == sequence.remaining)
-    features.add_inference(start, rows, tail, sequence.request.adapter, config.layers)
+    features.add_inference(start, rows, tail, sequence.request.adapter)
 
 
 def _held_longest(sequence: Sequence) -> tuple[bool, float, int]:

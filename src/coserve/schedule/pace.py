@@ -30,9 +30,8 @@ class _Prompt:
 def step_limit(draft: Draft, margin: float, violation: float = 1.0) -> float:
     """Seconds the step may take so that no token in it comes later than `violation` times its bound."""
     limit = INFINITE
-    for segment in draft.inference:
-        sequence = segment.sequence
-        if isinstance(sequence, Sequence) and sequence.last_token_at is not None:
+    for sequence in draft.answering:
+        if sequence.last_token_at is not None:
             bound = sequence.request.slo.between_tokens
             if bound is not None:
                 due = sequence.last_token_at + violation * bound
@@ -74,7 +73,7 @@ def _row_seconds(draft: Draft, sequence: Sequence, cost: CostModel, config: Sche
     rows = min(sequence.remaining, config.max_prefill_rows)
     features = draft.features.copy()
     start = sequence.virtual + sequence.computed
-    features.add_inference(start, rows, 0, sequence.request.adapter, config.layers)
+    features.add_inference(start, rows, 0, sequence.request.adapter)
     return max(cost.predict_features(features) - cost.predict_features(draft.features), 1e-9) / rows
 
 

@@ -11,9 +11,9 @@ from typing import Final
 
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TrainingProgress
 from coserve.core.grid import COARSE
-from coserve.core.plan import Plan, Segment, StepResult
+from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment
 from coserve.core.request import FinishReason, Request
-from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.errors import CoserveError
 from coserve.memory.pages import PagePool
 from coserve.schedule import answers
@@ -26,6 +26,7 @@ from coserve.schedule.lines import Lines
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
 from coserve.schedule.pace import prefill_limit
 from coserve.schedule.policies.base import INFINITE, Policy, View
+from coserve.schedule.segments import announce, announce_batches
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
 
@@ -48,8 +49,7 @@ class Scheduler:
         self._keys = count(1)
         self._sequences: dict[int, Sequence] = {}  # those that have not ended
         self._events: list[Event] = []  # of what happened between two steps
-        self._span = Span(0, config.layers)
-        self._underway: tuple[Segment, ...] = ()  # training in a lane of its own, through several steps
+        self._underway: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._split: float | None = None  # how the machine is split meanwhile
         self._newcomer_at = -INFINITE  # when the last newcomer came
         self._last_training = (0.0, 0.0)  # when the last step ended, and the seconds that training took of it
@@ -220,7 +220,7 @@ class Scheduler:
         ready = decoding(self.running, self.cost, self.config)
         for sequence in ready:  # who is preempted meanwhile has more than one row to compute again
             if sequence.remaining == 1 and self._grow(sequence):
-                draft.add(self._segment(sequence, 1))
+                draft.add(sequence, 1)
 
     def _grow(self, sequence: Sequence) -> bool:
         before = len(self._lines.running)
@@ -249,7 +249,7 @@ class Scheduler:
                 if closed:
                     continue
                 self.stats.count_entered(sequence)
-            draft.add(self._segment(sequence, rows), filled)
+            draft.add(sequence, rows, filled)
             left -= filled + rows
 
     @property
@@ -279,14 +279,11 @@ class Scheduler:
         """Rows between `least` and `most`, the most that are predicted to keep the step within `limit`."""
         while least < most:
             rows = (least + most + 1) // 2
-            if self.cost.predict_features(draft.with_rows(self._segment(sequence, rows), filled)) <= limit:
+            if self.cost.predict_features(draft.with_rows(sequence, rows, filled)) <= limit:
                 least = rows
             else:
                 most = rows - 1
         return least
-
-    def _segment(self, sequence: Sequence, rows: int) -> Segment:
-        return Segment(sequence, sequence.computed, rows, Direction.INFER, self._span)
 
     def _train(self, draft: Draft, view: View, jobs: list[Job]) -> None:
         """Jobs in turn: an optimizer step that is due, or the next windows of the micro-batches."""
@@ -327,8 +324,12 @@ class Scheduler:
         released = (*self._lines.released, *self._book.released)
         self._lines.released.clear()
         self._book.released.clear()
+        sequences, inference = announce(draft.inference, self._sequences)
+        named = [batch for segment in draft.training if (batch := self._book.find(segment)) is not None]
         return Plan(
-            inference=tuple(draft.inference),
+            sequences=sequences,
+            micro_batches=announce_batches(named),
+            inference=inference,
             prefixes=self._lines.prefixes.take_unfilled(),
             training=in_order(draft.training),
             updates=tuple(draft.updates),
@@ -363,12 +364,13 @@ class Scheduler:
         alone = self.cost.predict_features(Features.of_segments(plan.inference))
         return seconds * max(0.0, 1.0 - alone / max(plan.predicted, alone, 1e-9))
 
-    def _take_answers(self, segments: Iterable[Segment], result: StepResult, now: float) -> list[Event]:
+    def _take_answers(
+        self, segments: Iterable[InferenceSegment], result: StepResult, now: float
+    ) -> list[Event]:
         events: list[Event] = []
         for segment in segments:
-            sequence = segment.sequence
-            assert isinstance(sequence, Sequence), "inference is for requests"
-            if sequence.is_finished:  # cancelled while the step ran
+            sequence = self._sequences.get(segment.key)
+            if sequence is None:  # cancelled while the step ran
                 continue
             if segment.length == 1:
                 self.stats.decode_tokens += 1
@@ -384,19 +386,18 @@ class Scheduler:
             events.append(replace(event, finish_reason=reason))
         return events
 
-    def _done(self, plan: Plan, result: StepResult) -> tuple[Segment, ...]:
+    def _done(self, plan: Plan, result: StepResult) -> tuple[TrainingSegment, ...]:
         """The training that has come to its end; what has not stays under way."""
         done = plan.training if result.trained is None else result.trained
         self._underway = tuple(one for one in (*self._underway, *plan.training) if one not in done)
         self._split = plan.split
         return done
 
-    def _take_progress(self, segments: Iterable[Segment]) -> list[Event]:
+    def _take_progress(self, segments: Iterable[TrainingSegment]) -> list[Event]:
         events: list[Event] = []
         for segment in segments:
-            batch = segment.sequence
-            assert isinstance(batch, MicroBatch), "training is for jobs"
-            if not self._book.has(batch):  # its job failed or was removed meanwhile
+            batch = self._book.find(segment)
+            if batch is None:  # its job failed or was removed meanwhile
                 continue
             batch.advance(segment.start, segment.length, segment.span)
             rows = rows_through(batch, segment.length, len(segment.span))

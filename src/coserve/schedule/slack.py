@@ -29,7 +29,7 @@ def measure(draft: Draft, lines: Lines, cost: CostModel, config: SchedulerConfig
     """The slack of a step whose inference is complete, with a margin for what is mispredicted."""
     margin = cost.margin(config, trains=True)
     step = cost.predict_features(draft.features) if draft.inference else 0.0
-    planned = {segment.sequence.key: segment.length for segment in draft.inference}
+    planned = {segment.key: segment.length for segment in draft.inference}
     training = whole = deferral = INFINITE
     queue = 0  # rows that must pass before the sequence at hand has its next token
     for sequence in [*lines.running, *lines.waiting[: config.max_running]]:
@@ -93,8 +93,8 @@ def _pass(
     features = Features()
     filled = lines.prefixes.rows(sequence.request)
     features.add_fill(virtual - filled, filled)
-    features.add_inference(virtual + start, rows, 1, adapter, config.layers)
+    features.add_inference(virtual + start, rows, 1, adapter)
     further = -(-rows // config.max_prefill_rows) - 1
     empty = Features()
-    empty.add_inference(0, 0, 0, adapter, config.layers)
+    empty.add_inference(0, 0, 0, adapter)
     return cost.predict_features(features) + further * cost.predict_features(empty)

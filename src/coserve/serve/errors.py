@@ -111,14 +111,6 @@ def not_found(message: str, param: str | None = None, code: str | None = None) -
     return ApiError(404, message, param=param, code=code)
 
 
-def fault_error(kind: str, text: str) -> errors.CoserveError:
-    """The error that an engine named in a `Fault`."""
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, errors.CoserveError):
-        return found(text)
-    return errors.CoserveError(f"{kind}: {text}")
-
-
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For a route's `responses`: these statuses, and those that any route may answer."""
     every = sorted({400, 401, 413, 414, 429, 431, 503, *statuses})

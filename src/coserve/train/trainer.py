@@ -85,6 +85,7 @@ class TrainingConfig:
 class _Travelling:
     """A micro-batch of the step under way."""
 
+    lengths: tuple[int, ...]  # rows of its examples
     tokens: Tensor
     labels: Tensor
     tape: Tape | None = None
@@ -203,6 +204,7 @@ class TrainingRun:
                 prompt=prompt,
             )
             step.micro_batches[micro_batch.key] = _Travelling(
+                micro_batch.lengths,
                 self._tensor([*[0] * prompt, *(t for e in packed for t in e.tokens), *[0] * missing]),
                 self._tensor(
                     [*[IGNORED] * prompt, *(t for e in packed for t in e.labels), *[IGNORED] * missing]
@@ -212,13 +214,17 @@ class TrainingRun:
         self._under_way = step
         return made
 
-    def tape(self, micro_batch: MicroBatch) -> Tape:
+    def lengths(self, key: int) -> tuple[int, ...]:
+        """Rows of the examples of a micro-batch of the step under way."""
+        return self._travelling(key).lengths
+
+    def tape(self, key: int) -> Tape:
         """The tape of a micro-batch, made when its first window sets out."""
-        travelling = self._travelling(micro_batch)
+        travelling = self._travelling(key)
         if travelling.tape is None:
             travelling.tape = Tape(
                 self._base,
-                micro_batch.lengths,
+                travelling.lengths,
                 travelling.tokens,
                 travelling.labels,
                 self.fates,
@@ -227,25 +233,25 @@ class TrainingRun:
             )
         return travelling.tape
 
-    def walk(self, micro_batch: MicroBatch) -> Walk:
+    def walk(self, key: int) -> Walk:
         """The way back of a micro-batch."""
-        travelling = self._travelling(micro_batch)
+        travelling = self._travelling(key)
         if travelling.walk is None:
             assert self._under_way is not None
             weight = 1.0 / self._under_way.labels
-            travelling.walk = Walk(self.tape(micro_batch), self._leaves, weight, self._accumulate)
+            travelling.walk = Walk(self.tape(key), self._leaves, weight, self._accumulate)
         return travelling.walk
 
-    def bypasses(self, micro_batch: MicroBatch, window: Window) -> Bypasses:
+    def bypasses(self, key: int, window: Window) -> Bypasses:
         """The version being trained, as the rows of `window` see it: with their dropout, and its prompts in
         place of what the first ones embed."""
         found = self._in_graph.bypasses
         if any(bypass.dropout for _, bypass in self._in_graph.placed()):
             assert self._under_way is not None
-            index = list(self._under_way.micro_batches).index(micro_batch.key)
-            key = f"{self.config.seed}/{self.step}/{index}"
+            index = list(self._under_way.micro_batches).index(key)
+            name = f"{self.config.seed}/{self.step}/{index}"
             found = Bypasses.of(
-                (place, _dropping(bypass, f"{key}/{place.path}", window.start))
+                (place, _dropping(bypass, f"{name}/{place.path}", window.start))
                 for place, bypass in self._in_graph.placed()
             )
         return self._in_graph.virtual.embedded(found, window.before, window.prompt)
@@ -325,9 +331,9 @@ class TrainingRun:
         """Bytes of tapes, master weights, gradients and optimizer state."""
         return self.held[Account.TAPES] + self.held[Account.OPTIMIZERS]
 
-    def release(self, micro_batch: MicroBatch) -> None:
+    def release(self, key: int) -> None:
         """Drops the tape of a micro-batch that is through; its loss waits for the update."""
-        travelling = self._travelling(micro_batch)
+        travelling = self._travelling(key)
         assert travelling.tape is not None
         travelling.tape.release()
         travelling.loss, travelling.tape, travelling.walk = travelling.tape.loss, None, None
@@ -373,9 +379,9 @@ class TrainingRun:
         rows = on_grid(min(max(config.rows, longest + prompt), step + prompt))
         return fates_of(self._base, self.current, config.keep, rows)
 
-    def _travelling(self, micro_batch: MicroBatch) -> _Travelling:
+    def _travelling(self, key: int) -> _Travelling:
         assert self._under_way is not None
-        return self._under_way.micro_batches[micro_batch.key]
+        return self._under_way.micro_batches[key]
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._base.device)

@@ -2,9 +2,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from coserve.core.plan import Plan, Segment, StepResult
+from coserve.core.plan import Plan, StepResult
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.schedule.segments import announce_batches, inference_segment, training_segment
 from coserve_benchmarks.plans import (
     RecordedSegment,
     RecordedStep,
@@ -29,13 +30,14 @@ def fake_engine() -> Any:
 def there_and_back() -> list[Plan]:
     batch = MicroBatch(7, "job-1", "mine@0", (5, 3), 4)
     answer = Sequence(1, Request("r", (1, 2, 3)))
-    beside = (Segment(answer, 0, 3, Direction.INFER, DEPTH),)
+    beside = (inference_segment(answer, 0, 3),)
+    first = training_segment(batch, 0, 8, Direction.KEEP, Span(0, 2))
     return [
-        Plan(inference=beside, training=(Segment(batch, 0, 8, Direction.KEEP, Span(0, 2)),)),
+        Plan(inference=beside, training=(first,), micro_batches=announce_batches([batch])),
         Plan(inference=beside),
-        Plan(training=(Segment(batch, 0, 8, Direction.KEEP, Span(2, 4)),)),
-        Plan(training=(Segment(batch, 4, 4, Direction.BACKWARD, DEPTH),)),
-        Plan(training=(Segment(batch, 0, 4, Direction.BACKWARD, DEPTH),)),
+        Plan(training=(training_segment(batch, 0, 8, Direction.KEEP, Span(2, 4)),)),
+        Plan(training=(training_segment(batch, 4, 4, Direction.BACKWARD, DEPTH),)),
+        Plan(training=(training_segment(batch, 0, 4, Direction.BACKWARD, DEPTH),)),
         Plan(updates=("job-1",)),
     ]
 

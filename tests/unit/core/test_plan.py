@@ -1,9 +1,10 @@
-from coserve.core.plan import Lane, Plan, Segment
+from coserve.core.plan import Lane, Plan
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.schedule.segments import inference_segment, training_segment
 
-ANSWER = Segment(Sequence(1, Request("r", (1,))), 0, 1, Direction.INFER, Span(0, 2))
-TRAINING = Segment(MicroBatch(2, "job", "a@0", (8,), 2), 0, 8, Direction.KEEP, Span(0, 2))
+ANSWER = inference_segment(Sequence(1, Request("r", (1,))), 0, 1)
+TRAINING = training_segment(MicroBatch(2, "job", "a@0", (8,), 2), 0, 8, Direction.KEEP, Span(0, 2))
 
 
 def test_one_lane_has_all_the_machine() -> None:

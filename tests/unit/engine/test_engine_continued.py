@@ -95,9 +95,9 @@ def test_continued_and_preempted_answers_whose_last_chunk_is_one_row() -> None:
 
     def noting(plan: Plan) -> StepResult:
         for segment in plan.inference:
-            answer = segment.sequence
-            if segment.length == 1 and len(answer.request.prompt) <= segment.start < answer.length - 1:
-                lonely.append(answer.key)
+            known = {one.sequence.key: one.sequence for one in answers}[segment.key]
+            if segment.length == 1 and len(known.request.prompt) <= segment.start < known.length - 1:
+                lonely.append(segment.key)
         return run(plan)
 
     tight.runner.run = noting

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan
 from coserve.core.request import Request, SamplingParams
-from coserve.core.sequence import Direction, Sequence, Span
+from coserve.core.sequence import Sequence
 from coserve.engine import engine as engine_module
 from coserve.engine.process import know_costs
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.model.load import load_base
 from coserve.schedule.cost import CostModel, Costs, Features
+from coserve.schedule.segments import inference_segment
 from models import save, tiny
 
 HERE = {"processor": "a", "threads": 2, "deterministic": False}
@@ -24,7 +25,7 @@ CONFIG = EngineConfig(calibrate=False, cache_tokens=64)
 
 def step() -> Plan:
     sequence = Sequence(1, Request("r", (0,) * 9, SamplingParams(seed=0)))
-    return Plan((Segment(sequence, 0, 9, Direction.INFER, Span(0, 3)),))
+    return Plan((inference_segment(sequence, 0, 9),))
 
 
 def learned() -> Costs:

@@ -185,7 +185,7 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
     real = engine.runner._forward
 
     def forward(inference: Any, kept: Any) -> None:
-        jobs = {segment.sequence.job for segment in kept}
+        jobs = {segment.job for segment in kept}
         together.append(len(jobs) + (inference is not None))
         if "two" in jobs:
             raise RuntimeError(WORDS)

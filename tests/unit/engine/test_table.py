@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.core.plan import Prefix, Segment
+from coserve.core.plan import InferenceSegment, Prefix
 from coserve.core.request import Request, SamplingParams
-from coserve.core.sequence import Direction, Sequence, Span
+from coserve.core.sequence import Sequence, Span
 from coserve.engine.table import SequenceTable
 from coserve.kernels import reference
 from coserve.kernels.aligned import QUERIES
@@ -20,6 +20,7 @@ from coserve.model.batch import Part
 from coserve.model.fixed import ROWS, TiledRows
 from coserve.model.sampling_table import SamplingTable
 from coserve.schedule.prefixes import Prefixes
+from coserve.schedule.segments import inference_plan
 
 SIZE, PAGES, HEADS = 4, 64, 6
 CACHES = [CacheShape(2, 4, 4), CacheShape(3, 8, 5, window=6)]
@@ -94,35 +95,35 @@ class World:
         for sequence in chosen:
             missing = self.pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
             sequence.pages += self.pages.allocate(sequence.key, max(missing, 0)) or []
-        segments = [Segment(s, s.computed, self.rows(s), Direction.INFER, WHOLE) for s in chosen]
-        segments.sort(key=lambda s: s.start < len(s.sequence.request.prompt))  # type: ignore[union-attr]
+        plan = inference_plan((sequence, sequence.computed, self.rows(sequence)) for sequence in chosen)
+        self.table.start(plan.sequences)
+        segments = sorted(plan.inference, key=lambda s: not self.table[s.key].is_newest(s))
         part = self.tiles(segments) if self.fixed else self.chunks(segments)
         for layer in LAYERS:
             self.compare(part, layer, segments)
         for segment in segments:
-            sequence = segment.sequence
-            assert isinstance(sequence, Sequence)
+            sequence = next(one for one in chosen if one.key == segment.key)
             sequence.computed += segment.length
             if not sequence.remaining:
                 token = self.random.randrange(50)
                 sequence.output.append(token)
-                self.table.sampled(self.table.admit([sequence]), torch.tensor([token]))
+                row = torch.tensor([self.table[segment.key].row])
+                assert self.table.sampled([segment.key], row, torch.tensor([token])) == [token]
 
     def rows(self, sequence: Sequence) -> int:
         """One row of an answer, some of a prompt; few enough for one pass of the deterministic mode."""
         return 1 if sequence.output else self.random.randint(1, min(sequence.remaining, ROWS // 8))
 
-    def chunks(self, segments: list[Segment]) -> Part:
-        answers = [s.sequence for s in segments]
-        assert all(isinstance(a, Sequence) for a in answers)
-        rows = self.table.admit(answers)  # type: ignore[arg-type]
-        count = sum(s.start >= len(s.sequence.request.prompt) for s in segments)  # type: ignore[union-attr]
+    def chunks(self, segments: list[InferenceSegment]) -> Part:
+        answers = [next(one for one in self.running if one.key == s.key) for s in segments]
+        rows = self.table.admit(segments)
+        count = sum(s.start >= len(a.request.prompt) for s, a in zip(segments, answers, strict=True))
         slots, decode, prefills = [], None, []
         if count:
-            longest = max(a.virtual + a.length for a in answers[:count])  # type: ignore[union-attr]
+            longest = max(a.virtual + a.length for a in answers[:count])
             tokens, positions, own, decode = self.table.decode(rows[:count], longest)
-            assert tokens.tolist() == [a.output[-1] for a in answers[:count]]  # type: ignore[union-attr]
-            assert positions.tolist() == [a.virtual + a.length - 1 for a in answers[:count]]  # type: ignore[union-attr]
+            assert tokens.tolist() == [a.output[-1] for a in answers[:count]]
+            assert positions.tolist() == [a.virtual + a.length - 1 for a in answers[:count]]
             slots.append(own)
         for segment, row in zip(segments[count:], rows[count:], strict=True):
             chunk = self.table.prefill(segment, row)
@@ -131,14 +132,14 @@ class World:
             slots.append(chunk.slots)
         return InferenceRows(self.pool, torch.cat(slots), decode, prefills)
 
-    def tiles(self, segments: list[Segment]) -> Part:
-        rows = self.table.admit([s.sequence for s in segments])  # type: ignore[misc]
+    def tiles(self, segments: list[InferenceSegment]) -> Part:
+        rows = self.table.admit(segments)
         chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
         pairs = zip(chunks, segments, strict=True)
         prefills = [PrefillRows(chunk.start, segment.length, chunk.pages) for chunk, segment in pairs]
         return TiledRows(self.pool, torch.cat([chunk.slots for chunk in chunks]), prefills)
 
-    def compare(self, part: Part, layer: int, segments: list[Segment]) -> None:
+    def compare(self, part: Part, layer: int, segments: list[InferenceSegment]) -> None:
         cache = CACHES[layer]
         spec = AttentionSpec(0.4, cache.window)
         count = sum(s.length for s in segments)
@@ -149,9 +150,9 @@ class World:
         start = 0
         for segment in segments:
             rows = slice(start, start + segment.length)
-            seen = self.wanted[segment.sequence.key]
+            seen = self.wanted[segment.key]
             k, v = (torch.cat([old, new[:, rows]], 1) for old, new in zip(seen[layer], fresh, strict=True))
-            self.wanted[segment.sequence.key] = [*seen[:layer], (k, v), *seen[layer + 1 :]]
+            self.wanted[segment.key] = [*seen[:layer], (k, v), *seen[layer + 1 :]]
             allowed = causal_mask(segment.length, k.shape[1], cache.window, q.device)
             wanted = reference.attention(q[:, :, rows], k[None], v[None], spec.scale, allowed)
             assert torch.allclose(out[:, rows], wanted.transpose(1, 2), rtol=0, atol=1e-12)
@@ -177,8 +178,10 @@ def test_rows_see_their_virtual_tokens_and_their_own(seed: int, fixed: bool) -> 
 def test_pages_that_are_shared_are_never_cleaned() -> None:
     world = World(0)
     sequences = [world.enter("long@1") for _ in range(3)]
-    for sequence in sequences:
-        world.table.admit([sequence])
+    plan = inference_plan((sequence, 0, 1) for sequence in sequences)
+    world.table.start(plan.sequences)
+    for segment in plan.inference:
+        world.table.admit([segment])
     shared = torch.tensor(sequences[0].pages[:2])
     for layer, (k, v) in enumerate(world.virtual["long@1"]):
         keys, values = world.pool.gather(layer, shared)

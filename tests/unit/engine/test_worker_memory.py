@@ -172,7 +172,7 @@ def test_a_job_that_ran_out_and_goes_on_tells_so(
 
     def walk(self: LocalRunner, segment: Any) -> None:
         if not failed:
-            failed.append(segment.sequence.job)
+            failed.append(segment.job)
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         real(self, segment)
 

@@ -4,23 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import Plan, Segment, StepResult
+from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
 from coserve.schedule.draft import Draft
 from coserve.schedule.lanes import LaneCosts
+from coserve.schedule.segments import inference_segment, training_segment
 
 # A row there takes a second on the whole machine, a row back two, an optimizer step one.
 COSTS = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_rows": 1.0, "backward_rows": 2.0, "updates": 1.0}
-ANSWER = Segment(Sequence(1, Request("r", (1,) * 4)), 0, 4, Direction.INFER, Span(0, 2))
+SEQUENCE = Sequence(1, Request("r", (1,) * 4))
+ANSWER = inference_segment(SEQUENCE, 0, 4)
 BATCH = MicroBatch(2, "a", "a@0", (3,), 2, direction=Direction.BACKWARD, frontier=3)
-TRAINING = Segment(BATCH, 0, 3, Direction.BACKWARD, Span(0, 2))
+TRAINING = training_segment(BATCH, 0, 3, Direction.BACKWARD, Span(0, 2))
 
 
-def plan(*segments: Segment, predicted: float = 10.0, updates: tuple[str, ...] = ()) -> Plan:
-    answers = tuple(s for s in segments if s.direction is Direction.INFER)
-    training = tuple(s for s in segments if s.direction is not Direction.INFER)
+def plan(
+    *segments: InferenceSegment | TrainingSegment, predicted: float = 10.0, updates: tuple[str, ...] = ()
+) -> Plan:
+    answers = tuple(s for s in segments if isinstance(s, InferenceSegment))
+    training = tuple(s for s in segments if isinstance(s, TrainingSegment))
     return Plan(answers, training, updates, predicted=predicted, split=0.5)
 
 
@@ -92,9 +96,9 @@ def test_no_step_waits_for_training_beside_its_inference() -> None:
     model = CostModel(COSTS)
     model.lanes.inference, model.lanes.training = 1.5, 2.0
     draft = Draft(0.0, split=0.5)
-    draft.add(ANSWER)
+    draft.add(SEQUENCE, 4)
     assert draft.predict(model) == 6.0
-    draft.trained.add(TRAINING)
+    draft.trained.add_training(TRAINING)
     draft.training.append(TRAINING)
     assert draft.predict(model) == 6.0
     draft.trained.add_update()

@@ -466,16 +466,15 @@ def test_several_jobs_share_by_weight(rate: float) -> None:
     rows = dict.fromkeys(weights, 0.0)
     for plan in runner.plans:
         for segment in plan.training:
-            assert isinstance(segment.sequence, MicroBatch)
-            rows[segment.sequence.job] += segment.length * len(segment.span)
+            rows[segment.job] += segment.length * len(segment.span)
     assert rows["heavy"] / rows["light"] == pytest.approx(3.0, rel=0.1)
 
 
 def alone(prompt: int, tokens: int) -> tuple[float, float]:
     """Seconds until a request's first token and between two of them, with nobody else there."""
     first, next_ = Features(), Features()
-    first.add_inference(0, max(prompt, 2), 1, None, DEPTH)
-    next_.add_inference(prompt + tokens, 1, 1, None, DEPTH)
+    first.add_inference(0, max(prompt, 2), 1, None)
+    next_.add_inference(prompt + tokens, 1, 1, None)
     return CostModel().predict_features(first), CostModel().predict_features(next_)
 
 

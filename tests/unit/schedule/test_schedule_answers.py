@@ -1,10 +1,11 @@
 import pytest
 
-from coserve.core.plan import Sampled, Segment, TokenLogprobs
+from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
 from coserve.core.request import FinishReason, Request, SamplingParams
-from coserve.core.sequence import Direction, Sequence, Span
+from coserve.core.sequence import Sequence
 from coserve.schedule.answers import record, stop_reason
 from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.segments import inference_segment
 
 CONFIG = SchedulerConfig(layers=4, max_positions=64, eos_token_ids=(2, 3))
 
@@ -13,8 +14,8 @@ def sequence(sampling: SamplingParams, output: tuple[int, ...] = ()) -> Sequence
     return Sequence(1, Request("r", (5, 6, 7, 8), sampling), output=list(output))
 
 
-def segment(it: Sequence, start: int, length: int) -> Segment:
-    return Segment(it, start, length, Direction.INFER, Span(0, 4))
+def segment(it: Sequence, start: int, length: int) -> InferenceSegment:
+    return inference_segment(it, start, length)
 
 
 @pytest.mark.parametrize(

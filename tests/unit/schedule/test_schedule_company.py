@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from coserve.core.plan import Segment
+from coserve.core.plan import TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.book import Book
 from coserve.schedule.config import SchedulerConfig
@@ -14,6 +14,7 @@ from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.draft import Draft
 from coserve.schedule.filling import Filler
 from coserve.schedule.policies.base import INFINITE, Allowance
+from coserve.schedule.segments import training_segment
 
 DEPTH = 8
 CONFIG = SchedulerConfig(layers=DEPTH, max_positions=1024)
@@ -28,7 +29,7 @@ def batch(job: str, rows: int = 128, layer: int = 0) -> MicroBatch:
     return made
 
 
-def choose(batches: list[MicroBatch], seconds: float = INFINITE, **options: object) -> list[Segment]:
+def choose(batches: list[MicroBatch], seconds: float = INFINITE, **options: object) -> list[TrainingSegment]:
     draft = Draft(0.0)
     allowance = Allowance(seconds, **{"rows": 512, **options})  # type: ignore[arg-type]
     Filler(draft, allowance, CostModel(), CONFIG).company(batches[0], batches)
@@ -38,7 +39,7 @@ def choose(batches: list[MicroBatch], seconds: float = INFINITE, **options: obje
 def test_windows_at_one_layer_go_together_as_far_as_rows_go() -> None:
     batches = [batch(f"job {i}") for i in range(6)]
     chosen = choose(batches)
-    assert [segment.sequence for segment in chosen] == batches[:4]
+    assert [segment.job for segment in chosen] == [batch.job for batch in batches[:4]]
     assert {(s.start, s.length, s.span) for s in chosen} == {(0, 128, Span(0, DEPTH))}
 
 
@@ -46,7 +47,7 @@ def test_who_is_elsewhere_stays_out() -> None:
     first, higher, beside, own = batch("a"), batch("b", layer=3), batch("c"), batch("a")
     back = batch("d")
     back.direction, back.frontier = Direction.BACKWARD, back.length
-    assert [s.sequence for s in choose([first, higher, back, own, beside])] == [first, beside]
+    assert [s.key for s in choose([first, higher, back, own, beside])] == [first.key, beside.key]
     assert choose([higher, first, beside]) == []
 
 
@@ -56,7 +57,7 @@ def test_the_allowance_holds() -> None:
     last = 0.0
     for seconds in (0.02, 0.05, 0.1, 0.2, 1.0):
         chosen = choose(batches, seconds)
-        taken = model.predict_features(Features.of_segments(chosen)) if chosen else 0.0
+        taken = model.predict_features(Features.of_segments((), chosen)) if chosen else 0.0
         assert last <= taken <= seconds + model.weights["step"]
         last = taken
     assert len(choose(batches, 1.0)) == 4 and choose(batches, 0.002) == []
@@ -69,8 +70,8 @@ def test_nobody_joins_where_one_trains_alone_or_rows_do_not_last(options: dict[s
 
 def test_jobs_at_a_layer_share_a_pass_back_over_its_weights() -> None:
     def of(*parts: tuple[str, int, int]) -> float:
-        segments = [Segment(batch(j), 0, 16, Direction.BACKWARD, Span(a, b)) for j, a, b in parts]
-        return Features.of_segments(segments).as_dict()["backward_layers"] * DEPTH
+        segments = [training_segment(batch(j), 0, 16, Direction.BACKWARD, Span(a, b)) for j, a, b in parts]
+        return Features.of_segments((), segments).as_dict()["backward_layers"] * DEPTH
 
     assert of(("a", 0, 4)) == 4
     assert of(("a", 0, 4), ("b", 0, 4), ("c", 0, 4)) == 4
@@ -88,10 +89,10 @@ def test_in_company_too_jobs_get_rows_by_their_weights() -> None:
     for _ in range(600):
         jobs, _ = book.turns(0.0, None)
         first = jobs[0].micro_batches[0]
-        chosen = {segment.sequence.key: segment for segment in choose([first, *book.level(jobs[0], jobs)])}
-        for segment in chosen.values() or [Segment(first, 0, 128, Direction.KEEP, Span(0, DEPTH))]:
-            moved = segment.sequence
-            assert isinstance(moved, MicroBatch)
+        chosen = {segment.key: segment for segment in choose([first, *book.level(jobs[0], jobs)])}
+        for segment in chosen.values() or [training_segment(first, 0, 128, Direction.KEEP, Span(0, DEPTH))]:
+            moved = book.find(segment)
+            assert moved is not None
             moved.done = True  # it is there: what counts here is the share
             book.advance(moved, segment.length)
             rows[moved.job] += segment.length

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import InferenceSegment, Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.cost import (
@@ -16,26 +16,25 @@ from coserve.schedule.cost import (
     CostModel,
     Costs,
     Features,
-    causal_pairs,
-    window_pairs,
 )
+from coserve.schedule.segments import causal_pairs, inference_segment, training_segment, window_pairs
 
 DEPTH = 8
 
 
 def infer(
     start: int, rows: int, prompt: int = 64, adapter: str | None = None, scored: bool = False
-) -> Segment:
+) -> InferenceSegment:
     """A segment of a sequence whose answer has just enough tokens for it."""
     sampling = SamplingParams(prompt_logprobs=0 if scored else None)
     sequence = Sequence(1, Request("r", (1,) * prompt, sampling, adapter))
     sequence.output = [1] * max(0, start + rows - prompt)
-    return Segment(sequence, start, rows, Direction.INFER, Span(0, DEPTH))
+    return inference_segment(sequence, start, rows)
 
 
-def train(way: Direction, rows: int, first: int, last: int, adapter: str = "t@0") -> Segment:
+def train(way: Direction, rows: int, first: int, last: int, adapter: str = "t@0") -> TrainingSegment:
     batch = MicroBatch(2, "job", adapter, (512,), DEPTH)
-    return Segment(batch, 0, rows, way, Span(first, last))
+    return training_segment(batch, 0, rows, way, Span(first, last))
 
 
 def random_plan(rng: random.Random) -> Plan:
@@ -119,20 +118,22 @@ def test_features_of_training() -> None:
 
 
 def test_only_losses_have_loss_rows() -> None:
-    loss = Features.of_segments([train(Direction.LOSS, 24, DEPTH, DEPTH + 1)]).as_dict()
+    loss = Features.of_segments((), [train(Direction.LOSS, 24, DEPTH, DEPTH + 1)]).as_dict()
     assert loss == dict.fromkeys(NAMES, 0.0) | {"step": 1, "loss_rows": 24}
     for way in (Direction.KEEP, Direction.BACKWARD):
         for first in (0, DEPTH - 1):
-            assert Features.of_segments([train(way, 24, first, DEPTH)]).as_dict()["loss_rows"] == 0
+            assert Features.of_segments((), [train(way, 24, first, DEPTH)]).as_dict()["loss_rows"] == 0
 
 
 def test_forward_weights_are_read_once_and_backward_ones_by_each_segment() -> None:
     spans = [train(Direction.KEEP, 16, 0, 4), train(Direction.KEEP, 16, 2, 6)]
-    assert Features.of_segments(spans).as_dict()["forward_layers"] == 6 / 8
-    assert Features.of_segments([*spans, infer(0, 4)]).as_dict()["forward_layers"] == 1
-    assert Features.of_segments([infer(0, 4), *spans]).as_dict()["forward_layers"] == 1
+    assert Features.of_segments((), spans).as_dict()["forward_layers"] == 6 / 8
+    assert Features.of_segments([infer(0, 4)], spans).as_dict()["forward_layers"] == 1
+    after = Features.of_segments((), spans)
+    after.add(infer(0, 4))
+    assert after.as_dict() == Features.of_segments([infer(0, 4)], spans).as_dict()
     twice = [train(Direction.BACKWARD, 16, 0, 4), train(Direction.BACKWARD, 16, 0, 4)]
-    assert Features.of_segments(twice).as_dict()["backward_layers"] == 1
+    assert Features.of_segments((), twice).as_dict()["backward_layers"] == 1
 
 
 def test_a_copy_is_apart() -> None:
@@ -288,7 +289,7 @@ def test_an_iteration_is_what_its_steps_take(count: int) -> None:
     whole = [Span(0, DEPTH), Span(DEPTH, DEPTH + 1), Span(0, DEPTH)]
     ways = [Direction.KEEP, Direction.LOSS, Direction.BACKWARD]
     plans = [
-        Plan(training=tuple(Segment(batch, 0, 100, way, span) for batch in batches))
+        Plan(training=tuple(training_segment(batch, 0, 100, way, span) for batch in batches))
         for way, span in zip(ways, whole, strict=True)
     ]
     model = CostModel()

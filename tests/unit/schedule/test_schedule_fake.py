@@ -1,11 +1,14 @@
 """The fake runner must refuse what a real one could not run."""
 
+from dataclasses import replace
+
 import pytest
 
-from coserve.core.plan import Plan, Segment
-from coserve.core.request import FinishReason, Request
+from coserve.core.plan import Plan
+from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.fake import FakeRunner, next_token
+from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 
 SPAN, TAIL = Span(0, 2), Span(2, 3)
 
@@ -14,12 +17,16 @@ def sequence(key: int = 1, pages: tuple[int, ...] = (0, 1)) -> Sequence:
     return Sequence(key, Request("r", (4, 5, 6)), pages=list(pages))
 
 
-def infer(it: Sequence, start: int, length: int) -> Segment:
-    return Segment(it, start, length, Direction.INFER, SPAN)
+ONE = sequence()
 
 
-def train(it: MicroBatch, start: int, rows: int, way: Direction, span: Span = SPAN) -> Segment:
-    return Segment(it, start, rows, way, span)
+def infer(*rows: tuple[Sequence, int, int], released: tuple[int, ...] = ()) -> Plan:
+    return replace(inference_plan(rows), released=released)
+
+
+def train(it: MicroBatch, start: int, rows: int, way: Direction, span: Span = SPAN) -> Plan:
+    window = training_segment(it, start, rows, way, span)
+    return Plan(training=(window,), micro_batches=announce_batches([it]))
 
 
 def batch() -> MicroBatch:
@@ -28,45 +35,51 @@ def batch() -> MicroBatch:
 
 def test_tokens_follow_from_tokens() -> None:
     runner, it = FakeRunner(2), sequence()
-    assert runner.run(Plan((infer(it, 0, 2),))).sampled[1].token is None
-    assert runner.run(Plan((infer(it, 2, 1),))).sampled[1].token == next_token((4, 5, 6), 1000)
+    assert runner.run(infer((it, 0, 2))).sampled[1].token is None
+    assert runner.run(infer((it, 2, 1))).sampled[1].token == next_token((4, 5, 6), 1000)
     assert runner.now > 0
 
 
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ([infer(sequence(pages=(0,)), 0, 3)], "page is missing"),
-        ([infer(sequence(), 1, 1)], "rows in order"),
-        ([infer(sequence(), 0, 4)], "not known"),
-        ([infer(sequence(), 0, 3), infer(sequence(2, (1, 2)), 0, 3)], "shared"),
-        ([infer(sequence(), 0, 1), infer(sequence(), 1, 1)], "one segment"),
+        ([(sequence(pages=(0,)), 0, 3)], "page is missing"),
+        ([(sequence(), 1, 1)], "rows in order"),
+        ([(sequence(), 0, 4)], "not known"),
+        ([(sequence(), 0, 3), (sequence(2, (1, 2)), 0, 3)], "shared"),
+        ([(ONE, 0, 1), (ONE, 1, 1)], "one segment"),
+        ([(sequence(), 0, 1), (sequence(), 0, 1)], "one segment"),
     ],
 )
-def test_inference_that_cannot_run(segments: list[Segment], message: str) -> None:
+def test_inference_that_cannot_run(segments: list[tuple[Sequence, int, int]], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        FakeRunner(2).run(Plan(tuple(segments)))
+        FakeRunner(2).run(infer(*segments))
+
+
+def test_a_sequence_is_named_once() -> None:
+    runner = FakeRunner(2)
+    runner.run(infer((sequence(), 0, 2)))
+    with pytest.raises(AssertionError, match="named once"):
+        runner.run(infer((sequence(), 2, 1)))
 
 
 def test_pages_that_were_not_filled_again() -> None:
     runner, it = FakeRunner(2), sequence()
-    runner.run(Plan((infer(it, 0, 2),)))
-    runner.run(Plan((infer(sequence(2, (0, 1)), 0, 3),), released=(1,)))
+    runner.run(infer((it, 0, 2)))
+    runner.run(infer((sequence(2, (0, 1)), 0, 3), released=(1,)))
+    with pytest.raises(AssertionError, match="no plan has named"):
+        runner.run(infer((it, 2, 1), released=(2,)))
     with pytest.raises(AssertionError, match="rows in order"):
-        runner.run(Plan((infer(it, 2, 1),), released=(2,)))
+        runner.run(infer((sequence(), 2, 1)))
 
 
 def test_the_ended_stay_away() -> None:
     runner, it = FakeRunner(2), batch()
-    runner.run(Plan(training=(train(it, 0, 8, Direction.KEEP),)))
+    runner.run(train(it, 0, 8, Direction.KEEP))
     with pytest.raises(AssertionError, match="released"):
-        runner.run(Plan(training=(train(it, 0, 8, Direction.BACKWARD),), released=(7,)))
+        runner.run(replace(train(it, 0, 8, Direction.BACKWARD), released=(7,)))
     with pytest.raises(AssertionError, match="twice"):
         runner.run(Plan(released=(7,)))
-    ended = sequence()
-    ended.finish_reason = FinishReason.STOP
-    with pytest.raises(AssertionError, match="has ended"):
-        runner.run(Plan((infer(ended, 0, 3),)))
 
 
 KEPT = [(0, 8, Direction.KEEP, SPAN)]
@@ -98,21 +111,21 @@ def test_windows_out_of_order(steps: list[tuple[int, int, Direction, Span]], mes
     runner, it = FakeRunner(2), batch()
     with pytest.raises(AssertionError, match=message):
         for start, rows, way, span in steps:
-            runner.run(Plan(training=(train(it, start, rows, way, span),)))
+            runner.run(train(it, start, rows, way, span))
 
 
 def test_an_update_needs_all_gradients() -> None:
     runner, it = FakeRunner(2), batch()
     with pytest.raises(AssertionError, match="before all gradients"):
         runner.run(Plan(updates=("job",)))
-    runner.run(Plan(training=(train(it, 0, 8, Direction.KEEP),)))
+    runner.run(train(it, 0, 8, Direction.KEEP))
     with pytest.raises(AssertionError, match="before all gradients"):
         runner.run(Plan(updates=("job",)))
-    runner.run(Plan(training=(train(it, 0, 8, Direction.LOSS, TAIL),)))
-    runner.run(Plan(training=(train(it, 0, 8, Direction.BACKWARD, Span(1, 2)),)))
+    runner.run(train(it, 0, 8, Direction.LOSS, TAIL))
+    runner.run(train(it, 0, 8, Direction.BACKWARD, Span(1, 2)))
     with pytest.raises(AssertionError, match="before all gradients"):
         runner.run(Plan(updates=("job",)))
-    runner.run(Plan(training=(train(it, 0, 8, Direction.BACKWARD, Span(0, 1)),)))
+    runner.run(train(it, 0, 8, Direction.BACKWARD, Span(0, 1)))
     assert runner.run(Plan(updates=("job",))).updated["job"].labels == 8
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
@@ -10,6 +10,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.draft import Draft
 from coserve.schedule.filling import Filler, in_order
 from coserve.schedule.policies.base import INFINITE, Allowance
+from coserve.schedule.segments import training_segment
 
 DEPTH = 16
 CONFIG = SchedulerConfig(layers=DEPTH, max_positions=1024)
@@ -27,7 +28,7 @@ def draft(inference: bool) -> Draft:
     it = Draft(0.0)
     if inference:
         sequence = Sequence(1, Request("r", (1,) * 50))
-        it.add(Segment(sequence, 0, 50, Direction.INFER, Span(0, DEPTH)))
+        it.add(sequence, 50)
     return it
 
 
@@ -62,7 +63,7 @@ def test_no_other_rung_would_do_more() -> None:
     inference = tuple(draft(True).inference)
     for rows in (512, 256, 128, 64, 32):
         for layers in range(2, DEPTH + 1):
-            other = Segment(batch, 700 - rows, rows, Direction.BACKWARD, Span(DEPTH - layers, DEPTH))
+            other = training_segment(batch, 700 - rows, rows, Direction.BACKWARD, Span(DEPTH - layers, DEPTH))
             if model.predict(Plan(inference, (other,))) - model.predict(Plan(inference)) <= seconds:
                 assert rows * layers <= chosen.length * len(chosen.span)
 
@@ -154,9 +155,9 @@ def test_where_no_window_has_that_room_the_largest_runs() -> None:
 
 
 def test_forward_before_the_rest() -> None:
-    back = Segment(micro_batch(), 0, 1, Direction.BACKWARD, Span(0, 1))
-    loss = Segment(micro_batch(), 0, 1, Direction.LOSS, Span(DEPTH, DEPTH + 1))
-    keep = Segment(micro_batch(), 0, 1, Direction.KEEP, Span(0, 1))
+    back = training_segment(micro_batch(), 0, 1, Direction.BACKWARD, Span(0, 1))
+    loss = training_segment(micro_batch(), 0, 1, Direction.LOSS, Span(DEPTH, DEPTH + 1))
+    keep = training_segment(micro_batch(), 0, 1, Direction.KEEP, Span(0, 1))
     assert in_order([back, loss, keep]) == (keep, back, loss)
 
 

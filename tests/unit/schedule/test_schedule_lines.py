@@ -80,7 +80,7 @@ def test_growth_takes_from_whoever_came_last() -> None:
     for sequence in (first, second):
         it.join(sequence)
         assert it.enter(sequence, 0.0)
-        sequence.computed = 7
+        sequence.computed, sequence.told = 7, 2
     first.output = [1, 1]
     assert it.grow(first)
     assert (len(first.pages), second.pages, second.computed, second.preemptions) == (3, [], 0, 1)
@@ -109,14 +109,16 @@ def test_who_was_preempted_goes_to_the_front() -> None:
     assert it.waiting == [victim, urgent]
 
 
+@pytest.mark.parametrize("is_named", [False, True])
 @pytest.mark.parametrize("runs", [True, False])
-def test_retiring_frees_and_releases_what_was_held(runs: bool) -> None:
+def test_retiring_frees_and_releases_what_was_held(runs: bool, is_named: bool) -> None:
     it, pool = lines()
     sequence = Sequence(1, request(4))
     it.join(sequence)
     if runs:
         it.enter(sequence, 0.0)
+        sequence.told = 2 if is_named else None
     it.retire(sequence, FinishReason.STOP)
     assert sequence.is_finished and list(it) == []
     assert pool.free_count == 8
-    assert it.released == ([1] if runs else [])
+    assert it.released == ([1] if runs and is_named else []) and sequence.told is None

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.margin import WINDOW, Margin, quantile
+from coserve.schedule.segments import inference_segment, training_segment
 
 CONFIG = SchedulerConfig(layers=4, max_positions=512)
 
@@ -72,8 +73,8 @@ def test_training_that_was_cut_short_finds_out_that_the_machine_is_free_again() 
 def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
     cost = CostModel()
     sequence = Sequence(1, Request("r", (1,) * 8), output=[1])
-    decode = Segment(sequence, 8, 1, Direction.INFER, Span(0, 4))
-    window = Segment(MicroBatch(2, "job", "t@0", (64,), 4), 0, 32, Direction.KEEP, Span(0, 2))
+    decode = inference_segment(sequence, 8, 1)
+    window = training_segment(MicroBatch(2, "job", "t@0", (64,), 4), 0, 32, Direction.KEEP, Span(0, 2))
     alone, beside = Plan((decode,)), Plan((decode,), (window,))
     for _ in range(60):
         cost.observe(alone, cost.predict(alone))
@@ -87,7 +88,7 @@ def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
 def test_steps_that_nobody_waits_for_say_nothing() -> None:
     """An optimizer step alone is over in milliseconds, and takes three times as long now and then."""
     cost, sequence = CostModel(), Sequence(1, Request("r", (1,) * 8), output=[1])
-    decode = Plan((Segment(sequence, 8, 1, Direction.INFER, Span(0, 4)),))
+    decode = Plan((inference_segment(sequence, 8, 1),))
     update = Plan(updates=("a",))
     for _ in range(40):
         cost.observe(decode, cost.predict(decode))

@@ -79,8 +79,8 @@ def test_an_urgent_prompt_overtakes_a_long_one() -> None:
     urgent = it.submit(request(prompt=16, slo=SLO(first_token=0.1)), runner.now)
     runner.step(it)
     runner.step(it)
-    rows = [{segment.sequence: segment.length for segment in plan.inference} for plan in runner.plans]
-    assert rows == [{long: 10}, {urgent: 10}, {urgent: 6, long: 4}]
+    rows = [{segment.key: segment.length for segment in plan.inference} for plan in runner.plans]
+    assert rows == [{long.key: 10}, {urgent.key: 10}, {urgent.key: 6, long.key: 4}]
 
 
 def test_prompts_that_run_go_on_when_no_pages_are_left_to_enter() -> None:
@@ -89,7 +89,7 @@ def test_prompts_that_run_go_on_when_no_pages_are_left_to_enter() -> None:
     runner.step(it)
     it.submit(request(prompt=16, slo=SLO(first_token=0.1)), runner.now)
     runner.step(it)
-    assert [segment.sequence for segment in runner.plans[-1].inference] == [long]
+    assert [segment.key for segment in runner.plans[-1].inference] == [long.key]
 
 
 def test_a_chunk_shrinks_to_keep_the_tokens_of_others_coming() -> None:
@@ -133,10 +133,10 @@ def test_nobody_enters_in_a_step_that_took_pages() -> None:
     entered = []
     while not second.preemptions:
         runner.step(it)
-        entered.append({segment.sequence for segment in runner.plans[-1].inference})
-    assert entered[0] == {first, second, third}
+        entered.append({segment.key for segment in runner.plans[-1].inference})
+    assert entered[0] == {first.key, second.key, third.key}
     late = it.submit(request(prompt=1, answer=1, arrival=0.3), 0.0)
-    assert entered[-1] == {first}
+    assert entered[-1] == {first.key}
     assert second.key in [key for plan in runner.plans for key in plan.released]
     drain(it, runner)
     assert all(len(s.output) == s.request.sampling.max_tokens for s in (first, second, third, late))
@@ -211,7 +211,7 @@ def test_at_most_so_many_micro_batches_on_the_tape() -> None:
     batches = micro_batches(it, count=4)
     it.add_training("job", batches)
     runner.step(it)
-    assert [segment.sequence for segment in runner.plans[0].training] == batches[:2]
+    assert [segment.key for segment in runner.plans[0].training] == [batch.key for batch in batches[:2]]
 
 
 def test_a_removed_job_is_released_in_the_next_plan() -> None:

@@ -1,8 +1,7 @@
 import pytest
 
-from coserve.core.plan import Segment
 from coserve.core.request import SLO, Request, SamplingParams
-from coserve.core.sequence import Direction, Sequence, Span
+from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
@@ -41,7 +40,7 @@ def slack(running: list[Sequence], line: list[Sequence], error: float = 0.0) -> 
     for sequence in line:
         it.join(sequence)
     for sequence in running:
-        draft.add(Segment(sequence, sequence.computed, 1, Direction.INFER, Span(0, 4)))
+        draft.add(sequence, 1)
     return measure(draft, it, model(error), CONFIG)
 
 

@@ -7,8 +7,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
 from coserve import errors
+from coserve.errors import error_named
 from coserve.serve.answering.price import MOST_HEADER_BYTES, MOST_URL_BYTES
-from coserve.serve.errors import ApiError, fault_error, install
+from coserve.serve.errors import ApiError, install
 from coserve.serve.http.middleware import Draining, Limits, RequestIds
 
 
@@ -195,6 +196,6 @@ def test_draining_refuses_new_work_and_lets_look() -> None:
 
 
 def test_faults_become_what_they_were() -> None:
-    assert type(fault_error("AdapterMismatch", "x")) is errors.AdapterMismatch
+    assert type(error_named("AdapterMismatch", "x")) is errors.AdapterMismatch
     for kind in ("SystemExit", "NoSuchThing", "__doc__", ""):
-        assert type(fault_error(kind, "x")) is errors.CoserveError
+        assert type(error_named(kind, "x")) is errors.CoserveError

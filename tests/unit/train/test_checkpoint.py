@@ -13,9 +13,10 @@ from peft import PeftModel
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.bank import AdapterBank
-from coserve.core.plan import Plan, Segment, Updated
+from coserve.core.plan import Plan, Updated
 from coserve.core.sequence import MicroBatch
 from coserve.errors import JobError
+from coserve.schedule.segments import training_segment
 from coserve.train import checkpoint
 from coserve.train.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example, digest
@@ -58,7 +59,7 @@ def run_of(
 def there_and_back(engine: Engine, batch: MicroBatch) -> None:
     while not batch.done:
         span = batch.next_span(DEPTH)
-        engine.runner.run(Plan(training=(Segment(batch, 0, batch.length, batch.direction, span),)))
+        engine.runner.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
         batch.advance(0, batch.length, span)
 
 
@@ -126,7 +127,7 @@ def test_no_example_is_lost_or_repeated(engine: Engine) -> None:
         for _ in range(interrupted):
             if batches := run.next_step(itertools.count(1)):
                 seen.append(
-                    [tuple(run.tape(b)._tokens[: b.length - sum(b.padding)].tolist()) for b in batches]
+                    [tuple(run.tape(b.key)._tokens[: b.length - sum(b.padding)].tolist()) for b in batches]
                 )
                 for batch in batches:
                     there_and_back(engine, batch)

@@ -10,9 +10,10 @@ import torch
 from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan
 from coserve.core.sequence import MicroBatch
 from coserve.errors import AdapterMismatch, ConfigError, LossNotFinite
+from coserve.schedule.segments import training_segment
 from coserve.train.example import Example, pack
 from coserve.train.trainer import TrainingRun, fresh_adapter
 from models import Exact, prompts, tiny
@@ -53,7 +54,7 @@ def there_and_back(engine: Engine, batch: MicroBatch) -> None:
     """All its rows in one window each way."""
     while not batch.done:
         span = batch.next_span(DEPTH)
-        engine.runner.run(Plan(training=(Segment(batch, 0, batch.length, batch.direction, span),)))
+        engine.runner.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
         batch.advance(0, batch.length, span)
 
 

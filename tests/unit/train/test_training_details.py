@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
-from coserve.core.plan import Plan, Segment
+from coserve.core.plan import Plan
 from coserve.memory.ledger import Account
+from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun, fresh_adapter
 from models import logits_of, tiny
@@ -66,7 +67,7 @@ def test_a_run_counts_masters_gradients_and_moments() -> None:
     (batch,) = run.next_step(itertools.count(1))
     while not batch.done:
         span = batch.next_span(engine.base.depth)
-        engine.runner.run(Plan(training=(Segment(batch, 0, len(TOKENS), batch.direction, span),)))
+        engine.runner.run(Plan(training=(training_segment(batch, 0, len(TOKENS), batch.direction, span),)))
         batch.advance(0, len(TOKENS), span)
     assert run.nbytes == 2 * start.nbytes
     run.update()

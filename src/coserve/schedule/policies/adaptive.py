@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from coserve.core.sequence import Direction, Sequence, Span
-from coserve.schedule.cost import Features, window_pairs
+from coserve.schedule.cost import Features
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
 from coserve.schedule.policies.beside import STEPS, beside
 from coserve.schedule.policies.entry import LatestEntry
 from coserve.schedule.policies.hybrid import Hybrid
+from coserve.schedule.segments import training_segment
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
 _KNOWN: Final = 16  # requests after which their patience is: of fewer less is concluded
@@ -179,8 +180,7 @@ def _layer_seconds(view: View) -> float:
     if longest is None:  # only an optimizer step is due
         return 0.0
     features = Features()
-    pairs = window_pairs(longest, 0, longest.length)
-    features.add_training(longest, longest.length, pairs, Direction.BACKWARD, Span(0, 1))
+    features.add_training(training_segment(longest, 0, longest.length, Direction.BACKWARD, Span(0, 1)))
     return view.cost.predict_features(features)
 
 

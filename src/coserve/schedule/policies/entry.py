@@ -26,7 +26,7 @@ class LatestEntry:
         decode = Features()
         for sequence in everybody:
             start = sequence.virtual + sequence.length
-            decode.add_inference(start, 1, 1, sequence.request.adapter, config.layers)
+            decode.add_inference(start, 1, 1, sequence.request.adapter)
         self._alone = cost.predict_features(decode)  # a step, on the whole machine
         self._step = self._alone * slowness
         self._decode = decode
@@ -68,7 +68,7 @@ class LatestEntry:
     def _row_seconds(self, rows: int) -> float:
         """What each of so many prompt rows adds to a step."""
         with_prompts = self._decode.copy()
-        with_prompts.add_inference(0, max(rows, 2), 0, None, self._view.config.layers)
+        with_prompts.add_inference(0, max(rows, 2), 0, None)
         return max(self._view.cost.predict_features(with_prompts) - self._alone, 1e-9) / max(rows, 2)
 
     def _prefill_seconds(self, rows: int) -> float:

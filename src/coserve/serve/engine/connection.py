@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from coserve.errors import error_named
 from coserve.serve.engine.frames import write_frame
-from coserve.serve.errors import fault_error
 from coserve.wire.codec import encode_commands, pack_command
 from coserve.wire.messages import (
     CheckJob,
@@ -59,7 +59,7 @@ class Connection:
         if reply.fault is None:
             waiting.set_result(None)
         else:
-            waiting.set_exception(fault_error(reply.fault.kind, reply.fault.text))
+            waiting.set_exception(error_named(reply.fault.kind, reply.fault.text))
             waiting.exception()  # read here, for nobody may be waiting any more
 
     def end(self) -> None:

@@ -9,13 +9,12 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from coserve.errors import CoserveError, EngineLost, Quarantined, StateError
+from coserve.errors import CoserveError, EngineLost, Quarantined, StateError, error_named
 from coserve.serve.engine.connection import Connection
 from coserve.serve.engine.frames import read_frame
 from coserve.serve.engine.live import AnswerRequest, Live
 from coserve.serve.engine.probation import Probation, Thing
 from coserve.serve.engine.verdicts import Guilty, Verdicts
-from coserve.serve.errors import fault_error
 from coserve.wire.codec import decode_answer
 from coserve.wire.messages import (
     Acknowledge,
@@ -286,7 +285,7 @@ class EngineLink:
             if (live := self._live.get(token.id)) is None:
                 continue  # cancelled while this was on its way
             if token.fault is not None:
-                self._fail(live, fault_error(token.fault.kind, token.fault.text))
+                self._fail(live, error_named(token.fault.kind, token.fault.text))
             else:
                 live.take(token)
                 if token.finish is None:

@@ -1,0 +1,96 @@
+"""What plans say of sequences and micro-batches, which stay the scheduler's own."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from coserve.core.plan import InferenceSegment, MicroBatchStart, Plan, SequenceStart, TrainingSegment
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+
+
+def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSegment:
+    """Rows [start, start + rows) of a sequence's own tokens, without its pages: `announce` adds them."""
+    request, end = sequence.request, start + rows
+    tail = 1 if end == sequence.length else 0
+    if request.sampling.prompt_logprobs is not None:
+        tail += max(0, min(end, len(request.prompt) - 1) - start)
+    return InferenceSegment(sequence.key, start, rows, request.virtual + start, tail, request.adapter)
+
+
+def training_segment(
+    batch: MicroBatch, start: int, rows: int, direction: Direction, span: Span, pairs: int | None = None
+) -> TrainingSegment:
+    """Rows [start, start + rows) of a micro-batch through the layers of `span`; `pairs` if they are known."""
+    if pairs is None:
+        pairs = window_pairs(batch, start, rows)
+    return TrainingSegment(
+        batch.key, batch.job, batch.adapter, start, rows, pairs, direction, span, batch.layers
+    )
+
+
+def announce(
+    segments: Iterable[InferenceSegment], sequences: Mapping[int, Sequence]
+) -> tuple[tuple[SequenceStart, ...], tuple[InferenceSegment, ...]]:
+    """Completes a plan's segments: (sequences that it is the first to name, segments with the pages that
+    the runner does not know yet). Notes in each sequence what the runner knows from now on."""
+    starts, completed = [], []
+    for segment in segments:
+        sequence = sequences[segment.key]
+        if sequence.told is None:
+            starts.append(_start(sequence))
+            sequence.told = 0
+        if sequence.told < len(sequence.pages):
+            segment = replace(segment, new_pages=tuple(sequence.pages[sequence.told :]))
+            sequence.told = len(sequence.pages)
+        completed.append(segment)
+    return tuple(starts), tuple(completed)
+
+
+def inference_plan(rows: Iterable[tuple[Sequence, int, int]]) -> Plan:
+    """A step of nothing but (sequence, start, rows), for whoever measures or checks a runner."""
+    chosen = list(rows)
+    segments = [inference_segment(*one) for one in chosen]
+    starts, completed = announce(segments, {sequence.key: sequence for sequence, _, _ in chosen})
+    return Plan(sequences=starts, inference=completed)
+
+
+def _start(sequence: Sequence) -> SequenceStart:
+    request = sequence.request
+    return SequenceStart(
+        key=sequence.key,
+        prompt=request.prompt,
+        output=tuple(sequence.output),
+        sampling=request.sampling,
+        adapter=request.adapter,
+        virtual=request.virtual,
+        computed=sequence.computed,
+        shared=sequence.shared,
+        template=sequence.template,
+        scope=request.scope,
+    )
+
+
+def announce_batches(batches: Iterable[MicroBatch]) -> tuple[MicroBatchStart, ...]:
+    """Those that no plan has named, for the plan that does so first."""
+    fresh = [batch for batch in batches if not batch.told]
+    for batch in fresh:
+        batch.told = True
+    return tuple(MicroBatchStart(b.key, b.job, b.lengths, b.layers) for b in fresh)
+
+
+def causal_pairs(start: int, rows: int) -> int:
+    """(row, row it attends to) pairs of rows [start, start + rows) of one sequence, each row's own in it."""
+    return rows * start + rows * (rows + 1) // 2
+
+
+def window_pairs(batch: MicroBatch, start: int, rows: int) -> int:
+    """The same for a window of a micro-batch; its examples see what is virtual and nothing of each other."""
+    pairs, begin, end = 0, 0, start + rows
+    for length in batch.lengths:
+        low, high = max(start, begin), min(end, begin + length)
+        if low < high:
+            ahead = batch.prefix + (batch.prompt if begin else 0)
+            pairs += causal_pairs(ahead + low - begin, high - low)
+        begin += length
+        if begin >= end:
+            break
+    return pairs

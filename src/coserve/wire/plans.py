@@ -1,0 +1,50 @@
+"""Plans and their results as bytes, for an executor in another process.
+
+What a plan names is ids, token ids, pages and spans; what comes back is tokens and numbers. So both are
+copied whole, and neither side can change what the other holds.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from coserve.core.plan import Plan, StepResult
+from coserve.errors import CoserveError, error_named
+
+
+def _to_builtin(value: Any) -> Any:
+    if isinstance(value, CoserveError):
+        return type(value).__name__, str(value)
+    if isinstance(value, Mapping):  # the read-only empty default of a frozen dataclass
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} is no part of a plan or a result")
+
+
+def _from_builtin(kind: type, value: Any) -> Any:
+    if kind is CoserveError:
+        return error_named(*value)
+    raise NotImplementedError(f"{kind.__name__} is no part of a plan or a result")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
+_plans: msgspec.msgpack.Decoder[Plan] = msgspec.msgpack.Decoder(Plan)
+_results: msgspec.msgpack.Decoder[StepResult] = msgspec.msgpack.Decoder(StepResult, dec_hook=_from_builtin)
+
+
+def encode_plan(plan: Plan) -> bytes:
+    return _encoder.encode(plan)
+
+
+def decode_plan(data: bytes) -> Plan:
+    """Raises msgspec.DecodeError on anything that no scheduler sends."""
+    return _plans.decode(data)
+
+
+def encode_result(result: StepResult) -> bytes:
+    return _encoder.encode(result)
+
+
+def decode_result(data: bytes) -> StepResult:
+    """Raises msgspec.DecodeError on anything that no executor sends."""
+    return _results.decode(data)

@@ -1,0 +1,49 @@
+"""Plans and results survive being bytes (whole schedules: tests/scenario/test_schedule_interleavings)."""
+
+import msgspec
+import pytest
+
+from coserve import errors
+from coserve.core.plan import InferenceSegment, Plan, Sampled, SequenceStart, StepResult, TokenLogprobs
+from coserve.core.request import SamplingParams
+from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(seed=0),
+        SamplingParams(seed=2**63 - 1, logit_bias={7: -float("inf"), 3: 1.5}, stop_token_ids=(1, 2)),
+        SamplingParams(temperature=0.7, top_p=0.9, stop=("a", "b"), logprobs=5, grammar='{"type": "object"}'),
+    ],
+)
+def test_a_plan_comes_back_as_it_was(sampling: SamplingParams) -> None:
+    start = SequenceStart(3, (1, 2), (5,), sampling, "a@1", 4, 2, 1, 9, None)
+    plan = Plan(
+        (InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4)),), released=(1, 2), split=0.5, sequences=(start,)
+    )
+    assert decode_plan(encode_plan(plan)) == plan
+
+
+def test_a_result_keeps_the_errors_of_jobs() -> None:
+    scored = TokenLogprobs(-0.25, ((4, -0.25), (9, -1.5)))
+    given = StepResult(
+        0.5,
+        {3: Sampled(4, scored, (scored,))},
+        failed={"a": errors.LossNotFinite("NaN at step 3"), "b": errors.OutOfMemory("12 MiB short")},
+    )
+    found = decode_result(encode_result(given))
+    assert found.sampled == given.sampled
+    assert [(job, type(error), str(error)) for job, error in found.failed.items()] == [
+        ("a", errors.LossNotFinite, "NaN at step 3"),
+        ("b", errors.OutOfMemory, "12 MiB short"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x00", msgspec.msgpack.encode({"inference": 1}), msgspec.msgpack.encode({"released": ["a"]})],
+)
+def test_what_no_scheduler_sends_is_refused(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_plan(data)
