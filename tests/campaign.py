@@ -3,7 +3,8 @@
 All is compared with an undisturbed run on the same server: an answer's tokens by position, a job's losses by
 step, its adapter by its bytes. And what a client was told must hold, whatever died in between: a job that was
 told to be paused stays paused until somebody resumes it, a cancelled one stays cancelled, an adapter that was
-taken in is there.
+taken in is there, and so is every file, event and checkpoint that the server has shown. Streams whose API
+lives go on over their connection.
 """
 
 import hashlib
@@ -13,10 +14,11 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from types import TracebackType
 from typing import Any, Final
 
 import httpx
@@ -24,12 +26,14 @@ from msgspec.structs import replace
 
 from coserve.errors import ServerError
 from coserve_benchmarks.client import Clients
+from coserve_benchmarks.ledger import Ledger
 from coserve_benchmarks.served import Served, Victim
 from coserve_benchmarks.streams import Ask
 
 Json = dict[str, Any]
 JOBS: Final = "/v1/fine_tuning/jobs"
 KINDS: Final = ("engine", "API", "API and engine", "standby", "everything", "engine stops", "API stops")
+_API_LIVES: Final = ("engine", "standby", "engine stops")
 _WEIGHTS: Final = (6, 6, 3, 2, 2, 1, 1)
 _PATIENCE: Final = 180.0  # seconds that anything may take on a machine that is busy
 _NAP: Final = 0.05
@@ -132,6 +136,7 @@ class Tally:
     streams: int = 0
     again: int = 0  # of these, whose connection broke
     imports: int = 0
+    acknowledged: int = 0  # files, jobs, their ends, events, checkpoints, models
     lost: list[str] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)
 
@@ -142,7 +147,8 @@ class Tally:
         )
         return (
             f"{sum(self.kills.values())} kills ({kinds}); jobs: {jobs}; {self.streams} streams, {self.again} "
-            f"asked for again; {self.imports} imports; {len(self.lost)} lost, {len(self.unlike)} unlike"
+            f"asked for again; {self.imports} imports; {self.acknowledged} acknowledged; "
+            f"{len(self.lost)} lost, {len(self.unlike)} unlike"
         )
 
 
@@ -159,12 +165,15 @@ class Campaign:
         self._unanswered: dict[str, str] = {}  # recipes of jobs that may have been created, by their marks
         self._imported: list[str] = []
         self._expected: dict[str, tuple[list[tuple[int, float]], str]] = {}
-        self._tokens: list[list[int]] = []
+        self.tokens: list[list[int]] = []  # of every stream, undisturbed
+        self._ledgers: list[Ledger] = []
         self._file = ""
         self._adapter = (b"", b"")
 
     def close(self) -> None:
         self._call.close()
+        for ledger in self._ledgers:
+            ledger.close()
 
     def peace(self) -> None:
         """Each recipe alone and each stream, undisturbed: what all others are compared with."""
@@ -176,9 +185,9 @@ class Campaign:
             self._expected[recipe.name] = self._trained(job)
         self._adapter = self._call.adapter(self._call.job(self._jobs[0].id)["fine_tuned_model"])
         self._import()
-        with Clients(self._served.url, self._served.name, self._asks()) as clients:
-            self._tokens = [one.tokens for one in clients.result()]
-        assert len({tuple(tokens) for tokens in self._tokens}) == len(self._tokens), "streams tell apart"
+        with Clients(self._served.url, self._served.name, self.asks()) as clients:
+            self.tokens = [one.tokens for one in clients.result()]
+        assert len({tuple(tokens) for tokens in self.tokens}) == len(self.tokens), "streams tell apart"
 
     def begin(self) -> None:
         """One job that goes on, one that is paused and one that is cancelled, from the first kill on."""
@@ -187,16 +196,24 @@ class Campaign:
             if verb:
                 self._tell(self._jobs[-1], verb, wish)
 
-    def round(self) -> None:
+    def round(self, kind: str | None = None) -> None:
         """Streams, jobs, and a client that changes its mind, while something is killed."""
-        (kind,) = self._draw.choices(KINDS, _WEIGHTS)
-        with Clients(self._served.url, self._served.name, self._asks()) as clients:
-            with _Restless(self._change_something, self._draw.getrandbits(32)):
-                time.sleep(self._draw.uniform(0.0, 1.5))
+        kind = kind or self._draw.choices(KINDS, _WEIGHTS)[0]
+        asks = self.asks()
+        most = sum(ask.answer for ask in asks)
+        pieces = self._draw.randint(2 * len(asks), int(0.7 * most))
+        ledger = Ledger(self._served.url, self._served.name)
+        self._ledgers.append(ledger)
+        for job in self._jobs:
+            ledger.follow(job.id)
+        with Clients(self._served.url, self._served.name, asks, pieces) as clients:
+            with _Restless(self._change_something, self._draw.getrandbits(32)), Scribe(ledger):
+                clients.wait_reached()
                 self._kill(kind)
-            self._compare(clients)
+            self._compare(clients, kind)
         self._settle()
         self._check()
+        self._lose(*ledger.missing())
 
     def end(self) -> None:
         """All go on and come to their ends; what is left is compared with what should be."""
@@ -211,6 +228,9 @@ class Campaign:
         for name in self._imported:
             if self._call.adapter(name) != self._adapter:
                 self.tally.unlike.append(f"the adapter {name} is not what was taken in")
+        for ledger in self._ledgers:
+            self._lose(*ledger.missing())
+        self.tally.acknowledged = sum(map(len, self._ledgers))
 
     # What is killed
 
@@ -239,7 +259,8 @@ class Campaign:
 
     # What clients do meanwhile
 
-    def _asks(self) -> list[Ask]:
+    def asks(self) -> list[Ask]:
+        """What streams ask."""
         name = self._draw.choice(self._imported)
         return [replace(ask, model=name) if n % 2 else ask for n, ask in enumerate(self._work.asks)]
 
@@ -321,10 +342,12 @@ class Campaign:
             if status == "succeeded" and found["fine_tuned_model"] not in there:
                 self._lose(f"the adapter of {job.id} is not there")
 
-    def _compare(self, clients: Clients) -> None:
-        for number, (one, tokens) in enumerate(zip(clients.result(), self._tokens, strict=True)):
+    def _compare(self, clients: Clients, kind: str) -> None:
+        for number, (one, tokens) in enumerate(zip(clients.result(), self.tokens, strict=True)):
             self.tally.streams += 1
             self.tally.again += one.attempts > 1
+            if kind in _API_LIVES and one.attempts > 1:
+                self.tally.unlike.append(f"stream {number} was cut off although only the {kind} was hit")
             if one.tokens != tokens or not one.agrees:
                 self.tally.unlike.append(f"stream {number}: {one.tokens} instead of {tokens}")
 
@@ -392,3 +415,41 @@ class _Restless:
                 self._change(self._draw)
         except Exception as error:
             self._error = error
+
+
+class Scribe:
+    """Keeps a server busy with small acknowledged things until it is killed: use it in a `with` around that.
+
+    Uploads files and looks at everything, over and over, in a thread of its own.
+    """
+
+    def __init__(self, ledger: Ledger, lines: Sequence[Mapping[str, str]] = ({"text": "x"},)) -> None:
+        self._ledger, self._lines = ledger, lines
+        self._stop = threading.Event()
+        self._error: ServerError | None = None
+        self._thread = threading.Thread(target=self._work, name="scribe")
+
+    def __enter__(self) -> "Scribe":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+    def _work(self) -> None:
+        for number in count():
+            try:
+                self._ledger.upload(f'{{"text": "note {number}"}}\n'.encode(), f"note-{number}.jsonl")
+                self._ledger.look()
+            except httpx.HTTPError:  # what the kill cut off was not acknowledged
+                return
+            except ServerError as error:
+                self._error = error
+                return
+            if self._stop.wait(_NAP):
+                return

@@ -53,7 +53,7 @@ def engine(
 
 @app.command()
 def server(json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m") -> None:
-    """What HTTP costs beside the engine alone, and what is left of streams and jobs after kill -9."""
+    """What HTTP costs beside the engine alone, and how long a server is away whose engine was killed."""
     check_writable("--json", json_file)
     from coserve_benchmarks.report import print_report
     from coserve_benchmarks.server import run_server
@@ -141,7 +141,8 @@ def policies(
     """Every scheduling policy on the papers' traffic and a recorded one, and what one would do instead."""
     for flag, path in (("--json", json_file), ("--page", page), ("--picture", picture)):
         check_writable(flag, path)
-    from coserve_benchmarks.policies.page import draw, write_page
+    from coserve_benchmarks.policies.figures import draw
+    from coserve_benchmarks.policies.page import write_page
     from coserve_benchmarks.policies.run import run_policies
     from coserve_benchmarks.report import print_report
 
@@ -174,3 +175,17 @@ def memory(
     if picture is not None and "ablation" in results:
         draw_ablation(results, picture)
     print_report(results)
+
+
+@app.command()
+def draw(
+    results: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File that --json wrote.")
+    ],
+    out: Annotated[Path, typer.Argument(help="A page of policies (.html), or a picture (.svg, .png).")],
+) -> None:
+    """The page or the picture of a run that is over, from its JSON."""
+    check_writable("OUT", out)
+    from coserve_benchmarks.redraw import redraw
+
+    redraw(results, out)

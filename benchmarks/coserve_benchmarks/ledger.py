@@ -1,11 +1,8 @@
 """What a server has acknowledged, as its clients saw it: all of it must be there after whatever happens."""
 
 import hashlib
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
-from types import TracebackType
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -14,7 +11,7 @@ import httpx
 from coserve.errors import ServerError
 
 _PAGE = 100
-_PAUSE = 0.03  # seconds between two looks
+_PAUSE = 0.03  # seconds between two looks at a job
 _OVER = ("succeeded", "failed", "cancelled")
 JSONObject = dict[str, Any]
 Seen = dict[tuple[str, str], str]  # (kind, id): what must never change
@@ -59,6 +56,10 @@ class Ledger:
         self._jobs.append(found["id"])
         return str(found["id"])
 
+    def follow(self, id: str) -> None:
+        """Looks at a job that another client has created, too."""
+        self._jobs.append(id)
+
     def cancel_job(self, id: str) -> None:
         self._ask("POST", f"/v1/fine_tuning/jobs/{id}/cancel")
 
@@ -96,10 +97,6 @@ class Ledger:
         return job
 
     # What was acknowledged
-
-    def has_seen(self, kind: str, id: str) -> bool:
-        """Whether something of this kind (job, end, event, checkpoint, ...) was acknowledged."""
-        return (kind, id) in self._seen
 
     def look(self) -> None:
         """What the server shows of the jobs has been acknowledged by that."""
@@ -159,44 +156,6 @@ class Ledger:
             raise ServerError(f"{method} {path}: status {answer.status_code}, {answer.text[:500]}")
         found: JSONObject = answer.json()
         return found
-
-
-class Scribe:
-    """Keeps a server busy with small acknowledged things until it is killed: use it in a `with` around that.
-
-    Uploads files and looks at everything, over and over, in a thread of its own.
-    """
-
-    def __init__(self, ledger: Ledger, lines: Sequence[Mapping[str, str]] = ({"text": "x"},)) -> None:
-        self._ledger, self._lines = ledger, lines
-        self._stop = threading.Event()
-        self._error: ServerError | None = None
-        self._thread = threading.Thread(target=self._work, name="scribe")
-
-    def __enter__(self) -> "Scribe":
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._error is not None and error is None:
-            raise self._error
-
-    def _work(self) -> None:
-        for number in count():
-            try:
-                self._ledger.upload(f'{{"text": "note {number}"}}\n'.encode(), f"note-{number}.jsonl")
-                self._ledger.look()
-            except httpx.HTTPError:  # what the kill cut off was not acknowledged
-                return
-            except ServerError as error:
-                self._error = error
-                return
-            if self._stop.wait(_PAUSE):
-                return
 
 
 def _file(file: JSONObject) -> str:

@@ -61,14 +61,16 @@ def _figures_table(results: Mapping[str, Any]) -> Table:
 def draw(results: Mapping[str, Any], path: str | Path) -> None:
     """Latency beside training, time between tokens, and throughput over time, as SVG or PNG by `path`'s
     ending. Panels of groups that have not been run stay empty."""
-    import matplotlib
+    from coserve_benchmarks.drawing import new_figure, save, style
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    with style():
+        figure = new_figure(13, 3.8)
+        _draw(results, *figure.subplots(1, 3))
+        save(figure, path)
 
-    pyplot.rcParams["svg.hashsalt"] = "coserve"  # the same picture for the same data
+
+def _draw(results: Mapping[str, Any], waits: Any, gaps: Any, flow: Any) -> None:
     series = results["series"]
-    figure, (waits, gaps, flow) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     waits.set(title="16-token answers" if results["shape"] == "255m" else "short answers", ylabel="share")
     waits.set_xlabel("latency (s)")
     _cumulative(waits, series.get("blocking.idle", ()), "idle", _INK["alone"])
@@ -84,21 +86,15 @@ def draw(results: Mapping[str, Any], path: str | Path) -> None:
         flow.step(seconds, trained, where="post", color=_INK["training"], label="fine-tuning")
         flow.step(seconds, output, where="post", color=_INK["together"], label="output")
     for axes in (waits, gaps, flow):
-        axes.grid(alpha=0.25)
         axes.set_ylim(bottom=0)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, loc="best" if axes is flow else "lower right")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+            axes.legend(loc="best" if axes is flow else "lower right")
 
 
 def _cumulative(axes: Any, values: Sequence[float], label: str, color: str) -> None:
     """Share of values that are at most x."""
     if values:
-        ordered = sorted(values)
-        shares = [i / len(ordered) for i in range(len(ordered) + 1)]
-        axes.step([ordered[0], *ordered], shares, where="post", label=label, color=color)
+        axes.ecdf(values, label=label, color=color)
 
 
 def _bound(axes: Any, figure: Mapping[str, Any] | None) -> None:

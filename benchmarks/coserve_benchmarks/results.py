@@ -1,11 +1,12 @@
 """What a run has found so far, written down after every row."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from coserve.core.compact import compact_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,6 @@ SERVER_BARS: Mapping[str, Bar | None] = {
     "overhead.ratio": Bar(0.9),
     "first_byte_p99_ms": None,
     "restart.ready_s": Bar(5.0, at_most=True),
-    "kill.lost_acknowledged": Bar(0.0, at_most=True),
-    "kill.streams_continued": Bar(1.0),
-    "kill.longest_gap_s": None,
 }
 
 
@@ -155,5 +153,5 @@ class Results:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_name(self._path.name + ".part")
-        draft.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        draft.write_text(compact_json(self.as_dict()), encoding="utf-8")
         draft.replace(self._path)

@@ -1,4 +1,4 @@
-"""`coserve bench server`: what serving over HTTP costs, and what is left after `kill -9`."""
+"""`coserve bench server`: what serving over HTTP costs, and how long a killed engine leaves a server away."""
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -6,19 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coserve_benchmarks import firstbyte, overhead, restart, survival
+from coserve_benchmarks import firstbyte, overhead, restart
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import CACHE_TOKENS, Bench
 from coserve_benchmarks.results import SERVER_BARS
 from coserve_benchmarks.served import Served
 
-_ON_ONE_SERVER: Mapping[str, Callable[[Bench, Served], None]] = {
+_RUNS: Mapping[str, Callable[[Bench, Served], None]] = {
     "overhead": overhead.run,
     "latency": firstbyte.run,
     "restart": restart.run,
 }
-GROUPS = (*_ON_ONE_SERVER, "kills")
+GROUPS = tuple(_RUNS)
 
 
 def run_server(
@@ -37,17 +37,9 @@ def run_server(
     bench = begin(shape, quick, groups, GROUPS, json_path, SERVER_BARS)
     with tempfile.TemporaryDirectory(prefix="coserve-bench-") as folder:
         model = save_shape(bench.shape, Path(folder))
-        if set(groups) & set(_ON_ONE_SERVER):
-            _on_one_server(bench, model, groups)
-        run_groups(bench, groups, {"kills": partial(survival.run, bench, model)})
+        with Served(
+            model, Path(folder), engine_cache_tokens=CACHE_TOKENS, engine_prefix_sharing=False
+        ) as served:
+            served.wait_standby()  # its imports are work too
+            run_groups(bench, groups, {group: partial(run, bench, served) for group, run in _RUNS.items()})
     return bench.results.as_dict()
-
-
-def _on_one_server(bench: Bench, model: Path, groups: Collection[str]) -> None:
-    """Those groups that kill nothing but an idle engine, with the engine settings of the engine's bench."""
-    with (
-        tempfile.TemporaryDirectory(dir=model.parent) as folder,
-        Served(model, Path(folder), engine_cache_tokens=CACHE_TOKENS, engine_prefix_sharing=False) as served,
-    ):
-        served.wait_standby()  # its imports are work too
-        run_groups(bench, groups, {g: partial(run, bench, served) for g, run in _ON_ONE_SERVER.items()})

@@ -39,13 +39,6 @@ class Settings:
 
     restarts: int = 3
 
-    kills: int = 6  # half of them of the engine, the others of the API and of everything
-    kill_streams: int = 16
-    kill_prompt: int = 32
-    kill_answer: int = 48
-    kill_steps: int = 16  # optimizer steps of each job, with a checkpoint after every fourth
-    kill_length: int = 64  # of a job's examples
-
     held_batch: int = 2  # examples whose activations are held
     held_length: int = 1024
 
@@ -69,7 +62,6 @@ QUICK = Settings(
     streams_rounds=2,
     arrivals_seconds=15.0,
     restarts=1,
-    kills=3,
     curve_steps=40,
     seconds=15.0,
 )
@@ -97,11 +89,6 @@ TINY = Settings(
     arrivals_answer=8,
     server_length=32,
     restarts=1,
-    kills=3,
-    kill_prompt=16,
-    kill_answer=200,
-    kill_steps=40,
-    kill_length=32,
     prefix=70,
     prefix_rest=3,
     cache8_texts=2,

@@ -5,8 +5,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Final
 
-from coserve_benchmarks.policies.drawing import charts
-from coserve_benchmarks.policies.drawing.ink import MUTED
+from coserve_benchmarks.drawing import MUTED, new_figure, save, style
 
 _INKS: Final[Mapping[str, tuple[str, str]]] = {  # in the order of the legend
     "coserve": ("#d1205f", "*"),
@@ -22,8 +21,8 @@ def draw(results: Mapping[str, Any], path: str | Path) -> None:
     section, machine = results["figure"], results["machine"]
     tasks = list(dict.fromkeys(point["task"] for point in section["points"]))
     extents = section["extents"]
-    with charts.style():
-        figure = charts.new_figure(8.6, 6.4)
+    with style():
+        figure = new_figure(8.6, 6.4)
         grid = figure.subplots(2, len(tasks), squeeze=False)
         for column, task in enumerate(tasks):
             for row, sweep in enumerate(_AXES):
@@ -48,10 +47,7 @@ def draw(results: Mapping[str, Any], path: str | Path) -> None:
             fill(results["command"], 120),
         )
         figure.supxlabel("\n".join(lines), fontsize=7, color=MUTED)
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, facecolor="white", dpi=130, metadata=metadata)
+        save(figure, path)
 
 
 def _panel(axes: Any, sweep: str, points: Sequence[Mapping[str, Any]]) -> None:

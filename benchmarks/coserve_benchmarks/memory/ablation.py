@@ -57,20 +57,20 @@ def _steps(bench: Bench, method: str) -> dict[str, dict[str, float]]:
 
 def draw_ablation(results: Mapping[str, Any], path: str | Path) -> None:
     """The section as a picture, by the file's ending; folders that are missing are made. Needs matplotlib."""
-    from coserve_benchmarks.policies.drawing import charts, ink
+    from coserve_benchmarks.drawing import MUTED, OUTPUT, new_figure, save, style
 
     section = results["ablation"]
-    with charts.style():
-        figure = charts.new_figure(7.2, 3.2)
+    with style():
+        figure = new_figure(7.2, 3.2)
         grid = figure.subplots(1, len(section["methods"]), sharey=True)
         for axes, (method, steps) in zip(grid, section["methods"].items(), strict=True):
             names = [step for step in STEPS if step in steps]
             base = steps[PEER]["held"]
             held = [steps[name]["held"] / base for name in names]
             layer = [steps[name]["layer"] / base for name in names]
-            axes.bar(range(len(names)), held, color=ink.OUTPUT, width=0.7, label="held")
+            axes.bar(range(len(names)), held, color=OUTPUT, width=0.7, label="held")
             axes.bar(
-                range(len(names)), layer, bottom=held, color=ink.MUTED, width=0.7, label="a layer going back"
+                range(len(names)), layer, bottom=held, color=MUTED, width=0.7, label="a layer going back"
             )
             for place, share in enumerate(held):
                 axes.annotate(
@@ -81,6 +81,4 @@ def draw_ablation(results: Mapping[str, Any], path: str | Path) -> None:
             axes.grid(visible=False, axis="x")
         grid[0].set_ylabel("of what the peer holds")
         grid[-1].legend(loc="upper right", fontsize=8)
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save(figure, path)

@@ -1,7 +1,6 @@
 """Rows `trains[method].loss_drop`: all methods learn one new task, in one engine, at the same time."""
 
 from collections.abc import Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -47,25 +46,21 @@ def run(bench: Bench) -> None:
 
 def draw(results: Mapping[str, Any], path: str | Path) -> None:
     """The loss of every method over its optimizer steps, as SVG or PNG by `path`'s ending."""
-    import matplotlib
+    from coserve_benchmarks.drawing import new_figure, save, style
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "coserve"  # the same picture for the same data
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for number, method in zip(count(), METHODS):
-        losses = results["series"].get(f"trains[{method}].loss", ())
-        if losses:
-            axes.plot(range(1, len(losses) + 1), losses, color=f"C{number}", alpha=0.15, linewidth=0.8)
-            axes.plot(*_smoothed(losses), color=f"C{number}", label=method)
-    axes.set(xlabel="optimizer step", ylabel="loss (nats a token)", title="one engine, one base, all at once")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, ncols=2)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    with style():
+        figure = new_figure(8, 4.5)
+        axes = figure.subplots()
+        for number, method in enumerate(METHODS):
+            losses = results["series"].get(f"trains[{method}].loss", ())
+            if losses:
+                axes.plot(range(1, len(losses) + 1), losses, color=f"C{number}", alpha=0.15, linewidth=0.8)
+                axes.plot(*_smoothed(losses), color=f"C{number}", label=method)
+        axes.set(xlabel="optimizer step", ylabel="loss (nats a token)")
+        axes.set(title="one engine, one base, all at once")
+        axes.set_ylim(bottom=0)
+        axes.legend(ncols=2)
+        save(figure, path)
 
 
 def _smoothed(losses: Sequence[float]) -> tuple[list[int], list[float]]:

@@ -1,13 +1,11 @@
-"""The tables of the page, as HTML made from the dictionary of a run. Everything from outside is escaped."""
+"""What the cells of the page's tables say, made from the dictionary of a run."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, Final
 
-from coserve_benchmarks.policies.drawing.figures import bounds_of, runs_of, workloads_of
-from coserve_benchmarks.policies.drawing.ink import Ink
+from coserve_benchmarks.policies.figures import bounds_of, runs_of, workloads_of
 
 Run = Mapping[str, Any]
 _NOTHING: Final = "–"
@@ -39,110 +37,100 @@ class _Column:
     bar: bool = False  # shows its share of the greatest behind the number
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """A table of cells that are HTML already; the first column names the rows."""
-    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
-    lines = (f'<tr><th scope="row">{cells[0]}</th>{"".join(map(_cell, cells[1:]))}</tr>' for cells in rows)
-    opened = f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>'
-    return f"{opened}{''.join(lines)}</tbody></table></div>"
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key against its bar; `met` is None where there is nothing to meet."""
+
+    key: str
+    value: str
+    spread: str
+    bar: str
+    met: bool | None
 
 
-def keys(results: Mapping[str, Any]) -> str:
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One figure of a contestant; whether it is the `best` of its column, and where a bar shows it, its
+    `share` of the greatest."""
+
+    text: str
+    best: bool = False
+    share: float | None = None
+    kept: str = ""  # share of the requests within a bound
+    grade: str = ""  # good, fair or bad, of that
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Every figure of every contestant of one workload: `groups` of columns with their widths, and rows by
+    contestant."""
+
+    groups: Sequence[tuple[str, int]]
+    columns: Sequence[_Column]
+    rows: Mapping[str, Sequence[Cell]]
+
+
+def keys(results: Mapping[str, Any]) -> list[Key]:
     """Each key against its bar, and whether it is met."""
     rows = []
-    verdicts = {
-        True: '<span class="pill good">met</span>',
-        False: '<span class="pill bad">missed</span>',
-        None: "",
-    }
     for key, bar in results.get("bars", {}).items():
-        name, said = f"<code>{escape(key)}</code>", escape(str(bar))
         if key not in results:
-            rows.append((name, "not run", "", said, ""))
+            rows.append(Key(key, "not run", "", str(bar), None))
             continue
         spread = results.get("spreads", {}).get(key)
         between = "" if spread is None else " – ".join(number(end) for end in spread)
-        rows.append((name, number(results[key]), between, said, verdicts[results.get("met", {}).get(key)]))
-    return table(("key", "value", "spread", "bar", ""), rows, "keys") if rows else ""
+        rows.append(Key(key, number(results[key]), between, str(bar), results.get("met", {}).get(key)))
+    return rows
 
 
-def glance(results: Mapping[str, Any], inks: Mapping[str, Ink], ours: str) -> str:
+def glance(results: Mapping[str, Any]) -> dict[str, list[Cell | None]]:
     """Fine-tuning tokens/s of everybody on every workload, and the share of requests within the first
     bound."""
-    workloads = workloads_of(results)
-    names = list(dict.fromkeys(name for workload in workloads.values() for name in runs_of(workload)))
-    if not names:
-        return ""
-    most = {
-        key: max([1e-9, *(run.get("training") or 0.0 for run in runs_of(workload).values())])
-        for key, workload in workloads.items()
-    }
-    rows = [
-        (
-            contestant(name, inks, ours),
-            *(_glanced(runs_of(workload).get(name), most[key]) for key, workload in workloads.items()),
-        )
+    everywhere = [runs_of(workload) for workload in workloads_of(results).values()]
+    most = [max([1e-9, *(run.get("training") or 0.0 for run in runs.values())]) for runs in everywhere]
+    names = dict.fromkeys(name for runs in everywhere for name in runs)
+    return {
+        name: [_glanced(runs.get(name), top) for runs, top in zip(everywhere, most, strict=True)]
         for name in names
-    ]
-    return table(("", *workloads), rows, "glance")
+    }
 
 
-def contestants(workload: Mapping[str, Any], inks: Mapping[str, Ink], ours: str) -> str:
+def contestants(workload: Mapping[str, Any]) -> Contest:
     """Every figure of every contestant of one workload; the best of each column is marked."""
     runs = runs_of(workload)
     columns = _columns(runs)
-    if not runs or not columns:
-        return ""
     best = {column: _best(column, runs.values()) for column in columns}
     most = {column: max([1e-9, *_values(column, runs.values())]) for column in columns}
-    body = []
-    for name, run in runs.items():
-        cells = "".join(_figure(column, run, best[column], most[column]) for column in columns)
-        row = f'<th scope="row">{contestant(name, inks, ours)}</th>{cells}'
-        mark = ' class="ours"' if name == ours else ""
-        body.append(f"<tr{mark}>{row}</tr>")
-    groups = Counter(column.group for column in columns)
-    above = "".join(
-        f'<th scope="colgroup" colspan="{width}">{escape(group)}</th>' for group, width in groups.items()
-    )
-    under = "".join(f'<th scope="col">{escape(column.heading)}</th>' for column in columns)
-    head = f"<thead><tr><th></th>{above}</tr><tr><th></th>{under}</tr></thead>"
-    return f'<div class="scroll"><table class="figures">{head}<tbody>{"".join(body)}</tbody></table></div>'
+    rows = {
+        name: [_figure(column, run, best[column], most[column]) for column in columns]
+        for name, run in runs.items()
+    }
+    return Contest(list(Counter(column.group for column in columns).items()), columns, rows)
 
 
-def switch(found: Mapping[str, Any]) -> str:
+def switch(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """What a switch between the two kinds of work costs, beside FineInfer's table 1 as published."""
-    names = [*_SWITCH, *(key for key in found if key not in _SWITCH)]
-    rows = []
+    names = [*_SWITCH, *(key for key in found if key not in _SWITCH)] if found else []
+    rows: list[tuple[str, ...]] = []
     for name in names:
         own = found.get(name)
         if own is None and name not in _PUBLISHED:
             continue
-        published = _PUBLISHED.get(name, (_NOTHING,) * 3)
-        shown = _NOTHING if own is None else escape(own) if isinstance(own, str) else number(own)
-        rows.append((escape(_SWITCH.get(name, name.replace("_", " "))), shown, *published))
-    theirs = (f"{name}, as published" for name in ("FineInfer", "DeepSpeed", "Colossal-AI"))
-    return table(("seconds", "coserve, here", *theirs), rows, "switch")
+        shown = _NOTHING if own is None else own if isinstance(own, str) else number(own)
+        said = _SWITCH.get(name, name.replace("_", " "))
+        rows.append((said, shown, *_PUBLISHED.get(name, (_NOTHING,) * 3)))
+    return rows
 
 
-def absolute(results: Mapping[str, Any]) -> str:
+def absolute(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Every absolute figure beside its floor."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, figure in results.get("figures", {}).items():
         low, high, floor = figure.get("low"), figure.get("high"), figure.get("floor")
         between = "" if low is None or high is None else f"{number(low)} – {number(high)}"
         bound = "" if floor is None else number(floor)
-        rows.append(
-            (escape(name), number(figure["value"]), between, bound, escape(str(figure.get("unit", ""))))
-        )
-    return table(("figure", "value", "spread", "floor", "unit"), rows) if rows else ""
-
-
-def contestant(name: str, inks: Mapping[str, Ink], ours: str) -> str:
-    """A name behind its colour."""
-    place = list(inks).index(name)
-    said = f"<strong>{escape(name)}</strong>" if name == ours else escape(name)
-    return f'<i class="dot" style="background: var(--c{place})"></i>{said}'
+        rows.append((name, number(figure["value"]), between, bound, str(figure.get("unit", ""))))
+    return rows
 
 
 def number(value: float) -> str:
@@ -205,34 +193,21 @@ def _best(column: _Column, runs: Iterable[Run]) -> str | None:
     return column.text(column.best(values)) if column.best is not None and len(values) > 1 else None
 
 
-def _figure(column: _Column, run: Run, best: str | None, most: float) -> str:
+def _figure(column: _Column, run: Run, best: str | None, most: float) -> Cell:
     value = column.value(run)
     if value is None:
-        return f"<td>{_NOTHING}</td>"
+        return Cell(_NOTHING)
     text = column.text(value)
-    said = f"<b>{text}</b>" if text == best else text
-    return _barred(said, value / most) if column.bar else f"<td>{said}</td>"
+    return Cell(text, text == best, value / most if column.bar else None)
 
 
-def _glanced(run: Run | None, most: float) -> str:
+def _glanced(run: Run | None, most: float) -> Cell | None:
     if run is None or run.get("training") is None:
-        return _NOTHING
+        return None
     share = next(iter((run.get("attainment") or {}).values()), None)
     grade = "" if share is None else "good" if share >= _GOOD else "fair" if share >= _FAIR else "bad"
-    kept = "" if share is None else f'<small class="{grade}">{_percent(share)}</small>'
-    return f"{_bar(run['training'] / most)}{number(run['training'])}{kept}"
-
-
-def _cell(inner: str) -> str:
-    return f"<td>{inner}</td>"
-
-
-def _barred(said: str, share: float) -> str:
-    return f'<td class="barred">{_bar(share)}{said}</td>'
-
-
-def _bar(share: float) -> str:
-    return f'<span class="bar" style="--share: {share:.3f}"></span>'
+    kept = "" if share is None else _percent(share)
+    return Cell(number(run["training"]), share=run["training"] / most, kept=kept, grade=grade)
 
 
 def _percent(share: float) -> str:

@@ -1,6 +1,5 @@
 """`coserve demo`: the main job on this machine, without a server."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from coserve.cli.exits import INTERRUPTED
 from coserve.cli.options import check_writable
+from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def demo(
     report = Story(chosen, make_view(plain, quiet)).tell()
     if json_file is not None:
         try:
-            json_file.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+            json_file.write_text(compact_json(report.as_dict()), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {json_file}: cannot be written ({error.strerror})") from error
     if report.stopped:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.options import AsJson, check_writable
+from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,9 +83,7 @@ def plan(
 
         draw(results, plot)
     if as_json:
-        from coserve.cli.output import print_json
-
-        return print_json(results)
+        return print(compact_json(results), end="")
     _print(results)
 
 

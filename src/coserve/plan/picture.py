@@ -15,6 +15,7 @@ MUTED: Final = "#69717c"
 _STYLE: Final = {
     "svg.fonttype": "none",  # letters, not their outlines: a tenth of the bytes
     "svg.hashsalt": "coserve",  # the same picture for the same data
+    "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -51,7 +52,7 @@ def draw(results: Mapping[str, Any], path: str | Path) -> None:
             color=MUTED,
         )
         metadata = {"Date": None} if Path(path).suffix == ".svg" else {}
-        figure.savefig(path, facecolor="white", dpi=130, metadata=metadata)
+        figure.savefig(path, facecolor="white", dpi=80, metadata=metadata)
 
 
 def _bars(rows: Rows) -> Any:

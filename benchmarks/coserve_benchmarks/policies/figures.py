@@ -3,16 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Final
 
-from coserve_benchmarks.policies.drawing import charts
-from coserve_benchmarks.policies.drawing.charts import Inks, Run
-from coserve_benchmarks.policies.drawing.ink import inks
-from coserve_benchmarks.policies.drawing.labels import Label
+from coserve_benchmarks.drawing import new_figure, save, style
+from coserve_benchmarks.policies import charts
+from coserve_benchmarks.policies.charts import Inks, Run
+from coserve_benchmarks.policies.ink import inks
 
 OURS: Final = "adaptive"
 _PANELS: Final = 2  # bounds that get a panel of their own
-_ACROSS: Final = 3  # panels of the picture beside each other
+_ACROSS: Final = 4  # panels of the picture beside each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +104,13 @@ def outcome(workload: Mapping[str, Any], inks: Inks) -> Any | None:
     if not has_latencies and not bounds:
         return None
     panels = has_latencies + len(bounds)
-    figure = charts.new_figure(4.9 * max(2, panels), 4.6)
+    figure = new_figure(4.9 * max(2, panels), 4.6)
     grid = list(figure.subplots(1, panels, squeeze=False)[0])
     if has_latencies:
         charts.latencies(grid[0], workload, inks)
-        charts.legend_of(figure, grid[0], columns=3 * max(2, panels))
-    named = [
-        (axes, charts.trade(axes, workload, bound, inks))
-        for axes, bound in zip(grid[has_latencies:], bounds, strict=True)
-    ]
-    charts.write_names(figure, named)
+    for axes, bound in zip(grid[has_latencies:], bounds, strict=True):
+        charts.trade(axes, workload, bound, inks)
+    charts.legend_of(figure, grid, columns=3 * max(2, panels))
     return figure
 
 
@@ -121,7 +119,7 @@ def over_time(workload: Mapping[str, Any], name: str, inks: Inks) -> Any | None:
     run = runs_of(workload).get(name, {})
     if not run.get("flow"):
         return None
-    figure = charts.new_figure(10.0, 3.9)
+    figure = new_figure(10.0, 3.9)
     charts.flow(figure.subplots(3, 1, sharex=True), run, inks[name])
     return figure
 
@@ -131,11 +129,11 @@ def sweeps(results: Mapping[str, Any], inks: Inks) -> Any | None:
     found = _swept(results)
     if not found:
         return None
-    figure = charts.new_figure(4.7 * max(2, len(found)), 4.2)
+    figure = new_figure(4.7 * max(2, len(found)), 4.2)
     grid = figure.subplots(1, len(found), squeeze=False)[0]
     for axes, (sweep, points) in zip(grid, found, strict=True):
         _sweep(axes, sweep, points, inks)
-    _shared_legend(figure, list(grid))
+    charts.legend_of(figure, list(grid))
     return figure
 
 
@@ -152,23 +150,20 @@ def draw(results: Mapping[str, Any], path: str | Path) -> None:
     count = max(1, len(traded) + len(swept))
     across = min(_ACROSS, count)
     down = -(-count // across)
-    with charts.style():
-        figure = charts.new_figure(4.6 * across, 3.7 * down)
+    with style():
+        figure = new_figure(3.5 * across, 2.5 * down + 0.5)
         grid = list(figure.subplots(down, across, squeeze=False).flat)
-        named: list[tuple[Any, Sequence[Label]]] = []
         for axes, (workload, bound) in zip(grid, traded, strict=False):
-            named.append((axes, charts.trade(axes, workload, bound, found)))
-            axes.set_title(_short(str(workload.get("title", ""))))
+            charts.trade(axes, workload, bound, found)
+            axes.set_title(fill(_short(str(workload.get("title", ""))), 34))
             axes.set_xlabel(f"requests within {bound}")
         for axes, (sweep, points) in zip(grid[len(traded) :], swept, strict=False):
             _sweep(axes, sweep, points, found)
-            axes.legend(fontsize=7.5)
+            axes.set_title(fill(sweep.title, 34))
         for axes in grid[len(traded) + len(swept) :]:
             axes.set_axis_off()
-        charts.write_names(figure, named)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if Path(path).suffix == ".svg" else {}
-        figure.savefig(path, facecolor="white", dpi=130, metadata=metadata)
+        charts.legend_of(figure, grid, families=found)
+        save(figure, path)
 
 
 def _swept(results: Mapping[str, Any]) -> list[tuple[Sweep, Sequence[Mapping[str, Any]]]]:
@@ -179,17 +174,6 @@ def _swept(results: Mapping[str, Any]) -> list[tuple[Sweep, Sequence[Mapping[str
 def _sweep(axes: Any, sweep: Sweep, points: Sequence[Mapping[str, Any]], inks: Inks) -> None:
     charts.sweep(axes, points, sweep.along, sweep.value, inks)
     axes.set(title=sweep.title, xlabel=sweep.across, ylabel=sweep.up)
-
-
-def _shared_legend(figure: Any, grid: Sequence[Any]) -> None:
-    """One legend for axes that partly show the same contestants."""
-    handles: dict[str, Any] = {}
-    for axes in grid:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=min(7, len(handles))
-    )
 
 
 def _short(title: str) -> str:

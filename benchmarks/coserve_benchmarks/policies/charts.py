@@ -3,62 +3,22 @@
 The same ones stand in the page and in the picture for the documentation.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import matplotlib
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from coserve_benchmarks.policies.drawing.ink import BOUND, GRID, MUTED, OUTPUT, PAGE, RULE, TEXT, Ink
-from coserve_benchmarks.policies.drawing.labels import Label, label_points
+from coserve_benchmarks.drawing import BOUND, MUTED, OUTPUT
+from coserve_benchmarks.policies.ink import Ink
 
 Run = Mapping[str, Any]
 Inks = Mapping[str, Ink]
 
 GOOD: Final = 0.99  # of the requests within their bounds
 _POINTS: Final = 160  # of a curve at most
+_PAPER: Final = "white"
 _BINS: Final = 75  # of what is shown over time at most
 _WIDE_RANGE: Final = 12.0  # between the least and the greatest latency, from which on the axis is logarithmic
-_STYLE: Final = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "coserve",  # the same picture for the same data
-    "text.parse_math": False,
-    "font.size": 9,
-    "text.color": TEXT,
-    "axes.edgecolor": RULE,
-    "axes.labelcolor": MUTED,
-    "axes.titlecolor": TEXT,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": RULE,
-    "ytick.color": RULE,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-    "legend.handlelength": 2.4,
-}
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """How everything here looks: figures are made and saved within."""
-    with matplotlib.rc_context(_STYLE):
-        yield
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches, that arranges what is put on it."""
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def latencies(axes: Any, workload: Mapping[str, Any], inks: Inks) -> None:
@@ -83,7 +43,7 @@ def latencies(axes: Any, workload: Mapping[str, Any], inks: Inks) -> None:
             fontsize=8,
             rotation=90,
             va="bottom",
-            bbox={"facecolor": PAGE, "edgecolor": "none", "alpha": 0.85, "pad": 1.0},
+            bbox={"facecolor": _PAPER, "edgecolor": "none", "alpha": 0.85, "pad": 1.0},
             zorder=7,
         )
     every = [latency for found in runs.values() for latency in found if latency > 0]
@@ -96,9 +56,9 @@ def latencies(axes: Any, workload: Mapping[str, Any], inks: Inks) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
-def trade(axes: Any, workload: Mapping[str, Any], bound: str, inks: Inks) -> list[Label]:
+def trade(axes: Any, workload: Mapping[str, Any], bound: str, inks: Inks) -> None:
     """Each contestant's fine-tuning tokens a second against how many requests were within a bound: up and to
-    the right is better. Returns the names to be written once the layout is final."""
+    the right is better. The legend has its name."""
     axes.set(title=f"Fine-tuning against attainment: {bound}")
     axes.set(xlabel="requests within the bound", ylabel="fine-tuning tokens/s")
     points = {
@@ -109,30 +69,16 @@ def trade(axes: Any, workload: Mapping[str, Any], bound: str, inks: Inks) -> lis
     for name, (share, rate) in points.items():
         ink = inks[name]
         size = 170 if ink.marker == "*" else 44
-        axes.scatter(
-            [share], [rate], s=size, color=ink.color, marker=ink.marker, zorder=ink.order, linewidths=0
-        )
+        mark = {"s": size, "color": ink.color, "marker": ink.marker, "zorder": ink.order}
+        axes.scatter([share], [rate], label=name, **mark)
     least = min((share for share, _ in points.values()), default=0.0)
-    # Nobody is above 100%, but a mark and its name need room there.
-    room = max(0.02, 0.12 * (1.0 - least))
-    axes.set_xlim(max(-0.06, least - 2 * room), 1.0 + 2.6 * room)
+    room = max(0.02, 0.12 * (1.0 - least))  # nobody is above 100%, but a mark needs room there
+    axes.set_xlim(max(-0.06, least - room), 1.0 + room)
     axes.set_ylim(0.0, 1.14 * max([1.0, *(rate for _, rate in points.values())]))
     axes.axvline(GOOD, color=BOUND, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
     axes.set_xticks([tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick < 1.001])
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_formatter(_whole())
-    from_above = sorted(points.items(), key=lambda point: -point[1][1])
-    return [
-        Label(share, rate, name, inks[name].color, inks[name].marker == "*")
-        for name, (share, rate) in from_above
-    ]
-
-
-def write_names(figure: Any, named: Sequence[tuple[Any, Sequence[Label]]]) -> None:
-    """Lays the figure out and writes names beside the points of its axes."""
-    figure.draw_without_rendering()
-    for axes, labels in named:
-        label_points(axes, labels)
 
 
 def flow(panels: Sequence[Any], run: Run, ink: Ink) -> None:
@@ -162,7 +108,7 @@ def sweep(axes: Any, points: Sequence[Mapping[str, Any]], along: str, value: str
         across, up = [point[along] for point in own], [point[value] for point in own]
         axes.plot(across, up, color=ink.color, linestyle=ink.dash, linewidth=ink.width, zorder=ink.order)
         kept = [point.get("attainment") is None or point["attainment"] >= GOOD for point in own]
-        marked = [ink.color if keeps else PAGE for keeps in kept]
+        marked = [ink.color if keeps else _PAPER for keeps in kept]
         size = 90 if ink.marker == "*" else 26
         axes.scatter(
             across, up, s=size, c=marked, edgecolors=ink.color, marker=ink.marker, linewidths=1.2, zorder=8
@@ -175,11 +121,15 @@ def sweep(axes: Any, points: Sequence[Mapping[str, Any]], along: str, value: str
     axes.yaxis.set_major_formatter(_whole())
 
 
-def legend_of(figure: Any, axes: Any, columns: int = 7) -> None:
-    """The legend of one of the figure's axes, below them all."""
-    handles, names = axes.get_legend_handles_labels()
+def legend_of(figure: Any, grid: Sequence[Any], columns: int = 7, families: Inks | None = None) -> None:
+    """One legend below axes that partly show the same contestants, or with their inks, families of these."""
+    handles: dict[str, Any] = {}
+    for axes in grid:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name if families is None else families[name].family, handle)
     if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=min(columns, len(handles)))
+        columns = min(columns, len(handles))
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
 
 
 def _cumulative(axes: Any, ordered: Sequence[float], asked: int, name: str, ink: Ink) -> None:

@@ -1,0 +1,44 @@
+"""Measured figures as JSON that is small and that a diff can be read of: a row a line, four digits."""
+
+import json
+from typing import Any, Final
+
+_DIGITS: Final = 4  # significant ones: no figure here is known better
+_LONGEST: Final = 2000  # characters of a row, from which on each of its parts has a line
+_SECTIONS: Final = 2  # levels whose rows always have a line each: the whole, and its sections
+
+
+def compact_json(figures: dict[str, Any]) -> str:
+    """The figures as JSON: floats to four significant digits, whole numbers as they are, nothing indented.
+
+    Each entry of the whole and of its sections has a line; what lies deeper is opened only where it would
+    make a line of over 2,000 characters.
+    """
+    return _lines(rounded(figures), 0) + "\n"
+
+
+def rounded(value: Any) -> Any:
+    """The value as `compact_json` writes it: floats in it to four significant digits, without a `.0`."""
+    if isinstance(value, float):
+        short = float(f"{value:.{_DIGITS}g}")
+        return int(short) if short.is_integer() else short
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(part) for part in value]
+    return value
+
+
+def _lines(value: Any, level: int) -> str:
+    whole = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    parts = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    is_row = not any(isinstance(part, dict | list) for part in parts)
+    if is_row or (level >= _SECTIONS and len(whole) <= _LONGEST):
+        return whole
+    texts = [_lines(part, level + 1) for part in parts]
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(texts) + "\n]"
+    named = (
+        f"{json.dumps(str(key), ensure_ascii=False)}:{text}" for key, text in zip(value, texts, strict=True)
+    )
+    return "{\n" + ",\n".join(named) + "\n}"
