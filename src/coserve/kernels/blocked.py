@@ -7,7 +7,6 @@ caches. Queries of one group share its keys as rows of one product, so nothing i
 """
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,9 @@ from torch import Tensor
 from coserve.core.grid import on_grid
 
 _BLOCK = 128  # queries; scores of 16 heads over 1,000 keys then take 8 MiB in float32
+# -inf above the diagonal, 0 elsewhere; adding it takes a fifth of filling by a mask. Made here, not when it is
+# first needed: that may be while layers are traced on tensors without data, and such a one masks nothing later.
+_CAUSAL_BIAS = torch.full((_BLOCK, _BLOCK), float("-inf"), dtype=torch.float32).triu(1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -128,12 +130,6 @@ def _blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice
         yield slice(start, end), slice(first, offset + end)
 
 
-@cache
-def _causal_bias(count: int) -> Tensor:
-    """[count, count]: -inf above the diagonal, 0 elsewhere; adding it takes a fifth of filling by a mask."""
-    return torch.full((count, count), float("-inf"), dtype=torch.float32).triu(1)
-
-
 def _scores(
     queries: Tensor, keys: Tensor, rows: slice, seen: slice, scale: float, window: int | None
 ) -> Tensor:
@@ -143,7 +139,7 @@ def _scores(
     by_row = scores.view(scores.shape[0], -1, count, scores.shape[-1])
     width = scores.shape[-1]
     if window is None:  # the block's last row sees every key here: only the newest ones need a mask
-        by_row[..., width - count :] += _causal_bias(count)
+        by_row[..., width - count :] += _CAUSAL_BIAS[:count, :count]
     else:
         position = torch.arange(seen.stop - count, seen.stop, device=keys.device)[:, None]
         age = position - torch.arange(seen.start, seen.stop, device=keys.device)

@@ -5,6 +5,7 @@ import torch
 
 from coserve.kernels import blocked, reference
 from coserve.kernels.attention import causal_mask
+from coserve.plan.nodata import without_data
 
 CPU = torch.device("cpu")
 
@@ -53,3 +54,17 @@ def test_low_precision_gradients_are_gathered_in_float32(monkeypatch: pytest.Mon
     share = 1 / torch.arange(1, 601)
     assert float(dv[0, 0, 0]) == pytest.approx(float(share.sum()), rel=0.02)
     assert float(dk[0, 0, 0]) == pytest.approx(float((share * (1 - share)).sum()), rel=0.02)
+
+
+def test_what_ran_on_tensors_without_data_leaves_nothing_behind() -> None:
+    """Planning and tracing run the same code: whatever it makes once must hold for tensors with data."""
+    g = torch.Generator().manual_seed(0)
+    queries = 21  # no other test has as many
+    own = [torch.randn(1, 2, queries, 8, generator=g) for _ in range(3)]
+    with without_data():
+        blocked.forward(*(torch.empty(1, 2, queries, 8) for _ in own), 0.3, None)
+    with torch.no_grad():
+        got, _ = blocked.forward(*own, 0.3, None)
+    exact = [t.double() for t in own]
+    wanted = reference.attention(*exact, 0.3, causal_mask(queries, queries, None, CPU))
+    assert (got.double() - wanted).abs().max() <= 1e-5
