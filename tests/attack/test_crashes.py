@@ -179,6 +179,7 @@ ENDED_ENGINES: list[tuple[dict[str, Any], dict[str, Tensor]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_malformed_adapters_and_jobs_are_refused_and_end_no_engine(world: Crashing, tmp_path: Path) -> None:
     served, body, became = world.served, _ask(world.served, [1, 2, 3]), Counter[int]()
     expected = world.good.post("/v1/completions", json=body).json()["choices"]

@@ -57,6 +57,7 @@ def campaign(served: Served) -> Iterator[Campaign]:
     found.close()
 
 
+@pytest.mark.slow
 def test_a_kill_of_each(campaign: Campaign) -> None:
     campaign.begin()
     for kind in ("engine", "API", "everything"):

@@ -15,8 +15,8 @@ from torch import Tensor
 from coserve.core.grid import on_grid
 
 _BLOCK = 128  # queries; scores of 16 heads over 1,000 keys then take 8 MiB in float32
-# -inf above the diagonal, 0 elsewhere; adding it takes a fifth of filling by a mask. Made here, not when it is
-# first needed: that may be while layers are traced on tensors without data, and such a one masks nothing later.
+# -inf above the diagonal, 0 elsewhere; adding it takes a fifth of filling by a mask. Made here, not when it
+# is first needed: that may be while layers are traced on tensors without data, and such a one masks nothing.
 _CAUSAL_BIAS = torch.full((_BLOCK, _BLOCK), float("-inf"), dtype=torch.float32).triu(1)
 
 

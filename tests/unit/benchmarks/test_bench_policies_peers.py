@@ -53,6 +53,7 @@ def check_load(load: Load, workload: Workload) -> None:
 # The processes
 
 
+@pytest.mark.slow
 def test_two_processes_serve_and_train_at_once() -> None:
     with TwoProcesses(SHAPE, Split(1, 1, nice=1)) as contestant:
         load = contestant.run(WORKLOAD)

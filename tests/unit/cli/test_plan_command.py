@@ -39,6 +39,7 @@ def test_a_budget_that_is_too_small_is_said_to_be() -> None:
     assert "engine.memory" in printed
 
 
+@pytest.mark.slow
 def test_json_and_a_picture_over_batches(tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     printed = plan("tiny", "--adapter", "ia3", *SMALL, "--batch", "4", "--plot", str(picture), "--json")

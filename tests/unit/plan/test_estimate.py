@@ -118,6 +118,7 @@ def test_the_same_program_runs_with_data(subject: Subject, kind: type[PlainRun] 
     assert (run.cache, run.optimizer) == (found.cache, found.optimizer)
 
 
+@pytest.mark.slow
 def test_the_engine_itself_refuses_what_does_not_fit(subject: Subject) -> None:
     asked = program(System.COSERVE, "lora", batch=4, length=256)
     assert refusal(subject, asked, 1 << 30) == ""
@@ -138,6 +139,7 @@ def test_an_order_says_all_that_a_program_is(subject: Subject) -> None:
     assert again.dtype is subject.dtype and again.config.to_dict() == subject.config.to_dict()
 
 
+@pytest.mark.slow
 def test_a_plan_is_measured_in_fresh_processes(subject: Subject) -> None:
     """On a model so small nothing can be said of errors, but that there are figures for all stages."""
     recipes: Mapping[str, Any] = {}
