@@ -54,7 +54,7 @@ class DeterministicRunner(LocalRunner):
         return found
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> Inference:
-        rows = self.table.admit(segments)
+        rows = self.table.rows(segments)
         chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
         tokens = torch.cat([chunk.tokens for chunk in chunks])
         counts = [segment.length for segment in segments]
@@ -113,8 +113,7 @@ def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegm
         while start < end:
             rows = min(end - start, left)
             context = segment.context + start - segment.start
-            pages = segment.new_pages if start == segment.start else ()
-            group.append(replace(segment, start=start, length=rows, context=context, new_pages=pages))
+            group.append(replace(segment, start=start, length=rows, context=context))
             start, left = start + rows, left - rows
             if not left:
                 yield group

@@ -102,6 +102,7 @@ class LocalRunner:
         self.table.start(plan.sequences)
         for prefix in plan.prefixes:
             self._fill(prefix)
+        self.table.extend(plan.inference)
         sampled, answering = self._run_fused(plan) if plan.split is None else self._run_split(plan)
         if plan.pause:
             time.sleep(min(plan.pause, _NAP))
@@ -282,7 +283,7 @@ class LocalRunner:
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> Inference:
         """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
         ordered = sorted(segments, key=lambda s: (not self._decodes(s), *self._kind(s.adapter)))
-        rows = self.table.admit(ordered)
+        rows = self.table.rows(ordered)
         decoding = sum(map(self._decodes, ordered))
         entering, prefills, decode = [], [], None
         if decoding:

@@ -72,8 +72,9 @@ class SequenceTable:
         for sequence in sequences:
             self._enter(sequence)
 
-    def admit(self, segments: Sequence[InferenceSegment]) -> Tensor:
-        """Rows [len(segments)] of their sequences, with the block tables extended by their new pages."""
+    def extend(self, segments: Iterable[InferenceSegment]) -> None:
+        """Appends a plan's new pages to the block tables of its sequences: once, however often rows of the
+        plan are run again for want of memory."""
         fresh: list[int] = []
         entering: list[tuple[SequenceStart, int]] = []
         for segment in segments:
@@ -90,6 +91,9 @@ class SequenceTable:
         if fresh:
             self._pool.clean(self._tensor(fresh))
         self._copy_templates(entering)
+
+    def rows(self, segments: Iterable[InferenceSegment]) -> Tensor:
+        """Rows [segments] of their sequences."""
         return self._tensor([self._states[segment.key].row for segment in segments])
 
     def release(self, key: int) -> None:

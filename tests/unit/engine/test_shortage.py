@@ -198,6 +198,29 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
     assert max(together) > 1 and [job.status for job in jobs] == ["succeeded", "failed"]
 
 
+def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass of answers and windows together runs out of memory; prompts and answers of many pages."""
+    prompts = [list(range(1, 12)), list(range(20, 27)), [3, 4, 5]]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    wanted = [make_engine().generate(prompt, sampling=params).result().tokens for prompt in prompts]
+    engine = make_engine()
+    again: list[int] = []
+    real = engine.runner._forward
+
+    def forward(inference: Any, kept: Any) -> None:
+        if inference is not None and kept:
+            again.append(sum(len(segment.new_pages) for segment in inference.segments))
+            raise RuntimeError(WORDS)
+        real(inference, kept)
+
+    answers = [engine.generate(prompt, sampling=params) for prompt in prompts]
+    start(engine, "one")
+    monkeypatch.setattr(engine.runner, "_forward", forward)
+    engine.run()
+    assert any(again), "steps that passed again brought new pages"
+    assert [answer.tokens for answer in answers] == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are enforced on Linux")
 def test_a_real_limit(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ class World:
             sequence.pages += self.pages.allocate(sequence.key, max(missing, 0)) or []
         plan = inference_plan((sequence, sequence.computed, self.rows(sequence)) for sequence in chosen)
         self.table.start(plan.sequences)
+        self.table.extend(plan.inference)
         segments = sorted(plan.inference, key=lambda s: not self.table[s.key].is_newest(s))
         part = self.tiles(segments) if self.fixed else self.chunks(segments)
         for layer in LAYERS:
@@ -116,7 +117,7 @@ class World:
 
     def chunks(self, segments: list[InferenceSegment]) -> Part:
         answers = [next(one for one in self.running if one.key == s.key) for s in segments]
-        rows = self.table.admit(segments)
+        rows = self.table.rows(segments)
         count = sum(s.start >= len(a.request.prompt) for s, a in zip(segments, answers, strict=True))
         slots, decode, prefills = [], None, []
         if count:
@@ -133,7 +134,7 @@ class World:
         return InferenceRows(self.pool, torch.cat(slots), decode, prefills)
 
     def tiles(self, segments: list[InferenceSegment]) -> Part:
-        rows = self.table.admit(segments)
+        rows = self.table.rows(segments)
         chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
         pairs = zip(chunks, segments, strict=True)
         prefills = [PrefillRows(chunk.start, segment.length, chunk.pages) for chunk, segment in pairs]
@@ -180,8 +181,7 @@ def test_pages_that_are_shared_are_never_cleaned() -> None:
     sequences = [world.enter("long@1") for _ in range(3)]
     plan = inference_plan((sequence, 0, 1) for sequence in sequences)
     world.table.start(plan.sequences)
-    for segment in plan.inference:
-        world.table.admit([segment])
+    world.table.extend(plan.inference)
     shared = torch.tensor(sequences[0].pages[:2])
     for layer, (k, v) in enumerate(world.virtual["long@1"]):
         keys, values = world.pool.gather(layer, shared)
