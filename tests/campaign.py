@@ -424,7 +424,7 @@ class Scribe:
     """
 
     def __init__(self, ledger: Ledger, lines: Sequence[Mapping[str, str]] = ({"text": "x"},)) -> None:
-        self._ledger, self._lines = ledger, lines
+        self._ledger, self._requests = ledger, lines
         self._stop = threading.Event()
         self._error: ServerError | None = None
         self._thread = threading.Thread(target=self._work, name="scribe")

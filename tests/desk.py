@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.engine.aside import Aside
+from coserve.engine.background import Background
 from coserve.engine.link import Done, Inbox
 from coserve.engine.remembered import CostFile
 from coserve.engine.worker import Worker
@@ -38,7 +38,7 @@ class Desk:
             tokenizer=letter_tokenizer(),
         )
         self.inbox: Inbox = queue.SimpleQueue()
-        self.worker = Worker(self.engine, HELLO, Aside(self.inbox, threads=1), costs)
+        self.worker = Worker(self.engine, HELLO, Background(self.inbox, threads=1), costs)
         self.reports: list[Report] = []
         self.asked = 0  # ends of jobs
         self.worker.connected()

@@ -27,7 +27,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from coserve import Engine, EngineConfig, Keep, SamplingParams
+from coserve import Engine, EngineConfig, SamplingParams, SavePolicy
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter
 from coserve.adapters.methods import method_named
@@ -138,8 +138,8 @@ def windowed_errors(
     of all `sizes` with every tape, and a whole micro-batch in one."""
     draws = random.Random("windows")
     errors, whole = {}, sum(case.lengths)
-    cuts = [(keep, min(size, whole)) for keep, size in itertools.product(Keep, sizes)]
-    for keep, size in dict.fromkeys([*cuts, (Keep.EVERYTHING, whole)]):
+    cuts = [(keep, min(size, whole)) for keep, size in itertools.product(SavePolicy, sizes)]
+    for keep, size in dict.fromkeys([*cuts, (SavePolicy.EVERYTHING, whole)]):
         passage = Passage(case, keep)
         passage.travel(size, size, draws if pieces else None)
         loss = passage.finish()

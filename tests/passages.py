@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adapters import lora_adapter
-from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
+from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.lowrank import LoRABypass
 from coserve.core.plan import Plan
@@ -110,7 +110,7 @@ class Passage:
     every gradient and no memory, AdamW subtracts learning rate / epsilon (here 1e6) times the gradient.
     """
 
-    def __init__(self, case: Case, keep: Keep, order: Sequence[int] | None = None) -> None:
+    def __init__(self, case: Case, keep: SavePolicy, order: Sequence[int] | None = None) -> None:
         self.case = case
         self.runner = case.engine.runner
         count = len(case.lengths)
@@ -145,7 +145,7 @@ class Passage:
         self.runner.run(Plan(training=(segment,)))
 
     def forward(self, start: int, rows: int, span: Span) -> None:
-        self.go(Direction.KEEP, start, rows, span)
+        self.go(Direction.TRAIN_FORWARD, start, rows, span)
 
     def backward(self, start: int, rows: int, span: Span) -> None:
         """Back through the layers of `span`; rows that set out from the top pass the tail first."""

@@ -63,7 +63,7 @@ class Server:
         return found[0]
 
     def stands_by(self) -> bool:
-        return any(" --gently " in line for line in children_of(self.process.pid).values())
+        return any(" --low-priority " in line for line in children_of(self.process.pid).values())
 
     def end(self) -> None:
         """Returns when none of its processes is left."""

@@ -5,7 +5,7 @@ import time
 
 from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Tokens, fixed_prompts
 from coserve_benchmarks.ours import Bench, greedy, make_engine, start_training, warm_training
 from coserve_benchmarks.timing import percentile
@@ -21,7 +21,7 @@ def run(bench: Bench) -> None:
     _latencies(engine, bench, prompts[:2])
     idle = _latencies(engine, bench, prompts)
     job = start_training(
-        engine, bench, "large", Keep.INPUTS, settings.blocking_batch, settings.blocking_length
+        engine, bench, "large", SavePolicy.INPUTS, settings.blocking_batch, settings.blocking_length
     )
     warm_training(engine, [job])
     busy = _latencies(engine, bench, prompts)

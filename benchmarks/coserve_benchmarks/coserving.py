@@ -9,7 +9,7 @@ from pathlib import Path
 
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Workload, poisson_requests
 from coserve_benchmarks import finetune, inference
 from coserve_benchmarks.drive import Load, serve
@@ -158,7 +158,7 @@ def _sliced(bench: Bench, slicing: Slicing, terms: _Terms) -> _Scored:
 def _start_jobs(bench: Bench, engine: Engine, examples: int) -> None:
     """Jobs that train throughout, past their first step; a mini-batch holds so many examples."""
     names = [f"adapter-{index + 1}" for index in range(bench.settings.jobs)]
-    jobs = [start_training(engine, bench, name, Keep.EVERYTHING, batch=examples) for name in names]
+    jobs = [start_training(engine, bench, name, SavePolicy.EVERYTHING, batch=examples) for name in names]
     warm_training(engine, jobs)
 
 

@@ -178,7 +178,7 @@ class _Run:
         handle = self._engine.generate(
             request.prompt, request.adapter, greedy(request.answer), request.slo, arrival
         )
-        kept = handle.sequence in self._engine.scheduler.kept
+        kept = handle.sequence in self._engine.scheduler.blocked_on_adapter
         answered = Answered(arrival, slo=request.slo, kept=kept)
         self._load.answers.append(answered)
         self._open[handle.sequence.key] = answered, handle

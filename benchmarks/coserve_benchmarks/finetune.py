@@ -5,7 +5,7 @@ from functools import partial
 from coserve.core.plan import Plan
 from coserve.core.sequence import Direction
 from coserve.engine.engine import Engine
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve_benchmarks.ours import Bench, batch_tokens, make_engine, seconds_of_steps, start_training
 from coserve_benchmarks.peers import PeftTraining
 from coserve_benchmarks.plans import watch_plans
@@ -17,17 +17,17 @@ def run(bench: Bench) -> None:
     default = PeftTraining(bench.shape, batch_tokens(bench), bench.settings.rank, matched=False)
     matched = PeftTraining(bench.shape, batch_tokens(bench), bench.settings.rank, matched=True)
 
-    engine = _training_engine(bench, Keep.INPUTS)
+    engine = _training_engine(bench, SavePolicy.INPUTS)
     _bytes_row(bench, engine, matched)
     _speed_rows(bench, engine, "_checkpointing", default, matched)
     del engine
-    _speed_rows(bench, _training_engine(bench, Keep.EVERYTHING), "", default, matched)
+    _speed_rows(bench, _training_engine(bench, SavePolicy.EVERYTHING), "", default, matched)
 
 
 def peak(bench: Bench) -> float:
     """Our tokens a second of the third row, measured now if that row has not been."""
     if "finetune.ours" not in bench.results.figures:
-        engine = _training_engine(bench, Keep.EVERYTHING)
+        engine = _training_engine(bench, SavePolicy.EVERYTHING)
         ours = partial(seconds_of_steps, engine)
         times = alternate({"ours": ours}, bench.settings.train_rounds, bench.machine.threads)
         _figure(bench, "finetune.ours", times["ours"], recompute=False)
@@ -77,7 +77,7 @@ def _tape_bytes(engine: Engine, vocabulary: int) -> tuple[int, int]:
         for segment in plan.training:
             length = sum(engine.runner.runs[segment.job].lengths(segment.key))
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers
-            if segment.direction is Direction.KEEP and is_last:
+            if segment.direction is Direction.TRAIN_FORWARD and is_last:
                 tape = engine.runner.runs[segment.job].tape(segment.key)
                 logits = sum(t.nbytes for t in tape.products.values() if t.shape[-1] == vocabulary)
                 found.append((tape.nbytes - logits, logits))
@@ -88,7 +88,7 @@ def _tape_bytes(engine: Engine, vocabulary: int) -> tuple[int, int]:
     return found[0]
 
 
-def _training_engine(bench: Bench, keep: Keep) -> Engine:
+def _training_engine(bench: Bench, keep: SavePolicy) -> Engine:
     engine = make_engine(bench, cache_tokens=min(1024, bench.shape.positions))
     start_training(engine, bench, "bench", keep)
     return engine

@@ -13,7 +13,7 @@ from coserve.core.request import SamplingParams
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning
 from coserve.train.example import IGNORED, Example
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.train.trainer import TrainingConfig
 from coserve.workload.requests import TimedJob, Tokens, training_tokens
 from coserve.workload.shapes import Shape
@@ -67,7 +67,7 @@ def start_training(
     engine: Engine,
     bench: Bench,
     name: str,
-    keep: Keep,
+    keep: SavePolicy,
     batch: int | None = None,
     length: int | None = None,
     rows: int = 2048,
@@ -95,7 +95,7 @@ def endless(bench: Bench, batch: int, **more: Any) -> TrainingConfig:
     )
 
 
-def start_job(engine: Engine, job: TimedJob, keep: Keep = Keep.EVERYTHING) -> FineTuning:
+def start_job(engine: Engine, job: TimedJob, keep: SavePolicy = SavePolicy.EVERYTHING) -> FineTuning:
     """The job of a workload, with AdamW at a constant rate."""
     training = TrainingConfig(
         schedule="constant",

@@ -127,5 +127,5 @@ def _recorded(plan: Plan, lengths: Mapping[int, tuple[int, ...]]) -> RecordedSte
 def _is_whole(segments: list[RecordedSegment]) -> bool:
     """Whether they begin before the first layer of the first row and end there."""
     first, last = segments[0], segments[-1]
-    begins = (first.direction, first.start, first.span.first) == (Direction.KEEP, 0, 0)
+    begins = (first.direction, first.start, first.span.first) == (Direction.TRAIN_FORWARD, 0, 0)
     return begins and (last.direction, last.start, last.span.first) == (Direction.BACKWARD, 0, 0)

@@ -19,12 +19,12 @@ from coserve.core.request import SLO, FinishReason, SamplingParams
 if TYPE_CHECKING:
     from coserve.adapters.methods.lora import LoRAConfig as LoRAConfig
     from coserve.engine.engine import Engine as Engine
-    from coserve.train.keep import Keep as Keep
+    from coserve.train.save_policy import SavePolicy as SavePolicy
     from coserve.train.trainer import TrainingConfig as TrainingConfig
 
 _LAZY = {
     "Engine": "coserve.engine.engine",
-    "Keep": "coserve.train.keep",
+    "SavePolicy": "coserve.train.save_policy",
     "LoRAConfig": "coserve.adapters.methods.lora",
     "TrainingConfig": "coserve.train.trainer",
 }
@@ -33,9 +33,9 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "FinishReason",
-    "Keep",
     "LoRAConfig",
     "SamplingParams",
+    "SavePolicy",
     "TrainingConfig",
 ]
 

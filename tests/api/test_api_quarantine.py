@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 
-from coserve.serve.shelf.imports import CONFIG, WEIGHTS
+from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
 from coserve.wire.messages import JobStarted, JobStep, LoadAdapter, Numbered, StartJob, Submit

@@ -143,7 +143,7 @@ def test_a_finish_that_was_half_written_is_finished(play: Play) -> None:
         await trainer.start(job.id, steps=1)
         await trainer.step(job.id, 1)
         path = await trainer.checkpoint(job.id, 1)
-        harvested = await world.state.foreman._harvest.bring_in(await known(world, job.id), 1)
+        harvested = await world.state.job_controller._artifacts.bring_in(await known(world, job.id), 1)
         (path / "adapter_model.safetensors").unlink()  # it is in `adapters` already
         await trainer.end(job.id, "succeeded", 1)
         assert await status_of(world, job.id) == "succeeded"
@@ -235,7 +235,7 @@ def test_nothing_starts_while_the_server_drains(play: Play) -> None:
     async def story(world: World) -> None:
         job = await create(world)
         await world.until(lambda: bool(started(world)))
-        world.state.foreman.drain()
+        world.state.job_controller.drain()
         await Trainer(world).end(job.id, "stopped", 0)
         assert await status_of(world, job.id) == "queued" and len(started(world)) == 1
 

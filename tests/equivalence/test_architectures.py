@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import shrunk
 from adapters import lora_adapter
-from coserve import Engine, EngineConfig, Keep, SamplingParams
+from coserve import Engine, EngineConfig, SamplingParams, SavePolicy
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.sites import Kind
 from coserve.errors import UnsupportedModel
@@ -81,7 +81,7 @@ def gradient_error(name: str) -> float:
     flat = (torch.tensor(list(itertools.chain(*of))) for of in (tokens, labels))
     adapter = lora_adapter("probe", 0, LORA, bypasses)
     case = Case(served, ROWS, *flat, adapter, float(loss.detach()), wanted)
-    passage = Passage(case, Keep.PRUNED)
+    passage = Passage(case, SavePolicy.PRUNED)
     passage.travel(11, 17, draws)
     ended = passage.finish()
     assert abs(ended - case.loss) <= 1e-3 * case.loss

@@ -15,7 +15,7 @@ from coserve.engine.handles import Completion, FineTuning
 from coserve.engine.runner import LocalRunner
 from coserve.errors import ConfigError, UnsupportedModel
 from coserve.train.example import Example
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from models import MIXTURES, prompts, tiny, with_lora
 
 WINDOW = 23  # rows of the training windows
@@ -217,9 +217,11 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "keep"), [*((torch.bfloat16, keep) for keep in Keep), (torch.float32, Keep.PRUNED)], ids=str
+    ("dtype", "keep"),
+    [*((torch.bfloat16, keep) for keep in SavePolicy), (torch.float32, SavePolicy.PRUNED)],
+    ids=str,
 )
-def test_weights_alone_and_beside_traffic(dtype: torch.dtype, keep: Keep) -> None:
+def test_weights_alone_and_beside_traffic(dtype: torch.dtype, keep: SavePolicy) -> None:
     """Several micro-batches a step, examples that windows cut, dropout."""
     training = TrainingConfig(batch_size=5, rows=3 * WINDOW + 1, learning_rate=3e-3, keep=keep)
     alone, weights, never = trained(train_quietly, dtype, training)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_deterministic import Told, crowd, engine_of, examples
 
-from coserve import Engine, Keep, TrainingConfig
+from coserve import Engine, SavePolicy, TrainingConfig
 from coserve.adapters.settings import settings_of
 from coserve.engine.handles import FineTuning
 
@@ -24,7 +24,7 @@ METHODS: dict[str, object] = {
     "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 5, "prefix_projection": True},
     "bottleneck": {"peft_type": "COSERVE_BOTTLENECK"},
 }
-TRAINING = TrainingConfig(batch_size=3, rows=110, learning_rate=3e-3, keep=Keep.PRUNED)
+TRAINING = TrainingConfig(batch_size=3, rows=110, learning_rate=3e-3, keep=SavePolicy.PRUNED)
 Bits = tuple[list[tuple[int, float, float]], dict[str, torch.Tensor]]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from adapters import lora_adapter
 from coserve.core.sequence import Span
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from models import ARCHITECTURES, SHARING, Exact
 from passages import LORA, Case, Passage, make_case, windows, worst
 
@@ -26,7 +26,7 @@ WHOLE = (
 )  # learnt positions; sliding windows, soft-capping, norms behind products; shared keys and values
 
 
-def travel(case: Case, keep: Keep, there: int, back: int, draws: random.Random | None) -> float:
+def travel(case: Case, keep: SavePolicy, there: int, back: int, draws: random.Random | None) -> float:
     passage = Passage(case, keep)
     passage.travel(there, back, draws)
     return passage.error()
@@ -39,12 +39,12 @@ def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
     errors = {}
     with Exact():
         case = make_case(name, LENGTHS)
-        errors["inputs", 7] = travel(case, Keep.INPUTS, 7, 7, draws)
-        errors["pruned", 64] = travel(case, Keep.PRUNED, 64, 64, draws)
-        errors["everything", ROWS] = travel(case, Keep.EVERYTHING, ROWS, ROWS, None)
+        errors["inputs", 7] = travel(case, SavePolicy.INPUTS, 7, 7, draws)
+        errors["pruned", 64] = travel(case, SavePolicy.PRUNED, 64, 64, draws)
+        errors["everything", ROWS] = travel(case, SavePolicy.EVERYTHING, ROWS, ROWS, None)
         # The way back need not be cut like the way there.
-        errors["everything", "7 and 64"] = travel(case, Keep.EVERYTHING, 7, 64, draws)
-        errors["pruned", "64 and 7"] = travel(case, Keep.PRUNED, 64, 7, None)
+        errors["everything", "7 and 64"] = travel(case, SavePolicy.EVERYTHING, 7, 64, draws)
+        errors["pruned", "64 and 7"] = travel(case, SavePolicy.PRUNED, 64, 7, None)
     assert max(errors.values()) <= TOLERANCE, errors
 
 
@@ -61,24 +61,24 @@ def test_windows_of_any_size_with_any_tape(name: str) -> None:
     errors = {}
     with Exact():
         case = make_case(name, LENGTHS)
-        for keep, size, pieces in itertools.product(Keep, (7, 64, ROWS), (None, draws)):
+        for keep, size, pieces in itertools.product(SavePolicy, (7, 64, ROWS), (None, draws)):
             errors[keep.value, size, pieces is not None] = travel(case, keep, size, size, pieces)
-        errors["inputs", 1, True] = travel(case, Keep.INPUTS, 1, 1, draws)
-        errors["products", 1, False] = travel(case, Keep.EVERYTHING, 1, 1, None)
-        errors["products", "7 and 64", True] = travel(case, Keep.EVERYTHING, 7, 64, draws)
-        errors["inputs", "64 and 7", False] = travel(case, Keep.INPUTS, 64, 7, None)
+        errors["inputs", 1, True] = travel(case, SavePolicy.INPUTS, 1, 1, draws)
+        errors["products", 1, False] = travel(case, SavePolicy.EVERYTHING, 1, 1, None)
+        errors["products", "7 and 64", True] = travel(case, SavePolicy.EVERYTHING, 7, 64, draws)
+        errors["inputs", "64 and 7", False] = travel(case, SavePolicy.INPUTS, 64, 7, None)
     assert max(errors.values()) <= TOLERANCE, errors
 
 
-@pytest.mark.parametrize("keep", Keep)
-def test_windows_of_one_row_without_put_downs(keep: Keep) -> None:
+@pytest.mark.parametrize("keep", SavePolicy)
+def test_windows_of_one_row_without_put_downs(keep: SavePolicy) -> None:
     with Exact():
         case = make_case("llama", SHORT)
         assert travel(case, keep, 1, 1, None) <= TOLERANCE
 
 
-@pytest.mark.parametrize("keep", Keep)
-def test_put_down_windows_go_on_as_one(keep: Keep) -> None:
+@pytest.mark.parametrize("keep", SavePolicy)
+def test_put_down_windows_go_on_as_one(keep: SavePolicy) -> None:
     """Windows that rest between the same two layers can be picked up together, and apart again."""
     with Exact():
         case = make_case("mistral", LENGTHS)
@@ -107,7 +107,7 @@ def test_an_adapter_on_some_layers_only_has_the_gradients_it_has_among_others() 
                     bypass.b.zero_()
             bypasses = {path: case.adapter.bypasses.outputs[path] for path in layers if path in some}
             alone = replace(case, adapter=lora_adapter("probe", 0, LORA, bypasses))
-            whole, part = Passage(case, Keep.INPUTS), Passage(alone, Keep.EVERYTHING)
+            whole, part = Passage(case, SavePolicy.INPUTS), Passage(alone, SavePolicy.EVERYTHING)
             for passage, size in ((whole, ROWS), (part, 16)):
                 passage.travel(size, size)
                 passage.finish()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
+from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
 from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
@@ -25,7 +25,7 @@ PAGES = 8  # of 8 tokens each, per sequence
 class Fused:
     """One engine's runner, a job with a window ready to travel, and inference rows to go beside it."""
 
-    def __init__(self, keep: Keep) -> None:
+    def __init__(self, keep: SavePolicy) -> None:
         self.engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=1024, page_size=8))
         self.runner = self.engine.runner
         self.depth = self.engine.base.depth
@@ -67,7 +67,7 @@ def live_bytes() -> int:
     return sum(found.values())
 
 
-def kept_beside(keep: Keep, count: int, length: int) -> tuple[int, int]:
+def kept_beside(keep: SavePolicy, count: int, length: int) -> tuple[int, int]:
     """(bytes that came to stay, bytes the job says it holds) after one fused forward."""
     fused = Fused(keep)
     warm = fused.prompts(1, 4)  # what a first run of any kind leaves in caches is not the tape's
@@ -75,12 +75,12 @@ def kept_beside(keep: Keep, count: int, length: int) -> tuple[int, int]:
     fused.runner.run(Plan(released=(warm.sequences[0].key,)))
     inference = fused.prompts(count, length)
     before = live_bytes()
-    fused.runner.run(replace(inference, training=(fused.window(Direction.KEEP),)))
+    fused.runner.run(replace(inference, training=(fused.window(Direction.TRAIN_FORWARD),)))
     return live_bytes() - before, fused.run.nbytes
 
 
-@pytest.mark.parametrize("keep", Keep)
-def test_bytes_kept_do_not_depend_on_the_inference_rows(keep: Keep) -> None:
+@pytest.mark.parametrize("keep", SavePolicy)
+def test_bytes_kept_do_not_depend_on_the_inference_rows(keep: SavePolicy) -> None:
     alone = kept_beside(keep, 0, 0)
     assert alone[0] > 0
     for count, length in ((1, 40), (8, 1), (16, 60)):
@@ -88,13 +88,13 @@ def test_bytes_kept_do_not_depend_on_the_inference_rows(keep: Keep) -> None:
 
 
 def test_keeping_inputs_keeps_less_than_products() -> None:
-    inputs, _ = kept_beside(Keep.INPUTS, 2, 10)
-    products, _ = kept_beside(Keep.EVERYTHING, 2, 10)
+    inputs, _ = kept_beside(SavePolicy.INPUTS, 2, 10)
+    products, _ = kept_beside(SavePolicy.EVERYTHING, 2, 10)
     assert inputs < 0.6 * products
 
 
-@pytest.mark.parametrize("keep", Keep)
-def test_the_fused_forward_has_no_graph(keep: Keep) -> None:
+@pytest.mark.parametrize("keep", SavePolicy)
+def test_the_fused_forward_has_no_graph(keep: SavePolicy) -> None:
     """Autograd saves nothing while a fused step runs, with gradients globally on; going back it does."""
     fused = Fused(keep)
     saved: list[Tensor] = []
@@ -104,7 +104,7 @@ def test_the_fused_forward_has_no_graph(keep: Keep) -> None:
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        fused.runner.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.KEEP),)))
+        fused.runner.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.TRAIN_FORWARD),)))
         assert not saved
         tape = fused.run.tape(fused.micro_batch.key)
         assert not tape.output(tape.window(0, tape.rows)).requires_grad
@@ -113,8 +113,8 @@ def test_the_fused_forward_has_no_graph(keep: Keep) -> None:
 
 
 def test_a_window_that_is_through_leaves_no_tape() -> None:
-    fused = Fused(Keep.EVERYTHING)
-    fused.runner.run(Plan(training=(fused.window(Direction.KEEP),)))
+    fused = Fused(SavePolicy.EVERYTHING)
+    fused.runner.run(Plan(training=(fused.window(Direction.TRAIN_FORWARD),)))
     before = fused.run.nbytes
     tape = fused.run.tape(fused.micro_batch.key).nbytes
     assert 0 < tape < before

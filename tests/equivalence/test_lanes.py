@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve import Engine, EngineConfig, Keep, LoRAConfig, SamplingParams, TrainingConfig
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.adapters.bank import AdapterBank
 from coserve.core.plan import Plan
 from coserve.train.example import Example
@@ -104,7 +104,7 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
             engine.load_adapter(adapter, folder)
         training = TrainingConfig(
             learning_rate=1e-2, batch_size=4, max_steps=STEPS, epochs=STEPS, warmup_ratio=0.0, rows=64,
-            keep=Keep.EVERYTHING,
+            keep=SavePolicy.EVERYTHING,
         )  # fmt: skip
         jobs = [engine.finetune(data, "trained", LoRAConfig(rank=3), training)] if data else []
         with watch_plans(engine, look):

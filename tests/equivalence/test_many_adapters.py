@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 
 from coserve import Engine, EngineConfig
-from coserve.adapters.stacks import Laid, Stacks
+from coserve.adapters.stacks import Partition, Stacks
 from methods import SHAPES, SMALL, with_peft
 from mixed import SAMPLING, Logits, Mixture, make_engine
 from models import Exact, logits_of, tiny
@@ -74,7 +74,7 @@ def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: p
     together: list[int] = []
     lay = Stacks.lay
 
-    def counted(self: Stacks, adapters: list) -> Laid:  # type: ignore[type-arg]
+    def counted(self: Stacks, adapters: list) -> Partition:  # type: ignore[type-arg]
         laid = lay(self, adapters)
         together.append(len(laid.gathered))
         return laid

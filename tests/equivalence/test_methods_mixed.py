@@ -17,7 +17,7 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.core.plan import InferenceSegment
-from coserve.engine.runner import LocalRunner
+from coserve.engine import inference, runner, sampler
 from coserve.engine.table import Chunk, SequenceTable
 from coserve.kernels import beside, lora
 from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
@@ -140,15 +140,16 @@ def test_numbers_that_are_none_harm_their_own_adapter_only(llama: Alone) -> None
 
 def swapped_rows(patch: pytest.MonkeyPatch) -> None:
     """Each adapter of a run is given the rows of another."""
-    adapters = LocalRunner._adapters
+    real = inference.adapter_ranges
 
-    def swapping(self: LocalRunner, *given: Any) -> list[tuple[slice, Bypasses]]:
-        found = adapters(self, *given)
+    def swapping(*given: Any) -> list[tuple[slice, Bypasses]]:
+        found = real(*given)
         others = [bypasses for _, bypasses in found]
         others = [*others[1:], *others[:1]]
         return [(rows, other) for (rows, _), other in zip(found, others, strict=True)]
 
-    patch.setattr(LocalRunner, "_adapters", swapping)
+    for module in (runner, sampler):
+        patch.setattr(module, "adapter_ranges", swapping)
 
 
 def missing_lora_scale(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.sequence import Direction
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve_benchmarks.plans import (
     RecordedSegment,
     RecordedStep,
@@ -26,7 +26,7 @@ ROWS = sum(LENGTHS)
 FILES = Path(__file__).parent / "data"
 
 
-def error(case: Case, journey: list[RecordedSegment], keep: Keep) -> float:
+def error(case: Case, journey: list[RecordedSegment], keep: SavePolicy) -> float:
     """The worst relative error of a gradient after one micro-batch's recorded way there and back."""
     left = list(range(len(case.lengths)))
     order = [left.pop([case.lengths[i] for i in left].index(length)) for length in journey[0].lengths]
@@ -85,7 +85,7 @@ def test_plans_just_run_give_the_gradients_of_whole_sequences(
         steps = load_plans(tmp_path / "plans.json")
         journeys = whole_journeys(steps)
         assert len(journeys) == 6 and any(step.inference and step.training for step in steps)
-        for keep, journey in zip(Keep, sorted(journeys.values(), key=len, reverse=True), strict=False):
+        for keep, journey in zip(SavePolicy, sorted(journeys.values(), key=len, reverse=True), strict=False):
             assert error(case, journey, keep) <= TOLERANCE
     segments = [segment for journey in journeys.values() for segment in journey]
     if scheduler:
@@ -103,16 +103,16 @@ def test_plans_of_the_bench_give_the_gradients_of_whole_sequences() -> None:
         journeys = whole_journeys(load_plans(file))
         assert journeys, f"{file.name} holds no micro-batch that went there and back"
         most_cut = sorted(journeys.values(), key=len)[-3:]
-        kept = [s for journey in most_cut for s in journey if s.direction is Direction.KEEP]
+        kept = [s for journey in most_cut for s in journey if s.direction is Direction.TRAIN_FORWARD]
         depth = max(segment.span.last for segment in kept)
         shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": depth}
         cases: dict[tuple[int, ...], Case] = {}
         with Exact():
-            for keep, journey in zip(Keep, most_cut, strict=True):
+            for keep, journey in zip(SavePolicy, most_cut, strict=True):
                 lengths = tuple(sorted(journey[0].lengths))
                 if lengths not in cases:
                     longest = max(max(lengths), 256)
                     cases[lengths] = make_case("llama", lengths, max_position_embeddings=longest, **shape)
                 kinds = Counter(segment.direction for segment in journey)
-                assert kinds[Direction.KEEP] and kinds[Direction.BACKWARD]
+                assert kinds[Direction.TRAIN_FORWARD] and kinds[Direction.BACKWARD]
                 assert error(cases[lengths], journey, keep) <= TOLERANCE

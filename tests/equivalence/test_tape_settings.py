@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from coserve import Keep, LoRAConfig
+from coserve import LoRAConfig, SavePolicy
 from coserve.adapters.methods.bitfit import BitFitConfig
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
@@ -15,10 +15,10 @@ from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.sequence import Span
-from coserve.train import walk
-from coserve.train.keep import Fate, Fates, KeepSetting
+from coserve.train import backward
 from coserve.train.pruning import plan
 from coserve.train.pruning.plan import input_bytes
+from coserve.train.save_policy import Fate, Fates, SavePolicySetting
 from coserve.train.trainer import fresh_adapter
 from methods import engine_of, spread
 from models import ARCHITECTURES, tiny
@@ -59,7 +59,7 @@ def case_of(name: str, config: object) -> Case:
     return Case(engine, LENGTHS, *flat, adapter, loss=1.0, wanted={})
 
 
-def gradients(case: Case, keep: KeepSetting, size: int, fates: Fates | None = None) -> Gradients:
+def gradients(case: Case, keep: SavePolicySetting, size: int, fates: Fates | None = None) -> Gradients:
     passage = Passage(case, keep)
     if fates is not None:
         passage.run.fates = fates
@@ -71,17 +71,17 @@ def gradients(case: Case, keep: KeepSetting, size: int, fates: Fates | None = No
 def unpruned(case: Case, size: int) -> Gradients:
     """With every product computed again and the graph's own keys and values."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk, "stand_in", lambda place, value: place)
-        return gradients(case, Keep.INPUTS, size, Fates())
+        patch.setattr(backward, "stand_in", lambda place, value: place)
+        return gradients(case, SavePolicy.INPUTS, size, Fates())
 
 
 def budgets(case: Case) -> Sequence[int]:
     """Bytes that allow for a part of what PRUNED would keep: a third, and nearly all."""
-    pruned = Passage(case, Keep.PRUNED).run.fates.nbytes
+    pruned = Passage(case, SavePolicy.PRUNED).run.fates.nbytes
     return [int(ROWS * (input_bytes(case.engine.base) + share * pruned)) for share in (0.3, 0.9)]
 
 
-def expect_equal(case: Case, size: int, settings: Sequence[KeepSetting]) -> None:
+def expect_equal(case: Case, size: int, settings: Sequence[SavePolicySetting]) -> None:
     wanted = unpruned(case, size)
     assert any(float(gradient.abs().max()) > 0 for gradient in wanted.values())
     for keep in settings:
@@ -98,27 +98,27 @@ def expect_equal(case: Case, size: int, settings: Sequence[KeepSetting]) -> None
 )
 def test_settings_agree_to_the_last_bit(name: str, method: str) -> None:
     case = case_of(name, METHODS[method])
-    settings = [*Keep, *budgets(case)] if name == "llama" else [Keep.INPUTS, Keep.PRUNED]
+    settings = [*SavePolicy, *budgets(case)] if name == "llama" else [SavePolicy.INPUTS, SavePolicy.PRUNED]
     expect_equal(case, 19, settings)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_windows_of_any_size(size: int) -> None:
-    expect_equal(case_of("llama", LoRAConfig(rank=4)), size, [*Keep])
+    expect_equal(case_of("llama", LoRAConfig(rank=4)), size, [*SavePolicy])
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in FAMILIES])
 def test_on_every_architecture(name: str) -> None:
     case = case_of(name, LoRAConfig(rank=4))
-    expect_equal(case, 16, [Keep.INPUTS, Keep.PRUNED])
+    expect_equal(case, 16, [SavePolicy.INPUTS, SavePolicy.PRUNED])
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_an_adapter_in_one_layer(layer: int) -> None:
     """Layers below it go nowhere on the way back, and keep nothing."""
     case = case_of("qwen3", LoRAConfig(rank=4, targets=(f"{layer}.self_attn.o_proj",)))
-    expect_equal(case, 13, [*Keep])
-    for keep in Keep:
+    expect_equal(case, 13, [*SavePolicy])
+    for keep in SavePolicy:
         run = Passage(case, keep).run
         assert run.fates.lowest == layer
         below = {run.fates.of(f"model.layers.{i}.mlp.up_proj") for i in range(layer)}
@@ -142,17 +142,17 @@ def test_a_budget_is_kept_and_spent() -> None:
             assert tape.nbytes + owed > budget - wide
         held.append(tape.nbytes)
     assert held[0] == held[1] < held[2] < held[3] < held[4]
-    whole = Passage(case, Keep.PRUNED).run.fates
+    whole = Passage(case, SavePolicy.PRUNED).run.fates
     assert held[4] == least - owed + ROWS * whole.nbytes  # nothing beyond what somebody asks for
 
 
 def test_bits_of_a_relu_stand_for_what_it_is_given() -> None:
     """Nothing hangs on the second linear, so the first one's product is asked for its sign alone."""
     case = case_of("opt", LoRAConfig(rank=4, targets=("q_proj", "fc1")))
-    run = Passage(case, Keep.PRUNED).run
+    run = Passage(case, SavePolicy.PRUNED).run
     paths = [path for path in case.engine.base.linears if path.endswith("fc1")]
     assert [run.fates.of(path) for path in paths] == [Fate.SIGN] * 3
-    expect_equal(case, 11, [Keep.PRUNED, *budgets(case)])
+    expect_equal(case, 11, [SavePolicy.PRUNED, *budgets(case)])
     whole = case_of("opt", LoRAConfig(rank=4))
-    assert Passage(whole, Keep.PRUNED).run.fates.of(paths[0]) is Fate.SUM
+    assert Passage(whole, SavePolicy.PRUNED).run.fates.of(paths[0]) is Fate.SUM
     assert tiny("opt").config.activation_function == "relu"

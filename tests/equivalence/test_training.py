@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import get_scheduler
 
-from coserve import Engine, EngineConfig, Keep, LoRAConfig, SamplingParams, TrainingConfig
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.engine.handles import FineTuning
 from coserve.train.example import Example, epochs
@@ -133,7 +133,7 @@ JOBS = (
         LoRAConfig(rank=4, alpha=8.0),
         TrainingConfig(
             learning_rate=3e-3, batch_size=4, epochs=7, max_steps=STEPS, weight_decay=0.1, warmup_ratio=0.1,
-            max_grad_norm=0.5, rows=64, keep=Keep.EVERYTHING, seed=3,
+            max_grad_norm=0.5, rows=64, keep=SavePolicy.EVERYTHING, seed=3,
         ),
     ),
     (
@@ -248,7 +248,7 @@ def test_an_adapter_that_peft_saved_serves_peft_s_logits(
     assert error(all_logprobs(engine, prompt, None), exact) > 1e-2
 
 
-def train_with_dropout(dropout: float, beside: bool, keep: Keep, **scheduler: object) -> Matrices:
+def train_with_dropout(dropout: float, beside: bool, keep: SavePolicy, **scheduler: object) -> Matrices:
     engine = make_engine("llama", torch.float64, **scheduler)
     config = TrainingConfig(
         learning_rate=3e-3, batch_size=3, max_steps=STEPS // 10, warmup_ratio=0.0, rows=60, keep=keep
@@ -266,11 +266,11 @@ def train_with_dropout(dropout: float, beside: bool, keep: Keep, **scheduler: ob
 def test_dropout_does_not_depend_on_windows_or_company() -> None:
     """The same masks whatever the batches look like: float64, 5 steps, 1e-10."""
     with Exact():
-        alone = train_with_dropout(0.4, False, Keep.INPUTS, max_training_rows=512, quantum=10.0)
-        for keep in Keep:
+        alone = train_with_dropout(0.4, False, SavePolicy.INPUTS, max_training_rows=512, quantum=10.0)
+        for keep in SavePolicy:
             beside = train_with_dropout(0.4, True, keep, max_training_rows=11)
             assert worst_error(beside, alone) <= 1e-10
-        assert worst_error(train_with_dropout(0.0, False, Keep.INPUTS), alone) > 1e-3
+        assert worst_error(train_with_dropout(0.0, False, SavePolicy.INPUTS), alone) > 1e-3
 
 
 def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:

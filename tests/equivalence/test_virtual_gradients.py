@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
+from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Part, Place
 from coserve.adapters.lowrank import LoRABypass
@@ -115,7 +115,7 @@ class Passage:
     gradient and no memory subtracts learning rate / epsilon (here 1e6) times the gradient.
     """
 
-    def __init__(self, case: Case, keep: Keep = Keep.INPUTS) -> None:
+    def __init__(self, case: Case, keep: SavePolicy = SavePolicy.INPUTS) -> None:
         self.case, base = case, case.engine.base
         self.depth = base.depth
         config = TrainingConfig(
@@ -141,7 +141,7 @@ class Passage:
         """In windows of `there` rows forward and `back` rows back, whose layers `draws` cuts at random."""
         for start, rows in self.windows(there):
             for span in self.spans(draws):
-                self.go(Direction.KEEP, start, rows, span)
+                self.go(Direction.TRAIN_FORWARD, start, rows, span)
         tail = Span(self.depth, self.depth + 1)
         self.go(Direction.LOSS, 0, self.micro_batch.length, tail)
         for start, rows in reversed(list(self.windows(back))):
@@ -173,11 +173,11 @@ class Passage:
 
 
 # Rows of a window there and back, whether layers are cut, and what the tape keeps.
-WAYS: Mapping[str, tuple[int, int, bool, Keep]] = {
-    "whole": (1000, 1000, False, Keep.EVERYTHING),
-    "small": (6, 6, True, Keep.INPUTS),
-    "cut differently": (11, 4, True, Keep.EVERYTHING),
-    "row by row": (1, 1, False, Keep.INPUTS),
+WAYS: Mapping[str, tuple[int, int, bool, SavePolicy]] = {
+    "whole": (1000, 1000, False, SavePolicy.EVERYTHING),
+    "small": (6, 6, True, SavePolicy.INPUTS),
+    "cut differently": (11, 4, True, SavePolicy.EVERYTHING),
+    "row by row": (1, 1, False, SavePolicy.INPUTS),
 }
 
 

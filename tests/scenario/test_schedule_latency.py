@@ -173,18 +173,18 @@ def test_small_windows_of_one_job_do_not_starve_a_large_one_of_another() -> None
     world.it.remove_training("job")
     large = MicroBatch(world.it.new_key(), "job", "job@0", (512,), DEPTH)
     world.it.add_training("job", [large])
-    while large.direction is not Direction.BACKWARD or not large.is_put_down:
+    while large.direction is not Direction.BACKWARD or not large.is_paused:
         world.step()  # alone: a window of all 512 rows, put down on its way back
     world.it.add_training("small", [MicroBatch(world.it.new_key(), "small", "s@0", (3000,), DEPTH)])
     world.submit(SLO(between_tokens=0.022), answer=500)
     world.step()
-    lying, times = list(large.put_down), []
+    lying, times = list(large.paused), []
     for _ in range(150):
         plan = world.step()
         if any(segment.key == large.key for segment in plan.training):
             times.append(world.runner.now)
     assert {segment.key for plan in world.runner.plans[-150:] for segment in plan.training} > {large.key}
-    assert large.put_down != lying or large.done
+    assert large.paused != lying or large.done
     assert max(b - a for a, b in pairwise(times)) <= 0.2 + 0.1
 
 

@@ -78,7 +78,7 @@ def test_jobs_may_share_a_step_in_both_directions() -> None:
         give(it, name, *job)
     keep_training(it, runner, 3.0, jobs)
     ways = [[segment.direction for segment in plan.training] for plan in runner.plans]
-    assert any({Direction.KEEP, Direction.BACKWARD} <= set(one) for one in ways)
+    assert any({Direction.TRAIN_FORWARD, Direction.BACKWARD} <= set(one) for one in ways)
     assert any(len({segment.job for segment in plan.training}) == 2 for plan in runner.plans)
 
 
@@ -100,7 +100,7 @@ def test_time_slices_are_whole_mini_batches_alone() -> None:
     slices = [n for n, plan in enumerate(plans) if plan.training or plan.updates]
     assert len(slices) >= 4 * 6
     assert not any(plans[n].inference for n in slices)
-    ways = (Direction.KEEP, Direction.LOSS, Direction.BACKWARD)
+    ways = (Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD)
     trained = []
     for first in slices[::4]:
         *passes, update = plans[first : first + 4]
@@ -130,7 +130,7 @@ def test_time_slices_follow_the_count_of_finished_requests() -> None:
         for event in runner.step(it):
             if isinstance(event, StepDone):
                 give(it, "a", 1.0, 100, 1)
-        if any(segment.direction is Direction.KEEP for segment in runner.plans[-1].training):
+        if any(segment.direction is Direction.TRAIN_FORWARD for segment in runner.plans[-1].training):
             finished_at_slice.append(before)
     assert finished_at_slice == [4, 8]
 

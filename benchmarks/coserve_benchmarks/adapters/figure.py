@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.kernels.dispatch import Approach
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import training_tokens
 from coserve_benchmarks.adapters.approaches import APPROACHES, Batch, Decoding, SharedModel, Training
 from coserve_benchmarks.adapters.decode import add_random, decode_seconds
@@ -187,6 +187,6 @@ class _FineTuning:
 
     def _job(self, name: str, rank: int, share: int, length: int) -> Any:
         bench = self._bench
-        config = endless(bench, share, keep=Keep.EVERYTHING)
+        config = endless(bench, share, keep=SavePolicy.EVERYTHING)
         data = training_tokens([length] * share, bench.shape.vocabulary, bench.settings.seed)
         return self._engine.finetune(examples(data), name, LoRAConfig(rank=rank), config)

@@ -6,7 +6,7 @@ from functools import partial
 
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.engine.engine import Engine
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import training_tokens
 from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, Sizes
 from coserve_benchmarks.ours import Bench, endless, examples, make_engine, seconds_of_steps
@@ -24,7 +24,7 @@ class Trainers:
     def __init__(self, bench: Bench, jobs: int, batch: int, length: int, steps: int = 1) -> None:
         self._engine: Engine = make_engine(bench, cache_tokens=1024, scheduler=NOBODY_WAITS)
         self._jobs, self._steps = jobs, steps
-        config = endless(bench, batch, keep=Keep.EVERYTHING)
+        config = endless(bench, batch, keep=SavePolicy.EVERYTHING)
         for job in range(jobs):
             data = training_tokens(
                 [length] * batch * _DATA, bench.shape.vocabulary, bench.settings.seed + job

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import torch
 
-from coserve.train.keep import Keep
 from coserve.train.pruning.plan import explain_model
+from coserve.train.save_policy import SavePolicy
 from coserve_benchmarks.memory.activations import WINDOW, held_bytes, held_tokens, training_engine
 from coserve_benchmarks.memory.peers import OURS, peer_of
 from coserve_benchmarks.ours import Bench
@@ -44,8 +44,8 @@ def _steps(bench: Bench, method: str) -> dict[str, dict[str, float]]:
     )
     layer = max(e.pruned for e in explained)
     peer = peer_of(method, bench.shape, held_tokens(bench)).saved_bytes()[0]
-    tape = held_bytes(training_engine(bench, method, Keep.PRUNED))
-    lean = held_bytes(training_engine(bench, method, Keep.INPUTS, WINDOW))
+    tape = held_bytes(training_engine(bench, method, SavePolicy.PRUNED))
+    lean = held_bytes(training_engine(bench, method, SavePolicy.INPUTS, WINDOW))
     return {
         FULL: {"held": whole * rows, "layer": 0.0},
         PEER: {"held": peer, "layer": 0.0},

@@ -9,7 +9,7 @@ from coserve.core.plan import Plan
 from coserve.core.sequence import Direction
 from coserve.engine.engine import Engine
 from coserve.memory.ledger import Account
-from coserve.train.keep import Keep, KeepSetting
+from coserve.train.save_policy import SavePolicy, SavePolicySetting
 from coserve.workload.requests import Tokens, training_tokens
 from coserve_benchmarks.memory.peers import OURS, peer_of
 from coserve_benchmarks.ours import Bench, endless, examples, make_engine, seconds_of_steps
@@ -42,16 +42,16 @@ def run(bench: Bench) -> None:
         theirs, logits = peer.saved_bytes()
         bench.results.figure(f"activations.peer_bytes[{method}]", theirs, "bytes")
         bench.results.figure(f"activations.peer_logits[{method}]", logits, "bytes")
-        _measure(bench, method, peer, theirs, "", Keep.PRUNED)
+        _measure(bench, method, peer, theirs, "", SavePolicy.PRUNED)
         _measure(bench, method, peer, theirs, "_budget", int(_FAST * theirs))
         _measure(bench, method, peer, theirs, "_lean", int(_LEAN * theirs))
-        held = held_bytes(training_engine(bench, method, Keep.INPUTS, WINDOW))
+        held = held_bytes(training_engine(bench, method, SavePolicy.INPUTS, WINDOW))
         _figure(bench, f"inputs[{method}]", held)
         bench.results.row(f"activations.vs_peft_windows[{method}]", held.peak / theirs, note=_PEAK)
 
 
 def _measure(
-    bench: Bench, method: str, peer: TorchTraining, theirs: int, suffix: str, keep: KeepSetting
+    bench: Bench, method: str, peer: TorchTraining, theirs: int, suffix: str, keep: SavePolicySetting
 ) -> None:
     """The rows of one setting: bytes over the peer's, and tokens a second over the peer's, which never
     computes anything again."""
@@ -85,7 +85,7 @@ def held_tokens(bench: Bench) -> list[Tokens]:
     return training_tokens(lengths, bench.shape.vocabulary, settings.seed)
 
 
-def training_engine(bench: Bench, method: str, keep: KeepSetting, window: int | None = None) -> Engine:
+def training_engine(bench: Bench, method: str, keep: SavePolicySetting, window: int | None = None) -> Engine:
     """An engine that trains an adapter of the method and does nothing else, in windows of as many rows."""
     config = {} if window is None else {"training_window": window}
     engine = make_engine(bench, cache_tokens=min(1024, bench.shape.positions), scheduler=config)
@@ -107,7 +107,7 @@ def held_bytes(engine: Engine) -> Held:
             peak.append(run.held[Account.TAPES])  # none where the micro-batch is through
             length = sum(run.lengths(segment.key))
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers
-            if segment.direction is Direction.KEEP and is_last:
+            if segment.direction is Direction.TRAIN_FORWARD and is_last:
                 border.append(run.tape(segment.key).nbytes)
 
     with watch_plans(engine, look):

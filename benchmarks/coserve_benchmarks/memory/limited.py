@@ -15,7 +15,7 @@ from coserve.engine.handles import Completion, FineTuning
 from coserve.errors import OutOfMemory
 from coserve.memory.malloc import keep_freed_memory
 from coserve.memory.measured import make_meter
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.train.trainer import TrainingConfig
 from coserve.workload.requests import fixed_prompts, training_tokens
 from coserve.workload.shapes import Shape, shape_named
@@ -122,7 +122,7 @@ def _start(engine: Engine, order: Order, shape: Shape, name: str, times: int = 1
         batch_size=order.batch * times,
         epochs=_STEPS,
         rows=order.batch * order.length * times,
-        keep=Keep.PRUNED,
+        keep=SavePolicy.PRUNED,
     )
     return engine.finetune(examples(tokens), name, LoRAConfig(rank=order.rank), training)
 

@@ -16,7 +16,7 @@ from coserve.engine.engine import Engine
 from coserve.model.load import load_base
 from coserve.tiny.newtasks import examples
 from coserve.tiny.world import KINDS, questions
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.train.trainer import TrainingConfig
 from coserve.wire.control import decode_line, encode_line
 from coserve.workload.requests import fixed_prompts
@@ -131,7 +131,7 @@ def _speeds(bench: Bench) -> None:
             spread = (min(rates), max(rates))
             bench.results.figure(f"quantized.decode[{kind},{batch}]", rate, "output tokens/s", spread)
     for engine in engines.values():
-        start_training(engine, bench, "trained", Keep.EVERYTHING)
+        start_training(engine, bench, "trained", SavePolicy.EVERYTHING)
     steps = {kind: partial(seconds_of_steps, engine) for kind, engine in engines.items()}
     tokens = settings.batch * settings.length
     for kind, times in alternate(steps, settings.train_rounds, bench.machine.threads).items():

@@ -11,7 +11,7 @@ from coserve.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning
 from coserve.tiny.newtasks import examples
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.train.trainer import TrainingConfig
 from coserve_benchmarks.methods.menu import METHODS, RATES
 from coserve_benchmarks.ours import Bench
@@ -31,7 +31,7 @@ def run(bench: Bench) -> None:
     jobs: dict[str, FineTuning] = {}
     for method, fields in METHODS.items():
         training = TrainingConfig(
-            learning_rate=RATES[method], batch_size=_BATCH, warmup_ratio=0.05, keep=Keep.EVERYTHING
+            learning_rate=RATES[method], batch_size=_BATCH, warmup_ratio=0.05, keep=SavePolicy.EVERYTHING
         )
         jobs[method] = engine.finetune(data, method, settings_of(fields), training)
     engine.run()

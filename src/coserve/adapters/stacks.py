@@ -23,7 +23,7 @@ Shape = tuple[tuple[str, int], ...]  # of a family: its linears' paths, and the 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member:
+class SlotEntry:
     """An adapter version as families see it: its plain low-rank bypasses, and what else it has."""
 
     bypasses: Bypasses
@@ -32,12 +32,12 @@ class Member:
     shape: Shape
 
 
-class Family:
+class LoraSlotPool:
     """Adapters of one shape, each in a slot of every linear's stack."""
 
-    def __init__(self, groups: Iterable[Sequence[str]], slots: int, first: Member) -> None:
+    def __init__(self, groups: Iterable[Sequence[str]], slots: int, first: SlotEntry) -> None:
         self._free = list(reversed(range(slots)))
-        self._slots: OrderedDict[int, tuple[int, Member]] = OrderedDict()  # by id, the latest used last
+        self._slots: OrderedDict[int, tuple[int, SlotEntry]] = OrderedDict()  # by id, the latest used last
         self._stacks: list[Stack] = []
         self._touched = 0
         self.places: dict[str, tuple[Stack, int]] = {}  # of each linear: its stack, and which it is there
@@ -55,7 +55,7 @@ class Family:
         """Bytes of all slots that have ever been used; the others have never been written, and take none."""
         return self._touched * sum(stack.slot_nbytes for stack in self._stacks)
 
-    def slot(self, member: Member, used: Collection[int]) -> int:
+    def slot(self, member: SlotEntry, used: Collection[int]) -> int:
         """Where a member is, from now on at least; `used` are the ids of those that must stay."""
         key = id(member.bypasses)
         if key not in self._slots:
@@ -82,7 +82,7 @@ class Gathered:
     """Rows of one family in a step."""
 
     def __init__(
-        self, family: Family, rows: Sequence[slice], slots: Sequence[int], device: torch.device
+        self, family: LoraSlotPool, rows: Sequence[slice], slots: Sequence[int], device: torch.device
     ) -> None:
         self._family = family
         of_rows = [slot for slot, r in zip(slots, rows, strict=True) for _ in range(r.stop - r.start)]
@@ -112,7 +112,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class Partition:
     """The adapters of a step: those that are multiplied together, and the ranges that go one by one."""
 
     gathered: Sequence[Gathered]
@@ -128,11 +128,11 @@ class Stacks:
         self._groups, self._slots, self._device = groups, slots, device
         self._paths = frozenset(path for group in groups for path in group)
         self._when = gathering(device)
-        self._members: dict[int, Member] = {}
-        self._families: dict[Shape, Family] = {}
+        self._members: dict[int, SlotEntry] = {}
+        self._families: dict[Shape, LoraSlotPool] = {}
         self._numbers: dict[Shape, int] = {}  # of the members' shapes
         self._count = count()
-        self._last: tuple[tuple[tuple[int, int, int], ...], Laid] | None = None
+        self._last: tuple[tuple[tuple[int, int, int], ...], Partition] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -146,10 +146,10 @@ class Stacks:
         alike = _alike(self._groups, dict(member.shape))
         return sum(_stack(1, rank, paths, member).slot_nbytes for rank, paths in alike)
 
-    def lay(self, adapters: Sequence[Ranged]) -> Laid:
+    def lay(self, adapters: Sequence[Ranged]) -> Partition:
         """Which of these go together. What it gave last is given again as long as nothing changes."""
         if self._when is None or len(adapters) < self._when.adapters:
-            return Laid((), adapters)
+            return Partition((), adapters)
         key = tuple((rows.start, rows.stop, id(bypasses)) for rows, bypasses in adapters)
         if self._last is None or self._last[0] != key:
             self._last = key, self._lay(adapters)
@@ -182,9 +182,9 @@ class Stacks:
             self._numbers.pop(member.shape, None)
         self._last = None
 
-    def _lay(self, adapters: Sequence[Ranged]) -> Laid:
+    def _lay(self, adapters: Sequence[Ranged]) -> Partition:
         assert self._when is not None
-        by_shape: dict[Shape, list[tuple[slice, Member]]] = {}
+        by_shape: dict[Shape, list[tuple[slice, SlotEntry]]] = {}
         alone: list[Ranged] = []
         for rows, bypasses in adapters:
             member = self._member(bypasses)
@@ -199,32 +199,32 @@ class Stacks:
                 continue
             gathered.append(self._gathered(shape, found))
             alone += [(rows, member.rest) for rows, member in found if member.rest is not None]
-        return Laid(gathered, alone)
+        return Partition(gathered, alone)
 
-    def _gathered(self, shape: Shape, found: Sequence[tuple[slice, Member]]) -> Gathered:
+    def _gathered(self, shape: Shape, found: Sequence[tuple[slice, SlotEntry]]) -> Gathered:
         family = self._families.get(shape)
         if family is None:
-            family = self._families[shape] = Family(self._groups, self._slots, found[0][1])
+            family = self._families[shape] = LoraSlotPool(self._groups, self._slots, found[0][1])
         used = {id(member.bypasses) for _, member in found}
         slots = [family.slot(member, used) for _, member in found]
         return Gathered(family, [rows for rows, _ in found], slots, self._device)
 
-    def _member(self, bypasses: Bypasses) -> Member:
+    def _member(self, bypasses: Bypasses) -> SlotEntry:
         member = self._members.get(id(bypasses))
         if member is None:
             member = self._members[id(bypasses)] = _member(bypasses, self._paths)
         return member
 
 
-def _member(bypasses: Bypasses, paths: Collection[str]) -> Member:
+def _member(bypasses: Bypasses, paths: Collection[str]) -> SlotEntry:
     plain = {path: bypass for path, bypass in _plain(bypasses.outputs) if path in paths}
     others = {path: bypass for path, bypass in bypasses.outputs.items() if path not in plain}
     rest = Bypasses(bypasses.inputs, others) if others or bypasses.inputs else None
     shape = tuple((path, stack_rank(len(bypass.a))) for path, bypass in sorted(plain.items()))
-    return Member(bypasses, plain, rest, shape)
+    return SlotEntry(bypasses, plain, rest, shape)
 
 
-def _stack(slots: int, rank: int, paths: Sequence[str], member: Member) -> Stack:
+def _stack(slots: int, rank: int, paths: Sequence[str], member: SlotEntry) -> Stack:
     """For the linears at `paths`, which are given the same input."""
     a = member.plain[paths[0]].a
     return make_stack(slots, rank, a.shape[1], [len(member.plain[path].b) for path in paths], a)

@@ -19,13 +19,13 @@ def activations(
     """Prints it for a transformers configuration, a torch type, the parts of an adapter as a request has
     them, and a setting of what tapes keep. Raises AdapterError, ConfigError or UnsupportedModel."""
     from coserve.adapters.settings import settings_of
-    from coserve.train.keep import Keep
     from coserve.train.pruning.plan import explain_model
+    from coserve.train.save_policy import SavePolicy
 
-    known = [each.value for each in Keep if each is not Keep.EVERYTHING]
+    known = [each.value for each in SavePolicy if each is not SavePolicy.EVERYTHING]
     if keep not in known:
         raise ConfigError(f"--keep is {' or '.join(known)}, not {keep!r}")
-    explained = explain_model(config, dtype, settings_of(parts), Keep(keep))
+    explained = explain_model(config, dtype, settings_of(parts), SavePolicy(keep))
     if as_json:
         print_json([asdict(layers) for layers in explained])
         return

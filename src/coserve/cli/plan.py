@@ -15,7 +15,7 @@ from coserve.errors import ConfigError
 if TYPE_CHECKING:
     from coserve.plan.rows import Asked, Recipes
     from coserve.plan.subject import Subject
-    from coserve.train.keep import KeepSetting
+    from coserve.train.save_policy import SavePolicySetting
 
 _COLUMNS = ("weights", "cache", "optimizer", "no_grad", "activations", "backward", "total")
 
@@ -157,12 +157,12 @@ def _asked(
     )
 
 
-def _keep(text: str) -> "KeepSetting":
+def _keep(text: str) -> "SavePolicySetting":
     """The name of a setting, or a number of bytes."""
     from coserve.core.size import read_size
-    from coserve.train.keep import Keep, keep_setting
+    from coserve.train.save_policy import SavePolicy, save_policy
 
-    return keep_setting(text if text in {keep.value for keep in Keep} else read_size(text))
+    return save_policy(text if text in {keep.value for keep in SavePolicy} else read_size(text))
 
 
 def _print(results: dict[str, Any]) -> None:

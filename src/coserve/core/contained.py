@@ -1,9 +1,9 @@
 """Work that is done for one tenant ends with an error of its own, whatever it raises.
 
-`contained` is called where such work is run, and nowhere else: `engine.aside` (reading on threads),
+`contained` is called where such work is run, and nowhere else: `engine.background` (reading on threads),
 `engine.worker` (commands), `engine.jobs` and `engine.training` (a job between two steps), `engine.shortage`
-(a job's rows in a step), `adapters.paging.reader` (weights), and the server's `training.foreman` (news of a
-job). A step that computes for all of them at once is no such place: what it raises ends the process.
+(a job's rows in a step), `adapters.paging.reader` (weights), and the server's `training.controller` (news
+of a job). A step that computes for all of them at once is no such place: what it raises ends the process.
 """
 
 import logging

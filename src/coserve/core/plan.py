@@ -65,7 +65,8 @@ class TrainingSegment:
     """A window of one micro-batch through the layers of `span`, of the model's `layers`.
 
     Rows `start` to `start + length`; they attend to `pairs` (row, earlier row) pairs. A micro-batch has
-    KEEP segments, later LOSS ones, which span the tail (the layer after the last), then BACKWARD ones.
+    TRAIN_FORWARD segments, later LOSS ones, which span the tail (the layer after the last), then BACKWARD
+    ones.
     """
 
     key: int

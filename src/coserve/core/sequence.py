@@ -18,7 +18,7 @@ class Direction(Enum):
     """Which way a segment's rows pass through the layers it spans."""
 
     INFER = "infer"  # forward, keys and values into pages, nothing kept for a gradient
-    KEEP = "keep"  # forward, what the backward pass needs goes onto the tape
+    TRAIN_FORWARD = "train_forward"  # forward, what the backward pass needs goes onto the tape
     LOSS = "loss"  # through the tail (final norm, head, loss) and back to the last layer's output
     BACKWARD = "backward"  # last layer of the span first
 
@@ -106,7 +106,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class PutDown:
+class PausedWindow:
     """Rows [start, start + rows) that rest between two layers. Forward, `layer` is the next one to run;
     going back, the next one is `layer - 1`."""
 
@@ -128,10 +128,10 @@ class MicroBatch:
     An adapter's virtual tokens stand before every example: `prefix` of them as keys and values that are
     given, then `prompt` as rows. Those rows are the first of `lengths`, here once for all examples.
 
-    Windows that were put down lie in `put_down`, the one to go on with last. A window may be *cut* there: the
-    part that the other waits for (the left one forward, the right one going back) goes on, the rest stays
-    where it lies. So a window that was chosen while nobody waited never stands in the way of one that must
-    be short.
+    Windows that stopped between two layers are in `paused`, the next one to go on with last. A window may be
+    *cut* there: the part that the other part depends on (the left one forward, the right one backward) goes
+    on, the rest stays where it is. So a window that was chosen while nobody waited never stands in the way
+    of one that must be short.
     """
 
     key: int
@@ -143,9 +143,9 @@ class MicroBatch:
     prefix: int = 0
     prompt: int = 0
     base: str = "base"
-    direction: Direction = Direction.KEEP
+    direction: Direction = Direction.TRAIN_FORWARD
     frontier: int = 0
-    put_down: list[PutDown] = field(default_factory=list)
+    paused: list[PausedWindow] = field(default_factory=list)
     done: bool = False
     told: bool = False  # whether a plan has named it
 
@@ -155,15 +155,15 @@ class MicroBatch:
         return sum(self.lengths)
 
     @property
-    def is_put_down(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether a window rests between two layers; the next one to run is part of it."""
-        return bool(self.put_down)
+        return bool(self.paused)
 
     @property
     def rows_left(self) -> int:
         """The most rows that the next window can have."""
-        if self.put_down:
-            return self.put_down[-1].rows
+        if self.paused:
+            return self.paused[-1].rows
         return self.frontier if self.direction is Direction.BACKWARD else self.length - self.frontier
 
     def next_window(self, rows: int) -> tuple[int, int]:
@@ -178,7 +178,7 @@ class MicroBatch:
         layer = self._next_whole().layer
         if self.direction is Direction.LOSS:
             return Span(layer, layer + 1)
-        if self.direction is Direction.KEEP:
+        if self.direction is Direction.TRAIN_FORWARD:
             return Span(layer, min(layer + layers, self.layers))
         return Span(max(layer - layers, 0), layer)
 
@@ -188,30 +188,30 @@ class MicroBatch:
         assert span == self.next_span(len(span)), "layers run in order"
         whole = self._next_whole()
         forward = self.direction is not Direction.BACKWARD
-        if self.put_down:
-            self.put_down.pop()
+        if self.paused:
+            self.paused.pop()
             if rest := whole.rows - rows:
-                self.put_down.append(PutDown(start + rows if forward else whole.start, rest, whole.layer))
+                self.paused.append(PausedWindow(start + rows if forward else whole.start, rest, whole.layer))
         else:
             self.frontier = start + rows if forward else start
         reached = span.last if forward else span.first
         if 0 < reached < self.layers:
-            self.put_down.append(PutDown(start, rows, reached))
-        elif not self.put_down and not self.rows_left:
+            self.paused.append(PausedWindow(start, rows, reached))
+        elif not self.paused and not self.rows_left:
             self._turn()
 
-    def _next_whole(self) -> PutDown:
+    def _next_whole(self) -> PausedWindow:
         """What the next window is taken from: the last one put down, else the rows that have not set out."""
-        if self.put_down:
-            return self.put_down[-1]
+        if self.paused:
+            return self.paused[-1]
         if self.direction is Direction.BACKWARD:
-            return PutDown(0, self.frontier, self.layers)
-        first = 0 if self.direction is Direction.KEEP else self.layers
-        return PutDown(self.frontier, self.length - self.frontier, first)
+            return PausedWindow(0, self.frontier, self.layers)
+        first = 0 if self.direction is Direction.TRAIN_FORWARD else self.layers
+        return PausedWindow(self.frontier, self.length - self.frontier, first)
 
     def _turn(self) -> None:
         """All rows are through: to the tail, back, or done."""
-        if self.direction is Direction.KEEP:
+        if self.direction is Direction.TRAIN_FORWARD:
             self.direction, self.frontier = Direction.LOSS, 0
         elif self.direction is Direction.LOSS:
             self.direction, self.frontier = Direction.BACKWARD, self.length

@@ -21,7 +21,7 @@ from coserve.demo.trace import read_load
 from coserve.demo.view import View
 from coserve.engine.handles import FineTuning
 from coserve.errors import ModelNotFound
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.train.trainer import TrainingConfig
 
 SLO_FACTOR: Final = 2.0  # the bound between tokens, as a multiple of the p99 without training
@@ -30,7 +30,9 @@ LONGEST_EXAMPLE: Final = (
     512  # tokens of an example from a file; longer ones would leave few steps in the time
 )
 LORA: Final = LoRAConfig(rank=16, alpha=32.0)
-TRAINING: Final = TrainingConfig(learning_rate=3e-3, batch_size=8, warmup_ratio=0.05, keep=Keep.EVERYTHING)
+TRAINING: Final = TrainingConfig(
+    learning_rate=3e-3, batch_size=8, warmup_ratio=0.05, keep=SavePolicy.EVERYTHING
+)
 _EPOCHS: Final = 1000  # of a rehearsal, which time ends
 _LAST_STEPS: Final = 5  # whose mean is the loss that training came to
 OVERTIME: Final = 0.25  # of the planned seconds; training that takes longer is ended where it is

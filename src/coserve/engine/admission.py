@@ -28,13 +28,13 @@ from coserve.model.base import Base
 from coserve.model.load import usable_device
 from coserve.schedule.config import SchedulerConfig
 from coserve.train.fitting import JobSize, settings_that_fit
-from coserve.train.needs import JobNeeds, Steps, step_bytes, walk_bytes
+from coserve.train.needs import JobNeeds, Steps, backward_bytes, step_bytes
 from coserve.train.trainer import TrainingConfig
 
 _ADAPTERS: Final = "adapters"
 _STORED: Final = "stored adapters"  # those that lie on disk, too
 _LIBRARIES: Final = "libraries"
-_WALK: Final = "walk"  # what rows need on their way back, at a time
+_BACKWARD: Final = "backward"  # what rows need on their way back, at a time
 
 
 class Stored(Protocol):
@@ -90,8 +90,8 @@ class Admission:
     def open(self, runner: LocalRunner, config: SchedulerConfig, steps: Steps) -> None:
         """Enters what is there for good. Raises ConfigError where that is more than the budget."""
         self._runner, self._base, self._steps = runner, runner.base, steps
-        runner.company_rows = 0 if config.training_window is not None else config.max_training_rows
-        self._company = walk_bytes(runner.base, runner.company_rows)
+        runner.window_group_rows = 0 if config.training_window is not None else config.max_training_rows
+        self._window_groups = backward_bytes(runner.base, runner.window_group_rows)
         weights, pages = runner.base.nbytes, runner.pool.nbytes
         workspace = step_bytes(runner.base, config, pages)
         fixed: dict[str, Bytes] = {
@@ -178,7 +178,7 @@ class Admission:
         self._waiting = deque(candidate for candidate in self._waiting if candidate.name != name)
         self._jobs.pop(name, None)
         self.ledger.release(_owner(name))
-        self._set_walk()
+        self._set_backward()
         self.advance()
 
     def advance(self) -> None:
@@ -254,23 +254,23 @@ class Admission:
         others = (other for job, other in self._jobs.items() if job != name)
         return {
             _owner(name): needs.own,
-            _WALK: {Account.WORKSPACES: self._walk([size, *others])},
+            _BACKWARD: {Account.WORKSPACES: self._backward([size, *others])},
             "base": {Account.BASE: self._base.nbytes + self._base.nbytes_to_train},
         }
 
-    def _walk(self, jobs: Iterable[JobSize]) -> int:
+    def _backward(self, jobs: Iterable[JobSize]) -> int:
         """Windows of several jobs go back together, with no more rows than one may have."""
         shared = [job.needs(self._base, self._steps).shared for job in jobs]
-        return max(max(shared, default=0), min(sum(shared), self._company))
+        return max(max(shared, default=0), min(sum(shared), self._window_groups))
 
     def _take(self, name: str, size: JobSize) -> None:
         self.ledger.reserve(self._wanted(name, size))
         self._jobs[name] = size
-        self._set_walk()
+        self._set_backward()
 
-    def _set_walk(self) -> None:
+    def _set_backward(self) -> None:
         """What the jobs that are there need together: never more than before, unless it was reserved."""
-        self.ledger.reserve({_WALK: {Account.WORKSPACES: self._walk(self._jobs.values())}})
+        self.ledger.reserve({_BACKWARD: {Account.WORKSPACES: self._backward(self._jobs.values())}})
         self._runner.arena.set_limit(self.ledger.accounts()[Account.TAPES])
 
     def _room(self) -> int:

@@ -8,9 +8,9 @@ from statistics import median
 
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.core.grid import COARSE
 from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
+from coserve.core.row_buckets import COARSE
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.engine.runner import LocalRunner
 from coserve.schedule.cost import Features
@@ -62,7 +62,7 @@ def measure_lanes(
         while not micro_batch.done:  # a half of the layers alone, the other beside answers
             with _next_half(micro_batch, rows) as window:
                 alone = probe.run(Plan(training=(window,)))[1]
-            if micro_batch.is_put_down:
+            if micro_batch.is_paused:
                 with _next_half(micro_batch, rows) as window:
                     steps, seconds = _beside(probe, window)
                 answering += steps
@@ -173,7 +173,7 @@ def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int
     depth = probe.runner.base.depth
     inference = inference_plan([(answer, 63, 1)])
     while not micro_batch.done:
-        span = micro_batch.next_span(depth if micro_batch.is_put_down else half)
+        span = micro_batch.next_span(depth if micro_batch.is_paused else half)
         window = training_segment(micro_batch, 0, rows, micro_batch.direction, span)
         yield probe.run(replace(inference, training=(window,)))
         micro_batch.advance(0, rows, span)

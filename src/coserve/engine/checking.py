@@ -9,7 +9,7 @@ import torch
 from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.engine.engine import Engine
-from coserve.engine.training import Asked
+from coserve.engine.training import JobSpec
 from coserve.errors import ConfigError
 from coserve.jobs import datasets
 from coserve.train.example import prepare
@@ -20,7 +20,7 @@ from coserve.wire.messages import CheckJob
 _FIRST: Final = 512  # examples that are looked at: a job needs at least the bytes that some of its data need
 
 
-def read_beginning(engine: Engine, command: CheckJob) -> Asked:
+def read_beginning(engine: Engine, command: CheckJob) -> JobSpec:
     """The job with the first examples of its data. Takes no lock: steps go on meanwhile. Raises DataError,
     AdapterError or ConfigError."""
     if engine.text is None:
@@ -36,4 +36,4 @@ def read_beginning(engine: Engine, command: CheckJob) -> Asked:
     text = engine.text
     data = prepare(records, text.tokenizer, config.loss_on, config.max_length, text.allow_special_tokens)
     foresee(engine.base, first, config.keep)
-    return Asked(command.job, command.job, data, method, config, start)
+    return JobSpec(command.job, command.job, data, method, config, start)

@@ -15,7 +15,9 @@ from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.core.plan import InferenceSegment, Lane, Plan, Sampled, StepResult, TokenLogprobs
 from coserve.core.sequence import Direction
-from coserve.engine.runner import Inference, LocalRunner, Travel
+from coserve.engine.inference import InferenceBatch, adapter_ranges
+from coserve.engine.runner import ForwardWindow, LocalRunner
+from coserve.engine.sampler import Sampler
 from coserve.engine.table import SequenceTable
 from coserve.memory.kv import KVPool, PrefillRows
 from coserve.model import fixed
@@ -25,65 +27,8 @@ from coserve.model.fixed import ROWS, FixedRows, Ranged, TiledRows
 from coserve.model.sample import sample, token_logprobs
 
 
-class DeterministicRunner(LocalRunner):
-    """A `LocalRunner` whose tokens, log-probabilities and weights are the same bit for bit, however the
-    scheduler mixed, cut or repeated the work; on one machine, with one number of threads.
-
-    Raises UnsupportedModel for a base that cannot be run so.
-    """
-
-    def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
-        super().__init__(base, bank, pool, table)
-        fixed.prove_fixed(base)
-
-    def run(self, plan: Plan) -> StepResult:
-        """A split machine has other numbers of threads, so everything goes one after the other."""
-        return super().run(replace(plan, split=None))
-
-    def _pass(self, lane: Lane) -> dict[int, Sampled]:
-        found: dict[int, Sampled] = {}
-        for group in _groups(lane.inference):
-            inference = self._inference_rows(group)
-            self._forward(inference, [])
-            for key, sampled in self._sample(inference).items():
-                earlier = found[key].prompt_logprobs if key in found else ()
-                found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
-        for segment in lane.training:
-            if segment.direction is Direction.KEEP:
-                self._keep_alone(segment)
-        return found
-
-    def _inference_rows(self, segments: Sequence[InferenceSegment]) -> Inference:
-        rows = self.table.rows(segments)
-        chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
-        tokens = torch.cat([chunk.tokens for chunk in chunks])
-        counts = [segment.length for segment in segments]
-        adapters = self._adapters(segments, counts)
-        early = [ranged for ranged in adapters if ranged[1].touches(self.base.early_sites)]
-        positions = torch.cat([chunk.positions for chunk in chunks])
-        hidden, calls = fixed.embed(self.base, tokens, positions, early)
-        part = TiledRows(
-            self.pool,
-            torch.cat([chunk.slots for chunk in chunks]),
-            [PrefillRows(c.start, s.length, c.pages) for s, c in zip(segments, chunks, strict=True)],
-        )
-        return Inference(part, segments, rows, counts, hidden, calls, adapters)
-
-    def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
-        return [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
-
-    def _prompt_rows(self, rows: PrefillRows, slots: Tensor, bypasses: Bypasses) -> Inference:
-        adapters = [(slice(0, rows.count), bypasses)]
-        positions = torch.arange(rows.start, rows.start + rows.count, device=slots.device)
-        hidden, calls = fixed.embed(self.base, torch.zeros_like(positions), positions, adapters)
-        return Inference(TiledRows(self.pool, slots, [rows]), (), slots, (), hidden, calls, adapters)
-
-    def _compose(
-        self, inference: Inference | None, travels: Sequence[Travel]
-    ) -> tuple[FusedRows, LayerCalls]:
-        if inference is None:
-            return super()._compose(None, travels)
-        return FixedRows([inference.part], inference.adapters), inference.calls
+class DeterministicSampler(Sampler):
+    """A `Sampler` that computes each row's logits, draw and log-probabilities by themselves."""
 
     def _logits(self, hidden: Tensor, adapters: Sequence[Ranged]) -> Tensor:
         late = [ranged for ranged in adapters if ranged[1].touches(self.base.late_sites)]
@@ -101,7 +46,69 @@ class DeterministicRunner(LocalRunner):
         self, logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
     ) -> list[TokenLogprobs | None]:
         rows = zip(torch.split(logits, 1), torch.split(tokens, 1), wanted, strict=True)
-        return [super(DeterministicRunner, self)._logprobs(r, t, [w])[0] for r, t, w in rows]
+        return [super(DeterministicSampler, self)._logprobs(r, t, [w])[0] for r, t, w in rows]
+
+
+class DeterministicRunner(LocalRunner):
+    """A `LocalRunner` whose tokens, log-probabilities and weights are the same bit for bit, however the
+    scheduler mixed, cut or repeated the work; on one machine, with one number of threads.
+
+    Raises UnsupportedModel for a base that cannot be run so.
+    """
+
+    def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
+        super().__init__(base, bank, pool, table)
+        self.sampler = DeterministicSampler(base, bank, table)
+        fixed.prove_fixed(base)
+
+    def run(self, plan: Plan) -> StepResult:
+        """A split machine has other numbers of threads, so everything goes one after the other."""
+        return super().run(replace(plan, split=None))
+
+    def _pass(self, lane: Lane) -> dict[int, Sampled]:
+        found: dict[int, Sampled] = {}
+        for group in _groups(lane.inference):
+            inference = self._inference_rows(group)
+            self._forward(inference, [])
+            for key, sampled in self.sampler.sample(inference).items():
+                earlier = found[key].prompt_logprobs if key in found else ()
+                found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
+        for segment in lane.training:
+            if segment.direction is Direction.TRAIN_FORWARD:
+                self._keep_alone(segment)
+        return found
+
+    def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
+        rows = self.table.rows(segments)
+        chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
+        tokens = torch.cat([chunk.tokens for chunk in chunks])
+        counts = [segment.length for segment in segments]
+        adapters = adapter_ranges(self.bank, segments, counts)
+        early = [ranged for ranged in adapters if ranged[1].touches(self.base.early_sites)]
+        positions = torch.cat([chunk.positions for chunk in chunks])
+        hidden, calls = fixed.embed(self.base, tokens, positions, early)
+        part = TiledRows(
+            self.pool,
+            torch.cat([chunk.slots for chunk in chunks]),
+            [PrefillRows(c.start, s.length, c.pages) for s, c in zip(segments, chunks, strict=True)],
+        )
+        return InferenceBatch(part, segments, rows, counts, hidden, calls, adapters)
+
+    def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
+        return [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
+
+    def _prompt_rows(self, rows: PrefillRows, slots: Tensor, bypasses: Bypasses) -> InferenceBatch:
+        adapters = [(slice(0, rows.count), bypasses)]
+        positions = torch.arange(rows.start, rows.start + rows.count, device=slots.device)
+        hidden, calls = fixed.embed(self.base, torch.zeros_like(positions), positions, adapters)
+        return InferenceBatch(TiledRows(self.pool, slots, [rows]), (), slots, (), hidden, calls, adapters)
+
+    def _compose(
+        self, inference: InferenceBatch | None, windows: Sequence[ForwardWindow]
+    ) -> tuple[FusedRows, LayerCalls]:
+        if inference is None:
+            return super()._compose(None, windows)
+        return FixedRows([inference.part], inference.adapters), inference.calls
 
 
 def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegment]]:

@@ -24,13 +24,13 @@ from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepD
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.engine.admission import Admission
 from coserve.engine.calibrate import measure, measure_lanes
-from coserve.engine.counted import count
 from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.handles import Completion, FineTuning, Keeping
 from coserve.engine.paged import PagedAdapters
 from coserve.engine.runner import LocalRunner
+from coserve.engine.stats import count
 from coserve.engine.table import SequenceTable
-from coserve.engine.training import Asked, Training
+from coserve.engine.training import JobSpec, Training
 from coserve.errors import AdapterError, ConfigError, CoserveError, RequestError
 from coserve.jobs import datasets
 from coserve.memory.kv import KVPool
@@ -47,8 +47,8 @@ from coserve.schedule.scheduler import Scheduler
 from coserve.text import Text
 from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
 from coserve.train.needs import Steps
+from coserve.train.optimizer_offload import offload_for
 from coserve.train.proof import prove_training
-from coserve.train.shelf import shelf_for
 from coserve.train.state import TrainingState
 from coserve.train.trainer import TrainingConfig
 from coserve.wire.messages import Stats
@@ -95,7 +95,7 @@ class Engine:
         self.stored = self._make_stored()
         self.training = Training(
             self.runner, self.scheduler, self.admission, self._drive, self.save_adapter, self._lock,
-            shelf_for(self.base.device, config.scratch) if config.offload else None,
+            offload_for(self.base.device, config.scratch) if config.offload else None,
         )  # fmt: skip
         if config.calibrate:
             self.calibrate()
@@ -160,8 +160,8 @@ class Engine:
             if text and sampling.stop and self.text is None:
                 raise ConfigError("stop strings need a tokenizer, and the engine was given none")
             stream = self.text.stream(sampling.stop) if text and self.text else None
-            kept = version is not None and self.stored.needs(version.key)
-            sequence = self.scheduler.submit(request, self.clock(), continued, kept)
+            blocked = version is not None and self.stored.needs(version.key)
+            sequence = self.scheduler.submit(request, self.clock(), continued, blocked)
             if version is not None:
                 self.bank.pin(version.key)
             cancel = partial(self._cancel_sequence, sequence.key)
@@ -169,7 +169,7 @@ class Engine:
             self.completions[sequence.key] = completion
             if completion.skip(continued):
                 self.scheduler.finish(sequence.key, FinishReason.STOP)
-            if kept and not sequence.is_finished:
+            if blocked and not sequence.is_finished:
                 self.stored.came(sequence)
             return completion
 
@@ -271,7 +271,7 @@ class Engine:
         prepared = data if isinstance(data, Prepared) else self.prepare(data, training)
         with self._lock:
             start = self._weights(start_from) if isinstance(start_from, str) else start_from
-            asked = Asked(
+            asked = JobSpec(
                 job or f"job-{self.training.started + 1}", adapter, prepared, method, training,
                 start if resume is None else resume.adapter, resume,
             )  # fmt: skip
@@ -290,16 +290,16 @@ class Engine:
         check_fit(prepared, self.base.max_positions, self.base.vocabulary)
         return prepared
 
-    def check_job(self, asked: Asked) -> None:
+    def check_job(self, asked: JobSpec) -> None:
         """Raises what makes a job impossible: AdapterError, DataError, or OutOfMemory where it could not run
         even if it were alone."""
         with self._lock:
             self.training.check(asked)
 
-    def weigh(self, job: str, weight: float) -> None:
+    def set_weight(self, job: str, weight: float) -> None:
         """Changes a running job's share among the jobs that train."""
         with self._lock:
-            self.training.weigh(job, weight)
+            self.training.set_weight(job, weight)
 
     @property
     def jobs(self) -> dict[str, FineTuning]:

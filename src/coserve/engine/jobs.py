@@ -20,7 +20,7 @@ from coserve.adapters.settings import convert, settings_of
 from coserve.core.contained import contained
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.plan import Updated
-from coserve.engine.aside import Aside, Outcome
+from coserve.engine.background import Background, Outcome
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning, Keeping
 from coserve.engine.scoring import Scoring, check_lengths
@@ -96,8 +96,8 @@ class _Job:
 class Jobs:
     """All jobs of one engine's process."""
 
-    def __init__(self, engine: Engine, aside: Aside) -> None:
-        self._engine, self._aside = engine, aside
+    def __init__(self, engine: Engine, background: Background) -> None:
+        self._engine, self._background = engine, background
         self._jobs: dict[str, _Job] = {}
         self._numbered = 0
         self._unacknowledged: deque[Numbered] = deque()
@@ -125,7 +125,9 @@ class Jobs:
         if self._is_over(command.job):  # the server will hear of it
             return
         self._jobs[command.job] = job = _Job(command, self._engine.clock(), command.weight)
-        self._aside.do("reading the job", partial(_read, self._engine, command), partial(self._begin, job))
+        self._background.do(
+            "reading the job", partial(_read, self._engine, command), partial(self._begin, job)
+        )
 
     def stop(self, name: str, keep: bool) -> None:
         """Ends a job's training, with a checkpoint of where it stands or without."""
@@ -163,14 +165,14 @@ class Jobs:
             except BaseException as error:
                 self.fail(name, contained(error, "the job", JobError))
 
-    def weigh(self, name: str, weight: float) -> None:
+    def set_weight(self, name: str, weight: float) -> None:
         """Changes a job's share."""
         job = self._jobs.get(name)
         if job is None or not weight > 0:
             return
         job.weight = weight
         if job.handle is not None and job.handle.status == "running":
-            self._engine.weigh(name, weight)
+            self._engine.set_weight(name, weight)
 
     def acknowledge(self, number: int) -> None:
         """Forgets news up to this number."""
@@ -273,7 +275,7 @@ class Jobs:
         name = job.command.job
         job.last = self._engine.clock()
         if handle.status == "running":
-            self._engine.weigh(name, job.weight)  # it may have changed while the job waited
+            self._engine.set_weight(name, job.weight)  # it may have changed while the job waited
         self._tell(_started(name, job.step, handle.steps, ready))
         if ready.checkpoint is not None:  # the engine that wrote it may have died before it was known
             job.pending.append(_Pending(self._scoring(job), ready.checkpoint))
@@ -319,7 +321,7 @@ class Jobs:
         job.pending.append(pending)
         base_name = str(self._engine.base.model.config.name_or_path)
         write = partial(write_checkpoint, Path(job.command.folder), state, base_name)
-        self._aside.do("writing the checkpoint", write, partial(self._written, job, pending))
+        self._background.do("writing the checkpoint", write, partial(self._written, job, pending))
 
     def _scoring(self, job: _Job) -> Scoring | None:
         """Of the version that the job has just published."""

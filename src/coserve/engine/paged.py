@@ -5,8 +5,8 @@ from typing import Final
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
+from coserve.adapters.paging.cache import AdapterCache
 from coserve.adapters.paging.reader import Reads
-from coserve.adapters.paging.residence import Residence
 from coserve.adapters.paging.stored import StoredVersion
 from coserve.core.sequence import Sequence
 from coserve.core.size import show_size
@@ -32,44 +32,44 @@ class PagedAdapters:
     ) -> None:
         """`room` tells the bytes that all stored adapters in memory may have together."""
         self._bank, self._scheduler, self._reads, self._room = bank, scheduler, reads, room
-        self._residence: Residence[StoredVersion] = Residence(self, room)
+        self._cache: AdapterCache[StoredVersion] = AdapterCache(self, room)
         self._hits = self._misses = self._loaded = 0
         self._loaded_bytes = self._evicted = 0
         self._loading = 0
         self._ready: set[int] = set()  # keys of those who hold their adapter and have not entered yet
         self._newest = 0  # key of the last request that was seen to begin
         self._left_out = 0  # steps that nobody has entered in since somebody was ready
-        bank.when_forgotten(self._residence.forget)
+        bank.when_forgotten(self._cache.forget)
 
     # For the engine
 
     @property
     def used(self) -> int:
         """Bytes of all that are in memory, or on their way."""
-        return self._residence.used
+        return self._cache.used
 
     @property
     def copies(self) -> int:
         """Of these, how many are for places in stacks."""
-        return sum(item.cost - item.outline.nbytes for item in self._residence.items)
+        return sum(item.cost - item.outline.nbytes for item in self._cache.items)
 
     def add(self, stored: StoredVersion) -> None:
         """A version that has a name from now on, and stays on disk until somebody asks for it."""
-        self._residence.add(stored)
+        self._cache.add(stored)
         self._bank.publish(stored)
 
     def needs(self, key: str) -> bool:
         """Whether requests for this version have to be kept back until it is in memory."""
-        return key in self._residence
+        return key in self._cache
 
     def came(self, sequence: Sequence) -> None:
         """A request that is kept back has been queued."""
         key = sequence.request.adapter
         assert key is not None, "only what an adapter is for is kept back"
-        there = self._residence.hold(key, sequence.key)
+        there = self._cache.hold(key, sequence.key)
         self._hits, self._misses = self._hits + there, self._misses + (not there)
         if there:
-            self._scheduler.let_in(sequence)
+            self._scheduler.unblock(sequence)
         else:
             self._ask()
 
@@ -77,25 +77,25 @@ class PagedAdapters:
         """A request has ended, or was given up."""
         self._ready.discard(sequence.key)
         if (key := sequence.request.adapter) is not None:
-            self._residence.release(key, sequence.key)
+            self._cache.release(key, sequence.key)
 
     def pin(self, key: str, pinned: bool) -> None:
         """Whether a version is brought in when there is room, and stays. Raises AdapterError for one that is
         in memory in any case, OutOfMemory where pinned ones would have more than half of the room."""
-        if key not in self._residence:
+        if key not in self._cache:
             raise AdapterError(f"the adapter {_name(key)!r} has no files to be read from again: it stays")
         most = int(_MOST_PINNED * self._room())
-        if pinned and (missing := self._residence.pinned_with(key) - most) > 0:
+        if pinned and (missing := self._cache.pinned_with(key) - most) > 0:
             raise OutOfMemory(
                 f"pinned adapters may have {show_size(most)}, half of what adapters may have in memory: "
                 f"{show_size(missing)} less than with {_name(key)!r}"
             )
-        self._residence.pin(key, pinned)
+        self._cache.pin(key, pinned)
         self._ask()
 
     def shed(self, nbytes: int) -> None:
         """Drops what nobody uses until so many bytes are free, if that is enough for so many."""
-        self._residence.shed(nbytes)
+        self._cache.shed(nbytes)
 
     def advance(self) -> None:
         """Takes in what has been read, lets in who waited for it, and has the next ones read. Once a step."""
@@ -107,15 +107,15 @@ class PagedAdapters:
     def stats(self) -> Paging:
         """Counters since the start, and where things stand now."""
         return Paging(
-            known=len(self._residence),
-            resident=tuple(map(_name, self._residence.inside)),
-            pinned=tuple(map(_name, self._residence.pinned)),
+            known=len(self._cache),
+            resident=tuple(map(_name, self._cache.inside)),
+            pinned=tuple(map(_name, self._cache.pinned)),
             hits=self._hits,
             misses=self._misses,
             loaded=self._loaded,
             loaded_bytes=self._loaded_bytes,
             dropped=self._evicted,
-            used_bytes=self._residence.used,
+            used_bytes=self._cache.used,
         )
 
     # For the residence
@@ -136,33 +136,33 @@ class PagedAdapters:
             if isinstance(outcome, AdapterVersion):
                 self._loaded += 1
                 self._loaded_bytes += outcome.nbytes
-                if self._residence.arrived(stored.key):
+                if self._cache.arrived(stored.key):
                     self._bank.bring_in(outcome)
             else:
-                self._residence.failed(stored.key)
+                self._cache.failed(stored.key)
                 self._fail(stored.key, outcome)
 
     def _ask(self) -> None:
         """Holds what is there for those who are kept back, and has what is not there read."""
-        kept = [s for s in self._scheduler.kept if s.key not in self._ready]
-        if not kept and not self._residence.pinned:
+        kept = [s for s in self._scheduler.blocked_on_adapter if s.key not in self._ready]
+        if not kept and not self._cache.pinned:
             return
         wanted = []
         for sequence in kept:
             key = sequence.request.adapter
             assert key is not None, "only what an adapter is for is kept back"
-            if self._residence.hold(key, sequence.key):
+            if self._cache.hold(key, sequence.key):
                 self._ready.add(sequence.key)
             else:
                 wanted.append(key)
-        for key, error in self._residence.advance(wanted):
+        for key, error in self._cache.advance(wanted):
             self._fail(key, error)
 
     def _let_in(self) -> None:
         """The most urgent of those who are ready, if nobody else begins now; all if that holds up nobody."""
         newest = max((sequence.key for sequence in self._scheduler.waiting), default=0)
         others_begin, self._newest = newest > self._newest, max(newest, self._newest)
-        ready = [sequence for sequence in self._scheduler.kept if sequence.key in self._ready]
+        ready = [sequence for sequence in self._scheduler.blocked_on_adapter if sequence.key in self._ready]
         if ready and others_begin and self._left_out < _PATIENT:
             self._left_out += 1
             return
@@ -170,11 +170,11 @@ class PagedAdapters:
         is_idle = not self._scheduler.running and not self._scheduler.waiting
         for sequence in ready if is_idle else ready[:1]:
             self._ready.remove(sequence.key)
-            self._scheduler.let_in(sequence)
+            self._scheduler.unblock(sequence)
 
     def _fail(self, key: str, error: CoserveError) -> None:
         """Ends the requests that wait for this version, and no others."""
-        for sequence in self._scheduler.kept:
+        for sequence in self._scheduler.blocked_on_adapter:
             if sequence.request.adapter == key:
                 self._scheduler.fail(sequence.key, error)
 

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
 from coserve.core.size import show_size
-from coserve.engine.aside import Aside
+from coserve.engine.background import Background
 from coserve.engine.engine import Engine
 from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Item, Link, Opened, Received
 from coserve.engine.remembered import CostFile, circumstances
@@ -74,7 +74,7 @@ def main(pipes: Supervised) -> None:
         sys.exit(1)
     seconds = time.monotonic() - started
     hello = _hello(start, engine, seconds)
-    worker = Worker(engine, hello, Aside(inbox), costs)
+    worker = Worker(engine, hello, Background(inbox), costs)
     engine.base.on_layer = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()

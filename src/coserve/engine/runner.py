@@ -1,11 +1,10 @@
-"""Runs a plan on the local device: one fused forward, the sampled tokens, the ways back, the updates."""
+"""Runs a plan on the local device: one fused forward, the sampled tokens, backward, optimizer steps."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
 from typing import Final
 
 import torch
@@ -16,7 +15,6 @@ from coserve.adapters.abreast import Abreast
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.stacks import Stacks
-from coserve.core.grid import on_grid
 from coserve.core.plan import (
     InferenceSegment,
     Lane,
@@ -24,13 +22,15 @@ from coserve.core.plan import (
     Prefix,
     Sampled,
     StepResult,
-    TokenLogprobs,
     TrainingSegment,
     Updated,
 )
+from coserve.core.row_buckets import pad_rows
 from coserve.core.sequence import Direction
-from coserve.engine import returning
+from coserve.engine.backward import backward_windows
+from coserve.engine.inference import InferenceBatch, adapter_ranges, outside_layers
 from coserve.engine.lanes import Lanes
+from coserve.engine.sampler import Sampler
 from coserve.engine.shortage import Shortages
 from coserve.engine.table import SequenceTable
 from coserve.errors import CoserveError, LossNotFinite
@@ -39,21 +39,20 @@ from coserve.memory.exhausted import is_out_of_memory
 from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls, Many, Part
-from coserve.model.sample import sample, token_logprobs
 from coserve.model.together import linears_together
-from coserve.train.company import KeptCompany
+from coserve.train.backward import BackwardWindow
 from coserve.train.tape import KeptWindow, Tape
 from coserve.train.trainer import TrainingRun
 from coserve.train.updating import update_all
-from coserve.train.walk import Returning
 from coserve.train.window import Window
+from coserve.train.window_group import KeptWindowGroup
 
 _NAP: Final = 0.001  # seconds; a pause is cut into so many, for whoever arrives meanwhile
 
 
 @dataclass(slots=True)
-class Travel:
-    """A kept window on its way forward in this step."""
+class ForwardWindow:
+    """A training window that goes forward in this step."""
 
     segment: TrainingSegment
     tape: Tape
@@ -62,26 +61,14 @@ class Travel:
     calls: LayerCalls
 
 
-@dataclass(slots=True)
-class Inference:
-    """This step's inference rows, segment by segment; `hidden` [1, rows, width] travels with them."""
-
-    part: Part
-    segments: Sequence[InferenceSegment]
-    rows: Tensor  # of each segment in the sequence table
-    counts: Sequence[int]  # of rows each segment has here
-    hidden: Tensor
-    calls: LayerCalls
-    adapters: list[tuple[slice, Bypasses]]
-
-
 class LocalRunner:
     """The `Runner` of one device. Owns keys and values, sequence rows and training runs; decides nothing."""
 
     def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
         self.base, self.bank, self.pool, self.table = base, bank, pool, table
         self.arena = Arena()
-        self.company_rows = 0  # most that go back together
+        self.window_group_rows = 0  # most that go back together
+        self.sampler = Sampler(base, bank, table)
         self.stacks = Stacks(linears_together(base), table.capacity, base.device)
         bank.when_dropped(lambda version: self.stacks.forget(version.bypasses))
         self.runs: dict[str, TrainingRun] = {}
@@ -127,7 +114,7 @@ class LocalRunner:
         """Tokens; the whole machine does one thing at a time."""
         (lane,) = plan.lanes
         sampled = self._pass(lane)
-        self._walk_all(lane)
+        self._backward_all(lane)
         self._trained += lane.training
         return sampled, 0.0
 
@@ -155,16 +142,16 @@ class LocalRunner:
     def _train_lane(self, lane: Lane) -> float:
         started = time.perf_counter()
         self._pass(lane)
-        self._walk_all(lane)
+        self._backward_all(lane)
         return time.perf_counter() - started
 
-    def _walk_all(self, lane: Lane) -> None:
+    def _backward_all(self, lane: Lane) -> None:
         """Windows through the tail, then windows back through layers."""
         for segment in lane.training:
             if segment.direction is Direction.LOSS and (job := segment.job) not in self._short:
                 with self._short.of(job):
                     self._through_tail(segment)
-        self._walk([segment for segment in lane.training if segment.direction is Direction.BACKWARD])
+        self._backward([segment for segment in lane.training if segment.direction is Direction.BACKWARD])
 
     def _drop(self, job: str) -> None:
         """Gives back what a job that ran out of memory has on its way."""
@@ -190,17 +177,17 @@ class LocalRunner:
         """(start, count) of the passes that a prompt goes through the model in."""
         return [(0, rows)] if rows else []
 
-    def _prompt_rows(self, rows: PrefillRows, slots: Tensor, bypasses: Bypasses) -> Inference:
-        missing = on_grid(rows.count) - rows.count
+    def _prompt_rows(self, rows: PrefillRows, slots: Tensor, bypasses: Bypasses) -> InferenceBatch:
+        missing = pad_rows(rows.count) - rows.count
         adapters = [(slice(0, rows.count), bypasses)]
         positions = torch.arange(rows.start, rows.start + rows.count, device=slots.device)
         hidden, calls = self.base.prologue(
             torch.zeros(rows.count + missing, dtype=torch.long, device=slots.device),
             F.pad(positions, (0, missing)),
-            self._rows_at(self.base.early_sites, adapters),
+            outside_layers(self.base.early_sites, adapters),
         )
         part = InferenceRows(self.pool, slots, None, [rows], missing)
-        return Inference(part, (), slots, (), hidden, calls, adapters)
+        return InferenceBatch(part, (), slots, (), hidden, calls, adapters)
 
     def _pass(self, lane: Lane) -> dict[int, Sampled]:
         """Everything that goes forward, in one fused pass, and the tokens that come of it.
@@ -208,15 +195,15 @@ class LocalRunner:
         Where memory does not last all pass again alone, and only write where they wrote before.
         """
         inference = self._inference_rows(lane.inference) if lane.inference else None
-        kept = [segment for segment in lane.training if segment.direction is Direction.KEEP]
+        kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
         if not self._fits(inference, kept):
             inference = self._inference_rows(lane.inference) if lane.inference else None
             self._forward(inference, [])
             for segment in kept:
                 self._keep_alone(segment)
-        return self._sample(inference) if inference is not None else {}
+        return self.sampler.sample(inference) if inference is not None else {}
 
-    def _fits(self, inference: Inference | None, kept: Sequence[TrainingSegment]) -> bool:
+    def _fits(self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]) -> bool:
         """Whether there was memory for one pass of all, where it can be told whose fault it is."""
         try:
             self._forward(inference, kept)
@@ -232,12 +219,12 @@ class LocalRunner:
             with self._short.of(job):
                 self._forward(None, [segment])
 
-    def _forward(self, inference: Inference | None, kept: Sequence[TrainingSegment]) -> None:
+    def _forward(self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]) -> None:
         """All rows through the layers; a window joins at its span's first layer and leaves after its last."""
-        travels = [self._travel(segment) for segment in self._in_likeness(kept)]
-        composed: list[Travel] | None = None
+        windows = [self._forward_window(segment) for segment in self._by_batch_key(kept)]
+        composed: list[ForwardWindow] | None = None
         for layer in range(self.base.depth):
-            joined = [t for t in travels if t.segment.span.first <= layer < t.segment.span.last]
+            joined = [t for t in windows if t.segment.span.first <= layer < t.segment.span.last]
             if inference is None and not joined:
                 continue
             if composed is None or [id(t) for t in joined] != [id(t) for t in composed]:
@@ -251,36 +238,36 @@ class LocalRunner:
             if inference is not None:
                 start = inference.hidden.shape[1]
                 inference.hidden = out[:, :start]
-            for travel in joined:
-                travel.tape.keep_output(layer, travel.window, out[0, start : start + travel.window.rows])
-                start += travel.window.rows
+            for window in joined:
+                window.tape.keep_output(layer, window.window, out[0, start : start + window.window.rows])
+                start += window.window.rows
 
-    def _travel(self, segment: TrainingSegment) -> Travel:
+    def _forward_window(self, segment: TrainingSegment) -> ForwardWindow:
         run, window = self._window(segment)
         tape = run.tape(segment.key)
-        return Travel(segment, tape, window, run.bypasses(segment.key, window), tape.calls_for(window))
+        return ForwardWindow(segment, tape, window, run.bypasses(segment.key, window), tape.calls_for(window))
 
     def _compose(
-        self, inference: Inference | None, travels: Sequence[Travel]
+        self, inference: InferenceBatch | None, windows: Sequence[ForwardWindow]
     ) -> tuple[FusedRows, LayerCalls]:
         parts: list[Part] = [] if inference is None else [inference.part]
         laid = self.stacks.lay([] if inference is None else inference.adapters)
         adapters = list(laid.alone)
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]
-        kept = [KeptWindow(travel.tape, travel.window) for travel in travels]
-        parts += [KeptCompany(kept)] if len(kept) > 1 else kept
-        calls += [travel.calls for travel in travels]
-        for travel in travels:
-            adapters.append((slice(start, start + travel.window.rows), travel.bypasses))
-            start += travel.window.rows
+        kept = [KeptWindow(window.tape, window.window) for window in windows]
+        parts += [KeptWindowGroup(kept)] if len(kept) > 1 else kept
+        calls += [window.calls for window in windows]
+        for window in windows:
+            adapters.append((slice(start, start + window.window.rows), window.bypasses))
+            start += window.window.rows
         many: list[Many] = list(laid.gathered)
         if len(adapters) > 1:
             many.append(abreast := Abreast(adapters))
             adapters = abreast.rest
         return FusedRows(parts, adapters, many), self.base.arguments.concat(calls)
 
-    def _inference_rows(self, segments: Sequence[InferenceSegment]) -> Inference:
+    def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
         ordered = sorted(segments, key=lambda s: (not self._decodes(s), *self._kind(s.adapter)))
         rows = self.table.rows(ordered)
@@ -297,135 +284,42 @@ class LocalRunner:
             entering.append((chunk.tokens, chunk.positions, chunk.slots))
             counts.append(segment.length)
         tokens, positions, slots = (torch.cat(column) for column in zip(*entering, strict=True))
-        missing = on_grid(len(tokens)) - len(tokens)
+        missing = pad_rows(len(tokens)) - len(tokens)
         part = InferenceRows(self.pool, slots, decode, prefills, missing)
-        adapters = self._adapters(ordered, counts)
+        adapters = adapter_ranges(self.bank, ordered, counts)
         hidden, calls = self.base.prologue(
             F.pad(tokens, (0, missing)),
             F.pad(positions, (0, missing)),
-            self._rows_at(self.base.early_sites, adapters),
+            outside_layers(self.base.early_sites, adapters),
         )
-        return Inference(part, ordered, rows, counts, hidden, calls, adapters)
-
-    def _rows_at(
-        self, sites: Collection[str], adapters: Sequence[tuple[slice, Bypasses]]
-    ) -> FusedRows | None:
-        """Rows outside of the layers, where nothing attends; None where no adapter stands."""
-        found = [(rows, bypasses) for rows, bypasses in adapters if bypasses.touches(sites)]
-        return FusedRows([], found) if found else None
-
-    def _adapters(
-        self, segments: Sequence[InferenceSegment], counts: Sequence[int]
-    ) -> list[tuple[slice, Bypasses]]:
-        """Ranges of neighbouring rows that share an adapter version."""
-        ranges: list[tuple[slice, Bypasses]] = []
-        start = 0
-        for key, group in groupby(zip(segments, counts, strict=True), lambda pair: pair[0].adapter):
-            end = start + sum(count for _, count in group)
-            if key is not None:
-                ranges.append((slice(start, end), self.bank.find(key).bypasses))
-            start = end
-        return ranges
+        return InferenceBatch(part, ordered, rows, counts, hidden, calls, adapters)
 
     def _kind(self, adapter: str | None) -> tuple[int, str]:
         """What rows are ordered by, so that those lie together which are multiplied together."""
         return (-1, "") if adapter is None else (self.stacks.order(self.bank.find(adapter).bypasses), adapter)
 
-    def _sample(self, inference: Inference) -> dict[int, Sampled]:
-        """Tokens for every sequence whose last known token was among the rows, and prompt logprobs."""
-        ends = list(accumulate(inference.counts))
-        done = [i for i, s in enumerate(inference.segments) if s.start + s.length == self.table[s.key].length]
-        results = {segment.key: Sampled(None) for segment in inference.segments}
-        scored = self._score_prompts(inference, ends)
-        if done:
-            picked = torch.tensor([ends[i] - 1 for i in done], device=self.base.device)
-            segments = [inference.segments[i] for i in done]
-            keys = [segment.key for segment in segments]
-            logits = self._logits(inference.hidden[:, picked], self._adapters(segments, [1] * len(done)))
-            rows = inference.rows[torch.tensor(done, device=self.base.device)]
-            tokens = self._choose(logits, rows, self.table.lengths(rows))
-            wanted = [self.table[key].start.sampling.logprobs for key in keys]
-            logprobs = self._logprobs(logits, tokens, wanted)
-            drawn = self.table.sampled(keys, rows, tokens)
-            for key, token, of_token in zip(keys, drawn, logprobs, strict=True):
-                results[key] = Sampled(token, of_token)
-        for key, of_prompt in scored.items():
-            results[key] = replace(results[key], prompt_logprobs=of_prompt)
-        return results
-
-    def _score_prompts(
-        self, inference: Inference, ends: Sequence[int]
-    ) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Log-probabilities of the prompt tokens that follow rows of this step, where they are asked for."""
-        found = {}
-        for segment, end in zip(inference.segments, ends, strict=True):
-            if self.table[segment.key].start.sampling.prompt_logprobs is not None:
-                hidden = inference.hidden[:, end - segment.length : end]
-                found[segment.key] = self._prompt_logprobs(segment, hidden)
-        return found
-
-    def _logits(self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]]) -> Tensor:
-        """[rows, vocabulary] of hidden [1, rows, width], whose rows belong to these adapters."""
-        return self.base.tail(hidden, self._rows_at(self.base.late_sites, adapters))
-
-    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """The next tokens [n] of the sequences at `rows` [n], wanted at `positions` [n]."""
-        return sample(logits, rows, positions, self.table.sampling)
-
-    def _score(self, logits: Tensor, tokens: Tensor, most: int) -> list[TokenLogprobs]:
-        """Log-probabilities of `tokens` [n] and of the `most` likeliest ones."""
-        return token_logprobs(logits, tokens, most).rows()
-
-    def _logprobs(
-        self, logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
-    ) -> list[TokenLogprobs | None]:
-        """Of the sampled tokens [n], with as many alternatives as are `wanted`; None where nothing is."""
-        asked = [i for i, most in enumerate(wanted) if most is not None]
-        found: list[TokenLogprobs | None] = [None] * len(wanted)
-        if asked:
-            index = torch.tensor(asked, device=logits.device)
-            most = max(wanted[i] or 0 for i in asked)
-            for i, row in zip(asked, token_logprobs(logits[index], tokens[index], most).rows(), strict=True):
-                found[i] = replace(row, top=row.top[: wanted[i]])
-        return found
-
-    def _prompt_logprobs(self, segment: InferenceSegment, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt tokens that follow the segment's rows, hidden [1, rows, width]."""
-        start = self.table[segment.key].start
-        following = start.prompt[segment.start + 1 : segment.start + segment.length + 1]
-        most = start.sampling.prompt_logprobs or 0
-        if not following:
-            return ()
-        tokens = torch.tensor(following, device=hidden.device)
-        found: list[TokenLogprobs] = []
-        chunks = zip(torch.split(hidden[0, : len(following)], 64), torch.split(tokens, 64), strict=True)
-        for rows, chunk in chunks:
-            adapters = self._adapters([segment], [len(rows)])
-            found += self._score(self._logits(rows[None], adapters), chunk, most)
-        return tuple(found)
-
     def _through_tail(self, segment: TrainingSegment) -> None:
         run, window = self._window(segment)
-        run.walk(segment.key).through_tail(window, run.bypasses(segment.key, window))
+        run.backward(segment.key).through_tail(window, run.bypasses(segment.key, window))
 
-    def _walk(self, segments: Sequence[TrainingSegment]) -> None:
+    def _backward(self, segments: Sequence[TrainingSegment]) -> None:
         """Windows back through layers."""
-        windows: list[tuple[str, Returning]] = []
-        for segment in self._in_likeness(segments):
+        windows: list[tuple[str, BackwardWindow]] = []
+        for segment in self._by_batch_key(segments):
             if (job := segment.job) not in self._short:
                 with self._short.of(job):
                     run, window = self._window(segment)
                     bypasses = run.bypasses(segment.key, window)
-                    windows.append((job, run.walk(segment.key).set_out(window, segment.span, bypasses)))
-        returning.back(windows, self.company_rows, self._short)
+                    windows.append((job, run.backward(segment.key).start(window, segment.span, bypasses)))
+        backward_windows(windows, self.window_group_rows, self._short)
         for segment in segments:
             is_through = segment.start == 0 and segment.span.first == 0
             if is_through and segment.job not in self._short:
                 self.runs[segment.job].release(segment.key)
 
-    def _in_likeness(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
+    def _by_batch_key(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
         """Those of like jobs next to each other; a job's own stay in their order."""
-        return sorted(segments, key=lambda segment: self.runs[segment.job].likeness)
+        return sorted(segments, key=lambda segment: self.runs[segment.job].batch_key)
 
     def _window(self, segment: TrainingSegment) -> tuple[TrainingRun, Window]:
         run = self.runs[segment.job]

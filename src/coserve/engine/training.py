@@ -18,8 +18,8 @@ from coserve.memory.exhausted import is_out_of_memory
 from coserve.schedule.scheduler import Scheduler
 from coserve.train.example import Prepared, check_room
 from coserve.train.fitting import JobSize, Rank
-from coserve.train.keep import Keep
-from coserve.train.shelf import MakeShelf
+from coserve.train.optimizer_offload import MakeOffload
+from coserve.train.save_policy import SavePolicy
 from coserve.train.state import TrainingState
 from coserve.train.trainer import (
     TrainingConfig,
@@ -33,7 +33,7 @@ Methods = object | Sequence[object]  # settings of an adapter's method, or of se
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class JobSpec:
     """A fine-tuning job as it was asked for. `start` is the version that training begins with, None for a
     fresh one; `resume` where the same job stood before."""
 
@@ -59,16 +59,16 @@ class Training:
         drive: Callable[[], bool],
         save: Callable[[str, str | Path], None],
         lock: AbstractContextManager[bool],
-        make_shelf: MakeShelf | None = None,
+        make_offload: MakeOffload | None = None,
     ) -> None:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
         self.started = 0  # jobs that ever were
         self._runner, self._scheduler, self._admission = runner, scheduler, admission
         self._base, self._bank = runner.base, runner.bank
-        self._drive, self._save, self._lock, self._make_shelf = drive, save, lock, make_shelf
-        self._queued: dict[str, Asked] = {}
+        self._drive, self._save, self._lock, self._make_offload = drive, save, lock, make_offload
+        self._queued: dict[str, JobSpec] = {}
 
-    def check(self, asked: Asked) -> JobSize:
+    def check(self, asked: JobSpec) -> JobSize:
         """How large a job is. Raises what makes it impossible: AdapterError, DataError, and OutOfMemory where
         it could not run even if it were alone."""
         size = self._size(asked)
@@ -76,7 +76,7 @@ class Training:
         self._admission.check(asked.job, size)
         return size
 
-    def start(self, asked: Asked, keeping: Keeping | None = None) -> FineTuning:
+    def start(self, asked: JobSpec, keeping: Keeping | None = None) -> FineTuning:
         """A job that trains at once, or waits for bytes. Raises what `check` does, and JobError."""
         self.refuse_while_trained(asked.adapter)
         if asked.job in self.jobs:
@@ -104,14 +104,14 @@ class Training:
         self.started += 1
         return handle
 
-    def weigh(self, job: str, weight: float) -> None:
+    def set_weight(self, job: str, weight: float) -> None:
         """Changes a running job's share among the jobs that train."""
         if not weight > 0:
             raise ConfigError(f"a job's weight must be positive, not {weight}")
         if job not in self._runner.runs:
             raise JobError(f"no job {job!r} is running")
         self._runner.runs[job].weight = weight
-        self._scheduler.weigh_training(job, weight)
+        self._scheduler.set_training_weight(job, weight)
 
     def refuse_while_trained(self, adapter: str) -> None:
         """Raises JobError if a job trains the adapter, or is going to."""
@@ -154,7 +154,7 @@ class Training:
 
     # Inside
 
-    def _size(self, asked: Asked) -> JobSize:
+    def _size(self, asked: JobSpec) -> JobSize:
         """Without the memory of an adapter that is not there yet."""
         lengths = [len(example) for example in asked.data.examples]
         if asked.start is not None:
@@ -165,7 +165,7 @@ class Training:
 
         return JobSize(sketch(asked.method), lengths, asked.config, _rank_of(asked.method, sketch))
 
-    def _start_later(self, asked: Asked) -> None:
+    def _start_later(self, asked: JobSpec) -> None:
         """Its bytes are free now: it begins, or has failed."""
         del self._queued[asked.job]
         try:
@@ -173,18 +173,18 @@ class Training:
         except BaseException as error:
             self._fail(asked.job, contained(error, f"job {asked.job}", JobError))
 
-    def _make(self, asked: Asked) -> TrainingRun:
+    def _make(self, asked: JobSpec) -> TrainingRun:
         try:
             return TrainingRun(
                 self._base, self._bank, asked.job, self._first(asked), asked.data.examples, asked.config,
-                self._runner.arena, asked.data.digest, asked.resume, self._make_shelf,
+                self._runner.arena, asked.data.digest, asked.resume, self._make_offload,
             )  # fmt: skip
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(f"job {asked.job}: there is no memory for its adapter") from error
 
-    def _first(self, asked: Asked) -> AdapterVersion:
+    def _first(self, asked: JobSpec) -> AdapterVersion:
         """What training starts from, under a version number that nobody has."""
         if asked.start is None:
             first = fresh_adapter(self._base, asked.adapter, asked.method, asked.config.seed)
@@ -220,7 +220,7 @@ class Training:
         self._admission.shrink(event.job, run.config)
         handle.notes.append(
             f"{event.error}; step {run.step + 1} runs again, and the job goes on, with "
-            f"rows={run.config.rows}, keep={Keep.INPUTS.value}"
+            f"rows={run.config.rows}, keep={SavePolicy.INPUTS.value}"
         )
         self._scheduler.add_training(event.job, micro_batches, run.weight)
         return True

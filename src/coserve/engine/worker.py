@@ -9,13 +9,13 @@ from coserve.adapters.settings import settings_of
 from coserve.core.contained import contained
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.request import SamplingParams
-from coserve.engine.aside import Aside, Outcome
+from coserve.engine.background import Background, Outcome
 from coserve.engine.checking import read_beginning
 from coserve.engine.engine import Engine
 from coserve.engine.handles import Completion
 from coserve.engine.jobs import Jobs, fault_of
 from coserve.engine.remembered import CostFile
-from coserve.engine.training import Asked
+from coserve.engine.training import JobSpec
 from coserve.errors import (
     AdapterError,
     ConfigError,
@@ -58,10 +58,12 @@ class Worker:
     `costs` is where to remember what steps cost, as it is corrected while they run.
     """
 
-    def __init__(self, engine: Engine, hello: Hello, aside: Aside, costs: CostFile | None = None) -> None:
+    def __init__(
+        self, engine: Engine, hello: Hello, background: Background, costs: CostFile | None = None
+    ) -> None:
         self.draining = False
-        self._engine, self._hello, self._aside = engine, hello, aside
-        self._jobs = Jobs(engine, aside)
+        self._engine, self._hello, self._background = engine, hello, background
+        self._jobs = Jobs(engine, background)
         self._connection = 0  # counts servers, so that a late reply never reaches the next one
         self._answers: dict[str, Completion] = {}
         self._ids: dict[int, str] = {}  # of the answers, by their sequences' keys
@@ -119,7 +121,7 @@ class Worker:
                 self._check(command)
             case CheckJob():
                 read = partial(read_beginning, self._engine, command)
-                self._aside.do(
+                self._background.do(
                     "checking the job", read, partial(self._checked, command.ref, self._connection)
                 )
             case StartJob():
@@ -128,7 +130,7 @@ class Worker:
             case StopJob():
                 self._jobs.stop(command.job, command.keep)
             case WeighJob():
-                self._jobs.weigh(command.job, command.weight)
+                self._jobs.set_weight(command.job, command.weight)
             case Acknowledge():
                 self._jobs.acknowledge(command.number)
             case Drain():
@@ -187,7 +189,7 @@ class Worker:
         """Writes down what steps cost by now; nobody waits for the file."""
         self._remembered = time.monotonic()
         write = partial(costs.write, self._engine.scheduler.cost.learned)
-        self._aside.do("remembering what steps cost", write, lambda _: None)
+        self._background.do("remembering what steps cost", write, lambda _: None)
 
     def _fail(self, command: Command, error: BaseException) -> None:
         """Ends what a command asked for, and nothing else."""
@@ -275,7 +277,9 @@ class Worker:
             self._reply(command.ref)
             return
         look = partial(self._engine.look_at_adapter, command.key, command.path, command.new)
-        self._aside.do("looking at the adapter", look, partial(self._looked_at, command, self._connection))
+        self._background.do(
+            "looking at the adapter", look, partial(self._looked_at, command, self._connection)
+        )
 
     def _looked_at(self, command: LoadAdapter, connection: int, outcome: Outcome[StoredVersion]) -> None:
         error = outcome if isinstance(outcome, CoserveError) else None
@@ -302,14 +306,14 @@ class Worker:
                 )
 
         # A thousand patterns take their time, and no step waits for it.
-        self._aside.do("checking the settings", partial(settings_of, command.method), checked)
+        self._background.do("checking the settings", partial(settings_of, command.method), checked)
 
-    def _checked(self, ref: int, connection: int, outcome: Outcome[Asked]) -> None:
+    def _checked(self, ref: int, connection: int, outcome: Outcome[JobSpec]) -> None:
         """What its adapter and memory say about a job is told, and what nobody foresaw: anything else is,
         when the job has been taken on."""
         error: CoserveError | None = outcome if isinstance(outcome, CoserveError) else None
         try:
-            if isinstance(outcome, Asked):
+            if isinstance(outcome, JobSpec):
                 self._engine.check_job(outcome)
         except CoserveError as refusal:
             error = refusal

@@ -20,7 +20,7 @@ from coserve.plan.stages import Load, Program, Stage
 from coserve.plan.subject import Subject
 from coserve.schedule.segments import inference_plan, training_segment
 from coserve.train.example import Example
-from coserve.train.keep import keep_setting
+from coserve.train.save_policy import save_policy
 from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
 
 _JOB: Final = "plan"
@@ -51,7 +51,7 @@ class OurRun:
         for step in range(2):
             for group in _groups(run.next_step(count()), engine.scheduler.config.micro_batches_in_flight):
                 for micro_batch in group:
-                    self._pass(engine, micro_batch, Direction.KEEP)
+                    self._pass(engine, micro_batch, Direction.TRAIN_FORWARD)
                 self.optimizer = run.held[Account.OPTIMIZERS] + run.held[Account.ADAPTERS]
                 if not step:
                     yield Stage.FORWARD
@@ -77,7 +77,7 @@ class OurRun:
         """Examples of two optimizer steps, and how they are trained on."""
         load = self._program.load
         examples = [Example((0,) * load.length, (0,) * load.length)] * (2 * load.batch)
-        keep = keep_setting(self._program.keep)
+        keep = save_policy(self._program.keep)
         return examples, TrainingConfig(learning_rate=1e-6, batch_size=load.batch, keep=keep)
 
     def _answer(self, engine: Engine, load: Load) -> None:

@@ -15,7 +15,7 @@ from coserve.plan.ours import refusal
 from coserve.plan.recipes import Fields
 from coserve.plan.stages import Load, Loss, Peaks, Program, System
 from coserve.plan.subject import Subject
-from coserve.train.keep import Keep, KeepSetting
+from coserve.train.save_policy import SavePolicy, SavePolicySetting
 
 Recipes = Mapping[str, Sequence[Fields]]
 Tell = Callable[[str], object]
@@ -80,13 +80,13 @@ class Asked:
     length: int = 512
     cache_tokens: int = 32768
     loss: Loss = Loss.LABELS
-    keep: KeepSetting = Keep.INPUTS
+    keep: SavePolicySetting = SavePolicy.INPUTS
     budget: int = 0
     device: str | None = None
 
     def programs(self) -> Iterator[Program]:
         """Of all batches."""
-        keep = self.keep.value if isinstance(self.keep, Keep) else self.keep
+        keep = self.keep.value if isinstance(self.keep, SavePolicy) else self.keep
         for batch in self.batches:
             yield from programs(Load(batch, self.length, self.cache_tokens, self.loss), self.recipes, keep)
 

@@ -152,7 +152,7 @@ class Features:
             values[_LOSS_ROWS] += rows
             return
         part = len(span) / depth
-        if segment.direction is Direction.KEEP:
+        if segment.direction is Direction.TRAIN_FORWARD:
             self._covered |= (1 << span.last) - (1 << span.first)
             covered = (self._covered & ((1 << depth) - 1)).bit_count()
             values[_FORWARD_LAYERS] = covered / depth + self._fills
@@ -245,8 +245,8 @@ class CostModel:
         features = Features()
         features.add_update()
         for batch in batches:
-            forward = training_segment(batch, 0, batch.length, Direction.KEEP, Span(0, batch.layers))
-            for way in (Direction.KEEP, Direction.LOSS, Direction.BACKWARD):
+            forward = training_segment(batch, 0, batch.length, Direction.TRAIN_FORWARD, Span(0, batch.layers))
+            for way in (Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD):
                 features.add_training(replace(forward, direction=way))
         return self.predict_features(features)
 

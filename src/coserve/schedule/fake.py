@@ -259,7 +259,7 @@ class _Tape:
         first, end = segment.start, segment.start + segment.length
         assert 0 <= first < end <= self.length and len(segment.span) > 0, "an empty window"
         layers = range(segment.span.first, segment.span.last)
-        if segment.direction is Direction.KEEP:
+        if segment.direction is Direction.TRAIN_FORWARD:
             for layer in layers:
                 assert self._kept[layer] == first, "each row once forward, left to right"
                 assert layer == 0 or self._kept[layer - 1] >= end, "the layer below comes first"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.draft import Draft
+from coserve.schedule.plan_builder import PlanBuilder
 
 INFINITE = float("inf")
 _HALVINGS = 12  # of the range between the shortest and the longest step: to some hundredth of a millisecond
@@ -27,27 +27,29 @@ class _Prompt:
     rows: int
 
 
-def step_limit(draft: Draft, margin: float, violation: float = 1.0) -> float:
+def step_limit(builder: PlanBuilder, margin: float, violation: float = 1.0) -> float:
     """Seconds the step may take so that no token in it comes later than `violation` times its bound."""
     limit = INFINITE
-    for sequence in draft.answering:
+    for sequence in builder.answering:
         if sequence.last_token_at is not None:
             bound = sequence.request.slo.between_tokens
             if bound is not None:
                 due = sequence.last_token_at + violation * bound
-                limit = min(limit, (due - draft.now) / (1 + margin))
+                limit = min(limit, (due - builder.now) / (1 + margin))
     return limit
 
 
-def prefill_limit(draft: Draft, line: Ordered[Sequence], cost: CostModel, config: SchedulerConfig) -> float:
-    """Seconds for a step of the decode rows in `draft` and rows of the prompts in `line`, in their order."""
+def prefill_limit(
+    builder: PlanBuilder, line: Ordered[Sequence], cost: CostModel, config: SchedulerConfig
+) -> float:
+    """Seconds for a step of the decode rows in `builder` and of prompts' rows from `line`, in their order."""
     margin = cost.margin(config, trains=False)
-    kept = step_limit(draft, margin)
+    kept = step_limit(builder, margin)
     if kept == INFINITE or not line:
         return kept
-    decode = cost.predict_features(draft.features)
-    row = _row_seconds(draft, line[0], cost, config)
-    prompts = _prompts(draft.now, line, config)
+    decode = cost.predict_features(builder.features)
+    row = _row_seconds(builder, line[0], cost, config)
+    prompts = _prompts(builder.now, line, config)
     longest = decode + config.max_prefill_rows * row
 
     def late(step: float) -> float:
@@ -61,20 +63,20 @@ def prefill_limit(draft: Draft, line: Ordered[Sequence], cost: CostModel, config
         return kept
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if middle <= step_limit(draft, margin, late(middle)):
+        if middle <= step_limit(builder, margin, late(middle)):
             low = middle
         else:
             high = middle
     return low
 
 
-def _row_seconds(draft: Draft, sequence: Sequence, cost: CostModel, config: SchedulerConfig) -> float:
+def _row_seconds(builder: PlanBuilder, sequence: Sequence, cost: CostModel, config: SchedulerConfig) -> float:
     """What a prompt row of the first in line adds to the step."""
     rows = min(sequence.remaining, config.max_prefill_rows)
-    features = draft.features.copy()
+    features = builder.features.copy()
     start = sequence.virtual + sequence.computed
     features.add_inference(start, rows, 0, sequence.request.adapter)
-    return max(cost.predict_features(features) - cost.predict_features(draft.features), 1e-9) / rows
+    return max(cost.predict_features(features) - cost.predict_features(builder.features), 1e-9) / rows
 
 
 def _prompts(now: float, line: Ordered[Sequence], config: SchedulerConfig) -> list[_Prompt]:

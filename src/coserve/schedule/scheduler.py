@@ -10,25 +10,25 @@ from itertools import count
 from typing import Final
 
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TrainingProgress
-from coserve.core.grid import COARSE
 from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment
 from coserve.core.request import FinishReason, Request
+from coserve.core.row_buckets import COARSE
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.errors import CoserveError
 from coserve.memory.pages import PagePool
 from coserve.schedule import answers
-from coserve.schedule.book import Book, Job, rows_through
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
-from coserve.schedule.draft import Draft
-from coserve.schedule.filling import Filler, in_order
-from coserve.schedule.lines import Lines
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
 from coserve.schedule.pace import prefill_limit
+from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Policy, View
+from coserve.schedule.request_queues import RequestQueues
 from coserve.schedule.segments import announce, announce_batches
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
+from coserve.schedule.training_packer import TrainingPacker, in_order
+from coserve.schedule.training_queue import Job, TrainingQueue, rows_through
 
 _NAP: Final = 0.001  # seconds between two looks at whether somebody who is kept back may come in
 
@@ -44,8 +44,8 @@ class Scheduler:
         self.cost = cost
         self.policy = policy
         self.stats = Stats()
-        self._lines = Lines(config, pages)
-        self._book = Book(config.micro_batches_in_flight)
+        self._requests = RequestQueues(config, pages)
+        self._training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
         self._sequences: dict[int, Sequence] = {}  # those that have not ended
         self._events: list[Event] = []  # of what happened between two steps
@@ -61,19 +61,19 @@ class Scheduler:
         return next(self._keys)
 
     def room(self, prompt: int, virtual: int) -> int:
-        """Tokens that an answer can have (see `Lines.room`)."""
-        return self._lines.room(prompt, virtual)
+        """Tokens that an answer can have (see `RequestQueues.room`)."""
+        return self._requests.room(prompt, virtual)
 
     def submit(
-        self, request: Request, now: float, output: Iterable[int] = (), kept: bool = False
+        self, request: Request, now: float, output: Iterable[int] = (), blocked: bool = False
     ) -> Sequence:
         """Puts a request into the waiting line; raises a RequestError if it can never be served.
 
         `output` is how the answer begins, where somebody else began it: an answer that is complete already
-        ends at once, and the next `apply` returns its `Finished`. One that is `kept` back stays out of the
+        ends at once, and the next `apply` returns its `Finished`. One that is `blocked` stays out of the
         line until `let_in`.
         """
-        self._lines.check(request)
+        self._requests.check(request)
         sequence = Sequence(self.new_key(), request, output=list(output))
         # Training runs last in a step: who arrived during one waited for the training in it.
         ended, training = self._last_training
@@ -81,17 +81,17 @@ class Scheduler:
         self._sequences[sequence.key] = sequence
         if request.newcomer:
             self._newcomer_at = now
-        if kept:
-            self._lines.keep(sequence)
+        if blocked:
+            self._requests.block(sequence)
         else:
-            self._lines.join(sequence)
+            self._requests.join(sequence)
         if sequence.output:
             self._take_over(sequence, now)
         return sequence
 
-    def let_in(self, sequence: Sequence) -> None:
+    def unblock(self, sequence: Sequence) -> None:
         """Puts a sequence that was kept back into the waiting line."""
-        self._lines.let_in(sequence)
+        self._requests.unblock(sequence)
 
     def _take_over(self, sequence: Sequence, now: float) -> None:
         """An answer that began elsewhere: its first token is out, the next one is due as of now."""
@@ -129,58 +129,58 @@ class Scheduler:
         They pass in order. When all are done a plan has the job in `updates`, and the `StepDone` that
         follows asks for the next ones. Jobs get rows in proportion to their weights.
         """
-        self._book.add(job, micro_batches, weight)
+        self._training.add(job, micro_batches, weight)
 
-    def weigh_training(self, job: str, weight: float) -> None:
+    def set_training_weight(self, job: str, weight: float) -> None:
         """Changes a job's share from now on."""
-        self._book.weigh(job, weight)
+        self._training.set_weight(job, weight)
 
     def remove_training(self, job: str) -> None:
         """Takes a job off the schedule; the next plan releases all its micro-batches."""
-        self._book.remove(job)
+        self._training.remove(job)
 
     # What there is
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: run rows, release keys, or deliver events."""
-        unreleased = self._lines.released or self._book.released
-        return bool(self._sequences or self._events or unreleased) or self._book.has_work
+        unreleased = self._requests.released or self._training.released
+        return bool(self._sequences or self._events or unreleased) or self._training.has_work
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences without pages, most urgent first."""
-        return tuple(self._lines.waiting)
+        return tuple(self._requests.waiting)
 
     @property
-    def kept(self) -> tuple[Sequence, ...]:
+    def blocked_on_adapter(self) -> tuple[Sequence, ...]:
         """Sequences that are kept back, most urgent first."""
-        return tuple(self._lines.kept)
+        return tuple(self._requests.blocked_on_adapter)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
         """Sequences with pages, in order of arrival."""
-        return tuple(self._lines.running)
+        return tuple(self._requests.running)
 
     # One step
 
     def plan(self, now: float) -> Plan:
         """What the next step does: inference first, then the training that the policy lets ride along."""
-        draft = Draft(now)
-        self._lines.look_up()
-        jobs, starving = self._book.turns(now, self.config.starvation)
+        builder = PlanBuilder(now)
+        self._requests.look_up()
+        jobs, starving = self._training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
         if not self.policy.holds(view):
-            for sequence in self._lines.make_way(now):
+            for sequence in self._requests.make_way(now):
                 self.stats.count_entered(sequence)
             view = replace(view, waiting=self.waiting, running=self.running)
-            self._decode(draft)
-            self._prefill(draft, view)
+            self._decode(builder)
+            self._prefill(builder, view)
         if self._underway:
-            draft.split = self._split
-        elif jobs and not any(is_new(sequence) for sequence in self._lines.running):
-            self._train(draft, view, jobs)
-        plan = self._close(draft)
+            builder.split = self._split
+        elif jobs and not any(is_new(sequence) for sequence in self._requests.running):
+            self._train(builder, view, jobs)
+        plan = self._close(builder)
         return replace(plan, pause=self._pause(view)) if plan.is_empty else plan
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> list[Event]:
@@ -188,15 +188,15 @@ class Scheduler:
         self._account(plan, result, now)
         events, self._events = self._events, []
         for job, error in result.failed.items():
-            self._book.remove(job)
+            self._training.remove(job)
             events.append(JobFailed(job, error))
         events.extend(self._take_answers(plan.inference, result, now))
         events.extend(self._take_progress(self._done(plan, result)))
         answered = {*result.updated, *result.failed}
         assert answered.issuperset(plan.updates), f"no answer for the updates of {plan.updates}"
         for job, updated in result.updated.items():
-            if job in self._book:
-                self._book.updated(job)
+            if job in self._training:
+                self._training.updated(job)
                 self.stats.updates += 1
                 events.append(StepDone(job, updated))
         return events
@@ -215,41 +215,41 @@ class Scheduler:
             starving=starving,
         )
 
-    def _decode(self, draft: Draft) -> None:
+    def _decode(self, builder: PlanBuilder) -> None:
         """One row of every sequence that has only its newest token to compute."""
         ready = decoding(self.running, self.cost, self.config)
         for sequence in ready:  # who is preempted meanwhile has more than one row to compute again
             if sequence.remaining == 1 and self._grow(sequence):
-                draft.add(sequence, 1)
+                builder.add(sequence, 1)
 
     def _grow(self, sequence: Sequence) -> bool:
-        before = len(self._lines.running)
-        grown = self._lines.grow(sequence)
-        self.stats.preemptions += before - len(self._lines.running)
+        before = len(self._requests.running)
+        grown = self._requests.grow(sequence)
+        self.stats.preemptions += before - len(self._requests.running)
         return grown
 
-    def _prefill(self, draft: Draft, view: View) -> None:
+    def _prefill(self, builder: PlanBuilder, view: View) -> None:
         """Prompt rows, the most urgent prompt first, of those who run and those who enter."""
         left = self.config.max_prefill_rows
-        begun = [sequence for sequence in self._lines.running if sequence.remaining > 1]
+        begun = [sequence for sequence in self._requests.running if sequence.remaining > 1]
         # If this step took somebody's pages nobody enters: they would only change hands again.
-        closed = len(self._lines.waiting) > len(view.waiting)
-        line = sorted([*begun, *self.policy.admit(view)], key=self._lines.urgency)
-        limit = prefill_limit(draft, line, self.cost, self.config) / self._slowness
-        limit = min(limit, step_limit(self._lines.running, self.cost, self.config))
+        closed = len(self._requests.waiting) > len(view.waiting)
+        line = sorted([*begun, *self.policy.admit(view)], key=self._requests.urgency)
+        limit = prefill_limit(builder, line, self.cost, self.config) / self._slowness
+        limit = min(limit, step_limit(self._requests.running, self.cost, self.config))
         for sequence in line:
             if not sequence.pages:  # who entered before it may have taken what it would have found
-                self._lines.prefixes.look_up(sequence)
-            filled = self._lines.prefixes.rows(sequence.request)
-            rows = self._chunk(draft, sequence, filled, left, limit)
+                self._requests.prefixes.look_up(sequence)
+            filled = self._requests.prefixes.rows(sequence.request)
+            rows = self._chunk(builder, sequence, filled, left, limit)
             if rows <= 0:
                 return
             if not sequence.pages:
-                closed = closed or not self._lines.enter(sequence, draft.now)
+                closed = closed or not self._requests.enter(sequence, builder.now)
                 if closed:
                     continue
                 self.stats.count_entered(sequence)
-            draft.add(sequence, rows, filled)
+            builder.add(sequence, rows, filled)
             left -= filled + rows
 
     @property
@@ -257,39 +257,39 @@ class Scheduler:
         """How much longer inference takes than on the whole machine."""
         return self.cost.lanes.inference if self._underway else 1.0
 
-    def _chunk(self, draft: Draft, sequence: Sequence, filled: int, most: int, limit: float) -> int:
+    def _chunk(self, builder: PlanBuilder, sequence: Sequence, filled: int, most: int, limit: float) -> int:
         """Prompt rows that keep the step within `limit` seconds; the first chunk in it has a minimum.
 
         Before them pass `filled` virtual tokens, all at once.
         """
-        beside = any(map(is_new, self._lines.running)) and not is_new(sequence)
+        beside = any(map(is_new, self._requests.running)) and not is_new(sequence)
         if is_new(sequence):
             limit = INFINITE  # a newcomer is not held to others' bounds
-        first = all(segment.length == 1 for segment in draft.inference)
+        first = all(segment.length == 1 for segment in builder.inference)
         most = min(most, sequence.remaining)
         least = min(self.config.min_prefill_rows, most) if first and not beside else 0
         if limit < float("inf"):
-            most = self._largest_chunk(draft, sequence, filled, least, most, limit)
+            most = self._largest_chunk(builder, sequence, filled, least, most, limit)
         whole = most // COARSE * COARSE
         return whole if whole and most < sequence.remaining else most
 
     def _largest_chunk(
-        self, draft: Draft, sequence: Sequence, filled: int, least: int, most: int, limit: float
+        self, builder: PlanBuilder, sequence: Sequence, filled: int, least: int, most: int, limit: float
     ) -> int:
         """Rows between `least` and `most`, the most that are predicted to keep the step within `limit`."""
         while least < most:
             rows = (least + most + 1) // 2
-            if self.cost.predict_features(draft.with_rows(sequence, rows, filled)) <= limit:
+            if self.cost.predict_features(builder.with_rows(sequence, rows, filled)) <= limit:
                 least = rows
             else:
                 most = rows - 1
         return least
 
-    def _train(self, draft: Draft, view: View, jobs: list[Job]) -> None:
+    def _train(self, builder: PlanBuilder, view: View, jobs: list[Job]) -> None:
         """Jobs in turn: an optimizer step that is due, or the next windows of the micro-batches."""
-        self.stats.fused_possible += bool(draft.inference)
-        slack = measure(draft, self._lines, self.cost, self.config)
-        shortly = INFINITE if draft.now - self._newcomer_at > LATELY else self.config.quantum
+        self.stats.fused_possible += bool(builder.inference)
+        slack = measure(builder, self._requests, self.cost, self.config)
+        shortly = INFINITE if builder.now - self._newcomer_at > LATELY else self.config.quantum
         allowance = self.policy.allow(
             replace(
                 view,
@@ -301,41 +301,41 @@ class Scheduler:
                 deferral=slack.deferral,
             )
         )
-        draft.split = allowance.split
-        filler = Filler(draft, allowance, self.cost, self.config)
+        builder.split = allowance.split
+        packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
-            served = filler.update(job.name) if job.is_due else False
-            for batch in self._book.ready(job):
+            served = packer.update(job.name) if job.is_due else False
+            for batch in self._training.ready(job):
                 served |= (
-                    filler.has(batch)
-                    or filler.company(batch, self._book.level(job, jobs))
-                    or filler.window(batch)
+                    packer.has(batch)
+                    or packer.window_group(batch, self._training.level(job, jobs))
+                    or packer.window(batch)
                 )
             if served:
-                self._book.serve(job.name, draft.now)
+                self._training.serve(job.name, builder.now)
 
     def _pause(self, view: View) -> float:
         """How long the policy lets everybody wait for nothing that this step could do."""
         if not view.waiting:
-            return _NAP if self._lines.kept else 0.0
+            return _NAP if self._requests.blocked_on_adapter else 0.0
         return max(self.policy.wake(view) - view.now, 0.0)
 
-    def _close(self, draft: Draft) -> Plan:
-        released = (*self._lines.released, *self._book.released)
-        self._lines.released.clear()
-        self._book.released.clear()
-        sequences, inference = announce(draft.inference, self._sequences)
-        named = [batch for segment in draft.training if (batch := self._book.find(segment)) is not None]
+    def _close(self, builder: PlanBuilder) -> Plan:
+        released = (*self._requests.released, *self._training.released)
+        self._requests.released.clear()
+        self._training.released.clear()
+        sequences, inference = announce(builder.inference, self._sequences)
+        named = [batch for segment in builder.training if (batch := self._training.find(segment)) is not None]
         return Plan(
             sequences=sequences,
             micro_batches=announce_batches(named),
             inference=inference,
-            prefixes=self._lines.prefixes.take_unfilled(),
-            training=in_order(draft.training),
-            updates=tuple(draft.updates),
+            prefixes=self._requests.prefixes.take_unfilled(),
+            training=in_order(builder.training),
+            updates=tuple(builder.updates),
             released=released,
-            predicted=draft.predict(self.cost),
-            split=draft.split,
+            predicted=builder.predict(self.cost),
+            split=builder.split,
         )
 
     # Applying
@@ -345,7 +345,7 @@ class Scheduler:
         if not (plan.inference or plan.training or plan.updates or result.trained):
             return
         training = self._training_seconds(plan, result.seconds)
-        for sequence in self._lines:
+        for sequence in self._requests:
             sequence.deferred += training
         self._last_training = (now, training)
         if plan.split is None:
@@ -377,7 +377,7 @@ class Scheduler:
             else:
                 self.stats.prefill_tokens += segment.length
             event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
-            self._lines.prefixes.record(sequence)
+            self._requests.prefixes.record(sequence)
             if event is None:
                 continue
             reason = answers.stop_reason(sequence, self.config)
@@ -396,13 +396,13 @@ class Scheduler:
     def _take_progress(self, segments: Iterable[TrainingSegment]) -> list[Event]:
         events: list[Event] = []
         for segment in segments:
-            batch = self._book.find(segment)
+            batch = self._training.find(segment)
             if batch is None:  # its job failed or was removed meanwhile
                 continue
             batch.advance(segment.start, segment.length, segment.span)
             rows = rows_through(batch, segment.length, len(segment.span))
-            self._book.advance(batch, rows)
-            if segment.direction is Direction.KEEP:
+            self._training.advance(batch, rows)
+            if segment.direction is Direction.TRAIN_FORWARD:
                 self.stats.kept_rows += rows
             elif segment.direction is Direction.BACKWARD:
                 self.stats.backward_rows += rows
@@ -411,5 +411,5 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         del self._sequences[sequence.key]
-        self._lines.retire(sequence, reason)
+        self._requests.retire(sequence, reason)
         self.stats.count_finished(sequence, now)

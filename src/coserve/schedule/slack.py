@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
-from coserve.schedule.draft import Draft
-from coserve.schedule.lines import Lines
+from coserve.schedule.plan_builder import PlanBuilder
+from coserve.schedule.request_queues import RequestQueues
 
 INFINITE = float("inf")
 
@@ -25,23 +25,23 @@ class Slack:
     deferral: float
 
 
-def measure(draft: Draft, lines: Lines, cost: CostModel, config: SchedulerConfig) -> Slack:
+def measure(builder: PlanBuilder, queues: RequestQueues, cost: CostModel, config: SchedulerConfig) -> Slack:
     """The slack of a step whose inference is complete, with a margin for what is mispredicted."""
     margin = cost.margin(config, trains=True)
-    step = cost.predict_features(draft.features) if draft.inference else 0.0
-    planned = {segment.key: segment.length for segment in draft.inference}
+    step = cost.predict_features(builder.features) if builder.inference else 0.0
+    planned = {segment.key: segment.length for segment in builder.inference}
     training = whole = deferral = INFINITE
     queue = 0  # rows that must pass before the sequence at hand has its next token
-    for sequence in [*lines.running, *lines.waiting[: config.max_running]]:
+    for sequence in [*queues.running, *queues.waiting[: config.max_running]]:
         rest = sequence.remaining - planned.get(sequence.key, 0)
         queue += rest
         ahead = step + (
-            _pass(sequence, sequence.length - rest, queue, lines, cost, config)
+            _pass(sequence, sequence.length - rest, queue, queues, cost, config)
             if rest and _is_bound(sequence)
             else 0.0
         )
         ride_along = config.ride_along * step
-        left = limits(sequence, draft.now, ahead, step, margin) or [(ride_along, ride_along)]
+        left = limits(sequence, builder.now, ahead, step, margin) or [(ride_along, ride_along)]
         training = min(training, *(share for share, _ in left))
         whole = min(whole, *(together for _, together in left))
         if sequence.request.slo.deferral is not None:
@@ -83,7 +83,7 @@ def _is_bound(sequence: Sequence) -> bool:
 
 
 def _pass(
-    sequence: Sequence, start: int, rows: int, lines: Lines, cost: CostModel, config: SchedulerConfig
+    sequence: Sequence, start: int, rows: int, queues: RequestQueues, cost: CostModel, config: SchedulerConfig
 ) -> float:
     """Seconds to bring `rows` rows through in as many steps as that takes, as if all were the sequence's.
 
@@ -91,7 +91,7 @@ def _pass(
     """
     adapter, virtual = sequence.request.adapter, sequence.virtual
     features = Features()
-    filled = lines.prefixes.rows(sequence.request)
+    filled = queues.prefixes.rows(sequence.request)
     features.add_fill(virtual - filled, filled)
     features.add_inference(virtual + start, rows, 1, adapter)
     further = -(-rows // config.max_prefill_rows) - 1

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from coserve.serve import errors
-from coserve.serve.answering.price import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
+from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import Hosts, Origins
 from coserve.serve.http.middleware import Draining, Limits, RequestIds

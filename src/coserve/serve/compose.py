@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from coserve.errors import ConfigError, CoserveError
+from coserve.serve.adapter_registry.imports import digest
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import LASTING, Suspect, Thing
 from coserve.serve.settings import ServerSettings
-from coserve.serve.shelf.imports import digest
 from coserve.serve.state import State
 from coserve.serve.store.quarantine import Suspects
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
-from coserve.serve.training.foreman import Foreman
+from coserve.serve.training.controller import JobController
 from coserve.text import Text
 from coserve.wire.messages import Hello, Numbered
 
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[State]:
     """A running server's state: its store is open, and its link looks for the engine at `socket`.
 
-    A bug in the link or the foreman ends the block with an exception: whoever is outside starts anew.
+    A bug in the link or the job controller ends the block with an exception: whoever is outside starts anew.
     """
     text = await asyncio.to_thread(_text, settings)
     quotas = Quotas(settings.max_files_tenant, settings.max_bytes_tenant, settings.max_jobs_tenant)
     with Store(settings.state, quotas=quotas) as store:
         await _check_keys(settings, store)
         link = EngineLink(socket)
-        state = State(settings, store, link, text, Foreman(settings, store, link))
+        state = State(settings, store, link, text, JobController(settings, store, link))
         await _name_adapters(state)
         await store.adapters.sweep()
         for tenant in await store.tenants.list():
@@ -68,7 +68,7 @@ async def _check_keys(settings: ServerSettings, store: Store) -> None:
 
 
 async def _wire(state: State) -> None:
-    """What happens with each new engine, and with each piece of job news, beside what the foreman does."""
+    """Connects new engines and job events with everything that listens to them beside the job controller."""
     link, write_down = state.link, state.link.on_news
 
     async def resize(hello: Hello) -> None:

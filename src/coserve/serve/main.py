@@ -98,7 +98,7 @@ def _say_supervised(is_silent: bool) -> None:
 async def drain(state: State) -> None:
     """No new work; waits for answers, then for the engine's jobs to be on disk and in the database."""
     state.draining = True
-    state.foreman.drain()
+    state.job_controller.drain()
     try:
         async with asyncio.timeout(state.settings.drain_seconds):
             while state.queue.inside or state.queue.waiting:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from coserve.metrics import Metrics
+from coserve.serve.adapter_registry.catalog import Catalog
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.offload import Offload
-from coserve.serve.shelf.catalog import Catalog
 from coserve.serve.training.watch import TrainingWatch
 
 if TYPE_CHECKING:
     from coserve.serve.engine.link import EngineLink
     from coserve.serve.settings import ServerSettings
     from coserve.serve.store.store import Store
-    from coserve.serve.training.foreman import Foreman
+    from coserve.serve.training.controller import JobController
     from coserve.text import Text
 
 
@@ -29,7 +29,7 @@ class State:
     store: "Store"
     link: "EngineLink"
     text: "Text"
-    foreman: "Foreman"
+    job_controller: "JobController"
     supervisor_silence: Callable[[], float] = lambda: 0.0  # seconds since the supervisor was heard
     metrics: Metrics = field(default_factory=Metrics)
     bodies: Offload = field(default_factory=lambda: Offload(1, "bodies"))  # work that holds the interpreter

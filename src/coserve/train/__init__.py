@@ -1,1 +1,1 @@
-"""The walk through the model and back."""
+"""Training on the device: examples, windows, activations, backward, optimizer steps."""

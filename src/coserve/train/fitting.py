@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.model.base import Base
-from coserve.train.keep import Keep
 from coserve.train.needs import JobNeeds, Steps, job_needs
+from coserve.train.save_policy import SavePolicy
 from coserve.train.trainer import TrainingConfig
 
 _SHORTEST: Final = 16  # tokens that an example is cut to at the least: fewer teach nothing
@@ -55,10 +55,13 @@ def settings_that_fit(base: Base, job: JobSize, steps: Steps, room: int) -> list
         return job.needs(base, steps).total <= room
 
     found = []
-    lean, also = replace(job, config=replace(job.config, keep=Keep.INPUTS)), f"keep={Keep.INPUTS.value}"
+    lean, also = (
+        replace(job, config=replace(job.config, keep=SavePolicy.INPUTS)),
+        f"keep={SavePolicy.INPUTS.value}",
+    )
     if fits(lean):  # others are alternatives to it; else they come on top
         found.append(also)
-    if found or job.config.keep is Keep.INPUTS:
+    if found or job.config.keep is SavePolicy.INPUTS:
         lean, also = job, ""
     for change in _changes(lean):
         if change.is_last and found:

@@ -13,14 +13,14 @@ import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import exact_type
-from coserve.core.grid import on_grid
+from coserve.core.row_buckets import pad_rows
 from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.schedule.config import SchedulerConfig
-from coserve.train.keep import Keep
+from coserve.train.backward import loss_rows
 from coserve.train.pruning.plan import fates_of, input_bytes
+from coserve.train.save_policy import SavePolicy
 from coserve.train.trainer import TrainingConfig
-from coserve.train.walk import loss_rows
 
 _MOMENTS: Final = 2  # that AdamW keeps of every number
 _PADDING: Final = 31  # rows that `on_grid` adds at most
@@ -62,7 +62,7 @@ def job_needs(
     numbers, published = _adapter_bytes(adapter, base.dtype)
     exact = exact_type(base.dtype).itemsize * numbers
     moments = _MOMENTS * exact
-    kept = 0.0 if config.keep is Keep.INPUTS else fates_of(base, adapter, config.keep, largest).nbytes
+    kept = 0.0 if config.keep is SavePolicy.INPUTS else fates_of(base, adapter, config.keep, largest).nbytes
     own = {
         # Master weights and their gradients are always there, and for a moment two versions.
         Account.OPTIMIZERS: 2 * exact + (0 if steps.offloaded else moments),
@@ -70,7 +70,7 @@ def job_needs(
         Account.TAPES: tape_bytes(base, at_once, kept, virtual.given_count),
     }
     window = largest if steps.window is None else min(steps.window, largest)
-    shared = max(walk_bytes(base, window), moments if steps.offloaded else 0)
+    shared = max(backward_bytes(base, window), moments if steps.offloaded else 0)
     return JobNeeds(own, shared)
 
 
@@ -93,7 +93,7 @@ def rows_at_once(
     """
     longest_first = sorted(lengths, reverse=True)
     longest, step = longest_first[0], sum(longest_first[: config.batch_size])
-    largest = on_grid(min(max(config.rows, longest + prompt), step + prompt))
+    largest = pad_rows(min(max(config.rows, longest + prompt), step + prompt))
     if step + prompt <= max(config.rows, longest + prompt):
         return largest, largest
     packs = min(in_flight, config.batch_size)
@@ -124,10 +124,10 @@ def _wide(base: Base, layer: str) -> tuple[int, int]:
     return sum(linear.in_features for linear in inside), sum(linear.out_features for linear in inside)
 
 
-def walk_bytes(base: Base, window: int) -> int:
+def backward_bytes(base: Base, window: int) -> int:
     """Most bytes of one piece of the way back: a chunk of logits with its gradient, or a window's rows in the
     graph of the widest layer. One does not begin before the other has ended."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
-    loss = min(loss_rows(base.vocabulary), on_grid(window)) * base.vocabulary * (2 * width + exact)
+    loss = min(loss_rows(base.vocabulary), pad_rows(window)) * base.vocabulary * (2 * width + exact)
     widest = max(sum(_wide(base, slot.path)) for slot in base.slots)
     return max(loss, window * _REPLAYED * widest * width)

@@ -7,7 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from coserve.train.shelf import KINDS, MakeShelf
+from coserve.train.optimizer_offload import KINDS, MakeOffload
 from coserve.train.slabs import Slabs
 
 _COUNT = "step"  # of updates, one number a weight, beside the moments
@@ -38,9 +38,11 @@ class Piece:
 
 
 class Optimizer:
-    """One job's weights, gradients and moments, each end to end in slabs. With a shelf the moments rest there
-    between steps: what is computed stays the same, bit for bit. `weights` are the masters, views of slabs;
-    their `grad` is None or a view as well."""
+    """One job's weights, gradients and AdamW moments, each end to end in slabs.
+
+    With an `OptimizerOffload` the moments lie there between steps; results stay the same, bit for bit.
+    `weights` are the master copies, views of slabs; their `grad` is None or a view of a slab as well.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class Optimizer:
         dtype: torch.dtype,
         device: torch.device,
         settings: AdamW,
-        make_shelf: MakeShelf | None = None,
+        make_offload: MakeOffload | None = None,
     ) -> None:
         """`start` are the first weights, which are copied."""
         self.settings = settings
@@ -60,7 +62,7 @@ class Optimizer:
         self._counts = dict.fromkeys(self.weights, 0)
         self._gradients: list[Tensor | None] = [None] * len(self.flat)
         self._moments: dict[str, list[Tensor | None]] = {kind: [None] * len(self.flat) for kind in KINDS}
-        self._shelf = None if make_shelf is None else make_shelf(self.flat)
+        self._offload = None if make_offload is None else make_offload(self.flat)
 
     def accumulate(self, name: str, gradient: Tensor) -> None:
         """Adds to the gradient of a weight."""
@@ -100,8 +102,8 @@ class Optimizer:
         for slab, gradient in enumerate(self._gradients):
             if gradient is None:
                 continue
-            if self._shelf is not None:
-                found = [self._shelf.bring(slab, kind) for kind in KINDS]
+            if self._offload is not None:
+                found = [self._offload.bring(slab, kind) for kind in KINDS]
             elif self._moments[KINDS[0]][slab] is None:
                 found = [torch.zeros_like(gradient) for _ in KINDS]
             else:
@@ -160,18 +162,20 @@ class Optimizer:
     @property
     def nbytes(self) -> int:
         """Bytes of weights, gradients, and of moments that do not rest elsewhere."""
-        moments = [slab for slabs in self._moments.values() for slab in slabs] if self._shelf is None else []
+        moments = (
+            [slab for slabs in self._moments.values() for slab in slabs] if self._offload is None else []
+        )
         held = (*self.flat, *self._gradients, *moments)
         return sum(slab.nbytes for slab in held if slab is not None)
 
     def _lay_down(self) -> None:
-        if self._shelf is None:
+        if self._offload is None:
             return
         for kind, slabs in self._moments.items():
             for number, slab in enumerate(slabs):
                 if slab is not None:
-                    slabs[number] = self._shelf.rest(number, kind, slab)
-        self._shelf.settle()
+                    slabs[number] = self._offload.rest(number, kind, slab)
+        self._offload.settle()
 
 
 def norms(tensors: Sequence[Sequence[Tensor]]) -> list[float]:

@@ -26,9 +26,9 @@ from coserve.model.linear import PackedPlacement
 from coserve.model.probe import TOLERANCE, draw
 from coserve.model.refusal import refusing
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_window
-from coserve.train.keep import Fates
+from coserve.train.backward import Backward, vjp
+from coserve.train.save_policy import Fates
 from coserve.train.tape import KeptWindow, Tape
-from coserve.train.walk import Walk, vjp
 from coserve.train.window import Window
 
 _EXAMPLES: Final = (8, 5)  # rows: 13 in all, a number that little else of a model has
@@ -141,24 +141,24 @@ class _Proof:
             found[id(leaf)] = found[id(leaf)] + gradient if id(leaf) in found else gradient
 
         leaves = {layer: self._leaves(layer) for layer in range(self._base.depth)}
-        walk = Walk(self._tape, leaves, 1.0, accumulate)
+        backward = Backward(self._tape, leaves, 1.0, accumulate)
         for window in reversed(self._windows):
-            walk.through_tail(window, self._bypasses)
+            backward.through_tail(window, self._bypasses)
         gradients = {_LOSS: self._tape.picked_up(self._all).clone()}
         for layer in reversed(self._layers):
-            below = [self._through(walk, layer, window) for window in reversed(self._windows)]
+            below = [self._through(backward, layer, window) for window in reversed(self._windows)]
             gradients[_input_of(layer)] = torch.cat(below[::-1], dim=1)
         of_parameters = self.parameters().items()
         return gradients | {n: found.get(id(leaf), torch.zeros_like(leaf)) for n, leaf in of_parameters}
 
-    def _through(self, walk: Walk, layer: int, window: Window) -> Tensor:
-        """A window back through a layer: the gradient for its input."""
-        returning = walk.set_out(window, Span(layer, layer + 1), self._bypasses)
-        returning.gradient = self._gradients[layer][:, window.span]
+    def _through(self, backward: Backward, layer: int, window: Window) -> Tensor:
+        """Takes a window back through a layer; returns the gradient for the layer's input."""
+        going = backward.start(window, Span(layer, layer + 1), self._bypasses)
+        going.gradient = self._gradients[layer][:, window.span]
         noted = of_window(self._choices[layer], self._all.rows, window.span)
         with TiesAsBefore(noted, TOLERANCE[self._base.dtype]):
-            walk.through_layer(layer, returning)
-        return returning.gradient
+            backward.through_layer(layer, going)
+        return going.gradient
 
     def _of_loss(self) -> Tensor:
         hidden = self._tape.output(self._all).clone().requires_grad_()

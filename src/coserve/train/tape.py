@@ -18,8 +18,8 @@ from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.model.graph import GraphRows
-from coserve.train.keep import Fate, Fates
-from coserve.train.owed import Owed
+from coserve.train.kv_gradients import KVGradAccumulator
+from coserve.train.save_policy import Fate, Fates
 from coserve.train.window import Pair, Past, Window, attend_window, attend_window_keeping
 
 _NOTHING = Virtual("")
@@ -68,7 +68,7 @@ class Tape:
         self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._owed = Owed(self._arena)
+        self._owed = KVGradAccumulator(self._arena)
         self._given_grads: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
 
     def window(self, start: int, rows: int) -> Window:
@@ -205,7 +205,7 @@ class Tape:
         asked once, on the window's way back through the layer."""
         return self._owed.collect(layer, window.span, dtype)
 
-    def put_down(self, window: Window, gradient: Tensor) -> None:
+    def put_gradient(self, window: Window, gradient: Tensor) -> None:
         """Leaves a window between two layers, with the gradient [1, rows, width] it has there."""
         self._outputs[-1][window.span] = gradient[0]
 

@@ -12,24 +12,24 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypass, Bypasses, exact_type
 from coserve.adapters.methods import method_of
-from coserve.core.grid import on_grid
 from coserve.core.plan import Updated
+from coserve.core.row_buckets import pad_rows
 from coserve.core.sequence import MicroBatch
 from coserve.errors import ConfigError, LossNotFinite
 from coserve.kernels.dropout import Mask
 from coserve.memory.arena import Arena
 from coserve.memory.ledger import Account
 from coserve.model.base import Base
+from coserve.train.backward import Backward
 from coserve.train.example import IGNORED, Example, LossOn, epochs, pack, steps_per_epoch
-from coserve.train.keep import Fates, Keep, KeepSetting, keep_setting
 from coserve.train.optim import AdamW, Optimizer
+from coserve.train.optimizer_offload import MakeOffload
 from coserve.train.pruning.plan import fates_of
 from coserve.train.rates import LearningRate, Schedule
-from coserve.train.shelf import MakeShelf
+from coserve.train.save_policy import Fates, SavePolicy, SavePolicySetting, save_policy
 from coserve.train.state import Identity, TrainingState
 from coserve.train.tape import Tape
 from coserve.train.updating import update_all
-from coserve.train.walk import Walk
 from coserve.train.window import Window
 
 
@@ -55,7 +55,7 @@ class TrainingConfig:
     max_length: int | None = None  # tokens an example is cut to; None cuts nothing
     loss_on: LossOn = "assistant"  # or "all"
     rows: int = 2048
-    keep: KeepSetting = Keep.INPUTS  # or the bytes that a micro-batch's tape may take
+    keep: SavePolicySetting = SavePolicy.INPUTS  # or the bytes that a micro-batch's tape may take
     weight: float = 1.0  # share among jobs that train at the same time
 
     def __post_init__(self) -> None:
@@ -78,18 +78,18 @@ class TrainingConfig:
         for name, holds in checks.items():
             if not holds:
                 raise ConfigError(f"training.{name} is out of its range: {getattr(self, name)}")
-        object.__setattr__(self, "keep", keep_setting(self.keep))  # a name stands for the setting
+        object.__setattr__(self, "keep", save_policy(self.keep))  # a name stands for the setting
 
 
 @dataclass(slots=True)
-class _Travelling:
+class _InFlight:
     """A micro-batch of the step under way."""
 
     lengths: tuple[int, ...]  # rows of its examples
     tokens: Tensor
     labels: Tensor
     tape: Tape | None = None
-    walk: Walk | None = None
+    backward: Backward | None = None
     loss: Tensor | None = None  # summed over its labels, once it is through
 
 
@@ -101,7 +101,7 @@ class _Step:
     examples: list[Example]
     labels: int
     tokens: int
-    micro_batches: dict[int, _Travelling] = field(default_factory=dict)
+    micro_batches: dict[int, _InFlight] = field(default_factory=dict)
 
 
 class TrainingRun:
@@ -111,7 +111,7 @@ class TrainingRun:
     graph is a copy in the base's dtype, published as one immutable version after every step.
 
     `resume` is where an earlier run stopped; this one goes on from there, as that one would have. `digest` is
-    that of the examples, and may be left empty where nothing will ever be resumed. `make_shelf` makes the
+    that of the examples, and may be left empty where nothing will ever be resumed. `make_offload` makes the
     place where moments rest; without it they stay beside the weights.
     """
 
@@ -126,7 +126,7 @@ class TrainingRun:
         arena: Arena | None = None,
         digest: str = "",
         resume: TrainingState | None = None,
-        make_shelf: MakeShelf | None = None,
+        make_offload: MakeOffload | None = None,
     ) -> None:
         self.job, self.config, self.examples = job, config, examples
         self.weight = config.weight
@@ -138,7 +138,7 @@ class TrainingRun:
         self._exact = exact_type(base.dtype)
         start = _in_order(start, base)
         settings = AdamW(config.betas, config.epsilon, config.weight_decay)
-        self.optimizer = Optimizer(start.parameters(), self._exact, base.device, settings, make_shelf)
+        self.optimizer = Optimizer(start.parameters(), self._exact, base.device, settings, make_offload)
         self._masters = self.optimizer.weights
         self.current = start.in_type(base.dtype)
         served = self.current.parameters()
@@ -178,7 +178,7 @@ class TrainingRun:
         assert step is not None, "no step is under way"
         self.abandon()
         self.optimizer.drop_gradients()
-        self.config = replace(self.config, rows=max(1, self.config.rows // 2), keep=Keep.INPUTS)
+        self.config = replace(self.config, rows=max(1, self.config.rows // 2), keep=SavePolicy.INPUTS)
         self.fates = self._choose()
         return self._set_out(step.examples, keys)
 
@@ -203,7 +203,7 @@ class TrainingRun:
                 prefix=virtual.given_count,
                 prompt=prompt,
             )
-            step.micro_batches[micro_batch.key] = _Travelling(
+            step.micro_batches[micro_batch.key] = _InFlight(
                 micro_batch.lengths,
                 self._tensor([*[0] * prompt, *(t for e in packed for t in e.tokens), *[0] * missing]),
                 self._tensor(
@@ -216,31 +216,31 @@ class TrainingRun:
 
     def lengths(self, key: int) -> tuple[int, ...]:
         """Rows of the examples of a micro-batch of the step under way."""
-        return self._travelling(key).lengths
+        return self._in_flight(key).lengths
 
     def tape(self, key: int) -> Tape:
         """The tape of a micro-batch, made when its first window sets out."""
-        travelling = self._travelling(key)
-        if travelling.tape is None:
-            travelling.tape = Tape(
+        in_flight = self._in_flight(key)
+        if in_flight.tape is None:
+            in_flight.tape = Tape(
                 self._base,
-                travelling.lengths,
-                travelling.tokens,
-                travelling.labels,
+                in_flight.lengths,
+                in_flight.tokens,
+                in_flight.labels,
                 self.fates,
                 self._arena,
                 self._in_graph.virtual,
             )
-        return travelling.tape
+        return in_flight.tape
 
-    def walk(self, key: int) -> Walk:
+    def backward(self, key: int) -> Backward:
         """The way back of a micro-batch."""
-        travelling = self._travelling(key)
-        if travelling.walk is None:
+        in_flight = self._in_flight(key)
+        if in_flight.backward is None:
             assert self._under_way is not None
             weight = 1.0 / self._under_way.labels
-            travelling.walk = Walk(self.tape(key), self._leaves, weight, self._accumulate)
-        return travelling.walk
+            in_flight.backward = Backward(self.tape(key), self._leaves, weight, self._accumulate)
+        return in_flight.backward
 
     def bypasses(self, key: int, window: Window) -> Bypasses:
         """The version being trained, as the rows of `window` see it: with their dropout, and its prompts in
@@ -278,7 +278,7 @@ class TrainingRun:
         return self._rate.at(self.step)
 
     @property
-    def likeness(self) -> tuple[object, ...]:
+    def batch_key(self) -> tuple[object, ...]:
         """The same for runs whose adapters and steps are of one shape: next to each other their rows are
         multiplied together."""
         rows = 0 if self._under_way is None else self._under_way.tokens
@@ -333,10 +333,10 @@ class TrainingRun:
 
     def release(self, key: int) -> None:
         """Drops the tape of a micro-batch that is through; its loss waits for the update."""
-        travelling = self._travelling(key)
-        assert travelling.tape is not None
-        travelling.tape.release()
-        travelling.loss, travelling.tape, travelling.walk = travelling.tape.loss, None, None
+        in_flight = self._in_flight(key)
+        assert in_flight.tape is not None
+        in_flight.tape.release()
+        in_flight.loss, in_flight.tape, in_flight.backward = in_flight.tape.loss, None, None
 
     def abandon(self) -> None:
         """Gives back what the step under way holds; the job goes no further."""
@@ -345,10 +345,10 @@ class TrainingRun:
 
     def drop_tapes(self) -> None:
         """Gives back what the micro-batches of the step under way hold; none of them can go on."""
-        for travelling in self._under_way.micro_batches.values() if self._under_way else ():
-            if travelling.tape is not None:
-                travelling.tape.release()
-            travelling.tape = travelling.walk = None
+        for in_flight in self._under_way.micro_batches.values() if self._under_way else ():
+            if in_flight.tape is not None:
+                in_flight.tape.release()
+            in_flight.tape = in_flight.backward = None
 
     def _publish(self, version: int) -> None:
         served = self.optimizer.slabs.views(self.room)
@@ -376,10 +376,10 @@ class TrainingRun:
         config, prompt = self.config, self.current.virtual.prompt_count
         lengths = sorted(map(len, self.examples), reverse=True)
         step, longest = sum(lengths[: config.batch_size]), max(lengths, default=1)
-        rows = on_grid(min(max(config.rows, longest + prompt), step + prompt))
+        rows = pad_rows(min(max(config.rows, longest + prompt), step + prompt))
         return fates_of(self._base, self.current, config.keep, rows)
 
-    def _travelling(self, key: int) -> _Travelling:
+    def _in_flight(self, key: int) -> _InFlight:
         assert self._under_way is not None
         return self._under_way.micro_batches[key]
 
@@ -401,7 +401,7 @@ def _padding(lengths: tuple[int, ...], prompt: int) -> tuple[int, ...]:
     """Examples without labels that fill a micro-batch up to a row count in use, none longer than the real
     ones: positions are bounded."""
     rows, longest = prompt + sum(lengths), max(lengths)
-    missing = on_grid(rows) - rows
+    missing = pad_rows(rows) - rows
     whole, rest = divmod(missing, longest)
     return (*[longest] * whole, *[rest] * bool(rest))
 

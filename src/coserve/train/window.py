@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.core.grid import on_grid
+from coserve.core.row_buckets import pad_rows
 from coserve.kernels.attention import Attended, AttentionSpec, attend, attend_keeping
 
 
@@ -155,7 +155,7 @@ class _SideBySide:
     there."""
 
     def __init__(self, start: int, pieces: Sequence[int], device: torch.device) -> None:
-        self._count, self._longest = len(pieces), on_grid(max(pieces))
+        self._count, self._longest = len(pieces), pad_rows(max(pieces))
         lengths = torch.tensor(pieces, device=device)
         offsets = start + lengths.cumsum(0) - lengths
         column = torch.arange(self._longest, device=device)
@@ -196,7 +196,7 @@ def _beside(start: int, pieces: Sequence[int], device: torch.device) -> _Rows:
     first = pieces[0]
     if len(pieces) == 1:
         return _Together(start, start + first)
-    if set(pieces) == {first} and on_grid(first) == first:
+    if set(pieces) == {first} and pad_rows(first) == first:
         return _Even(start, len(pieces), first)
     return _SideBySide(start, pieces, device)
 

@@ -1,4 +1,4 @@
-"""Starts a child of the supervisor: `python -m coserve.wire.launch [--gently] MODULE`.
+"""Starts a child of the supervisor: `python -m coserve.wire.launch [--low-priority] MODULE`.
 
 What has to hold from the first moment is done before the module is imported, which can take seconds: the
 process ends with its supervisor, beats, and leaves the stacks of its threads in its log when it is aborted.
@@ -19,7 +19,7 @@ from typing import Final
 from coserve.wire.child import Supervised
 
 LOWEST: Final = 19  # niceness
-GENTLY: Final = "--gently"
+LOW_PRIORITY: Final = "--low-priority"
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -31,7 +31,7 @@ def launch(arguments: Sequence[str]) -> None:
     faulthandler.enable()
     pipes = Supervised()
     pipes.own_crashes()
-    if GENTLY in arguments:
+    if LOW_PRIORITY in arguments:
         import_gently([module])
     import_module(module).main(pipes)
 

@@ -31,11 +31,11 @@ def there_and_back() -> list[Plan]:
     batch = MicroBatch(7, "job-1", "mine@0", (5, 3), 4)
     answer = Sequence(1, Request("r", (1, 2, 3)))
     beside = (inference_segment(answer, 0, 3),)
-    first = training_segment(batch, 0, 8, Direction.KEEP, Span(0, 2))
+    first = training_segment(batch, 0, 8, Direction.TRAIN_FORWARD, Span(0, 2))
     return [
         Plan(inference=beside, training=(first,), micro_batches=announce_batches([batch])),
         Plan(inference=beside),
-        Plan(training=(training_segment(batch, 0, 8, Direction.KEEP, Span(2, 4)),)),
+        Plan(training=(training_segment(batch, 0, 8, Direction.TRAIN_FORWARD, Span(2, 4)),)),
         Plan(training=(training_segment(batch, 4, 4, Direction.BACKWARD, DEPTH),)),
         Plan(training=(training_segment(batch, 0, 4, Direction.BACKWARD, DEPTH),)),
         Plan(updates=("job-1",)),
@@ -54,7 +54,7 @@ def test_steps_that_train_are_recorded() -> None:
     steps = recorded()
     assert [len(step.training) for step in steps] == [1, 1, 1, 1, 0]
     assert steps[0] == RecordedStep(
-        3, (RecordedSegment("job-1", 7, (5, 3), 0, 8, Direction.KEEP, Span(0, 2)),), ()
+        3, (RecordedSegment("job-1", 7, (5, 3), 0, 8, Direction.TRAIN_FORWARD, Span(0, 2)),), ()
     )
     assert steps[-1].updates == ("job-1",)
 
@@ -75,6 +75,8 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_only_whole_journeys() -> None:
     steps = recorded()
-    assert [s.direction for s in whole_journeys(steps)[7]] == [Direction.KEEP] * 2 + [Direction.BACKWARD] * 2
+    assert [s.direction for s in whole_journeys(steps)[7]] == [Direction.TRAIN_FORWARD] * 2 + [
+        Direction.BACKWARD
+    ] * 2
     assert whole_journeys(steps[1:]) == {}
     assert whole_journeys(steps[:3]) == {}

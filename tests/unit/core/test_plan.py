@@ -4,7 +4,7 @@ from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import inference_segment, training_segment
 
 ANSWER = inference_segment(Sequence(1, Request("r", (1,))), 0, 1)
-TRAINING = training_segment(MicroBatch(2, "job", "a@0", (8,), 2), 0, 8, Direction.KEEP, Span(0, 2))
+TRAINING = training_segment(MicroBatch(2, "job", "a@0", (8,), 2), 0, 8, Direction.TRAIN_FORWARD, Span(0, 2))
 
 
 def test_one_lane_has_all_the_machine() -> None:

@@ -13,13 +13,13 @@ from coserve.memory.compiled import BUILT_BYTES
 from coserve.memory.ledger import Account
 from coserve.memory.malloc import resident_bytes
 from coserve.train.example import Example
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from models import tiny
 
 EXAMPLE = Example(tuple(range(5, 69)), (*range(6, 69), -100))  # 64 tokens
 DATA = [EXAMPLE] * 8
 LORA = LoRAConfig(rank=4)
-SETTINGS = TrainingConfig(batch_size=4, rows=256, keep=Keep.EVERYTHING)
+SETTINGS = TrainingConfig(batch_size=4, rows=256, keep=SavePolicy.EVERYTHING)
 
 
 def make_engine(memory: int | str = "auto") -> Engine:
@@ -60,8 +60,8 @@ def test_what_goes_back_together_is_no_more_than_one_full_window(needed: int, ow
         start(engine, name)
         used.append(engine.admission.ledger.used - before)
     assert used[:2] == [needed, own]
-    walk = used[1] - used[2]
-    assert walk > 0 and engine.admission.ledger.of("walk") == 2 * walk
+    backward = used[1] - used[2]
+    assert backward > 0 and engine.admission.ledger.of("backward") == 2 * backward
 
 
 def start(engine: Engine, name: str, training: TrainingConfig = SETTINGS, rank: int = 4) -> FineTuning:
@@ -162,7 +162,7 @@ def test_settings_that_are_named_do_fit_and_larger_ones_do_not(fixed: int, neede
                 if key != "keep"
             }
             rank = fields.pop("rank", 16)
-            keep = Keep(settings.get("keep", "everything"))
+            keep = SavePolicy(settings.get("keep", "everything"))
             training = TrainingConfig(**{"batch_size": 4, "rows": 256, "keep": keep, **fields})
             if fits:
                 start(engine, "one", training, rank).cancel()
@@ -179,7 +179,7 @@ def test_a_job_that_goes_on_with_less_frees_the_rest_and_never_asks_for_more(
     first, second = start(engine, "one"), start(engine, "two")
     engine.admission.shrink("one", replace(SETTINGS, batch_size=8))
     assert engine.admission.ledger.used == fixed + needed and second.status == "queued"
-    engine.admission.shrink("one", replace(SETTINGS, keep=Keep.INPUTS, rows=64))
+    engine.admission.shrink("one", replace(SETTINGS, keep=SavePolicy.INPUTS, rows=64))
     assert second.status == "running" and first.is_under_way
 
 

@@ -13,16 +13,16 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.engine.handles import FineTuning
 from coserve.errors import JobError, OutOfMemory
+from coserve.train.backward import Backward, BackwardWindow
 from coserve.train.example import Example
-from coserve.train.keep import Keep
+from coserve.train.save_policy import SavePolicy
 from coserve.train.tape import Tape
 from coserve.train.trainer import TrainingRun
-from coserve.train.walk import Returning, Walk
 from models import tiny
 
 LENGTHS = (30, 24, 18, 27)
 DATA = [Example(tuple(range(3, 3 + n)), (*range(4, 3 + n), -100)) for n in LENGTHS] * 3
-SETTINGS = TrainingConfig(batch_size=4, rows=64, keep=Keep.EVERYTHING, learning_rate=1e-3)
+SETTINGS = TrainingConfig(batch_size=4, rows=64, keep=SavePolicy.EVERYTHING, learning_rate=1e-3)
 WORDS = (
     "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 )
@@ -64,8 +64,8 @@ def failing(
     owner, name = {
         "tape": (TrainingRun, "tape"),
         "kept": (Tape, "keep_output"),
-        "loss": (Walk, "through_tail"),
-        "back": (Returning, "take"),
+        "loss": (Backward, "through_tail"),
+        "back": (BackwardWindow, "take"),
         "update": (TrainingRun, "make_room"),
     }[where]
     real = getattr(owner, name)
@@ -73,8 +73,8 @@ def failing(
     def run_of(found: Any) -> TrainingRun | None:
         if isinstance(found, TrainingRun):
             return found
-        walk = found.walk if isinstance(found, Returning) else found
-        tape = walk if isinstance(walk, Tape) else walk.tape
+        backward = found.backward if isinstance(found, BackwardWindow) else found
+        tape = backward if isinstance(backward, Tape) else backward.tape
         for run in engine.runner.runs.values():
             for travelling in run._under_way.micro_batches.values() if run._under_way else ():
                 if travelling.tape is tape:
@@ -159,7 +159,7 @@ def test_another_error_is_no_lack_of_memory(
         calls.append(1)
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(Walk, "set_out", broken)
+    monkeypatch.setattr(Backward, "start", broken)
     engine.run()
     with pytest.raises(JobError, match="job one failed: RuntimeError: shapes do not match"):
         job.result()

@@ -53,7 +53,7 @@ def test_what_steps_cost_is_written_down_now_and_then(
     desk.until(lambda: len(desk.tokens) == 6)
     monkeypatch.undo()
     written: list[object] = []
-    desk.worker._aside.do("nothing", lambda: None, written.append)  # its one thread takes things in turn
+    desk.worker._background.do("nothing", lambda: None, written.append)  # its one thread takes things in turn
     while not written:
         desk.inbox.get(timeout=10).then()
     found = costs.read()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coserve import Engine, EngineConfig
-from coserve.engine.aside import Aside
+from coserve.engine.background import Background
 from coserve.engine.link import Inbox
 from coserve.engine.runner import LocalRunner
 from coserve.engine.worker import Worker
@@ -46,7 +46,7 @@ class Desk:
     def __init__(self, memory: int | str) -> None:
         self.inbox: Inbox = queue.SimpleQueue()
         self.engine = make_engine(memory)
-        self.worker = Worker(self.engine, HELLO, Aside(self.inbox, threads=1))
+        self.worker = Worker(self.engine, HELLO, Background(self.inbox, threads=1))
         self.hello = self.worker.connected()
         self.news: list[JobNews] = []
         self.replies: list[Reply] = []

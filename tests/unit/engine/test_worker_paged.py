@@ -8,7 +8,7 @@ import pytest
 
 from coserve import Engine, SamplingParams
 from coserve.adapters.files import WEIGHTS
-from coserve.engine.aside import Aside
+from coserve.engine.background import Background
 from coserve.engine.link import Done, Inbox
 from coserve.engine.worker import Worker
 from coserve.wire.messages import (
@@ -33,7 +33,7 @@ class Desk:
     def __init__(self) -> None:
         self.engine: Engine = make_engine()
         self._inbox: Inbox = queue.SimpleQueue()
-        self._worker = Worker(self.engine, HELLO, Aside(self._inbox, threads=1))
+        self._worker = Worker(self.engine, HELLO, Background(self._inbox, threads=1))
         self._worker.connected()
         self.replies: dict[int, Reply] = {}
         self.tokens: dict[str, list[Token]] = {}

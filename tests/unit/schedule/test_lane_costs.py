@@ -8,8 +8,8 @@ from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegmen
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
-from coserve.schedule.draft import Draft
 from coserve.schedule.lanes import LaneCosts
+from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.segments import inference_segment, training_segment
 
 # A row there takes a second on the whole machine, a row back two, an optimizer step one.
@@ -95,16 +95,16 @@ def test_no_step_waits_for_training_beside_its_inference() -> None:
     """4 seconds by 1.5 beside 6 by 2, which are waited for alone; an optimizer step comes on top."""
     model = CostModel(COSTS)
     model.lanes.inference, model.lanes.training = 1.5, 2.0
-    draft = Draft(0.0, split=0.5)
-    draft.add(SEQUENCE, 4)
-    assert draft.predict(model) == 6.0
-    draft.trained.add_training(TRAINING)
-    draft.training.append(TRAINING)
-    assert draft.predict(model) == 6.0
-    draft.trained.add_update()
-    draft.updates.append("a")
-    assert draft.predict(model) == 7.0
-    draft.inference.clear()
-    assert draft.predict(model) == 13.0
-    draft.training.clear()
-    assert draft.predict(model) == 1.0
+    builder = PlanBuilder(0.0, split=0.5)
+    builder.add(SEQUENCE, 4)
+    assert builder.predict(model) == 6.0
+    builder.trained.add_training(TRAINING)
+    builder.training.append(TRAINING)
+    assert builder.predict(model) == 6.0
+    builder.trained.add_update()
+    builder.updates.append("a")
+    assert builder.predict(model) == 7.0
+    builder.inference.clear()
+    assert builder.predict(model) == 13.0
+    builder.training.clear()
+    assert builder.predict(model) == 1.0

@@ -10,13 +10,13 @@ from coserve.core.events import StepDone
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.memory.pages import PagePool
-from coserve.schedule.book import Job
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.fake import FakeRunner
 from coserve.schedule.policies import Policy, View, make_policy
 from coserve.schedule.policies.base import INFINITE
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.training_queue import Job
 from timetable import COSTS, Ask, Tune, World, table
 
 # A token takes a second, a micro-batch three (see `timetable`); of a quantum of 3 seconds one is too little

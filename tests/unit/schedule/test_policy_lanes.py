@@ -10,7 +10,7 @@ from coserve.schedule.policies import View, make_policy
 from coserve.schedule.policies.base import Allowance
 from timetable import Ask, Tune, World
 
-KEEP, LOSS, BACK = Direction.KEEP, Direction.LOSS, Direction.BACKWARD
+KEEP, LOSS, BACK = Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD
 # A pass takes a second, and a row 1/16 there and 1/8 back; a layer of the two is a half of each.
 PASSES = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {
     "forward_layers": 1.0,

@@ -43,7 +43,7 @@ def random_plan(rng: random.Random) -> Plan:
     training = []
     if rng.random() < 0.4:
         training.append(train(Direction.LOSS, rng.randint(8, 512), DEPTH, DEPTH + 1))
-    for way in (Direction.KEEP, Direction.BACKWARD):
+    for way in (Direction.TRAIN_FORWARD, Direction.BACKWARD):
         if rng.random() < 0.4:
             first = rng.randint(0, DEPTH - 1)
             training.append(train(way, rng.randint(16, 512), first, rng.randint(first + 1, DEPTH)))
@@ -100,7 +100,7 @@ def test_scored_prompt_rows_pay_for_the_head() -> None:
 
 
 def test_features_of_training() -> None:
-    keep, back = train(Direction.KEEP, 16, 0, 4), train(Direction.BACKWARD, 32, 6, 8)
+    keep, back = train(Direction.TRAIN_FORWARD, 16, 0, 4), train(Direction.BACKWARD, 32, 6, 8)
     loss = train(Direction.LOSS, 24, DEPTH, DEPTH + 1)
     found = Features.of(Plan(training=(keep, loss, back), updates=("job",))).as_dict()
     assert found == dict.fromkeys(NAMES, 0.0) | {
@@ -120,13 +120,13 @@ def test_features_of_training() -> None:
 def test_only_losses_have_loss_rows() -> None:
     loss = Features.of_segments((), [train(Direction.LOSS, 24, DEPTH, DEPTH + 1)]).as_dict()
     assert loss == dict.fromkeys(NAMES, 0.0) | {"step": 1, "loss_rows": 24}
-    for way in (Direction.KEEP, Direction.BACKWARD):
+    for way in (Direction.TRAIN_FORWARD, Direction.BACKWARD):
         for first in (0, DEPTH - 1):
             assert Features.of_segments((), [train(way, 24, first, DEPTH)]).as_dict()["loss_rows"] == 0
 
 
 def test_forward_weights_are_read_once_and_backward_ones_by_each_segment() -> None:
-    spans = [train(Direction.KEEP, 16, 0, 4), train(Direction.KEEP, 16, 2, 6)]
+    spans = [train(Direction.TRAIN_FORWARD, 16, 0, 4), train(Direction.TRAIN_FORWARD, 16, 2, 6)]
     assert Features.of_segments((), spans).as_dict()["forward_layers"] == 6 / 8
     assert Features.of_segments([infer(0, 4)], spans).as_dict()["forward_layers"] == 1
     after = Features.of_segments((), spans)
@@ -287,7 +287,7 @@ def test_an_iteration_is_what_its_steps_take(count: int) -> None:
     """Where the micro-batches travel together: what is paid for in every step is all that is missing."""
     batches = [MicroBatch(n, "job", "a@0", (100,), DEPTH) for n in range(count)]
     whole = [Span(0, DEPTH), Span(DEPTH, DEPTH + 1), Span(0, DEPTH)]
-    ways = [Direction.KEEP, Direction.LOSS, Direction.BACKWARD]
+    ways = [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD]
     plans = [
         Plan(training=tuple(training_segment(batch, 0, 100, way, span) for batch in batches))
         for way, span in zip(ways, whole, strict=True)

@@ -75,25 +75,25 @@ def test_pages_that_were_not_filled_again() -> None:
 
 def test_the_ended_stay_away() -> None:
     runner, it = FakeRunner(2), batch()
-    runner.run(train(it, 0, 8, Direction.KEEP))
+    runner.run(train(it, 0, 8, Direction.TRAIN_FORWARD))
     with pytest.raises(AssertionError, match="released"):
         runner.run(replace(train(it, 0, 8, Direction.BACKWARD), released=(7,)))
     with pytest.raises(AssertionError, match="twice"):
         runner.run(Plan(released=(7,)))
 
 
-KEPT = [(0, 8, Direction.KEEP, SPAN)]
+KEPT = [(0, 8, Direction.TRAIN_FORWARD, SPAN)]
 SCORED = [*KEPT, (0, 3, Direction.LOSS, TAIL), (3, 5, Direction.LOSS, TAIL)]
 
 
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([(2, 2, Direction.KEEP, SPAN)], "left to right"),
-        ([(0, 8, Direction.KEEP, Span(1, 2))], "layer below"),
-        ([(0, 4, Direction.KEEP, SPAN), (0, 4, Direction.KEEP, SPAN)], "left to right"),
+        ([(2, 2, Direction.TRAIN_FORWARD, SPAN)], "left to right"),
+        ([(0, 8, Direction.TRAIN_FORWARD, Span(1, 2))], "layer below"),
+        ([(0, 4, Direction.TRAIN_FORWARD, SPAN), (0, 4, Direction.TRAIN_FORWARD, SPAN)], "left to right"),
         ([(0, 8, Direction.BACKWARD, SPAN)], "before all is kept"),
-        ([(0, 4, Direction.KEEP, SPAN), (0, 4, Direction.LOSS, TAIL)], "before all is kept"),
+        ([(0, 4, Direction.TRAIN_FORWARD, SPAN), (0, 4, Direction.LOSS, TAIL)], "before all is kept"),
         ([*KEPT, (0, 8, Direction.BACKWARD, SPAN)], "back before all is scored"),
         (
             [*KEPT, (0, 4, Direction.LOSS, TAIL), (4, 4, Direction.BACKWARD, SPAN)],
@@ -104,7 +104,7 @@ SCORED = [*KEPT, (0, 3, Direction.LOSS, TAIL), (3, 5, Direction.LOSS, TAIL)]
         ([*KEPT, (0, 8, Direction.LOSS, Span(1, 2))], "tail is on top"),
         ([*SCORED, (0, 4, Direction.BACKWARD, SPAN)], "right to left"),
         ([*SCORED, (0, 8, Direction.BACKWARD, Span(0, 1))], "layer above"),
-        ([(0, 0, Direction.KEEP, SPAN)], "empty"),
+        ([(0, 0, Direction.TRAIN_FORWARD, SPAN)], "empty"),
     ],
 )
 def test_windows_out_of_order(steps: list[tuple[int, int, Direction, Span]], message: str) -> None:
@@ -118,7 +118,7 @@ def test_an_update_needs_all_gradients() -> None:
     runner, it = FakeRunner(2), batch()
     with pytest.raises(AssertionError, match="before all gradients"):
         runner.run(Plan(updates=("job",)))
-    runner.run(train(it, 0, 8, Direction.KEEP))
+    runner.run(train(it, 0, 8, Direction.TRAIN_FORWARD))
     with pytest.raises(AssertionError, match="before all gradients"):
         runner.run(Plan(updates=("job",)))
     runner.run(train(it, 0, 8, Direction.LOSS, TAIL))

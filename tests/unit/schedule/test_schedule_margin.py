@@ -74,7 +74,9 @@ def test_the_cost_model_tells_both_kinds_apart_and_stops_at_the_most() -> None:
     cost = CostModel()
     sequence = Sequence(1, Request("r", (1,) * 8), output=[1])
     decode = inference_segment(sequence, 8, 1)
-    window = training_segment(MicroBatch(2, "job", "t@0", (64,), 4), 0, 32, Direction.KEEP, Span(0, 2))
+    window = training_segment(
+        MicroBatch(2, "job", "t@0", (64,), 4), 0, 32, Direction.TRAIN_FORWARD, Span(0, 2)
+    )
     alone, beside = Plan((decode,)), Plan((decode,), (window,))
     for _ in range(60):
         cost.observe(alone, cost.predict(alone))

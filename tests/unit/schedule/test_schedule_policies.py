@@ -8,11 +8,11 @@ import coserve.schedule.policies
 from coserve.core.request import Request
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import ConfigError
-from coserve.schedule.book import Job
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import POLICIES, Allowance, Policy, View, make_policy, register
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING
+from coserve.schedule.training_queue import Job
 from timetable import Ask, Tune, play, table
 
 CONFIG = SchedulerConfig(layers=4, max_positions=64)

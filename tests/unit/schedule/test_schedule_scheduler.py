@@ -186,7 +186,7 @@ def test_a_job_steps_and_waits_for_more() -> None:
     assert [event.job for event in events if isinstance(event, StepDone)] == ["job"]
     assert all(batch.done for batch in batches)
     rows = [(e.direction, e.rows) for e in events if isinstance(e, TrainingProgress)]
-    assert sum(r for way, r in rows if way is Direction.KEEP) == pytest.approx(600)
+    assert sum(r for way, r in rows if way is Direction.TRAIN_FORWARD) == pytest.approx(600)
     assert sum(r for way, r in rows if way is Direction.LOSS) == pytest.approx(600 / DEPTH)
     assert sum(r for way, r in rows if way is Direction.BACKWARD) == pytest.approx(600)
     assert (it.stats.kept_rows, it.stats.backward_rows) == pytest.approx((600, 600))

@@ -5,8 +5,8 @@ from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.draft import Draft
-from coserve.schedule.lines import Lines
+from coserve.schedule.plan_builder import PlanBuilder
+from coserve.schedule.request_queues import RequestQueues
 from coserve.schedule.slack import INFINITE, Slack, measure
 
 CONFIG = SchedulerConfig(layers=4, max_positions=512, ride_along=0.5, reliability=0.9)
@@ -35,13 +35,13 @@ def waiting(slo: SLO, key: int = 2, arrival: float = NOW) -> Sequence:
 
 
 def slack(running: list[Sequence], line: list[Sequence], error: float = 0.0) -> Slack:
-    it, draft = Lines(CONFIG, PagePool(8, 64)), Draft(NOW)
+    it, builder = RequestQueues(CONFIG, PagePool(8, 64)), PlanBuilder(NOW)
     it.running = running
     for sequence in line:
         it.join(sequence)
     for sequence in running:
-        draft.add(sequence, 1)
-    return measure(draft, it, model(error), CONFIG)
+        builder.add(sequence, 1)
+    return measure(builder, it, model(error), CONFIG)
 
 
 def test_who_states_nothing_gets_a_share() -> None:

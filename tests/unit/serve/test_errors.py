@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from coserve import errors
 from coserve.errors import error_named
-from coserve.serve.answering.price import MOST_HEADER_BYTES, MOST_URL_BYTES
+from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
 from coserve.serve.errors import ApiError, install
 from coserve.serve.http.middleware import Draining, Limits, RequestIds
 

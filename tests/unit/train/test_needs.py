@@ -9,11 +9,11 @@ from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.core.grid import on_grid
+from coserve.core.row_buckets import pad_rows
 from coserve.memory.ledger import Account
 from coserve.train.example import Example, epochs, pack
-from coserve.train.keep import Keep
 from coserve.train.needs import rows_at_once
+from coserve.train.save_policy import SavePolicy
 from coserve.train.trainer import fresh_adapter, sketch_adapter
 from models import tiny
 
@@ -25,9 +25,11 @@ def examples(lengths: Sequence[int]) -> list[Example]:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
-@pytest.mark.parametrize("keep", [Keep.INPUTS, Keep.EVERYTHING, Keep.PRUNED], ids=lambda k: k.value)
+@pytest.mark.parametrize(
+    "keep", [SavePolicy.INPUTS, SavePolicy.EVERYTHING, SavePolicy.PRUNED], ids=lambda k: k.value
+)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_no_job_holds_more_than_it_was_promised(name: str, keep: Keep, method: object) -> None:
+def test_no_job_holds_more_than_it_was_promised(name: str, keep: SavePolicy, method: object) -> None:
     """And not much less: windows of 16 rows end within examples, and two micro-batches are under way."""
     config = EngineConfig(
         calibrate=False, cache_tokens=64, scheduler={"max_training_rows": 16, "min_training_rows": 16}
@@ -56,7 +58,7 @@ def test_no_step_has_more_rows_than_were_counted(seed: int) -> None:
         assert at_once <= in_flight * largest
         for chosen in epochs(len(lengths), batch, 5, seed):
             packs = pack([lengths[i] for i in chosen], max(rows - prompt, 1))
-            sizes = [on_grid(prompt + sum(lengths[chosen[i]] for i in one)) for one in packs]
+            sizes = [pad_rows(prompt + sum(lengths[chosen[i]] for i in one)) for one in packs]
             assert max(sizes) <= largest
             together = max(sum(sizes[i : i + in_flight]) for i in range(len(sizes)))
             assert together <= at_once

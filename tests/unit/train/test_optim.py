@@ -14,19 +14,19 @@ from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.errors import JobError
 from coserve.train.example import Example
 from coserve.train.optim import AdamW, Optimizer, norms, step
-from coserve.train.shelf import FileShelf, HostShelf, MakeShelf, shelf_for
+from coserve.train.optimizer_offload import FileOffload, HostOffload, MakeOffload, offload_for
 from coserve.train.slabs import Slabs
 from models import tiny
 
 SHAPES = {"a": (7, 33), "b": (129,), "late": (5, 3), "never": (2, 2)}
 
 
-def shelves(folder: Path) -> dict[str, MakeShelf | None]:
+def offloads(folder: Path) -> dict[str, MakeOffload | None]:
     cpu = torch.device("cpu")
     return {
         "none": None,
-        "file": lambda slabs: FileShelf(slabs, str(folder)),
-        "host": lambda slabs: HostShelf(slabs, cpu),
+        "file": lambda slabs: FileOffload(slabs, str(folder)),
+        "host": lambda slabs: HostOffload(slabs, cpu),
     }
 
 
@@ -35,9 +35,9 @@ def weights() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def make(own: Mapping[str, Tensor], shelf: MakeShelf | None = None) -> Optimizer:
+def make(own: Mapping[str, Tensor], offload: MakeOffload | None = None) -> Optimizer:
     settings = AdamW(betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.1)
-    return Optimizer(own, torch.float32, torch.device("cpu"), settings, shelf)
+    return Optimizer(own, torch.float32, torch.device("cpu"), settings, offload)
 
 
 def train(optimizer: Optimizer, steps: range) -> None:
@@ -56,7 +56,7 @@ def train(optimizer: Optimizer, steps: range) -> None:
 def test_moments_that_rest_elsewhere_change_no_bit(kind: str, tmp_path: Path) -> None:
     found = {}
     for name in ("none", kind):
-        optimizer = make(weights(), shelves(tmp_path)[name])
+        optimizer = make(weights(), offloads(tmp_path)[name])
         train(optimizer, range(5))
         found[name] = {**optimizer.weights, **optimizer.moments()}
     assert found["none"].keys() == found[kind].keys() and "never.exp_avg" not in found[kind]
@@ -65,11 +65,11 @@ def test_moments_that_rest_elsewhere_change_no_bit(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["none", "file", "host"])
 def test_moments_can_be_taken_up_again(kind: str, tmp_path: Path) -> None:
-    whole, first = make(weights()), make(weights(), shelves(tmp_path)[kind])
+    whole, first = make(weights()), make(weights(), offloads(tmp_path)[kind])
     train(whole, range(6))
     train(first, range(3))
     kept = {name: moment.clone() for name, moment in first.moments().items()}
-    again = make(first.weights, shelves(tmp_path)[kind])
+    again = make(first.weights, offloads(tmp_path)[kind])
     again.restore(kept)
     train(again, range(3, 6))
     assert all(torch.equal(whole.weights[name], again.weights[name]) for name in SHAPES)
@@ -77,8 +77,8 @@ def test_moments_can_be_taken_up_again(kind: str, tmp_path: Path) -> None:
 
 def test_only_what_is_beside_the_weights_counts(tmp_path: Path) -> None:
     bytes_of = {}
-    for kind, shelf in shelves(tmp_path).items():
-        optimizer = make(weights(), shelf)
+    for kind, offload in offloads(tmp_path).items():
+        optimizer = make(weights(), offload)
         train(optimizer, range(3))
         bytes_of[kind] = optimizer.nbytes
     weighed = 4 * (7 * 33 + 129 + 15 + 4)
@@ -181,11 +181,11 @@ def test_steps_of_several_jobs_are_those_of_torch_for_each(
 
 def test_a_folder_without_room_is_said_to_be_one(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="cannot be put into"):
-        FileShelf(list(map(torch.flatten, weights().values())), str(tmp_path / "missing"))
+        FileOffload(list(map(torch.flatten, weights().values())), str(tmp_path / "missing"))
 
 
 def test_no_file_is_left_behind(tmp_path: Path) -> None:
-    optimizer = make(weights(), shelf_for(torch.device("cpu"), str(tmp_path)))
+    optimizer = make(weights(), offload_for(torch.device("cpu"), str(tmp_path)))
     train(optimizer, range(2))
     assert not list(tmp_path.iterdir())
 

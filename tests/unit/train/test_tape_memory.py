@@ -6,7 +6,7 @@ import torch
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.load import load_base
-from coserve.train.keep import Fate, Fates
+from coserve.train.save_policy import Fate, Fates
 from coserve.train.tape import Tape
 from models import tiny
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
+from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
 from coserve.core.plan import Plan
@@ -88,8 +88,8 @@ def test_steps_are_counted(
     assert sum(seen) == count * epochs or most is not None
 
 
-@pytest.mark.parametrize("keep", Keep)
-def test_micro_batches_add_up_to_one_large_batch(engine: Engine, keep: Keep) -> None:
+@pytest.mark.parametrize("keep", SavePolicy)
+def test_micro_batches_add_up_to_one_large_batch(engine: Engine, keep: SavePolicy) -> None:
     """However a step's examples are packed, its loss, gradient norm and weights are the same (1e-12)."""
     outcomes = []
     with Exact():

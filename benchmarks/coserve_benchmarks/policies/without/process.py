@@ -25,21 +25,21 @@ class Orders:
     """The lines on stdin, read in a thread of their own: at their end the process ends, whatever it does."""
 
     def __init__(self) -> None:
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
     def has_next(self) -> bool:
         """Whether a line waits to be read."""
-        return not self._lines.empty()
+        return not self._requests.empty()
 
     def next(self, kind: type[T]) -> T:
         """Waits for the next line, which is of this kind."""
-        return decode_line(self._lines.get(), kind)
+        return decode_line(self._requests.get(), kind)
 
     def _read(self) -> None:
         for line in sys.stdin:
-            self._lines.put(line)
+            self._requests.put(line)
         os._exit(0)  # the parent is gone, or has no more use for this process
 
 

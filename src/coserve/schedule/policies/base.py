@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from coserve.core.sequence import Sequence
-from coserve.schedule.book import Job
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
+from coserve.schedule.training_queue import Job
 
 INFINITE = float("inf")
 

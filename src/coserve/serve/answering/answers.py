@@ -10,9 +10,9 @@ from typing import TypeAlias
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
-from coserve.serve.answering.asking import Wanted
+from coserve.serve.answering.asking import GenerationRequest
+from coserve.serve.answering.cost import ANSWER_TOKEN
 from coserve.serve.answering.fair import Ticket
-from coserve.serve.answering.price import ANSWER_TOKEN
 from coserve.serve.answering.timing import Timing
 from coserve.serve.state import State
 from coserve.wire.messages import Token
@@ -51,7 +51,7 @@ class Piece:
 Pieces: TypeAlias = AsyncGenerator[Piece, None]
 
 
-async def answer(state: State, wanted: Wanted) -> Pieces:
+async def answer(state: State, wanted: GenerationRequest) -> Pieces:
     """All answers to a request, piece by piece as they come. Closing it cancels what is under way.
 
     Raises, before the first piece, ApiError 429 where too much is waiting, and ApiError 404 for a model that
@@ -97,7 +97,7 @@ async def merged(sources: Sequence[Pieces]) -> Pieces:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(state: State, wanted: Wanted, index: int, ticket: Ticket) -> Pieces:
+async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Ticket) -> Pieces:
     timing = Timing(state.metrics, state.catalog.base.name, wanted.arrived)
     await ticket.admitted()
     timing.admitted(time.monotonic())
@@ -125,7 +125,7 @@ async def _one(state: State, wanted: Wanted, index: int, ticket: Ticket) -> Piec
 class Writer:
     """Makes pieces out of one answer's tokens: whole characters, and nothing of a stop string."""
 
-    def __init__(self, state: State, wanted: Wanted, index: int) -> None:
+    def __init__(self, state: State, wanted: GenerationRequest, index: int) -> None:
         self.has_finished = False
         self._index, self._text = index, state.text
         self._stream = state.text.stream(wanted.stops, wanted.prompt(index) if wanted.goes_on else ())

@@ -12,21 +12,21 @@ from llguidance import LLMatcher
 
 from coserve.core.request import SLO, SamplingParams
 from coserve.errors import DataError, EngineLost
-from coserve.serve.answering.price import (
+from coserve.serve.adapter_registry.catalog import Model
+from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
     MOST_GRAMMAR_BYTES,
-    Ask,
     Limits,
-    Price,
+    RequestCost,
+    RequestSize,
     check_counts,
-    price,
+    request_cost,
 )
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from coserve.serve.schema.common import MOST_TOKEN_ID, Generation, JsonObject, Tier
 from coserve.serve.schema.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from coserve.serve.shelf.catalog import Model
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
 from coserve.wire.messages import Hello
@@ -40,7 +40,7 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GenerationRequest:
     """A request that has passed all checks. Its answers are numbered prompt by prompt, choice by choice."""
 
     id: str
@@ -54,7 +54,7 @@ class Wanted:
     choices: int
     sampling: SamplingParams  # of all answers, but for max_tokens and seed
     stops: tuple[str, ...]
-    price: Price
+    cost: RequestCost
     fingerprint: str
     salt: str = ""  # whose prompts these may share the cache with, among the tenant's
     tells_tokens: bool = False
@@ -72,7 +72,7 @@ class Wanted:
         assert self.sampling.seed is not None
         sampling = replace(
             self.sampling,
-            max_tokens=self.price.max_tokens[index // self.choices],
+            max_tokens=self.cost.max_tokens[index // self.choices],
             seed=(self.sampling.seed + index % self.choices) % _SEEDS,
         )
         return AnswerRequest(
@@ -99,7 +99,7 @@ class Asker:
             raise EngineLost("the engine is still loading the model")
         return cls(state, tenant, await state.catalog.find(tenant, model), state.link.hello, arrived)
 
-    async def chat(self, body: ChatRequest) -> Wanted:
+    async def chat(self, body: ChatRequest) -> GenerationRequest:
         """Raises ApiError for what is wrong with a chat."""
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
@@ -109,30 +109,30 @@ class Asker:
         prompt = await self._tokens(self.state.text.chat, turns, length + _TURN * len(turns))
         grammar = await self._grammar(body)
         sampling = _sampling(body, (body.top_logprobs or 0) if body.logprobs else None, None, grammar)
-        ask = Ask(
+        size = RequestSize(
             (len(prompt),),
             max_tokens=body.max_completion_tokens or body.max_tokens,
             max_tokens_name="max_completion_tokens" if body.max_tokens is None else "max_tokens",
             grammar_bytes=len(grammar or ""),
         )
-        return self._wanted("chatcmpl", body, [prompt], sampling, ask)
+        return self._wanted("chatcmpl", body, [prompt], sampling, size)
 
-    async def completion(self, body: CompletionRequest) -> Wanted:
+    async def completion(self, body: CompletionRequest) -> GenerationRequest:
         """Raises ApiError for what is wrong with a plain completion."""
         scores = body.logprobs if body.echo else None
         if body.max_tokens == 0 and scores is None:
             scores = 0  # the engine is content with no answer at all only where there is a prompt to score
         most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = _sampling(body, body.logprobs, scores, None)
-        ask = Ask((), max_tokens=most, scores_prompt=scores is not None)
-        prompts = await self._prompts(body, ask)
-        ask = replace(ask, prompts=[len(prompt) for prompt in prompts])
-        return self._wanted("cmpl", body, prompts, sampling, ask)
+        size = RequestSize((), max_tokens=most, scores_prompt=scores is not None)
+        prompts = await self._prompts(body, size)
+        size = replace(size, prompts=[len(prompt) for prompt in prompts])
+        return self._wanted("cmpl", body, prompts, sampling, size)
 
-    async def _prompts(self, body: CompletionRequest, ask: Ask) -> list[tuple[int, ...]]:
+    async def _prompts(self, body: CompletionRequest, size: RequestSize) -> list[tuple[int, ...]]:
         """Tokens of each prompt; one that cannot be answered is refused before the next is tokenized."""
         limits, prompts = self._limits(), list[tuple[int, ...]]()
-        check_counts(replace(ask, prompts=[0] * len(body.prompts), choices=body.n or 1), limits)
+        check_counts(replace(size, prompts=[0] * len(body.prompts), choices=body.n or 1), limits)
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 self._check_length(len(prompt))
@@ -142,7 +142,7 @@ class Asker:
                 if isinstance(prompt, list)
                 else await self._tokens(self.state.text.encode, prompt, len(prompt))
             )
-            price(replace(ask, prompts=(len(tokens),)), limits)
+            request_cost(replace(size, prompts=(len(tokens),)), limits)
             prompts.append(tokens)
         return prompts
 
@@ -152,24 +152,24 @@ class Asker:
         body: Generation,
         prompts: Sequence[tuple[int, ...]],
         sampling: SamplingParams,
-        ask: Ask,
-    ) -> Wanted:
+        size: RequestSize,
+    ) -> GenerationRequest:
         self._check_ids(prompts, sampling)
         settings = self.state.settings
-        ask = replace(
-            ask,
+        size = replace(
+            size,
             choices=body.n or 1,
             alternatives=sampling.logprobs or 0,
             stops=body.stops,
             biases=len(sampling.logit_bias),
         )
-        cost = price(ask, self._limits())
+        cost = request_cost(size, self._limits())
         if sampling.min_tokens > min(cost.max_tokens):
             message = (
                 f"Invalid value for 'min_tokens': the answer may have {min(cost.max_tokens)} tokens at most."
             )
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
-        return Wanted(
+        return GenerationRequest(
             id=f"{kind}-{secrets.token_hex(12)}",
             created=int(time.time()),
             arrived=self.arrived,
@@ -178,10 +178,10 @@ class Asker:
             tier=body.tier,
             slo=settings.slo[body.tier],
             prompts=prompts,
-            choices=ask.choices,
+            choices=size.choices,
             sampling=sampling,
             stops=body.stops,
-            price=cost,
+            cost=cost,
             fingerprint=fingerprint(self.hello),
             salt=body.cache_salt or "",
             tells_tokens=bool(body.return_token_ids),

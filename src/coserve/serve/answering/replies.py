@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from coserve.core.request import FinishReason
 from coserve.errors import CoserveError
 from coserve.serve.answering.answers import Piece, Pieces, answer
-from coserve.serve.answering.asking import Wanted
+from coserve.serve.answering.asking import GenerationRequest
 from coserve.serve.errors import ApiError
 from coserve.serve.http.streams import DONE, ClientGone, EventStream, event, unless_gone
 from coserve.serve.schema.common import FinishName, Generation, PromptTokensDetails, Usage
@@ -38,7 +38,7 @@ class Shape(Protocol):
         ...
 
 
-def common_fields(wanted: Wanted) -> dict[str, Any]:
+def common_fields(wanted: GenerationRequest) -> dict[str, Any]:
     """What each answer, and each chunk of one, says of its request."""
     return {
         "id": wanted.id,
@@ -49,7 +49,9 @@ def common_fields(wanted: Wanted) -> dict[str, Any]:
     }
 
 
-async def reply(request: Request, state: State, wanted: Wanted, shape: Shape, body: Generation) -> Response:
+async def reply(
+    request: Request, state: State, wanted: GenerationRequest, shape: Shape, body: Generation
+) -> Response:
     """The answer to a request; ends all work for it when the client leaves.
 
     A stream's headers wait for its first piece, so that until then whatever goes wrong has its own status.
@@ -71,7 +73,7 @@ def finish_name(reason: FinishReason) -> FinishName:
 
 
 async def _events(
-    first: Piece, rest: Pieces, wanted: Wanted, shape: Shape, tells_usage: bool
+    first: Piece, rest: Pieces, wanted: GenerationRequest, shape: Shape, tells_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     written, cached = 0, [0] * len(wanted)
     try:
@@ -94,7 +96,7 @@ async def _ahead(first: Piece, rest: Pieces) -> AsyncGenerator[Piece, None]:
         yield piece
 
 
-async def _whole(pieces: Pieces, wanted: Wanted, shape: Shape) -> str:
+async def _whole(pieces: Pieces, wanted: GenerationRequest, shape: Shape) -> str:
     parts: list[list[Piece]] = [[] for _ in range(len(wanted))]
     async with aclosing(pieces):
         async for piece in pieces:
@@ -114,7 +116,7 @@ def _join(parts: list[Piece]) -> Piece:
     )
 
 
-def _usage(wanted: Wanted, written: int, cached: Sequence[int]) -> Usage:
+def _usage(wanted: GenerationRequest, written: int, cached: Sequence[int]) -> Usage:
     """A prompt with several answers was read once, by the one that found least of it cached."""
     read = sum(map(len, wanted.prompts))
     found = sum(min(cached[i : i + wanted.choices]) for i in range(0, len(cached), wanted.choices))

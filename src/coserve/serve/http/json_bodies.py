@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from coserve.serve.answering.price import MOST_JSON_NUMBERS, MOST_JSON_VALUES
+from coserve.serve.answering.cost import MOST_JSON_NUMBERS, MOST_JSON_VALUES
 from coserve.serve.errors import ApiError
 from coserve.serve.state import state_of
 

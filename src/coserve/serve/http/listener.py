@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from coserve.serve.answering.price import MOST_HEADER_BYTES
+from coserve.serve.answering.cost import MOST_HEADER_BYTES
 from coserve.serve.http.connections import Connection, ConnectionLimits, Connections
 from coserve.serve.http.shedding import LoadShedder
 

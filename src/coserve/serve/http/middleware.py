@@ -11,7 +11,7 @@ from fastapi import HTTPException
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coserve.serve.answering.price import MOST_HEADER_BYTES, MOST_URL_BYTES
+from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
 from coserve.serve.errors import ApiError
 
 _LONGEST_ID = 128

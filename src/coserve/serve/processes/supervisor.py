@@ -32,7 +32,7 @@ from coserve.serve.settings import ApiStart, ServerSettings
 from coserve.serve.store.durable import sweep_checkpoints
 from coserve.serve.store.private import OWNER_ONLY
 from coserve.wire.control import EngineStart, encode_line
-from coserve.wire.launch import GENTLY
+from coserve.wire.launch import LOW_PRIORITY
 
 BACKLOG = 2048  # connections that wait while the API starts again
 CHECKPOINT_SECONDS = 60.0  # beyond the drain, for jobs to write their checkpoints
@@ -47,7 +47,7 @@ class Commands:
 
     api: Sequence[str] = (*_LAUNCH, "coserve.serve.main")
     engine: Sequence[str] = (*_LAUNCH, "coserve.engine.process")
-    standby: Sequence[str] = (*_LAUNCH, GENTLY, "coserve.engine.process")
+    standby: Sequence[str] = (*_LAUNCH, LOW_PRIORITY, "coserve.engine.process")
 
 
 def serve(

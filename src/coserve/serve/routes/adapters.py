@@ -6,13 +6,13 @@ import asyncio
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
+from coserve.serve.adapter_registry.imports import folder_below
+from coserve.serve.adapter_registry.registry import base_warning, import_adapter, pin_adapter, remove_adapter
 from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.routes.models import card_of
 from coserve.serve.schema.models import LoadAdapterRequest, ModelCard, UnloadAdapterRequest
-from coserve.serve.shelf.imports import folder_below
-from coserve.serve.shelf.shelf import base_warning, import_adapter, pin_adapter, remove_adapter
 from coserve.serve.state import Shared
 
 router = APIRouter(route_class=JsonRoute, tags=["Adapters"])

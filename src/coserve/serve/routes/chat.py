@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from coserve.serve.answering.answers import Piece
-from coserve.serve.answering.asking import Asker, Wanted
+from coserve.serve.answering.asking import Asker, GenerationRequest
 from coserve.serve.answering.logprobs import chat_logprobs
 from coserve.serve.answering.replies import common_fields, finish_name, reply
 from coserve.serve.errors import error_responses
@@ -48,7 +48,7 @@ async def create_chat_completion(
 
 
 class _Shape:
-    def __init__(self, text: Text, wanted: Wanted, tells_usage: bool) -> None:
+    def __init__(self, text: Text, wanted: GenerationRequest, tells_usage: bool) -> None:
         self._text, self._wanted = text, wanted
         self._has_begun = False
         self._common = common_fields(wanted)

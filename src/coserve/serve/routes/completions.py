@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from coserve.serve.answering.answers import Piece, Scored
-from coserve.serve.answering.asking import Asker, Wanted
+from coserve.serve.answering.asking import Asker, GenerationRequest
 from coserve.serve.answering.logprobs import completion_logprobs
 from coserve.serve.answering.replies import common_fields, finish_name, reply
 from coserve.serve.errors import error_responses
@@ -44,7 +44,7 @@ async def create_completion(
 
 
 class _Shape:
-    def __init__(self, text: Text, wanted: Wanted, body: CompletionRequest) -> None:
+    def __init__(self, text: Text, wanted: GenerationRequest, body: CompletionRequest) -> None:
         self._text, self._wanted, self._echo, self._logprobs = text, wanted, bool(body.echo), body.logprobs
         self._offsets: dict[int, int] = {}  # of answers that have begun: characters before their own
         self._common: dict[str, Any] = {"object": "text_completion", **common_fields(wanted)}

@@ -77,7 +77,7 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         start_from=model.key,
     )
     await _check_job(state, job, training)
-    return _shown(state, await state.foreman.submit(job))
+    return _shown(state, await state.job_controller.submit(job))
 
 
 async def _check_job(state: State, job: Job, training: File) -> None:
@@ -125,19 +125,19 @@ async def retrieve_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
 @router.post("/{job_id}/cancel", responses=error_responses(404, 409), summary="Cancel a job")
 async def cancel_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Ends a job for good. Its checkpoints stay."""
-    return _shown(state, await state.foreman.cancel(await _find(state, caller, job_id)))
+    return _shown(state, await state.job_controller.cancel(await _find(state, caller, job_id)))
 
 
 @router.post("/{job_id}/pause", responses=error_responses(404, 409), summary="Pause a job")
 async def pause_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Stops a job after a checkpoint, so that it can be resumed."""
-    return _shown(state, await state.foreman.pause(await _find(state, caller, job_id)))
+    return _shown(state, await state.job_controller.pause(await _find(state, caller, job_id)))
 
 
 @router.post("/{job_id}/resume", responses=error_responses(404, 409), summary="Resume a job")
 async def resume_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Lets a paused job go on from where it was."""
-    return _shown(state, await state.foreman.resume(await _find(state, caller, job_id)))
+    return _shown(state, await state.job_controller.resume(await _find(state, caller, job_id)))
 
 
 @router.get("/{job_id}/events", responses=error_responses(404), summary="List a job's events")
@@ -216,7 +216,7 @@ def _shown(state: State, job: Job) -> JobObject:
             "id": job.id,
             "model": job.model,
             "status": job.status,
-            "waiting_for": state.foreman.reason(job),
+            "waiting_for": state.job_controller.reason(job),
             "created_at": job.created,
             "finished_at": job.finished,
             "estimated_finish": finish,

@@ -2,11 +2,11 @@
 
 from fastapi import APIRouter
 
+from coserve.serve.adapter_registry.catalog import Model
+from coserve.serve.adapter_registry.registry import remove_adapter
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.schema.models import ModelCard, ModelDeleted, ModelList
-from coserve.serve.shelf.catalog import Model
-from coserve.serve.shelf.shelf import remove_adapter
 from coserve.serve.state import Shared, State
 
 router = APIRouter(tags=["Models"])

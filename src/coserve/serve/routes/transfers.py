@@ -9,12 +9,12 @@ from typing import Annotated
 from fastapi import APIRouter, Form, UploadFile
 from fastapi.responses import FileResponse
 
+from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
+from coserve.serve.adapter_registry.registry import base_warning, import_adapter
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.routes.models import card_of
 from coserve.serve.schema.models import AdapterName, ModelCard
-from coserve.serve.shelf.imports import CONFIG, WEIGHTS
-from coserve.serve.shelf.shelf import base_warning, import_adapter
 from coserve.serve.state import Shared, State
 
 router = APIRouter(tags=["Adapters"])

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coserve.serve.answering.price import MOST_MESSAGES, MOST_PARTS
+from coserve.serve.answering.cost import MOST_MESSAGES, MOST_PARTS
 from coserve.serve.schema.common import (
     Alternatives,
     Asked,

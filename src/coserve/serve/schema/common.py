@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from coserve.serve.answering.price import (
+from coserve.serve.answering.cost import (
     LONGEST_NAME,
     LONGEST_STOP,
     MOST_ALTERNATIVES,

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coserve.serve.answering.price import MOST_PROMPT_TOKENS, MOST_PROMPTS
+from coserve.serve.answering.cost import MOST_PROMPT_TOKENS, MOST_PROMPTS
 from coserve.serve.schema.common import Alternatives, FinishName, Generation, Tier, TokenId, Usage, Words
 from coserve.serve.schema.unsupported import without_unsupported_completion
 

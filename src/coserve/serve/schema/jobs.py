@@ -8,7 +8,7 @@ import msgspec
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from coserve.serve.answering.price import LONGEST_NAME
+from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.schema.common import Asked, Metadata
 
 MOST_SEED: Final = 2**31 - 1

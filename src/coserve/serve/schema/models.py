@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from coserve.serve.answering.price import LONGEST_NAME
+from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.schema.common import Asked
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from coserve.train.keep import Fate
 from coserve.train.pruning.graph import Graph, border, needed, prune
+from coserve.train.save_policy import Fate
 
 ATTENTION: Final = "attention"  # as the name of a seam; others are paths of linears
 DEAR: Final = 0.1  # of the layer's operations: what takes as much is kept, not computed again

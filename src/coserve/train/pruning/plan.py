@@ -11,10 +11,10 @@ from coserve.adapters.bypass import exact_type
 from coserve.adapters.lowrank import is_plain
 from coserve.errors import UnsupportedModel
 from coserve.model.base import Base
-from coserve.train.keep import Fate, Fates, Keep, KeepSetting
 from coserve.train.pruning.choice import ATTENTION, Choice
 from coserve.train.pruning.layers import Direction, Modelled, choices, sketch_of
 from coserve.train.pruning.table import Explained, explain
+from coserve.train.save_policy import Fate, Fates, SavePolicy, SavePolicySetting
 
 Choices = Mapping[int, Choice]
 
@@ -23,7 +23,7 @@ Choices = Mapping[int, Choice]
 _LARGE: Final = 1 << 24
 
 
-def fates_of(base: Base, adapter: AdapterVersion, keep: KeepSetting, rows: int) -> Fates:
+def fates_of(base: Base, adapter: AdapterVersion, keep: SavePolicySetting, rows: int) -> Fates:
     """For micro-batches of at most `rows` rows. A layer that cannot be traced keeps its input alone, and so
     do all of a small base where no more is asked for."""
     model = Modelled.of(type(base.model), base.model.config)
@@ -34,7 +34,7 @@ def fates_of(base: Base, adapter: AdapterVersion, keep: KeepSetting, rows: int) 
     attention: dict[int, Fate] = {}
     nbytes = 0.0
     for layer, choice in traced.items():
-        own = choice.everything() if keep is Keep.EVERYTHING else choice.fates(kept[layer])
+        own = choice.everything() if keep is SavePolicy.EVERYTHING else choice.fates(kept[layer])
         nbytes += choice.nbytes(own)
         attention[layer] = own.pop(ATTENTION)
         products.update({f"{base.slots[layer].path}.{path}": fate for path, fate in own.items()})
@@ -51,7 +51,7 @@ def fates_of(base: Base, adapter: AdapterVersion, keep: KeepSetting, rows: int) 
     return Fates(products, attention, lowest=lowest, nbytes=nbytes)
 
 
-def foresee(base: Base, adapter: AdapterVersion, keep: KeepSetting) -> None:
+def foresee(base: Base, adapter: AdapterVersion, keep: SavePolicySetting) -> None:
     """Traces what a job that trains this adapter will ask about, which takes most of a second once: steps can
     go on meanwhile, and find the answer there. Shapes are enough."""
     if _is_worth_it(base, keep):
@@ -59,17 +59,17 @@ def foresee(base: Base, adapter: AdapterVersion, keep: KeepSetting) -> None:
         choices(model, adapter, base.sites, base.dtype)
 
 
-def _is_worth_it(base: Base, keep: KeepSetting) -> bool:
+def _is_worth_it(base: Base, keep: SavePolicySetting) -> bool:
     """Whether layers are traced."""
-    return keep is not Keep.INPUTS or base.nbytes >= _LARGE
+    return keep is not SavePolicy.INPUTS or base.nbytes >= _LARGE
 
 
-def kept_seams(layers: Choices, keep: KeepSetting, room: float) -> dict[int, frozenset[str]]:
+def kept_seams(layers: Choices, keep: SavePolicySetting, room: float) -> dict[int, frozenset[str]]:
     """Which seams of each layer are kept; where `keep` is a budget, those that save most by the byte of all
     layers', as long as there are `room` bytes for a row of them."""
-    if keep is Keep.PRUNED:
+    if keep is SavePolicy.PRUNED:
         return {layer: choice.worthwhile() for layer, choice in layers.items()}
-    if isinstance(keep, Keep):
+    if isinstance(keep, SavePolicy):
         return dict.fromkeys(layers, frozenset())
     kept: dict[int, set[str]] = {layer: set() for layer in layers}
     offers = [(seam, layer) for layer, choice in layers.items() for seam in choice.seams]
@@ -87,13 +87,16 @@ def input_bytes(base: Base) -> int:
     return base.depth * base.hidden_size * width + cached * (width + exact)
 
 
-def _room(base: Base, keep: KeepSetting, rows: int) -> float:
+def _room(base: Base, keep: SavePolicySetting, rows: int) -> float:
     """Bytes that a row may take of what seams give."""
-    return 0.0 if isinstance(keep, Keep) else keep / rows - input_bytes(base)
+    return 0.0 if isinstance(keep, SavePolicy) else keep / rows - input_bytes(base)
 
 
 def explain_model(
-    config: PreTrainedConfig, dtype: torch.dtype, methods: Sequence[object], keep: Keep = Keep.PRUNED
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    methods: Sequence[object],
+    keep: SavePolicy = SavePolicy.PRUNED,
 ) -> list[Explained]:
     """What tapes of a model that is not loaded keep for a fresh adapter of these methods (their settings),
     layer by layer. Raises UnsupportedModel where it cannot be traced."""

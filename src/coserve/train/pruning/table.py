@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from coserve.train.keep import Fate
 from coserve.train.pruning.choice import ATTENTION, Choice
 from coserve.train.pruning.graph import Role, border
+from coserve.train.save_policy import Fate
 
 _CHEAP = 0.01  # of the layer's operations
 

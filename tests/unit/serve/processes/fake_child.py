@@ -1,4 +1,4 @@
-"""A child of the supervisor that does next to nothing: `fake_child.py api|engine FOLDER [--gently]`.
+"""A child of the supervisor that does next to nothing: `fake_child.py api|engine FOLDER [--low-priority]`.
 
 What it does is read, at each start, from FOLDER/<role>.mode; what happened is appended to FOLDER/events.
 """
@@ -41,7 +41,7 @@ def main() -> None:
     if mode == "dies":
         print("out of luck", file=sys.stderr)
         sys.exit(7)
-    if "--gently" in sys.argv and mode == "imports":
+    if "--low-priority" in sys.argv and mode == "imports":
         note("imports")
         while not (folder / "imported").exists() and not orders.poll(10):
             pass

@@ -38,7 +38,7 @@ if "--unprivileged" in sys.argv:
     from coserve.serve.processes.process import Process
     Process.hurry = lambda self: False
 engine = (sys.executable, child, "engine", folder)
-commands = supervisor.Commands((sys.executable, child, "api", folder), engine, (*engine, "--gently"))
+commands = supervisor.Commands((sys.executable, child, "api", folder), engine, (*engine, "--low-priority"))
 settings = ServerSettings(
     model="m", name="base", state=Path(folder) / "state", port=0, drain_seconds=1, watchdog_seconds=2
 )

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from coserve import Keep, LoRAConfig
+from coserve import LoRAConfig, SavePolicy
 from coserve.model.base import Base
-from coserve.train.keep import Fates
 from coserve.train.pruning import layers, plan
 from coserve.train.pruning.once import TRACING, Once
+from coserve.train.save_policy import Fates
 from coserve.train.trainer import sketch_adapter
 from methods import engine_of
 
@@ -37,8 +37,8 @@ def nothing_known() -> Iterator[None]:
 
 def fates(base: Base, target: str, rank: int) -> Fates:
     adapter = sketch_adapter(base, "mine", LoRAConfig(rank=rank, targets=(target,)), 0)
-    plan.foresee(base, adapter, Keep.PRUNED)
-    return plan.fates_of(base, adapter, Keep.PRUNED, 16)
+    plan.foresee(base, adapter, SavePolicy.PRUNED)
+    return plan.fates_of(base, adapter, SavePolicy.PRUNED, 16)
 
 
 def test_threads_that_trace_get_what_one_thread_gets(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:

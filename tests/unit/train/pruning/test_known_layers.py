@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, OPTConfig
 
-from coserve import Keep, LoRAConfig
+from coserve import LoRAConfig, SavePolicy
 from coserve.adapters.methods.bitfit import BitFitConfig
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
@@ -32,7 +32,7 @@ OPT = OPTConfig(
 LEAST = 2 * (HIDDEN + 2 * GROUPED + HIDDEN) + 4 * 4 + 2 * 2 * WIDE
 
 
-def middle(config: object, keep: Keep = Keep.PRUNED) -> Explained:
+def middle(config: object, keep: SavePolicy = SavePolicy.PRUNED) -> Explained:
     """Of a Llama's layers that have trained ones below."""
     return explain_model(LLAMA, torch.bfloat16, [config], keep)[-1]
 
@@ -81,7 +81,7 @@ def test_products_that_only_end_in_sums_or_in_the_cache_are_pruned() -> None:
 
 
 def test_inputs_alone() -> None:
-    explained = middle(LoRAConfig(rank=4), Keep.INPUTS)
+    explained = middle(LoRAConfig(rank=4), SavePolicy.INPUTS)
     assert explained.kept == 2 * (HIDDEN + 2 * GROUPED)
     assert set(fates(explained).values()) == {"recomputed", "pruned"}
 

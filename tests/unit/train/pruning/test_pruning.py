@@ -2,9 +2,9 @@
 
 import pytest
 
-from coserve.train.keep import Fate
 from coserve.train.pruning.choice import ATTENTION, Choice
 from coserve.train.pruning.graph import Graph, Operator, Role, Value, border, needed, prune
+from coserve.train.save_policy import Fate
 
 
 def graph_of(

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from coserve import Keep, LoRAConfig
+from coserve import LoRAConfig, SavePolicy
 from coserve.model.base import Base
-from coserve.train.keep import Fate, KeepSetting
 from coserve.train.pruning import plan
+from coserve.train.save_policy import Fate, SavePolicySetting
 from coserve.train.trainer import fresh_adapter
 from methods import engine_of
 
@@ -32,11 +32,11 @@ def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "choices", refuse)
 
 
-def decide(base: Base, keep: KeepSetting) -> Any:
+def decide(base: Base, keep: SavePolicySetting) -> Any:
     return plan.fates_of(base, fresh_adapter(base, "mine", METHOD, 0), keep, 16)
 
 
-def foresee(base: Base, keep: KeepSetting) -> None:
+def foresee(base: Base, keep: SavePolicySetting) -> None:
     plan.foresee(base, fresh_adapter(base, "mine", METHOD, 0), keep)
 
 
@@ -46,7 +46,7 @@ BOTH = pytest.mark.parametrize("ask", [decide, foresee])
 @BOTH
 def test_inputs_alone_of_a_small_base_are_not_worth_a_trace(ask: Callable[..., Any], base: Base) -> None:
     assert base.nbytes < plan._LARGE
-    ask(base, Keep.INPUTS)
+    ask(base, SavePolicy.INPUTS)
 
 
 @BOTH
@@ -54,23 +54,23 @@ def test_of_a_large_base_they_are(
     ask: Callable[..., Any], base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "_LARGE", base.nbytes + 1)
-    ask(base, Keep.INPUTS)
+    ask(base, SavePolicy.INPUTS)
     monkeypatch.setattr(plan, "_LARGE", base.nbytes)
     with pytest.raises(Traced):
-        ask(base, Keep.INPUTS)
+        ask(base, SavePolicy.INPUTS)
 
 
 @BOTH
-@pytest.mark.parametrize("keep", [Keep.PRUNED, Keep.EVERYTHING, 1 << 20])
+@pytest.mark.parametrize("keep", [SavePolicy.PRUNED, SavePolicy.EVERYTHING, 1 << 20])
 def test_whoever_keeps_more_than_inputs_has_layers_traced(
-    keep: KeepSetting, ask: Callable[..., Any], base: Base
+    keep: SavePolicySetting, ask: Callable[..., Any], base: Base
 ) -> None:
     with pytest.raises(Traced):
         ask(base, keep)
 
 
 def test_without_a_trace_what_lies_below_the_adapter_is_still_not_computed(base: Base) -> None:
-    fates = decide(base, Keep.INPUTS)
+    fates = decide(base, SavePolicy.INPUTS)
     assert fates.lowest == 1
     found = {layer: fates.of(f"model.layers.{layer}.mlp.down_proj") for layer in range(base.depth)}
     assert found == {0: Fate.UNUSED, 1: Fate.COMPUTED, 2: Fate.COMPUTED}

@@ -3,24 +3,26 @@ from typing import Any
 
 import pytest
 
-from coserve.serve.answering import price as prices
-from coserve.serve.answering.price import Ask, Limits, price
+from coserve.serve.answering import cost as costs
+from coserve.serve.answering.cost import Limits, RequestSize, request_cost
 from coserve.serve.errors import ApiError
 
 LIMITS = Limits(positions=2048, cache_tokens=4096, choices=16, sequences=64)
 
 
 def test_the_price_grows_with_everything_that_makes_work() -> None:
-    plain = Ask((100,), max_tokens=50)
-    base = price(plain, LIMITS).total
+    plain = RequestSize((100,), max_tokens=50)
+    base = request_cost(plain, LIMITS).total
     assert base == 100 + 2 * 50
     dearer: dict[str, Any] = {
         "prompts": (101,), "choices": 2, "max_tokens": 51, "alternatives": 1, "biases": 1, "grammar_bytes": 1,
     }  # fmt: skip
     for name, value in dearer.items():
-        assert price(replace(plain, **{name: value}), LIMITS).total > base, name
+        assert request_cost(replace(plain, **{name: value}), LIMITS).total > base, name
     scored = replace(plain, alternatives=5, scores_prompt=True)
-    assert price(scored, LIMITS).total > price(replace(scored, scores_prompt=False), LIMITS).total
+    assert (
+        request_cost(scored, LIMITS).total > request_cost(replace(scored, scores_prompt=False), LIMITS).total
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,30 +42,30 @@ def test_the_price_grows_with_everything_that_makes_work() -> None:
 )
 def test_nothing_is_unbounded(param: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
-        price(Ask(**{"prompts": (100,), "max_tokens": 10, **fields}), LIMITS)
+        request_cost(RequestSize(**{"prompts": (100,), "max_tokens": 10, **fields}), LIMITS)
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
 def test_each_bound_is_reached_without_harm() -> None:
-    ask = Ask(
+    ask = RequestSize(
         (1,) * 4, 16, 10, alternatives=20, stops=("a" * 256,) * 16, biases=1024, grammar_bytes=64 * 1024
     )
-    assert price(ask, LIMITS).max_tokens == (10,) * 4
+    assert request_cost(ask, LIMITS).max_tokens == (10,) * 4
 
 
 def test_the_whole_has_a_bound_beyond_its_parts() -> None:
     large = Limits(positions=10**6, cache_tokens=10**6, choices=16, sequences=64)
-    assert price(Ask((1000,), 1, 10**5), large).total < prices.MOST_COST
+    assert request_cost(RequestSize((1000,), 1, 10**5), large).total < costs.MOST_COST
     with pytest.raises(ApiError, match="split it"):
-        price(Ask((1000,), 16, 10**6 - 1000), large)
+        request_cost(RequestSize((1000,), 16, 10**6 - 1000), large)
 
 
 def test_what_is_left_to_the_model_is_the_room_there_is() -> None:
-    assert price(Ask((48, 2047)), LIMITS).max_tokens == (2000, 1)
-    assert price(Ask((48,)), replace(LIMITS, cache_tokens=100)).max_tokens == (52,)
+    assert request_cost(RequestSize((48, 2047)), LIMITS).max_tokens == (2000, 1)
+    assert request_cost(RequestSize((48,)), replace(LIMITS, cache_tokens=100)).max_tokens == (52,)
     with pytest.raises(ApiError, match="takes 2048 tokens"):
-        price(Ask((2048,)), LIMITS)
+        request_cost(RequestSize((2048,)), LIMITS)
 
 
 def test_scoring_a_prompt_needs_no_room_for_an_answer() -> None:
-    assert price(Ask((2048,), max_tokens=0, scores_prompt=True), LIMITS).max_tokens == (0,)
+    assert request_cost(RequestSize((2048,), max_tokens=0, scores_prompt=True), LIMITS).max_tokens == (0,)

@@ -64,7 +64,7 @@ class _Entry(Generic[I]):
     failed: bool = False  # the last time; it is not brought in for its pin alone
 
 
-class Residence(Generic[I]):
+class AdapterCache(Generic[I]):
     """Keeps `room()` bytes in use at most. Everything happens in one thread."""
 
     def __init__(self, mover: Mover[I], room: Callable[[], int]) -> None:

@@ -28,7 +28,7 @@ from coserve.serve.store.durable import drop_resume_state, sweep
 from coserve.serve.store.news import Mark
 from coserve.serve.store.records import FINAL, Job
 from coserve.serve.store.store import Store
-from coserve.serve.training.harvest import Harvest
+from coserve.serve.training.artifacts import Artifacts
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
 from coserve.wire.messages import (
     Fault,
@@ -60,7 +60,7 @@ _CODES: Final = {
 }
 
 
-class Foreman:
+class JobController:
     """Takes the link's news and connections. One thing happens at a time.
 
     Raises nothing for what engines report; a full disk at the end of a job fails that job.
@@ -68,7 +68,7 @@ class Foreman:
 
     def __init__(self, settings: ServerSettings, store: Store, link: EngineLink) -> None:
         self._settings, self._store, self._link = settings, store, link
-        self._harvest = Harvest(store)
+        self._artifacts = Artifacts(store)
         self._turn = asyncio.Lock()
         self._draining = False
         self._generation = ""
@@ -249,7 +249,7 @@ class Foreman:
             await self._store.news.skip(mark)
             return
         try:
-            adapter, result = await self._harvest.bring_in(job, news.step)
+            adapter, result = await self._artifacts.bring_in(job, news.step)
         except (OSError, AdapterError) as error:
             log.error("the adapter of %s cannot be kept: %s", job.id, error)
             await self._failed(mark, job.id, Fault("AdapterError", f"the adapter cannot be kept: {error}"))

@@ -7,16 +7,16 @@ from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.draft import Draft
-from coserve.schedule.filling import Filler, in_order
+from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Allowance
 from coserve.schedule.segments import training_segment
+from coserve.schedule.training_packer import TrainingPacker, in_order
 
 DEPTH = 16
 CONFIG = SchedulerConfig(layers=DEPTH, max_positions=1024)
 
 
-def micro_batch(rows: int = 700, direction: Direction = Direction.KEEP) -> MicroBatch:
+def micro_batch(rows: int = 700, direction: Direction = Direction.TRAIN_FORWARD) -> MicroBatch:
     """A micro-batch that has just begun to travel in `direction`."""
     batch = MicroBatch(9, "job", "a@0", (rows,), DEPTH)
     while batch.direction is not direction:
@@ -24,27 +24,27 @@ def micro_batch(rows: int = 700, direction: Direction = Direction.KEEP) -> Micro
     return batch
 
 
-def draft(inference: bool) -> Draft:
-    it = Draft(0.0)
+def builder(inference: bool) -> PlanBuilder:
+    it = PlanBuilder(0.0)
     if inference:
         sequence = Sequence(1, Request("r", (1,) * 50))
         it.add(sequence, 50)
     return it
 
 
-def fill(batch: MicroBatch, seconds: float, inference: bool = True, **allowance: object) -> Draft:
-    it = draft(inference)
+def fill(batch: MicroBatch, seconds: float, inference: bool = True, **allowance: object) -> PlanBuilder:
+    it = builder(inference)
     options = {"rows": 512} | allowance
-    Filler(it, Allowance(seconds, **options), CostModel(), CONFIG).window(batch)  # type: ignore[arg-type]
+    TrainingPacker(it, Allowance(seconds, **options), CostModel(), CONFIG).window(batch)  # type: ignore[arg-type]
     return it
 
 
-def added(it: Draft, inference: bool = True) -> float:
+def added(it: PlanBuilder, inference: bool = True) -> float:
     whole = CostModel().predict(Plan(tuple(it.inference), tuple(it.training), tuple(it.updates)))
     return whole - (CostModel().predict(Plan(tuple(it.inference))) if inference else 0.0)
 
 
-@pytest.mark.parametrize("direction", [Direction.KEEP, Direction.LOSS, Direction.BACKWARD])
+@pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD])
 @pytest.mark.parametrize("inference", [False, True])
 def test_the_budget_is_used_and_kept(direction: Direction, inference: bool) -> None:
     last = 0
@@ -60,7 +60,7 @@ def test_the_budget_is_used_and_kept(direction: Direction, inference: bool) -> N
 def test_no_other_rung_would_do_more() -> None:
     model, batch, seconds = CostModel(), micro_batch(direction=Direction.BACKWARD), 0.03
     (chosen,) = fill(batch, seconds).training
-    inference = tuple(draft(True).inference)
+    inference = tuple(builder(True).inference)
     for rows in (512, 256, 128, 64, 32):
         for layers in range(2, DEPTH + 1):
             other = training_segment(batch, 700 - rows, rows, Direction.BACKWARD, Span(DEPTH - layers, DEPTH))
@@ -68,7 +68,7 @@ def test_no_other_rung_would_do_more() -> None:
                 assert rows * layers <= chosen.length * len(chosen.span)
 
 
-@pytest.mark.parametrize("direction", [Direction.KEEP, Direction.BACKWARD])
+@pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.BACKWARD])
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_window_that_may_not_be_cut_stays_whole_or_waits(direction: Direction, inference: bool) -> None:
     layer = added(fill(micro_batch(400, direction), 0.0, inference, minimum=INFINITE, cut=False), inference)
@@ -119,10 +119,10 @@ def test_losses_may_come_in_quarters_of_the_smallest_window() -> None:
 
 
 def test_the_minimum_is_for_the_first_piece_only() -> None:
-    it = draft(True)
-    filler = Filler(it, Allowance(0.0, 512, minimum=INFINITE), CostModel(), CONFIG)
-    assert filler.window(micro_batch())
-    assert not filler.window(micro_batch())
+    it = builder(True)
+    packer = TrainingPacker(it, Allowance(0.0, 512, minimum=INFINITE), CostModel(), CONFIG)
+    assert packer.window(micro_batch())
+    assert not packer.window(micro_batch())
     assert len(it.training) == 1
 
 
@@ -137,18 +137,18 @@ def test_only_one_job_may_travel() -> None:
 
 
 def test_an_update_is_paid_for() -> None:
-    it = draft(True)
-    filler = Filler(it, Allowance(0.0051, 512), CostModel(), CONFIG)
-    assert filler.update("job")
-    assert filler.left == pytest.approx(0.0001)
-    assert not filler.update("other")
+    it = builder(True)
+    packer = TrainingPacker(it, Allowance(0.0051, 512), CostModel(), CONFIG)
+    assert packer.update("job")
+    assert packer.left == pytest.approx(0.0001)
+    assert not packer.update("other")
     assert it.updates == ["job"]
 
 
 def test_where_no_window_has_that_room_the_largest_runs() -> None:
     weights = dict.fromkeys(CostModel().weights, 0.0) | {"backward_layers": 1.0 * DEPTH}
-    it = draft(True)
-    Filler(it, Allowance(1.5, 512), CostModel(weights), CONFIG).window(
+    it = builder(True)
+    TrainingPacker(it, Allowance(1.5, 512), CostModel(weights), CONFIG).window(
         micro_batch(direction=Direction.BACKWARD)
     )
     assert [(segment.length, len(segment.span)) for segment in it.training] == [(512, 1)]
@@ -157,11 +157,11 @@ def test_where_no_window_has_that_room_the_largest_runs() -> None:
 def test_forward_before_the_rest() -> None:
     back = training_segment(micro_batch(), 0, 1, Direction.BACKWARD, Span(0, 1))
     loss = training_segment(micro_batch(), 0, 1, Direction.LOSS, Span(DEPTH, DEPTH + 1))
-    keep = training_segment(micro_batch(), 0, 1, Direction.KEEP, Span(0, 1))
+    keep = training_segment(micro_batch(), 0, 1, Direction.TRAIN_FORWARD, Span(0, 1))
     assert in_order([back, loss, keep]) == (keep, back, loss)
 
 
-@pytest.mark.parametrize("direction", [Direction.KEEP, Direction.LOSS, Direction.BACKWARD])
+@pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD])
 @pytest.mark.parametrize("rows", [512, 16, None])
 def test_a_fixed_window_is_never_cut(direction: Direction, rows: int | None) -> None:
     """Whatever the allowance: a micro-batch is always cut at the same rows, from the end it starts at."""
@@ -172,8 +172,8 @@ def test_a_fixed_window_is_never_cut(direction: Direction, rows: int | None) -> 
     for seconds in (0.001, 0.02, 0.004) * 200:
         if batch.done or batch.direction is not direction:
             break
-        it = draft(False)
-        Filler(it, Allowance(seconds, rows=rows, minimum=INFINITE), CostModel(), config).window(batch)
+        it = builder(False)
+        TrainingPacker(it, Allowance(seconds, rows=rows, minimum=INFINITE), CostModel(), config).window(batch)
         (segment,) = it.training
         windows.append((segment.start, segment.length))
         batch.advance(segment.start, segment.length, segment.span)
@@ -185,19 +185,19 @@ def test_a_fixed_window_is_never_cut(direction: Direction, rows: int | None) -> 
     assert batch.direction is not direction or batch.done
 
 
-@pytest.mark.parametrize("direction", [Direction.KEEP, Direction.LOSS, Direction.BACKWARD])
+@pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD])
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_one_job_leaves_of_a_quantum_cuts_no_window_of_the_next(
     direction: Direction, inference: bool
 ) -> None:
     """Beside answers every bit counts; without them the next window waits for a step where it stays whole."""
     first, second = micro_batch(128, direction), micro_batch(512, direction)
-    it = draft(inference)
-    filler = Filler(it, Allowance(1.0, rows=512), CostModel(), CONFIG)
-    assert filler.window(first) and it.training[0].length == 128
-    filler.left = added(fill(second, 1.0, inference, rows=64), inference)
-    filler.left /= 1 if direction is Direction.LOSS else DEPTH
-    assert filler.window(second) is inference
+    it = builder(inference)
+    packer = TrainingPacker(it, Allowance(1.0, rows=512), CostModel(), CONFIG)
+    assert packer.window(first) and it.training[0].length == 128
+    packer.left = added(fill(second, 1.0, inference, rows=64), inference)
+    packer.left /= 1 if direction is Direction.LOSS else DEPTH
+    assert packer.window(second) is inference
     assert all(segment.length < 512 for segment in it.training)
-    filler.left = 10.0
-    assert filler.window(second) and it.training[-1].length == 512
+    packer.left = 10.0
+    assert packer.window(second) and it.training[-1].length == 512

@@ -26,7 +26,7 @@ class Job:
         return self.is_due or bool(self.micro_batches)
 
 
-class Book:
+class TrainingQueue:
     """All jobs. Turns go by weighted fair queueing: least virtual time first."""
 
     def __init__(self, in_flight: int) -> None:
@@ -57,7 +57,7 @@ class Book:
         job.progress = max(job.progress, self._clock)
         job.served_at = None
 
-    def weigh(self, name: str, weight: float) -> None:
+    def set_weight(self, name: str, weight: float) -> None:
         """Changes a job's weight; what it was served before stays as it was counted."""
         self._jobs[name].weight = weight
 

@@ -2,7 +2,7 @@
 
 The unit is one prompt token through the model. A generated token counts twice, for it takes a step of its
 own; what comes beside tokens (log-probabilities, a grammar's masks, biases) counts in proportion to the work
-it makes. The price is an upper bound, known before the request may queue; fair shares are charged with what
+it makes. The cost is an upper bound, known before the request may queue; fair shares are charged with what
 was really done.
 """
 
@@ -34,9 +34,7 @@ MOST_BODY_BYTES = 8 * 2**20  # of requests for answers
 MOST_SMALL_BODY_BYTES = 2**20  # of everything else but uploads
 MOST_JSON_VALUES = 100_000  # strings, lists and objects in one body: 0.2 s to validate, beside the loop
 MOST_JSON_NUMBERS = 2**20  # other values: token ids
-MOST_CHARACTERS = (
-    128  # of a token; a prompt with more for each of the model's positions is not even tokenized
-)
+MOST_CHARACTERS = 128  # of a token; a prompt with more for each position of the model is not even tokenized
 MOST_PROMPT_TOKENS = 2**20  # that are looked at; models take far fewer
 LONGEST_NAME = 256  # characters, of a model
 
@@ -52,8 +50,8 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What of a request decides its price; `max_tokens` is None where it leaves that to the model."""
+class RequestSize:
+    """Counts of a request that decide its cost; `max_tokens` is None where it leaves that to the model."""
 
     prompts: Sequence[int]  # tokens in each
     choices: int = 1
@@ -67,45 +65,45 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class RequestCost:
     """`total` for the whole request; `max_tokens` that each of its answers may have, by prompt."""
 
     total: float
     max_tokens: tuple[int, ...]
 
 
-def price(ask: Ask, limits: Limits) -> Price:
+def request_cost(size: RequestSize, limits: Limits) -> RequestCost:
     """Raises ApiError 400, naming the parameter, for what is out of bounds."""
-    check_counts(ask, limits)
-    most = tuple(_most_tokens(length, ask, limits) for length in ask.prompts)
-    each = (_sequence_cost(length, tokens, ask) for length, tokens in zip(ask.prompts, most, strict=True))
-    total = ask.choices * (sum(each) + BIAS * ask.biases) + GRAMMAR_BYTE * ask.grammar_bytes
+    check_counts(size, limits)
+    most = tuple(_most_tokens(length, size, limits) for length in size.prompts)
+    each = (_sequence_cost(length, tokens, size) for length, tokens in zip(size.prompts, most, strict=True))
+    total = size.choices * (sum(each) + BIAS * size.biases) + GRAMMAR_BYTE * size.grammar_bytes
     if total > MOST_COST:
         message = (
             f"The request would cost {total:.0f} tokens' work and one may cost {MOST_COST:.0f}; split it."
         )
         raise ApiError(400, message, code="request_too_large")
-    return Price(total, most)
+    return RequestCost(total, most)
 
 
-def _sequence_cost(length: int, tokens: int, ask: Ask) -> float:
-    reported = 1.0 + ALTERNATIVE * ask.alternatives
-    prompt = length * PROMPT_TOKEN * (reported if ask.scores_prompt else 1.0)
-    answer = tokens * (ANSWER_TOKEN * reported + (MASKED_TOKEN if ask.grammar_bytes else 0.0))
+def _sequence_cost(length: int, tokens: int, size: RequestSize) -> float:
+    reported = 1.0 + ALTERNATIVE * size.alternatives
+    prompt = length * PROMPT_TOKEN * (reported if size.scores_prompt else 1.0)
+    answer = tokens * (ANSWER_TOKEN * reported + (MASKED_TOKEN if size.grammar_bytes else 0.0))
     return prompt + answer
 
 
-def check_counts(ask: Ask, limits: Limits) -> None:
+def check_counts(size: RequestSize, limits: Limits) -> None:
     """Raises ApiError 400 for more of anything than one request may have."""
-    sequences = len(ask.prompts) * ask.choices
-    _at_most("prompt", "prompts", len(ask.prompts), MOST_PROMPTS)
-    _at_most("n", "choices", ask.choices, limits.choices)
+    sequences = len(size.prompts) * size.choices
+    _at_most("prompt", "prompts", len(size.prompts), MOST_PROMPTS)
+    _at_most("n", "choices", size.choices, limits.choices)
     _at_most("n", "choices of all prompts", sequences, limits.sequences)
-    _at_most("logprobs", "alternatives", ask.alternatives, MOST_ALTERNATIVES)
-    _at_most("stop", "stop strings", len(ask.stops), MOST_STOPS)
-    _at_most("stop", "characters in a stop string", max(map(len, ask.stops), default=0), LONGEST_STOP)
-    _at_most("logit_bias", "biases", ask.biases, MOST_BIASES)
-    _at_most("response_format", "bytes of schema", ask.grammar_bytes, MOST_GRAMMAR_BYTES)
+    _at_most("logprobs", "alternatives", size.alternatives, MOST_ALTERNATIVES)
+    _at_most("stop", "stop strings", len(size.stops), MOST_STOPS)
+    _at_most("stop", "characters in a stop string", max(map(len, size.stops), default=0), LONGEST_STOP)
+    _at_most("logit_bias", "biases", size.biases, MOST_BIASES)
+    _at_most("response_format", "bytes of schema", size.grammar_bytes, MOST_GRAMMAR_BYTES)
 
 
 def _at_most(param: str, what: str, given: int, most: int) -> None:
@@ -114,13 +112,13 @@ def _at_most(param: str, what: str, given: int, most: int) -> None:
         raise ApiError(400, message, param=param, code="invalid_value")
 
 
-def _most_tokens(length: int, ask: Ask, limits: Limits) -> int:
+def _most_tokens(length: int, size: RequestSize, limits: Limits) -> int:
     """How long an answer to a prompt of `length` tokens may be: as asked for, or what room there is."""
     most = min(limits.positions, limits.cache_tokens)
     room = most - length
-    wanted = max(ask.max_tokens if ask.max_tokens is not None else 1, 0 if ask.scores_prompt else 1)
+    wanted = max(size.max_tokens if size.max_tokens is not None else 1, 0 if size.scores_prompt else 1)
     if wanted > room:
-        asked = f" and {ask.max_tokens} of {ask.max_tokens_name}" if ask.max_tokens is not None else ""
+        asked = f" and {size.max_tokens} of {size.max_tokens_name}" if size.max_tokens is not None else ""
         message = f"This model takes {most} tokens at most; the prompt has {length}{asked}. Shorten either."
         raise ApiError(400, message, param="prompt", code="context_length_exceeded")
-    return wanted if ask.max_tokens is not None else room
+    return wanted if size.max_tokens is not None else room

@@ -1,4 +1,4 @@
-"""Where AdamW's moments rest between two steps, if not beside the weights.
+"""Where AdamW's moments lie between two steps, if not beside the weights.
 
 They are twice as large as what they belong to, and needed for an instant of every iteration. FineInfer (3.3)
 lets go of them meanwhile; here they lie in slower memory, and come back as the same bits.
@@ -20,7 +20,7 @@ KINDS = ("exp_avg", "exp_avg_sq")  # AdamW's moments, each in the shape of its w
 _ALIGNED = 64  # bytes: what vector instructions like
 
 
-class Shelf(Protocol):
+class OptimizerOffload(Protocol):
     """A place for the moments of some slabs of weights, zero at first."""
 
     def bring(self, slab: int, kind: str) -> Tensor:
@@ -36,15 +36,17 @@ class Shelf(Protocol):
         ...
 
 
-MakeShelf = Callable[[Sequence[Tensor]], Shelf]  # of flat slabs of weights
+MakeOffload = Callable[[Sequence[Tensor]], OptimizerOffload]  # of flat slabs of weights
 
 
-def shelf_for(device: torch.device, folder: str) -> MakeShelf:
+def offload_for(device: torch.device, folder: str) -> MakeOffload:
     """Beside a GPU, the host's memory; beside a processor, files in `folder`."""
-    return partial(FileShelf, folder=folder) if device.type == "cpu" else partial(HostShelf, device=device)
+    return (
+        partial(FileOffload, folder=folder) if device.type == "cpu" else partial(HostOffload, device=device)
+    )
 
 
-class FileShelf:
+class FileOffload:
     """One file, mapped into memory. Steps write into the mapping; then the pages are given up, and the system
     keeps them or writes them out as it sees fit. The file has no name: nothing is left of it whatever ends
     the process.
@@ -82,7 +84,7 @@ class FileShelf:
         self._map.madvise(mmap.MADV_DONTNEED)  # a shared mapping: what was written stays in the file
 
 
-class HostShelf:
+class HostOffload:
     """The host's memory, pinned where a GPU can then copy faster."""
 
     def __init__(self, weights: Sequence[Tensor], device: torch.device) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
-from coserve.core.grid import COARSE, on_grid
+from coserve.core.row_buckets import COARSE, pad_rows
 from coserve.core.sequence import Span
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.loss import cross_entropy
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.model.graph import GraphRows, stand_in
-from coserve.train.keep import Fate
+from coserve.train.save_policy import Fate
 from coserve.train.tape import Tape
 from coserve.train.window import Pair, Past, Window, attend_window
 
@@ -75,7 +75,7 @@ class ReplayedRows(GraphRows):
         return stand_in(y, signed.view(y.shape))
 
 
-class Walk:
+class Backward:
     """The backward pass of one micro-batch. `bypasses` hold `leaves`; `accumulate(leaf, gradient)` takes what
     is found. `weight` scales the loss (one over the labels of the whole optimizer step)."""
 
@@ -101,7 +101,7 @@ class Walk:
         size = loss_rows(self._base.vocabulary)
         for chunk in torch.split(rows, size) if len(rows) else ():
             count = len(chunk)
-            missing = on_grid(count) - count
+            missing = pad_rows(count) - count
             leaf = F.pad(hidden[chunk], (0, 0, 0, missing))[None].requires_grad_()
             with torch.enable_grad():
                 logits = self._base.tail(leaf, rows_in_graph)
@@ -111,20 +111,20 @@ class Walk:
             gradient[chunk] = found[0][0, :count]
             self.add_up(late, found[1:])
             self.tape.loss += loss
-        self.tape.put_down(window, gradient[None])
+        self.tape.put_gradient(window, gradient[None])
 
-    def set_out(self, window: Window, span: Span, bypasses: Bypasses) -> "Returning":
+    def start(self, window: Window, span: Span, bypasses: Bypasses) -> "BackwardWindow":
         """A window that goes back through layers of `span`, as many as lie above the lowest that trains."""
         layers = range(span.last - 1, max(span.first, self._lowest) - 1, -1)
         calls, gradient = self.tape.calls_for(window), self.tape.picked_up(window)
-        return Returning(self, window, span, layers, bypasses, calls, gradient)
+        return BackwardWindow(self, window, span, layers, bypasses, calls, gradient)
 
-    def arrive(self, returning: "Returning") -> None:
+    def finish(self, window: "BackwardWindow") -> None:
         """Puts a window down below the last of its layers, or takes it to what stands before all."""
-        if returning.span.first > max(self._lowest, 0):
-            self.tape.put_down(returning.window, returning.gradient)
+        if window.span.first > max(self._lowest, 0):
+            self.tape.put_gradient(window.window, window.gradient)
         elif self._lowest == EMBEDDED:
-            self._through_embedding(returning.window, returning.bypasses, returning.gradient)
+            self._through_embedding(window.window, window.bypasses, window.gradient)
 
     def _through_embedding(self, window: Window, bypasses: Bypasses, gradient: Tensor) -> None:
         """To what stands before the first layer: beside the embedding, and as virtual tokens. What is owed to
@@ -151,26 +151,26 @@ class Walk:
             if gradient is not None:  # an expert no row was routed to
                 self._accumulate(leaf, gradient)
 
-    def through_layer(self, layer: int, returning: "Returning") -> None:
+    def through_layer(self, layer: int, window: "BackwardWindow") -> None:
         """Re-runs `layer` and goes back through it: from the gradient for its output to the one for its
         input [1, rows, width]."""
-        rows = ReplayedRows(self.tape, returning.window, returning.bypasses)
+        rows = ReplayedRows(self.tape, window.window, window.bypasses)
         leaves = self.leaves(layer)
-        asks = returning.asks(layer)
-        x = returning.input(layer).requires_grad_(asks)
-        rows.past = self.tape.past(layer, returning.window).as_leaves()
+        asks = window.asks(layer)
+        x = window.input(layer).requires_grad_(asks)
+        rows.past = self.tape.past(layer, window.window).as_leaves()
         past = rows.past.tensors
         with torch.enable_grad(), self._base.cell.set(rows):
-            out = self._base.layer(layer, x, returning.calls)
-        outputs, gradients = [out], [returning.gradient]
-        owed = returning.owed(layer)
+            out = self._base.layer(layer, x, window.calls)
+        outputs, gradients = [out], [window.gradient]
+        owed = window.owed(layer)
         if owed is not None:
             assert rows.current is not None, "only keys and values of its own are owed anything"
             outputs += rows.current
             gradients += owed
         found = vjp(outputs, gradients, [*leaves, *past, *((x,) if asks else ())])
         own, earlier = found[: len(leaves)], found[len(leaves) : len(leaves) + len(past)]
-        returning.take(layer, own, earlier, found[-1] if asks else None)
+        window.take(layer, own, earlier, found[-1] if asks else None)
 
     def leaves(self, layer: int) -> tuple[Tensor, ...]:
         """What trains in a layer."""
@@ -183,11 +183,11 @@ class Walk:
 
 
 @dataclass(slots=True, eq=False)
-class Returning:
+class BackwardWindow:
     """A window on its way back through `layers` of `span`, with the gradient [1, rows, width] it has below
     those that it has passed."""
 
-    walk: Walk
+    backward: Backward
     window: Window
     span: Span
     layers: range
@@ -198,18 +198,18 @@ class Returning:
 
     def input(self, layer: int) -> Tensor:
         """What a layer is given, [1, rows, width], outside of any graph."""
-        return self.walk.tape.input(layer, self.window, self.bypasses).detach()
+        return self.backward.tape.input(layer, self.window, self.bypasses).detach()
 
     def asks(self, layer: int) -> bool:
         """Whether the gradient of what a layer is given is asked for."""
-        return self.walk.asks(layer, self.bypasses)
+        return self.backward.asks(layer, self.bypasses)
 
     def owed(self, layer: int) -> Pair | None:
         """What later windows owe to this one's keys and values in a layer, as often as it is asked for: the
         tape gives it once."""
         if self._owed[0] != layer:
             dtype = self.gradient.dtype
-            self._owed = layer, self.walk.tape.cache_grads(layer, self.window, dtype)
+            self._owed = layer, self.backward.tape.cache_grads(layer, self.window, dtype)
         return self._owed[1]
 
     def take(
@@ -217,8 +217,8 @@ class Returning:
     ) -> None:
         """Gradients that its way through a layer gave: of what trains there, of `Tape.past`, and of what the
         layer is given, where anybody asks."""
-        self.walk.add_up(self.walk.leaves(layer), own)
-        self.walk.tape.add_past_grads(layer, self.window, earlier)
+        self.backward.add_up(self.backward.leaves(layer), own)
+        self.backward.tape.add_past_grads(layer, self.window, earlier)
         if below is not None:
             self.gradient = below
 

@@ -17,11 +17,13 @@ def _age(sequence: Sequence) -> tuple[float, int]:
     return sequence.request.arrival, sequence.key
 
 
-class Lines:
+class RequestQueues:
     """The waiting line, the running sequences, and the pages that only the running ones hold."""
 
     def __init__(self, config: SchedulerConfig, pages: PagePool) -> None:
-        self.kept: list[Sequence] = []  # back, for want of what they need beside pages; most urgent first
+        self.blocked_on_adapter: list[
+            Sequence
+        ] = []  # back, for want of what they need beside pages; most urgent first
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.released: list[int] = []  # keys whose device state the next plan drops
@@ -78,13 +80,13 @@ class Lines:
         """Puts a sequence into the waiting line."""
         insort(self.waiting, sequence, key=self.urgency)
 
-    def keep(self, sequence: Sequence) -> None:
+    def block(self, sequence: Sequence) -> None:
         """Keeps a sequence out of the waiting line: no policy sees it, and nothing is planned for it."""
-        insort(self.kept, sequence, key=self.urgency)
+        insort(self.blocked_on_adapter, sequence, key=self.urgency)
 
-    def let_in(self, sequence: Sequence) -> None:
+    def unblock(self, sequence: Sequence) -> None:
         """Puts a sequence that was kept back into the waiting line."""
-        self.kept.remove(sequence)
+        self.blocked_on_adapter.remove(sequence)
         self.join(sequence)
 
     def enter(self, sequence: Sequence, now: float) -> bool:
@@ -155,7 +157,7 @@ class Lines:
         sequence.finish_reason = reason
         if sequence.pages:
             self._leave(sequence)
-        for line in (self.waiting, self.kept):
+        for line in (self.waiting, self.blocked_on_adapter):
             with suppress(ValueError):
                 line.remove(sequence)
 

@@ -11,7 +11,7 @@ _FINE = 8
 _EXACT, _MIDDLE = 8, 64  # up to these: any count, multiples of `_FINE`
 
 
-def on_grid(rows: int) -> int:
+def pad_rows(rows: int) -> int:
     """The next row count that is used, at least `rows`."""
     if rows <= _EXACT:
         return rows

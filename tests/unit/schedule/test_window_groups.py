@@ -8,13 +8,13 @@ import pytest
 
 from coserve.core.plan import TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
-from coserve.schedule.book import Book
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
-from coserve.schedule.draft import Draft
-from coserve.schedule.filling import Filler
+from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Allowance
 from coserve.schedule.segments import training_segment
+from coserve.schedule.training_packer import TrainingPacker
+from coserve.schedule.training_queue import TrainingQueue
 
 DEPTH = 8
 CONFIG = SchedulerConfig(layers=DEPTH, max_positions=1024)
@@ -30,10 +30,10 @@ def batch(job: str, rows: int = 128, layer: int = 0) -> MicroBatch:
 
 
 def choose(batches: list[MicroBatch], seconds: float = INFINITE, **options: object) -> list[TrainingSegment]:
-    draft = Draft(0.0)
+    builder = PlanBuilder(0.0)
     allowance = Allowance(seconds, **{"rows": 512, **options})  # type: ignore[arg-type]
-    Filler(draft, allowance, CostModel(), CONFIG).company(batches[0], batches)
-    return draft.training
+    TrainingPacker(builder, allowance, CostModel(), CONFIG).window_group(batches[0], batches)
+    return builder.training
 
 
 def test_windows_at_one_layer_go_together_as_far_as_rows_go() -> None:
@@ -83,14 +83,16 @@ def test_in_company_too_jobs_get_rows_by_their_weights() -> None:
     """Whoever is ahead waits, so that all are level in the long run."""
     draws = random.Random(secrets.randbits(32))
     weights = {f"job {i}": draws.choice((0.5, 1.0, 2.0, 4.0)) for i in range(4)}
-    book, rows = Book(2), dict.fromkeys(weights, 0)
+    book, rows = TrainingQueue(2), dict.fromkeys(weights, 0)
     for job, weight in weights.items():
         book.add(job, [batch(job) for _ in range(4000)], weight)
     for _ in range(600):
         jobs, _ = book.turns(0.0, None)
         first = jobs[0].micro_batches[0]
         chosen = {segment.key: segment for segment in choose([first, *book.level(jobs[0], jobs)])}
-        for segment in chosen.values() or [training_segment(first, 0, 128, Direction.KEEP, Span(0, DEPTH))]:
+        for segment in chosen.values() or [
+            training_segment(first, 0, 128, Direction.TRAIN_FORWARD, Span(0, DEPTH))
+        ]:
             moved = book.find(segment)
             assert moved is not None
             moved.done = True  # it is there: what counts here is the share

@@ -1,4 +1,4 @@
-"""Adapters onto the shelf and off it: on disk, in the engine and in the database, or in none of them."""
+"""Registers and removes named adapters: on disk, in the engine and in the database, or in none of them."""
 
 import asyncio
 import shutil
@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from coserve.errors import AdapterError, AdapterMismatch, CoserveError
+from coserve.serve.adapter_registry.catalog import Model, unknown_model
+from coserve.serve.adapter_registry.imports import copy_adapter, other_base
 from coserve.serve.errors import ApiError
-from coserve.serve.shelf.catalog import Model, unknown_model
-from coserve.serve.shelf.imports import copy_adapter, other_base
 from coserve.serve.state import State
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Adapter, Tenant

@@ -9,7 +9,7 @@ from coserve.schedule.segments import inference_segment
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     """The segments chosen so far and what is in them; `now` is when the planning began, seconds.
 
     `split` gives training a lane of its own, whose features are in `beside`; None has all in one pass.

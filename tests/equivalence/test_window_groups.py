@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve import Engine, EngineConfig, Keep, LoRAConfig, TrainingConfig
+from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
@@ -21,9 +21,9 @@ from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.engine.deterministic import DeterministicRunner
-from coserve.engine.returning import company
 from coserve.kernels.beside import Beside
 from coserve.schedule.segments import training_segment
+from coserve.train import window_group
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun, fresh_adapter
 from models import VOCABULARY, Exact, tiny
@@ -38,7 +38,7 @@ class Job:
 
     method: object
     lengths: tuple[int, ...] = (24,)
-    keep: Keep = Keep.EVERYTHING
+    keep: SavePolicy = SavePolicy.EVERYTHING
     cut: int | None = None
     rests: int | None = None
     poison: bool = False
@@ -52,12 +52,12 @@ COMPANIES: dict[str, list[Job]] = {
     "cut": [Job(LORA, (10, 14), cut=5), Job(LORA, (24,), cut=9), Job(LORA, (7, 17), cut=17)],
     "put down": [Job(LORA, rests=1), Job(LORA, rests=2), Job(LORA), Job(LORA, cut=11, rests=1)],
     "unlike": [
-        Job(LoRAConfig(rank=3, alpha=2.0), keep=Keep.PRUNED),
-        Job(LoRAConfig(rank=4, targets=("up_proj", "down_proj")), (8, 8, 8), Keep.INPUTS),
+        Job(LoRAConfig(rank=3, alpha=2.0), keep=SavePolicy.PRUNED),
+        Job(LoRAConfig(rank=4, targets=("up_proj", "down_proj")), (8, 8, 8), SavePolicy.INPUTS),
         Job(LoRAConfig(rank=4, targets=("layers.2.mlp.gate_proj",))),
         Job(LoRAConfig(rank=4, dora=True), (16,)),
         Job(LoRAConfig(rank=4, dropout=0.3), (30, 2), cut=11),
-        Job(IA3Config(), (20,), Keep.PRUNED),
+        Job(IA3Config(), (20,), SavePolicy.PRUNED),
         Job(BottleneckConfig(width=4), (12, 12)),
         Job(PrefixTuningConfig(tokens=3), (9, 15), cut=12),
         Job(PromptTuningConfig(tokens=3), (11, 10), rests=2),
@@ -119,7 +119,7 @@ def pieces(job: Job, batch: MicroBatch, direction: Direction) -> Iterator[Traini
 def travel(engine: Engine, jobs: dict[str, Job]) -> dict[str, dict[str, Tensor]]:
     """All jobs there and back, the n-th pieces of all in one step; their gradients."""
     batches = {name: begin(engine, name, job) for name, job in jobs.items()}
-    for direction in (Direction.KEEP, Direction.LOSS, Direction.BACKWARD):
+    for direction in (Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD):
         columns = [list(pieces(job, batches[name], direction)) for name, job in jobs.items()]
         for step in itertools.zip_longest(*columns):
             engine.runner.run(Plan(training=tuple(segment for segment in step if segment is not None)))
@@ -150,13 +150,13 @@ def expect_equal(got: dict[str, Tensor], wanted: dict[str, Tensor], whose: str) 
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many windows passed a layer together, pass by pass."""
     found: list[int] = []
-    real = company.through_layer
+    real = window_group.through_layer
 
-    def counting(layer: int, returning: Sequence[company.Returning]) -> list[company.Share]:
-        found.append(len(returning))
-        return real(layer, returning)
+    def counting(layer: int, windows: Sequence[window_group.BackwardWindow]) -> list[window_group.Share]:
+        found.append(len(windows))
+        return real(layer, windows)
 
-    monkeypatch.setattr(company, "through_layer", counting)
+    monkeypatch.setattr(window_group, "through_layer", counting)
     return found
 
 
@@ -212,16 +212,16 @@ def test_where_memory_is_short_they_go_one_after_the_other(monkeypatch: pytest.M
     jobs = named(COMPANIES["cut"])
     tried = []
 
-    def failing(layer: int, returning: Sequence[company.Returning]) -> list[company.Share]:
-        real(layer, returning)
+    def failing(layer: int, windows: Sequence[window_group.BackwardWindow]) -> list[window_group.Share]:
+        real(layer, windows)
         tried.append(layer)
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
 
-    real = company.through_layer
+    real = window_group.through_layer
     with Exact():
         engine = make_engine()
         wanted = {name: travel(engine, {name: job})[name] for name, job in jobs.items()}
-        monkeypatch.setattr(company, "through_layer", failing)
+        monkeypatch.setattr(window_group, "through_layer", failing)
         together = travel(engine, jobs)
         assert tried
         for name in jobs:

@@ -1,4 +1,4 @@
-"""Work that is no step: done on a thread, taken in between two steps."""
+"""Work that is not part of a step: done on a thread; its outcome is taken in between two steps."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 Outcome: TypeAlias = _T | CoserveError
 
 
-class Aside:
+class Background:
     """A few threads whose results come back through the inbox."""
 
     def __init__(self, inbox: Inbox, threads: int = 4) -> None:

@@ -5,15 +5,15 @@ from coserve.core.sequence import Sequence
 from coserve.errors import EmptyPrompt, OutOfPages, PromptTooLong
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.lines import Lines
+from coserve.schedule.request_queues import RequestQueues
 
 PAGE = 4
 
 
-def lines(pages: int = 8, **limits: int) -> tuple[Lines, PagePool]:
+def lines(pages: int = 8, **limits: int) -> tuple[RequestQueues, PagePool]:
     pool = PagePool(pages, PAGE)
     config = SchedulerConfig(layers=4, max_positions=64, max_running=limits.get("max_running", 8))
-    return Lines(config, pool), pool
+    return RequestQueues(config, pool), pool
 
 
 def request(prompt: int, answer: int = 4, arrival: float = 0.0, bound: float | None = None) -> Request:

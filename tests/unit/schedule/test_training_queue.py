@@ -1,21 +1,21 @@
 from coserve.core.sequence import MicroBatch, Span
-from coserve.schedule.book import Book
+from coserve.schedule.training_queue import TrainingQueue
 
 LAYERS = 2
 
 
-def book(**weights: float) -> Book:
-    it = Book(in_flight=2)
+def book(**weights: float) -> TrainingQueue:
+    it = TrainingQueue(in_flight=2)
     for key, (name, weight) in enumerate(weights.items()):
         it.add(name, [MicroBatch(key, name, f"{name}@0", (10,), LAYERS)], weight)
     return it
 
 
-def order(it: Book, now: float = 0.0, starvation: float | None = None) -> list[str]:
+def order(it: TrainingQueue, now: float = 0.0, starvation: float | None = None) -> list[str]:
     return [job.name for job in it.turns(now, starvation)[0]]
 
 
-def train(it: Book, name: str, rows: float) -> None:
+def train(it: TrainingQueue, name: str, rows: float) -> None:
     (job,) = [job for job in it.turns(0.0, None)[0] if job.name == name]
     it.advance(job.micro_batches[0], rows)
 

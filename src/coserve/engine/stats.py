@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 def count(engine: "Engine", pages: PagePool) -> Stats:
     """Counters since the engine's start, and where things stand now. Whoever calls holds its lock."""
-    counted, scheduler, admission = engine.scheduler.stats, engine.scheduler, engine.admission
+    stats, scheduler, admission = engine.scheduler.stats, engine.scheduler, engine.admission
     return Stats(
-        steps=counted.steps,
-        fused_steps=counted.fused_steps,
-        decode_tokens=counted.decode_tokens,
-        prefill_tokens=counted.prefill_tokens,
-        trained_tokens=counted.backward_rows,
-        updates=counted.updates,
-        preemptions=counted.preemptions,
+        steps=stats.steps,
+        fused_steps=stats.fused_steps,
+        decode_tokens=stats.decode_tokens,
+        prefill_tokens=stats.prefill_tokens,
+        trained_tokens=stats.backward_rows,
+        updates=stats.updates,
+        preemptions=stats.preemptions,
         running=len(scheduler.running),
-        waiting=len(scheduler.waiting) + len(scheduler.kept),
+        waiting=len(scheduler.waiting) + len(scheduler.blocked_on_adapter),
         pages=pages.pages,
         free_pages=pages.free_count,
-        asked_tokens=counted.asked_tokens,
-        found_tokens=counted.found_tokens,
+        asked_tokens=stats.asked_tokens,
+        found_tokens=stats.found_tokens,
         cost_error=scheduler.cost.error,
         cost_margin=scheduler.cost.margin(scheduler.config, trains=True),
-        slo_met=counted.slo_met,
-        slo_missed=counted.slo_missed,
+        slo_met=stats.slo_met,
+        slo_missed=stats.slo_missed,
         adapters=len(engine.bank),
         resident_bytes=resident_bytes(),
         memory={account.value: nbytes for account, nbytes in admission.audit().items()},

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coserve.errors import AdapterError
-from coserve.serve.shelf.imports import CONFIG, WEIGHTS, copy_adapter
+from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
 from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import tail_of
 from coserve.serve.store.records import Adapter, Checkpoint, File, Job
@@ -21,7 +21,7 @@ from coserve.serve.store.store import Store
 _COLUMNS: Final = ("step", "train_loss", "valid_loss", "learning_rate", "grad_norm", "tokens", "seconds")
 
 
-class Harvest:
+class Artifacts:
     """Brings in jobs that succeeded. Names come from the job's id: a second attempt finds the first one's."""
 
     def __init__(self, store: Store) -> None:

@@ -6,47 +6,49 @@ from coserve.core.plan import TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.draft import Draft
+from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import Allowance
 from coserve.schedule.segments import training_segment, window_pairs
 
 
-class Filler:
-    """Adds training to a draft while the allowance lasts. `left` are its remaining seconds."""
+class TrainingPacker:
+    """Adds training to a builder while the allowance lasts. `left` are its remaining seconds."""
 
-    def __init__(self, draft: Draft, allowance: Allowance, cost: CostModel, config: SchedulerConfig) -> None:
+    def __init__(
+        self, builder: PlanBuilder, allowance: Allowance, cost: CostModel, config: SchedulerConfig
+    ) -> None:
         self.left = allowance.seconds
         self._minimum = allowance.minimum
         self._allowance = allowance
-        self._draft = draft
+        self._builder = builder
         self._cost = cost
         self._config = config
         self._pairs: dict[tuple[int, int, int], int] = {}  # of windows that were considered
         self._before = (
-            cost.predict_features(draft.trained) if draft.inference and draft.split is None else 0.0
+            cost.predict_features(builder.trained) if builder.inference and builder.split is None else 0.0
         )
 
     def update(self, job: str) -> bool:
         """Adds a job's optimizer step, if it fits."""
         if not self._may_train(job):
             return False
-        features = self._draft.trained.copy()
+        features = self._builder.trained.copy()
         features.add_update()
         seconds = self._cost.predict_features(features) - self._before
         if seconds > max(self.left, self._pop_minimum()):
             return False
-        self._draft.updates.append(job)
-        self._draft.trained.add_update()
+        self._builder.updates.append(job)
+        self._builder.trained.add_update()
         self._spend(seconds)
         return True
 
-    def company(self, first: MicroBatch, others: Iterable[MicroBatch]) -> bool:
+    def window_group(self, first: MicroBatch, others: Iterable[MicroBatch]) -> bool:
         """Adds whole windows of several jobs, the first one's and of as many others as are at the same layer
         and fit: they go through layers together, in a pass over the weights for all."""
         most = self._allowance.rows
         if not most or self._allowance.job is not None or self._config.training_window is not None:
             return False
-        if first.direction is Direction.LOSS or self._draft.training:
+        if first.direction is Direction.LOSS or self._builder.training:
             return False
         chosen, rows = [first], first.rows_left
         for batch in others:
@@ -60,7 +62,7 @@ class Filler:
         self._minimum = 0.0
         for batch in chosen:
             self._add(batch, most, layers)
-        if not self._draft.inference:  # what is left is worth less than all of them at one layer
+        if not self._builder.inference:  # what is left is worth less than all of them at one layer
             self.left = 0.0
         return True
 
@@ -72,7 +74,7 @@ class Filler:
 
     def has(self, batch: MicroBatch) -> bool:
         """Whether a piece of a micro-batch is in the step already."""
-        return any(segment.key == batch.key for segment in self._draft.training)
+        return any(segment.key == batch.key for segment in self._builder.training)
 
     def window(self, batch: MicroBatch) -> bool:
         """Adds the next piece of a micro-batch: as much as fits, or its smallest part within the minimum."""
@@ -107,7 +109,7 @@ class Filler:
         # What is left of a step is worth less than a window that stays whole: see `_largest`. Parts of a loss
         # share nothing but the head.
         whole = not self._allowance.cut and batch.direction is not Direction.LOSS
-        if whole or (self._draft.training and not self._draft.inference):
+        if whole or (self._builder.training and not self._builder.inference):
             return [min(most, batch.rows_left)]
         ladder = [most]
         while ladder[-1] > least:
@@ -139,7 +141,7 @@ class Filler:
 
     def _seconds(self, batches: Iterable[MicroBatch], rows: int, layers: int) -> float:
         """What a piece of each would add to the step."""
-        features = self._draft.trained.copy()
+        features = self._builder.trained.copy()
         for batch in batches:
             features.add_training(self._segment(batch, rows, layers))
         return self._cost.predict_features(features) - self._before
@@ -147,8 +149,8 @@ class Filler:
     def _add(self, batch: MicroBatch, rows: int, layers: int) -> None:
         seconds = self._seconds([batch], rows, layers)
         segment = self._segment(batch, rows, layers)
-        self._draft.training.append(segment)
-        self._draft.trained.add_training(segment)
+        self._builder.training.append(segment)
+        self._builder.trained.add_training(segment)
         self._spend(seconds)
 
     def _segment(self, batch: MicroBatch, rows: int, layers: int) -> TrainingSegment:
@@ -167,4 +169,4 @@ class Filler:
 
 def in_order(segments: list[TrainingSegment]) -> tuple[TrainingSegment, ...]:
     """Windows that ride forward, then losses and windows going back: the order in which a step runs them."""
-    return tuple(sorted(segments, key=lambda segment: segment.direction is not Direction.KEEP))
+    return tuple(sorted(segments, key=lambda segment: segment.direction is not Direction.TRAIN_FORWARD))

@@ -19,16 +19,16 @@ from coserve.kernels.beside import Beside, Ways
 from coserve.model.batch import Keeper
 from coserve.model.graph import stand_in
 from coserve.model.linear import Placement, bypassed, frozen
-from coserve.train.keep import Fate
+from coserve.train.backward import BackwardWindow, vjp
+from coserve.train.save_policy import Fate
 from coserve.train.tape import KeptWindow, Tape
-from coserve.train.walk import Returning, vjp
 from coserve.train.window import Pair, Past, Window, attend_window, attend_window_keeping
 
-# Gradients of one window's part in a layer: see `Returning.take`.
+# Gradients of one window's part in a layer: see `BackwardWindow.take`.
 Share = tuple[Sequence[Tensor | None], Sequence[Tensor], Tensor | None]
 
 
-class KeptCompany:
+class KeptWindowGroup:
     """Windows of several tapes in a fused forward run: one `Part` of it, and its `Keeper`."""
 
     def __init__(self, windows: Sequence[KeptWindow]) -> None:
@@ -68,15 +68,15 @@ class KeptCompany:
         return attended.out
 
 
-class ReplayedCompany:
+class ReplayedWindowGroup:
     """As `ReplayedRows`, for windows of several tapes side by side."""
 
-    def __init__(self, returning: Sequence[Returning], past: Sequence[Past]) -> None:
-        self._tapes = [r.walk.tape for r in returning]
-        self._windows = [r.window for r in returning]
-        self._sizes = [r.window.rows for r in returning]
+    def __init__(self, windows: Sequence[BackwardWindow], past: Sequence[Past]) -> None:
+        self._tapes = [r.backward.tape for r in windows]
+        self._windows = [r.window for r in windows]
+        self._sizes = [r.window.rows for r in windows]
         self._spans = [slice(*span) for span in pairwise(accumulate(self._sizes, initial=0))]
-        self._bypasses = [r.bypasses for r in returning]
+        self._bypasses = [r.bypasses for r in windows]
         self._past = past
         self._ways: Ways = {}
         self._whole = _whole(list(zip(self._tapes, self._windows, strict=True)))
@@ -166,32 +166,34 @@ class ReplayedCompany:
         return stand_in(y, torch.cat(parts).view(y.shape))
 
 
-def through_layer(layer: int, returning: Sequence[Returning]) -> list[Share]:
-    """Re-runs a layer for the rows of several jobs at once and goes back through it: what `Returning.take` of
-    each is to be given. All agree on whether the gradient of its input is asked for; nothing of theirs
-    changes here."""
-    base = returning[0].walk.tape.base
-    leaves = [leaf for r in returning for leaf in r.walk.leaves(layer)]
-    past = [r.walk.tape.past(layer, r.window).as_leaves() for r in returning]
-    asks = returning[0].asks(layer)
-    x = torch.cat([r.input(layer) for r in returning], dim=1).requires_grad_(asks)
-    rows = ReplayedCompany(returning, past)
+def through_layer(layer: int, windows: Sequence[BackwardWindow]) -> list[Share]:
+    """Re-runs a layer for the rows of several jobs at once and goes back through it.
+
+    Returns what each window's `BackwardWindow.take` is to be given; changes none of them. All windows agree
+    on whether the gradient of the layer's input is needed.
+    """
+    base = windows[0].backward.tape.base
+    leaves = [leaf for r in windows for leaf in r.backward.leaves(layer)]
+    past = [r.backward.tape.past(layer, r.window).as_leaves() for r in windows]
+    asks = windows[0].asks(layer)
+    x = torch.cat([r.input(layer) for r in windows], dim=1).requires_grad_(asks)
+    rows = ReplayedWindowGroup(windows, past)
     with torch.enable_grad(), base.cell.set(rows):
-        out = base.layer(layer, x, base.arguments.concat([r.calls for r in returning]))
-    outputs, gradients = [out], [torch.cat([r.gradient for r in returning], dim=1)]
-    owed = None if rows.current is None else _owed(layer, returning, rows.current)
+        out = base.layer(layer, x, base.arguments.concat([r.calls for r in windows]))
+    outputs, gradients = [out], [torch.cat([r.gradient for r in windows], dim=1)]
+    owed = None if rows.current is None else _owed(layer, windows, rows.current)
     if owed is not None:
         assert rows.current is not None
         outputs += rows.current
         gradients += owed
     earlier = [tensor for of in past for tensor in of.tensors]
     found = vjp(outputs, gradients, [*leaves, *earlier, *((x,) if asks else ())])
-    sizes = [r.window.rows for r in returning]
-    below = torch.split(found[-1], sizes, dim=1) if asks else [None] * len(returning)
+    sizes = [r.window.rows for r in windows]
+    below = torch.split(found[-1], sizes, dim=1) if asks else [None] * len(windows)
     own, rest = iter(found), iter(found[len(leaves) :])
     return [
-        ([next(own) for _ in r.walk.leaves(layer)], [next(rest) for _ in of.tensors], of_input)
-        for r, of, of_input in zip(returning, past, below, strict=True)
+        ([next(own) for _ in r.backward.leaves(layer)], [next(rest) for _ in of.tensors], of_input)
+        for r, of, of_input in zip(windows, past, below, strict=True)
     ]
 
 
@@ -200,12 +202,12 @@ def _joined(pairs: Sequence[Pair]) -> Pair:
     return torch.cat([k for k, _ in pairs], 2), torch.cat([v for _, v in pairs], 2)
 
 
-def _owed(layer: int, returning: Sequence[Returning], current: Pair) -> Pair | None:
+def _owed(layer: int, windows: Sequence[BackwardWindow], current: Pair) -> Pair | None:
     """What all rows' keys and values are owed, [1, groups, rows, width]; None if nothing."""
-    found = [r.owed(layer) for r in returning]
+    found = [r.owed(layer) for r in windows]
     if all(pair is None for pair in found):
         return None
-    sizes = [r.window.rows for r in returning]
+    sizes = [r.window.rows for r in windows]
     parts = zip(found, *(torch.split(x.detach(), sizes, 2) for x in current), strict=True)
     pairs = [(torch.zeros_like(k), torch.zeros_like(v)) if own is None else own for own, k, v in parts]
     keys, values = (torch.cat(x, 2) for x in zip(*pairs, strict=True))

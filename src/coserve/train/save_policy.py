@@ -7,7 +7,7 @@ from enum import Enum
 from coserve.errors import ConfigError
 
 
-class Keep(Enum):
+class SavePolicy(Enum):
     """INPUTS keeps layer inputs and computes the rest again. PRUNED keeps what the adapter's gradients need
     and what is dear to compute. EVERYTHING keeps whatever a frozen linear or an attention gives."""
 
@@ -16,8 +16,8 @@ class Keep(Enum):
     EVERYTHING = "everything"
 
 
-KeepSetting = (
-    Keep | int
+SavePolicySetting = (
+    SavePolicy | int
 )  # bytes that a micro-batch's tape may take, spent on what is dearest to compute again
 
 
@@ -59,13 +59,13 @@ class Fates:
         return self.attention.get(layer, self.otherwise)
 
 
-def keep_setting(value: object) -> KeepSetting:
+def save_policy(value: object) -> SavePolicySetting:
     """A setting as a file or a command line has it: a name, or bytes. Raises ConfigError."""
-    if isinstance(value, Keep):
+    if isinstance(value, SavePolicy):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    names = [keep.value for keep in Keep]
+    names = [keep.value for keep in SavePolicy]
     if isinstance(value, str) and value in names:
-        return Keep(value)
+        return SavePolicy(value)
     raise ConfigError(f"training.keep is {', '.join(names)} or a number of bytes, not {value!r}")

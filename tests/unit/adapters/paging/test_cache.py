@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from coserve.adapters.paging.residence import AT_ONCE, Place, Residence
+from coserve.adapters.paging.cache import AT_ONCE, AdapterCache, Place
 from coserve.errors import OutOfMemory
 
 
@@ -22,7 +22,7 @@ class Script:
         self.room = room
         self.said: list[str] = []
         self.under_way: list[str] = []
-        self.it: Residence[Thing] = Residence(self, lambda: self.room)
+        self.it: AdapterCache[Thing] = AdapterCache(self, lambda: self.room)
         for thing in things:
             self.it.add(thing)
 

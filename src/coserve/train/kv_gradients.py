@@ -25,7 +25,7 @@ class _Account:
         return self.first + self.keys.shape[1]
 
 
-class Owed:
+class KVGradAccumulator:
     """Accounts by layer. Windows come from the right, so an account is opened with its most rows; several may
     be owed to the same rows where other layers read a layer's keys and values."""
 

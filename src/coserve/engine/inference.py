@@ -1,0 +1,45 @@
+"""The inference rows of a step: which sequence and which adapter each row belongs to."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import Tensor
+
+from coserve.adapters.bank import AdapterBank
+from coserve.adapters.bypass import Bypasses
+from coserve.core.plan import InferenceSegment
+from coserve.model.batch import FusedRows, LayerCalls, Part
+
+
+@dataclass(slots=True)
+class InferenceBatch:
+    """Inference rows of one pass, segment by segment; `hidden` [1, rows, width] is their state so far."""
+
+    part: Part
+    segments: Sequence[InferenceSegment]
+    rows: Tensor  # of each segment in the sequence table
+    counts: Sequence[int]  # of rows each segment has here
+    hidden: Tensor
+    calls: LayerCalls
+    adapters: list[tuple[slice, Bypasses]]
+
+
+def adapter_ranges(
+    bank: AdapterBank, segments: Sequence[InferenceSegment], counts: Sequence[int]
+) -> list[tuple[slice, Bypasses]]:
+    """Ranges of neighbouring rows that share an adapter version; rows of the bare base are in none."""
+    ranges: list[tuple[slice, Bypasses]] = []
+    start = 0
+    for key, group in groupby(zip(segments, counts, strict=True), lambda pair: pair[0].adapter):
+        end = start + sum(count for _, count in group)
+        if key is not None:
+            ranges.append((slice(start, end), bank.find(key).bypasses))
+        start = end
+    return ranges
+
+
+def outside_layers(sites: Collection[str], adapters: Sequence[tuple[slice, Bypasses]]) -> FusedRows | None:
+    """Rows in the prologue or tail, where nothing attends; None where no adapter has a bypass at `sites`."""
+    found = [(rows, bypasses) for rows, bypasses in adapters if bypasses.touches(sites)]
+    return FusedRows([], found) if found else None

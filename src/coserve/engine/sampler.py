@@ -1,0 +1,102 @@
+"""Turns the last hidden states of a pass into tokens and log-probabilities."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.bank import AdapterBank
+from coserve.adapters.bypass import Bypasses
+from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
+from coserve.engine.inference import InferenceBatch, adapter_ranges, outside_layers
+from coserve.engine.table import SequenceTable
+from coserve.model.base import Base
+from coserve.model.sample import sample, token_logprobs
+
+_SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
+
+
+class Sampler:
+    """Samples for every sequence whose last known token was among the rows, and scores prompts."""
+
+    def __init__(self, base: Base, bank: AdapterBank, table: SequenceTable) -> None:
+        self.base, self.bank, self.table = base, bank, table
+
+    def sample(self, batch: InferenceBatch) -> dict[int, Sampled]:
+        """What the pass says of each of its sequences, by key."""
+        ends = list(accumulate(batch.counts))
+        results = {segment.key: Sampled(None) for segment in batch.segments}
+        results.update(self._sample_newest(batch, ends))
+        for key, of_prompt in self._score_prompts(batch, ends).items():
+            results[key] = replace(results[key], prompt_logprobs=of_prompt)
+        return results
+
+    def _sample_newest(self, batch: InferenceBatch, ends: Sequence[int]) -> dict[int, Sampled]:
+        done = [i for i, s in enumerate(batch.segments) if s.start + s.length == self.table[s.key].length]
+        if not done:
+            return {}
+        picked = torch.tensor([ends[i] - 1 for i in done], device=self.base.device)
+        segments = [batch.segments[i] for i in done]
+        keys = [segment.key for segment in segments]
+        adapters = adapter_ranges(self.bank, segments, [1] * len(done))
+        logits = self._logits(batch.hidden[:, picked], adapters)
+        rows = batch.rows[torch.tensor(done, device=self.base.device)]
+        tokens = self._choose(logits, rows, self.table.lengths(rows))
+        wanted = [self.table[key].start.sampling.logprobs for key in keys]
+        logprobs = self._logprobs(logits, tokens, wanted)
+        drawn = self.table.sampled(keys, rows, tokens)
+        of_each = zip(keys, drawn, logprobs, strict=True)
+        return {key: Sampled(token, of_token) for key, token, of_token in of_each}
+
+    def _score_prompts(
+        self, batch: InferenceBatch, ends: Sequence[int]
+    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Log-probabilities of the prompt tokens that follow rows of this pass, where they are wanted."""
+        found = {}
+        for segment, end in zip(batch.segments, ends, strict=True):
+            if self.table[segment.key].start.sampling.prompt_logprobs is not None:
+                hidden = batch.hidden[:, end - segment.length : end]
+                found[segment.key] = self._prompt_logprobs(segment, hidden)
+        return found
+
+    def _logits(self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]]) -> Tensor:
+        """Logits [rows, vocabulary] of `hidden` [1, rows, width], whose rows belong to these adapters."""
+        return self.base.tail(hidden, outside_layers(self.base.late_sites, adapters))
+
+    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """The next tokens [n] of the sequences at `rows` [n], for `positions` [n]."""
+        return sample(logits, rows, positions, self.table.sampling)
+
+    def _score(self, logits: Tensor, tokens: Tensor, most: int) -> list[TokenLogprobs]:
+        """Log-probabilities of `tokens` [n] and of the `most` likeliest ones."""
+        return token_logprobs(logits, tokens, most).rows()
+
+    def _logprobs(
+        self, logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
+    ) -> list[TokenLogprobs | None]:
+        """Of the sampled tokens [n], with as many alternatives as are `wanted`; None where nothing is."""
+        asked = [i for i, most in enumerate(wanted) if most is not None]
+        found: list[TokenLogprobs | None] = [None] * len(wanted)
+        if asked:
+            index = torch.tensor(asked, device=logits.device)
+            most = max(wanted[i] or 0 for i in asked)
+            for i, row in zip(asked, token_logprobs(logits[index], tokens[index], most).rows(), strict=True):
+                found[i] = replace(row, top=row.top[: wanted[i]])
+        return found
+
+    def _prompt_logprobs(self, segment: InferenceSegment, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt tokens that follow the segment's rows, hidden [1, rows, width]."""
+        start = self.table[segment.key].start
+        following = start.prompt[segment.start + 1 : segment.start + segment.length + 1]
+        most = start.sampling.prompt_logprobs or 0
+        if not following:
+            return ()
+        tokens = torch.tensor(following, device=hidden.device)
+        found: list[TokenLogprobs] = []
+        rows = torch.split(hidden[0, : len(following)], _SCORED_TOGETHER)
+        for chunk, of_chunk in zip(rows, torch.split(tokens, _SCORED_TOGETHER), strict=True):
+            adapters = adapter_ranges(self.bank, [segment], [len(chunk)])
+            found += self._score(self._logits(chunk[None], adapters), of_chunk, most)
+        return tuple(found)
