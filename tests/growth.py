@@ -1,5 +1,6 @@
 """What a process holds, counted: the lengths of all containers within an object, and live objects by type."""
 
+import ctypes
 import gc
 import weakref
 from collections import Counter, deque
@@ -57,6 +58,27 @@ def objects() -> Counter[str]:
         elif str(kind.__module__).startswith(_OURS):
             found[f"{kind.__module__}.{kind.__qualname__}"] += 1
     return found
+
+
+class _Heap(ctypes.Structure):
+    """What glibc's `mallinfo2` tells, in its order; `uordblks` are bytes in use."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+            "keepcost",
+        )
+    )  # fmt: skip
+
+
+def heap_in_use() -> int:
+    """Bytes of the C library's heap that somebody holds: where a library's leak shows that is no object of
+    Python. What is freed and kept does not count."""
+    gc.collect()
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _Heap
+    return int(mallinfo().uordblks)
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:

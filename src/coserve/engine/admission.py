@@ -35,6 +35,9 @@ _ADAPTERS: Final = "adapters"
 _STORED: Final = "stored adapters"  # those that lie on disk, too
 _LIBRARIES: Final = "libraries"
 _BACKWARD: Final = "backward"  # what rows need on their way back, at a time
+# Jobs that have left between two times at which freed memory goes back. What 200 jobs of the embedded model left
+# in use was 0.04 MB, but blocks of many sizes spread over memory that is kept: the resident size grew by 2.6 MB.
+_JOBS_UNTIL_RETURNED: Final = 16
 
 
 class Stored(Protocol):
@@ -81,6 +84,7 @@ class Admission:
         self._stored: Stored | None = None
         self._waiting: deque[_Candidate] = deque()
         self._jobs: dict[str, JobSize] = {}
+        self._left = 0  # jobs, since freed memory was given back
 
     def loaded(self, base: Base) -> None:
         """Gives back what loading took on top, and notes what stays beside the weights."""
@@ -179,6 +183,10 @@ class Admission:
         self._jobs.pop(name, None)
         self.ledger.release(_owner(name))
         self._set_backward()
+        self._left += 1
+        if self._left >= _JOBS_UNTIL_RETURNED:
+            self._left = 0
+            return_freed_memory()
         self.advance()
 
     def advance(self) -> None:
