@@ -31,8 +31,9 @@ HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 16, 512, 64, (0,), False, 
 class Desk:
     """A worker, and all that it has said."""
 
-    def __init__(self, costs: CostFile | None = None, **config: Any) -> None:
-        self.engine = Engine(
+    def __init__(self, costs: CostFile | None = None, engine: Engine | None = None, **config: Any) -> None:
+        """`engine` is one that is there already; else one with a model of letters is made."""
+        self.engine = engine or Engine(
             tiny("llama"),
             EngineConfig(calibrate=False, cache_tokens=512, page_size=8, **config),
             tokenizer=letter_tokenizer(),

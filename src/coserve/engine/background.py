@@ -17,9 +17,13 @@ Outcome: TypeAlias = _T | CoserveError
 class Background:
     """A few threads whose results come back through the inbox."""
 
-    def __init__(self, inbox: Inbox, threads: int = 4) -> None:
+    def __init__(self, inbox: Inbox, threads: int = 4, name: str = "aside") -> None:
         self._inbox = inbox
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="aside")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+    def another(self, threads: int, name: str) -> "Background":
+        """Threads of their own, for work that is not to wait for other work; the same inbox."""
+        return Background(self._inbox, threads, name)
 
     def do(self, what: str, work: Callable[[], _T], then: Callable[[Outcome[_T]], None]) -> None:
         """Runs `work` soon; the loop calls `then` with what it returned, or with what it failed with: `what`

@@ -150,13 +150,13 @@ class Engine:
         caller. What prompts of one `scope` have in common is computed once; None shares nothing. The first
         token of a `newcomer` goes first. Raises RequestError, AdapterNotFound or ConfigError, nothing queued.
         """
+        grammar = self.runner.table.sampling.check(sampling, continued)  # no step waits while it is compiled
         with self._lock:
             version = None if adapter is None else self.bank.look(adapter)
             request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
             request = replace(request, scope=scope, newcomer=newcomer)
             if unknown := [t for t in (*request.prompt, *continued) if not 0 <= t < self.base.vocabulary]:
                 raise RequestError(f"token {unknown[0]} is not one of the model's {self.base.vocabulary}")
-            self.runner.table.sampling.check(request.sampling, continued)
             if text and sampling.stop and self.text is None:
                 raise ConfigError("stop strings need a tokenizer, and the engine was given none")
             stream = self.text.stream(sampling.stop) if text and self.text else None
@@ -165,7 +165,7 @@ class Engine:
             if version is not None:
                 self.bank.pin(version.key)
             cancel = partial(self._cancel_sequence, sequence.key)
-            completion = Completion(sequence, stream, self._drive, cancel)
+            completion = Completion(sequence, stream, self._drive, cancel, grammar)
             self.completions[sequence.key] = completion
             if completion.skip(continued):
                 self.scheduler.finish(sequence.key, FinishReason.STOP)

@@ -14,6 +14,7 @@ from coserve.core.plan import TokenLogprobs, Updated
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Sequence
 from coserve.errors import ConfigError, CoserveError, OutOfMemory
+from coserve.model.grammar import Grammar
 from coserve.text.detokenize import TextStream
 from coserve.train.state import TrainingState
 
@@ -37,7 +38,9 @@ class Completion:
         text: TextStream | None,
         drive: Callable[[], bool],
         cancel: Callable[[], None],
+        grammar: Grammar | None = None,
     ) -> None:
+        """`grammar` is what the answer has to match, held until it ends."""
         self.sequence = sequence
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -46,6 +49,7 @@ class Completion:
         self.error: CoserveError | None = None
         self._stream = text
         self._drive, self._cancel = drive, cancel
+        self._grammar = grammar
         self._deltas: deque[Delta] = deque()
 
     @property
@@ -98,6 +102,7 @@ class Completion:
         if self._stream is not None:
             self._add(Delta(self._stream.finish()))
         self.finish_reason, self.error = reason, error
+        self._grammar = None
 
     def _raise(self) -> None:
         if self.error is not None:

@@ -11,6 +11,7 @@ from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.request import SamplingParams
 from coserve.engine.background import Background, Outcome
 from coserve.engine.checking import read_beginning
+from coserve.engine.compiling import Compiling
 from coserve.engine.engine import Engine
 from coserve.engine.handles import Completion
 from coserve.engine.jobs import Jobs, fault_of
@@ -64,6 +65,8 @@ class Worker:
         self.draining = False
         self._engine, self._hello, self._background = engine, hello, background
         self._jobs = Jobs(engine, background)
+        grammars = engine.runner.table.sampling.grammars
+        self._compiling = Compiling(grammars, background, self._generate, self._fail)
         self._connection = 0  # counts servers, so that a late reply never reaches the next one
         self._answers: dict[str, Completion] = {}
         self._ids: dict[int, str] = {}  # of the answers, by their sequences' keys
@@ -93,6 +96,7 @@ class Worker:
         """Nobody waits for the answers any more."""
         for name in list(self._answers):
             self._cancel(name)
+        self._compiling.clear()
         self._connection += 1
         self._tokens.clear()
         self._replies.clear()
@@ -151,7 +155,7 @@ class Worker:
     @property
     def is_drained(self) -> bool:
         """Whether a drain is over: every job has stopped and every answer has ended."""
-        return self.draining and not self._jobs.names and not self._answers
+        return self.draining and not self._jobs.names and not self._answers and not self._compiling
 
     def step(self) -> None:
         """One step of the engine, and what it means for the server."""
@@ -172,6 +176,7 @@ class Worker:
 
     def report(self) -> Report | None:
         """All that is new for the server; None where nothing is, and where it has heard something of late."""
+        self._compiling.end_overdue()
         tokens, replies, news = tuple(self._tokens), tuple(self._replies), self._jobs.take_news()
         if not (tokens or replies or news or self.is_drained or self.until_report() == 0.0):
             return None
@@ -212,14 +217,19 @@ class Worker:
     def _submit(self, command: Submit) -> None:
         if self.draining:
             raise EngineLost("the engine is shutting down and takes no new requests")
-        if command.id in self._answers:
+        if command.id in self._answers or command.id in self._compiling:
             raise ConflictError(f"there is a request {command.id!r} already")
+        arrival = self._engine.clock() - command.age
+        if not self._compiling.keep(command, arrival):
+            self._generate(command, arrival)
+
+    def _generate(self, command: Submit, arrival: float) -> None:
         completion = self._engine.generate(
             command.prompt,
             command.adapter,
             self._fitting(command),
             command.slo,
-            arrival=self._engine.clock() - command.age,
+            arrival=arrival,
             continued=command.continued,
             text=False,
             scope=command.scope,
@@ -241,6 +251,7 @@ class Worker:
         return replace(command.sampling, max_tokens=room, min_tokens=held)
 
     def _cancel(self, name: str) -> None:
+        self._compiling.cancel(name)
         completion = self._answers.pop(name, None)
         if completion is not None:
             del self._ids[completion.sequence.key]

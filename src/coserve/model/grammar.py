@@ -2,11 +2,16 @@
 
 Grammars are llguidance's own text, such as `LLMatcher.grammar_from_json_schema` gives it. A matcher follows
 one answer; it knows when the answer is complete, and then allows nothing but an end of text.
+
+Compiling takes about 2 ms for each KiB of a grammar, during which the interpreter is free for other threads,
+and the result 65 KB of memory for each. So the engine's loop has a thread do it (`engine/compiling.py`).
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from llguidance import LLMatcher
@@ -15,51 +20,88 @@ from torch import Tensor
 
 from coserve.errors import ConfigError, RequestError
 
-_KEPT = 64  # compiled grammars; clients send the same schema again and again
+# Of compiled grammars that nobody holds, since clients send the same schema again and again: how many are
+# kept, and how many bytes of text these may have together, 16 MiB once they are compiled.
+_KEPT: Final = 64
+_KEPT_BYTES: Final = 256 << 10
+
+
+class Grammar:
+    """One that is compiled; nothing is written into it."""
+
+    __slots__ = ("__weakref__", "matcher", "text")
+
+    def __init__(self, text: str, matcher: LLMatcher) -> None:
+        self.text, self.matcher = text, matcher
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer and a head of `vocab` tokens, of which `eos_ids` end an answer."""
+    """Compiles grammars for one tokenizer and a head of `vocab` tokens, of which `eos_ids` end an answer.
+
+    Any thread may call any method. A grammar is not compiled again while somebody holds it.
+    """
 
     def __init__(self, tokenizer: Any, vocab: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, list(eos_ids)
         self._vocabulary: Any = None  # llguidance's view of the tokenizer, made when it is first needed
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._making = threading.Lock()  # of that view
+        self._lock = threading.Lock()
+        self._compiled: WeakValueDictionary[str, Grammar] = WeakValueDictionary()
+        self._newest: OrderedDict[str, Grammar] = OrderedDict()
+        self._bytes = 0  # of the texts of the newest ones
 
-    def check(self, grammar: str, output: Sequence[int] = ()) -> None:
-        """Raises RequestError where the grammar cannot be compiled, or `output` does not begin a match."""
-        if not self._compile(grammar).deep_copy().consume_tokens(list(output)):
+    def find(self, text: str) -> Grammar | None:
+        """The grammar, if it is compiled."""
+        with self._lock:
+            if (found := self._compiled.get(text)) is not None:
+                self._keep(found)
+            return found
+
+    def compile(self, text: str) -> Grammar:
+        """The grammar. Raises RequestError where it cannot be compiled."""
+        if (found := self.find(text)) is not None:
+            return found
+        matcher = LLMatcher(self._view(), text, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"the grammar cannot be compiled: {_first_line(matcher.get_error())}")
+        with self._lock:
+            found = self._compiled.setdefault(text, Grammar(text, matcher))
+            self._keep(found)
+            return found
+
+    def check(self, text: str, output: Sequence[int] = ()) -> Grammar:
+        """The grammar; RequestError where it cannot be compiled, or `output` does not begin a match."""
+        grammar = self.compile(text)
+        if not grammar.matcher.deep_copy().consume_tokens(list(output)):
             raise RequestError("the answer so far does not match the grammar")
+        return grammar
 
     def matcher(self, grammar: str, output: Sequence[int] = ()) -> "Matcher":
         """A matcher at the end of `output`; both were checked."""
-        found = Matcher(self._compile(grammar).deep_copy(), self._eos_ids)
+        found = Matcher(self.compile(grammar).matcher.deep_copy(), self._eos_ids)
         for token in output:
             found.advance(token)
         return found
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        if grammar in self._compiled:
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
-        compiled = LLMatcher(self._view(), grammar, log_level=0)
-        if compiled.is_error():
-            raise RequestError(f"the grammar cannot be compiled: {_first_line(compiled.get_error())}")
-        self._compiled[grammar] = compiled
-        if len(self._compiled) > _KEPT:
-            self._compiled.popitem(last=False)
-        return compiled
+    def _keep(self, grammar: Grammar) -> None:
+        """Remembers this one as the newest, and forgets the oldest ones where that is too many."""
+        if self._newest.pop(grammar.text, None) is None:
+            self._bytes += len(grammar.text)
+        self._newest[grammar.text] = grammar
+        while len(self._newest) > _KEPT or (self._bytes > _KEPT_BYTES and len(self._newest) > 1):
+            self._bytes -= len(self._newest.popitem(last=False)[0])
 
     def _view(self) -> Any:
-        if self._vocabulary is None:
-            if not getattr(self._tokenizer, "is_fast", False) or not self._eos_ids:
-                raise ConfigError("grammars need a fast tokenizer and a token that ends a text")
-            known = max(self._vocab, len(self._tokenizer))
-            try:
-                self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=known, eos_token=self._eos_ids)
-            except ValueError as error:
-                raise ConfigError(f"grammars do not go with this tokenizer: {error}") from error
-        return self._vocabulary
+        with self._making:
+            if self._vocabulary is None:
+                if not getattr(self._tokenizer, "is_fast", False) or not self._eos_ids:
+                    raise ConfigError("grammars need a fast tokenizer and a token that ends a text")
+                known = max(self._vocab, len(self._tokenizer))
+                try:
+                    self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=known, eos_token=self._eos_ids)
+                except ValueError as error:
+                    raise ConfigError(f"grammars do not go with this tokenizer: {error}") from error
+            return self._vocabulary
 
 
 class Matcher:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError
-from coserve.model.grammar import Grammars, Matcher
+from coserve.model.grammar import Grammar, Grammars, Matcher
 
 COLDEST = 1e-5  # lower temperatures are greedy: logits divided by them would leave float32's range
 NO_ROW = -1
@@ -80,7 +80,7 @@ class SamplingTable:
         self._held = _Entries(self.device)
         self._rows: dict[int, int] = {}  # penalised slot -> its row of counts
         self._free_rows: list[int] = []
-        self._grammars = grammars
+        self.grammars = grammars
         self._matchers: dict[int, Matcher] = {}  # of slots whose answer must match a grammar
         self._generated = torch.zeros(0, vocab, dtype=torch.int32, device=self.device)
         self._prompted = torch.zeros(0, vocab, dtype=torch.bool, device=self.device)
@@ -116,8 +116,8 @@ class SamplingTable:
         if params.min_tokens > 0:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
             self._held.put(slot, [(token, -torch.inf) for token in sorted(ends)])
-        if params.grammar is not None and self._grammars is not None:
-            self._matchers[slot] = self._grammars.matcher(params.grammar, output)
+        if params.grammar is not None and self.grammars is not None:
+            self._matchers[slot] = self.grammars.matcher(params.grammar, output)
         if params.logprobs is not None:
             self.logprobs[slot] = params.logprobs
 
@@ -207,16 +207,19 @@ class SamplingTable:
         self._generated[row] = torch.bincount(answered, minlength=self.vocab).int()
         return row
 
-    def check(self, params: SamplingParams, output: Sequence[int] = ()) -> None:
+    def check(self, params: SamplingParams, output: Sequence[int] = ()) -> Grammar | None:
         """Raises ConfigError where the request names tokens that the model does not have, RequestError where
-        its grammar cannot be compiled or the answer so far, `output`, does not match it."""
+        its grammar cannot be compiled or the answer so far, `output`, does not match it. Any thread may call
+        it. Returns the grammar: as long as somebody holds it, `set` does not compile it again."""
+        grammar = None
         if params.grammar is not None:
-            if self._grammars is None:
+            if self.grammars is None:
                 raise ConfigError("grammars need a tokenizer, and the engine was given none")
-            self._grammars.check(params.grammar, output)
+            grammar = self.grammars.check(params.grammar, output)
         for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             if unknown := [token for token in tokens if not 0 <= token < self.vocab]:
                 raise ConfigError(f"sampling.{name} names token {unknown[0]}; the model has {self.vocab}")
+        return grammar
 
 
 def _is_penalised(params: SamplingParams) -> bool:

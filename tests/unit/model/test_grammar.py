@@ -13,6 +13,8 @@ import coserve
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.request import FinishReason
 from coserve.errors import ConfigError, RequestError
+from coserve.model import grammar as grammar_module
+from coserve.model.grammar import Grammars
 from models import letter_tokenizer, tiny
 
 SCHEMA: dict[str, Any] = {
@@ -135,7 +137,36 @@ def test_what_does_not_go_together(engine: Engine) -> None:
 def test_an_answer_that_outgrows_the_parser_ends(engine: Engine) -> None:
     """llguidance gives up on it; nobody else notices."""
     table = engine.runner.table.sampling
-    matcher = table._grammars.matcher(GRAMMAR)
+    matcher = table.grammars.matcher(GRAMMAR)
     matcher.advance(TOKENIZER.encode("x")[0])  # not allowed: it fails as one that outgrew its limits
     allowed = matcher.allowed(len(TOKENIZER), table.device)
     assert allowed.nonzero().flatten().tolist() == [TOKENIZER.eos_token_id]
+
+
+def test_what_is_kept_is_bounded_by_number_and_size_and_what_somebody_holds_is_not_compiled_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled grammar is 34 times its text: without a bound on bytes clients could have hundreds of MB."""
+    compiled: list[str] = []
+
+    def counted(view: object, text: str, log_level: int) -> LLMatcher:
+        compiled.append(text)
+        return LLMatcher(view, text, log_level=log_level)
+
+    monkeypatch.setattr(grammar_module, "LLMatcher", counted)
+    grammars = Grammars(TOKENIZER, len(TOKENIZER), engine.eos_ids)
+    draws = random.Random(3)
+    held = grammars.compile(GRAMMAR)
+    for number in range(200):
+        length = draws.choice([10, 1000, 30_000])
+        enum = LLMatcher.grammar_from_json_schema({"enum": [f"{number} " + "x" * length]})
+        grammars.compile(enum)
+        assert grammars.find(enum) is not None, "the newest one is kept"
+        assert len(grammars._compiled) <= 64 + 1
+        assert sum(map(len, grammars._newest)) == grammars._bytes <= 256 << 10
+    grammars.matcher(GRAMMAR)
+    assert compiled.count(GRAMMAR) == 1
+    del held
+    for number in range(65):
+        grammars.compile(LLMatcher.grammar_from_json_schema({"enum": [number]}))
+    assert grammars.find(GRAMMAR) is None
