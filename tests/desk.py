@@ -38,7 +38,7 @@ class Desk:
             EngineConfig(calibrate=False, cache_tokens=512, page_size=8, **config),
             tokenizer=letter_tokenizer(),
         )
-        self.inbox: Inbox = queue.SimpleQueue()
+        self.inbox = Inbox()
         self.worker = Worker(self.engine, HELLO, Background(self.inbox, threads=1), costs)
         self.reports: list[Report] = []
         self.asked = 0  # ends of jobs

@@ -133,7 +133,7 @@ class World:
     def _step(self, now: float) -> None:
         plan = self.it.plan(now)
         # Who arrives ends a pause: an engine looks out for them while it waits.
-        plan = replace(plan, pause=min(plan.pause, self._next_arrival() - now))
+        plan = replace(plan, idle=min(plan.idle, self._next_arrival() - now))
         self._write(now, plan)
         result = self.runner.run(plan)
         for event in self.it.apply(plan, result, self.runner.now):

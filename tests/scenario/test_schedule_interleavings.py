@@ -66,6 +66,7 @@ actions = st.one_of(
     st.tuples(st.just("remove"), st.integers(0, 2)),
     st.tuples(st.just("step"), st.integers(1, 6)),
     st.tuples(st.just("skip"), st.floats(0.0, 1.0)),
+    st.tuples(st.just("pause"), st.integers(0, 2 * DEPTH)),
 )
 
 
@@ -176,6 +177,11 @@ class World:
 
     def skip(self, seconds: float) -> None:
         self.runner.skip(seconds)
+
+    def pause(self, layers: int) -> None:
+        """Steps stop their training after so many layers from now on; 0 lets it go on."""
+        self.runner.layers_before_pause = layers
+        (self.runner.pause_training if layers else self.runner.resume_training)()
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):

@@ -114,7 +114,8 @@ class Plan:
     else. `predicted` is what the cost model expects, in seconds. `split` is the share of the machine that
     inference has, beside training in a lane of its own; None fuses them. A step does not wait for training
     beside its inference: that may go on through further steps, as long as they are split and bring no other.
-    `pause` is how long nothing runs although somebody waits, seconds.
+    `idle` is how long nothing runs although somebody waits, seconds. `pausable` says that training in this
+    plan stops at the next boundary between layers when `Executor.pause_training` is called.
     """
 
     inference: tuple[InferenceSegment, ...] = ()
@@ -124,7 +125,8 @@ class Plan:
     predicted: float = 0.0
     prefixes: tuple[Prefix, ...] = ()
     split: float | None = None
-    pause: float = 0.0
+    idle: float = 0.0
+    pausable: bool = False
     sequences: tuple[SequenceStart, ...] = ()
     micro_batches: tuple[MicroBatchStart, ...] = ()
 
@@ -179,22 +181,35 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The runner's answer. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
+    """The executor's answer. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
 
-    `trained` are the segments of training that have been done since the last answer, None for those of the
-    plan. `lanes` are the seconds of the inference and of the training that a split machine did, 0 where there
-    was none or it is not done.
+    `trained` are the segments of training that have been done since the last answer, each with the layers it
+    really passed: what `pause_training` stopped has fewer than planned, or is not there. `lanes` are the
+    seconds of the inference and of the training that a split machine did, 0 where there was none or it is
+    not done.
     """
 
     seconds: float
     sampled: Mapping[int, Sampled] = field(default_factory=dict)
     updated: Mapping[str, Updated] = field(default_factory=dict)
     failed: Mapping[str, CoserveError] = field(default_factory=dict)
-    trained: tuple[TrainingSegment, ...] | None = None
+    trained: tuple[TrainingSegment, ...] = ()
     lanes: tuple[float, float] = (0.0, 0.0)
 
 
-class Runner(Protocol):
-    """Anything that can run a plan: the local runner, a scripted fake, later a split or remote one."""
+class Executor(Protocol):
+    """Anything that can run a plan: a local device, a scripted fake, later a split or remote one."""
 
     def run(self, plan: Plan) -> StepResult: ...
+
+    def pause_training(self) -> None:
+        """Has training of pausable plans stop at the next boundary between layers, until `resume_training`.
+
+        May be called by any thread, at any time. The first layer of a plan's training always runs, so that
+        arrivals in every step slow training down and never stop it.
+        """
+        ...
+
+    def resume_training(self) -> None:
+        """Withdraws `pause_training`."""
+        ...

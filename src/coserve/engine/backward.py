@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 
+from coserve.engine.pausing import TrainingPause
 from coserve.engine.shortage import Shortages
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.train import window_group
@@ -12,13 +13,18 @@ _log = logging.getLogger(__name__)
 Windows = Sequence[tuple[str, BackwardWindow]]  # each with its job
 
 
-def backward_windows(windows: Windows, most: int, short: Shortages) -> None:
+def backward_windows(windows: Windows, most: int, short: Shortages, pause: TrainingPause) -> None:
     """Takes windows back through their layers, in groups of at most `most` rows. A job that fails or runs out
-    of memory stops there; the windows of other jobs go on."""
+    of memory stops there; the windows of other jobs go on. At a pause all stop above the next layer."""
     top = max((r.layers.start for _, r in windows), default=-1)
     for layer in range(top, -1, -1):
         for group in _groups(layer, windows, most):
             _through(layer, group, short)
+            pause.passed()
+        if pause.is_due:
+            for _, window in windows:
+                window.stop(layer)
+            break
     for job, window in windows:
         if job not in short:
             with short.of(job):

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
-from coserve.core.plan import InferenceSegment, Lane, Plan, Sampled, StepResult, TokenLogprobs
+from coserve.core.plan import (
+    InferenceSegment,
+    Lane,
+    Plan,
+    Sampled,
+    StepResult,
+    TokenLogprobs,
+    TrainingSegment,
+)
 from coserve.core.sequence import Direction
 from coserve.engine.inference import InferenceBatch, adapter_ranges
 from coserve.engine.runner import ForwardWindow, LocalRunner
@@ -65,7 +73,7 @@ class DeterministicRunner(LocalRunner):
         """A split machine has other numbers of threads, so everything goes one after the other."""
         return super().run(replace(plan, split=None))
 
-    def _pass(self, lane: Lane) -> dict[int, Sampled]:
+    def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         found: dict[int, Sampled] = {}
         for group in _groups(lane.inference):
             inference = self._inference_rows(group)
@@ -73,10 +81,8 @@ class DeterministicRunner(LocalRunner):
             for key, sampled in self.sampler.sample(inference).items():
                 earlier = found[key].prompt_logprobs if key in found else ()
                 found[key] = replace(sampled, prompt_logprobs=(*earlier, *sampled.prompt_logprobs))
-        for segment in lane.training:
-            if segment.direction is Direction.TRAIN_FORWARD:
-                self._keep_alone(segment)
-        return found
+        kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
+        return found, [done for segment in kept for done in self._keep_alone(segment)]
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         rows = self.table.rows(segments)

@@ -27,6 +27,7 @@ from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.handles import Completion, FineTuning, Keeping
 from coserve.engine.paged import PagedAdapters
+from coserve.engine.pausing import Arrivals
 from coserve.engine.runner import LocalRunner
 from coserve.engine.stats import count
 from coserve.engine.table import SequenceTable
@@ -89,6 +90,7 @@ class Engine:
         self._requests = 0
         self._lock = threading.RLock()
         self.runner = self._make_runner()
+        self.arrivals = Arrivals(self.runner)
         self.scheduler = self._make_scheduler(policy)
         self.admission.open(self.runner, self.scheduler.config, self._steps(policy))
         self._outlines = Outlines(self.base, self.base.dtype, self.runner.stacks.slot_nbytes)
@@ -114,13 +116,14 @@ class Engine:
     def step(self) -> list[Event]:
         """One step: decide, run, take in. Returns what it brought about, for every request and job."""
         with self._lock:
+            self.arrivals.before_step()
             self.stored.advance()
             plan = self.scheduler.plan(self.clock())
             result = self.runner.run(plan)
             events = self.scheduler.apply(plan, result, self.clock())
             for event in events:
                 self._deliver(event)
-            return [event for event in events if not self._goes_on(event)]
+            return [e for e in events if not (isinstance(e, JobFailed) and e.job in self.jobs)]  # it goes on
 
     def run(self) -> None:
         """Steps until nothing is left to do."""
@@ -151,7 +154,7 @@ class Engine:
         token of a `newcomer` goes first. Raises RequestError, AdapterNotFound or ConfigError, nothing queued.
         """
         grammar = self.runner.table.sampling.check(sampling, continued)  # no step waits while it is compiled
-        with self._lock:
+        with self.arrivals.arriving(), self._lock:
             version = None if adapter is None else self.bank.look(adapter)
             request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
             request = replace(request, scope=scope, newcomer=newcomer)
@@ -196,8 +199,7 @@ class Engine:
         return read_adapter(folder, name, self.base, self.base.dtype, self.base.device)
 
     def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
-        """Makes an adapter that was read before answer to its name; returns it with its version number. It
-        stays in memory."""
+        """Makes an adapter that was read before answer to its name, always in memory; returns it numbered."""
         with self._lock:
             self.training.refuse_while_trained(adapter.name)
             self.admission.load(adapter)
@@ -291,8 +293,7 @@ class Engine:
         return prepared
 
     def check_job(self, asked: JobSpec) -> None:
-        """Raises what makes a job impossible: AdapterError, DataError, or OutOfMemory where it could not run
-        even if it were alone."""
+        """Raises what makes a job impossible: AdapterError, DataError, OutOfMemory (alone too)."""
         with self._lock:
             self.training.check(asked)
 
@@ -345,8 +346,8 @@ class Engine:
         return runner(base, self.bank, pool, SequenceTable(config.max_running, most, pool, sampling))
 
     def _make_stored(self) -> PagedAdapters:
-        base = self.base
-        reader = Reader(reads_for(base, base.dtype, base.device))
+        reads = reads_for(self.base, self.base.dtype, self.base.device)
+        reader = Reader(reads, self.runner.pause_training)
         stored = PagedAdapters(self.bank, self.scheduler, reader, self.admission.room)
         self.admission.stored(stored)
         return stored
@@ -403,7 +404,8 @@ class Engine:
         )
 
     def _drive(self) -> bool:
-        """One step if there is anything to do."""
+        """One step if there is anything to do; callers on other threads take the lock before it."""
+        self.arrivals.give_way()
         with self._lock:
             if not self.scheduler.has_work:
                 return False
@@ -425,10 +427,6 @@ class Engine:
                 self._complete(event.key, FinishReason.CANCELLED, event.error)
             case StepDone() | JobFailed():
                 self.training.deliver(event)
-
-    def _goes_on(self, event: Event) -> bool:
-        """Whether a job that failed in this step does it again, so that nothing of it is news."""
-        return isinstance(event, JobFailed) and event.job in self.jobs
 
     def _complete(self, key: int, reason: FinishReason, error: CoserveError | None = None) -> None:
         completion = self.completions.pop(key)

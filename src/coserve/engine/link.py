@@ -17,9 +17,10 @@ from typing import Final
 
 import msgspec
 
+from coserve.engine.pausing import Arrivals
 from coserve.errors import ConfigError, CoserveError
 from coserve.wire.codec import decode_commands, encode_answer
-from coserve.wire.messages import Answer, Command
+from coserve.wire.messages import Acknowledge, Answer, Command
 
 _HEADER: Final = struct.Struct(">I")
 _LARGEST: Final = 64 << 20  # bytes of one frame that is read; a prompt of a million tokens has five
@@ -62,7 +63,41 @@ class Done:
 
 
 Item = Opened | Received | Closed | Drained | Done
-Inbox = queue.SimpleQueue[Item]
+
+
+class Inbox:
+    """What has come for the loop between two steps, in order. Any thread may `put`.
+
+    Training of the step under way pauses for an item that somebody waits for: any work that is done, and any
+    command but an Acknowledge, of which a server sends one for each optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[tuple[Item, Arrivals | None]] = queue.SimpleQueue()
+        self._arrivals: Arrivals | None = None
+
+    def pauses(self, arrivals: Arrivals) -> None:
+        """Names whom to tell of items from now on."""
+        self._arrivals = arrivals
+
+    def put(self, item: Item) -> None:
+        told = self._arrivals if _is_urgent(item) else None
+        if told is not None:
+            told.announce()
+        self._items.put((item, told))
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Item:
+        """The next item; raises queue.Empty where there is none in time."""
+        item, told = self._items.get(block, timeout)
+        if told is not None:
+            told.taken()
+        return item
+
+
+def _is_urgent(item: Item) -> bool:
+    if isinstance(item, Received):
+        return not all(isinstance(command, Acknowledge) for command in item.commands)
+    return isinstance(item, Done)
 
 
 class Connection:

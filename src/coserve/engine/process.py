@@ -56,7 +56,7 @@ def main(pipes: Supervised) -> None:
     transformers_logging.disable_progress_bar()
     sys.setswitchinterval(SWITCH)
     pipes.say(Status("standby"))
-    inbox: Inbox = queue.SimpleQueue()
+    inbox = Inbox()
     try:
         start = pipes.start_line(EngineStart)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides
@@ -74,6 +74,7 @@ def main(pipes: Supervised) -> None:
         sys.exit(1)
     seconds = time.monotonic() - started
     hello = _hello(start, engine, seconds)
+    inbox.pauses(engine.arrivals)
     worker = Worker(engine, hello, Background(inbox), costs)
     engine.base.on_layer = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
@@ -168,7 +169,8 @@ def _load(start: EngineStart) -> Engine:
     """The engine, which knows nothing of what its steps cost yet."""
     if start.threads is not None:
         torch.set_num_threads(start.threads)
-    return Engine(start.model, replace(start.config, calibrate=False))
+    scheduler = {**start.config.scheduler, "interruptible": True}  # by what comes into the inbox
+    return Engine(start.model, replace(start.config, calibrate=False, scheduler=scheduler))
 
 
 def _cost_file(start: EngineStart, engine: Engine) -> CostFile | None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -26,10 +26,11 @@ from coserve.core.plan import (
     Updated,
 )
 from coserve.core.row_buckets import pad_rows
-from coserve.core.sequence import Direction
+from coserve.core.sequence import Direction, Span
 from coserve.engine.backward import backward_windows
 from coserve.engine.inference import InferenceBatch, adapter_ranges, outside_layers
 from coserve.engine.lanes import Lanes
+from coserve.engine.pausing import TrainingPause
 from coserve.engine.sampler import Sampler
 from coserve.engine.shortage import Shortages
 from coserve.engine.table import SequenceTable
@@ -47,18 +48,28 @@ from coserve.train.updating import update_all
 from coserve.train.window import Window
 from coserve.train.window_group import KeptWindowGroup
 
-_NAP: Final = 0.001  # seconds; a pause is cut into so many, for whoever arrives meanwhile
+_NAP: Final = 0.001  # seconds; idle time is cut into so many, for whoever arrives meanwhile
 
 
 @dataclass(slots=True)
 class ForwardWindow:
-    """A training window that goes forward in this step."""
+    """A training window that goes forward in this step, through `layers`."""
 
     segment: TrainingSegment
+    layers: range
     tape: Tape
     window: Window
     bypasses: Bypasses
     calls: LayerCalls
+
+    def stop(self, layer: int) -> None:
+        """Has it go no further than below `layer`."""
+        self.layers = range(self.layers.start, min(self.layers.stop, layer))
+
+    @property
+    def passed(self) -> TrainingSegment:
+        """The segment with the layers that it passed."""
+        return replace(self.segment, span=Span(self.layers.start, self.layers.stop))
 
 
 class LocalRunner:
@@ -73,16 +84,19 @@ class LocalRunner:
         bank.when_dropped(lambda version: self.stacks.forget(version.bypasses))
         self.runs: dict[str, TrainingRun] = {}
         self._lanes = Lanes(base.device)
-        self._beside: Future[float] | None = None  # training in a lane of its own, while steps go on
-        self._underway: tuple[TrainingSegment, ...] = ()
+        self._beside: Future[tuple[float, list[TrainingSegment]]] | None = (
+            None  # training in a lane of its own, while steps go on
+        )
         self._trained: list[TrainingSegment] = []  # done, and not told yet
         self._training_seconds = 0.0
         self._short = Shortages(self._drop)
+        self._pause = TrainingPause()
 
     @torch.no_grad()
     def run(self, plan: Plan) -> StepResult:
         if plan.split is None:
             self.settle()
+        self._pause.begin(plan.pausable)
         started = time.perf_counter()
         for key in plan.released:
             self.table.release(key)
@@ -91,8 +105,8 @@ class LocalRunner:
             self._fill(prefix)
         self.table.extend(plan.inference)
         sampled, answering = self._run_fused(plan) if plan.split is None else self._run_split(plan)
-        if plan.pause:
-            time.sleep(min(plan.pause, _NAP))
+        if plan.idle:
+            time.sleep(min(plan.idle, _NAP))
         updated, failed = self._update(plan.updates)
         if self._beside is None:  # else its jobs have more pieces to come
             failed |= self._short.take()
@@ -107,15 +121,22 @@ class LocalRunner:
         """Waits for the training that is under way in a lane of its own."""
         if self._beside is not None:
             beside, self._beside = self._beside, None
-            self._training_seconds = beside.result()
-            self._trained += self._underway
+            self._training_seconds, trained = beside.result()
+            self._trained += trained
+
+    def pause_training(self) -> None:
+        """See `Executor`."""
+        self._pause.ask()
+
+    def resume_training(self) -> None:
+        """See `Executor`."""
+        self._pause.withdraw()
 
     def _run_fused(self, plan: Plan) -> tuple[dict[int, Sampled], float]:
         """Tokens; the whole machine does one thing at a time."""
         (lane,) = plan.lanes
-        sampled = self._pass(lane)
-        self._backward_all(lane)
-        self._trained += lane.training
+        sampled, kept = self._pass(lane)
+        self._trained += kept + self._backward_all(lane)
         return sampled, 0.0
 
     def _run_split(self, plan: Plan) -> tuple[dict[int, Sampled], float]:
@@ -123,7 +144,6 @@ class LocalRunner:
         answers, training = plan.lanes
         if training.training:
             assert self._beside is None, "one piece of training beside inference at a time"
-            self._underway = training.training
             self._beside = self._lanes.begin(1, training.share, partial(self._train_lane, training))
         if not answers.inference:
             self.settle()
@@ -136,22 +156,30 @@ class LocalRunner:
     @torch.no_grad()  # of this thread: every lane has its own
     def _answer_lane(self, lane: Lane) -> tuple[dict[int, Sampled], float]:
         started = time.perf_counter()
-        return self._pass(lane), time.perf_counter() - started
+        sampled, _ = self._pass(lane)
+        return sampled, time.perf_counter() - started
 
     @torch.no_grad()
-    def _train_lane(self, lane: Lane) -> float:
+    def _train_lane(self, lane: Lane) -> tuple[float, list[TrainingSegment]]:
         started = time.perf_counter()
-        self._pass(lane)
-        self._backward_all(lane)
-        return time.perf_counter() - started
+        _, kept = self._pass(lane)
+        trained = kept + self._backward_all(lane)
+        return time.perf_counter() - started, trained
 
-    def _backward_all(self, lane: Lane) -> None:
-        """Windows through the tail, then windows back through layers."""
+    def _backward_all(self, lane: Lane) -> list[TrainingSegment]:
+        """Takes windows through the tail, then others back through layers; returns those that ran."""
+        trained = []
         for segment in lane.training:
-            if segment.direction is Direction.LOSS and (job := segment.job) not in self._short:
-                with self._short.of(job):
-                    self._through_tail(segment)
-        self._backward([segment for segment in lane.training if segment.direction is Direction.BACKWARD])
+            if segment.direction is Direction.LOSS and not self._pause.is_due:
+                if (job := segment.job) not in self._short:
+                    with self._short.of(job):
+                        self._through_tail(segment)
+                self._pause.passed()
+                trained.append(segment)
+        if self._pause.is_due:
+            return trained
+        backward = [segment for segment in lane.training if segment.direction is Direction.BACKWARD]
+        return trained + self._backward(backward)
 
     def _drop(self, job: str) -> None:
         """Gives back what a job that ran out of memory has on its way."""
@@ -189,49 +217,56 @@ class LocalRunner:
         part = InferenceRows(self.pool, slots, None, [rows], missing)
         return InferenceBatch(part, (), slots, (), hidden, calls, adapters)
 
-    def _pass(self, lane: Lane) -> dict[int, Sampled]:
-        """Everything that goes forward, in one fused pass, and the tokens that come of it.
+    def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """Runs everything that goes forward in one fused pass; returns tokens, and the training that ran.
 
         Where memory does not last all pass again alone, and only write where they wrote before.
         """
         inference = self._inference_rows(lane.inference) if lane.inference else None
         kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
-        if not self._fits(inference, kept):
+        trained = self._together(inference, kept)
+        if trained is None:
             inference = self._inference_rows(lane.inference) if lane.inference else None
             self._forward(inference, [])
-            for segment in kept:
-                self._keep_alone(segment)
-        return self.sampler.sample(inference) if inference is not None else {}
+            trained = [done for segment in kept for done in self._keep_alone(segment)]
+        return (self.sampler.sample(inference) if inference is not None else {}), trained
 
-    def _fits(self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]) -> bool:
-        """Whether there was memory for one pass of all, where it can be told whose fault it is."""
+    def _together(
+        self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
+    ) -> list[TrainingSegment] | None:
+        """`_forward`; None where there was no memory for all of it: nobody can tell whose fault that is."""
         try:
-            self._forward(inference, kept)
+            return self._forward(inference, kept)
         except (RuntimeError, MemoryError) as error:
             if not kept or not is_out_of_memory(error):
                 raise
-            return False
-        return True
+            return None
 
-    def _keep_alone(self, segment: TrainingSegment) -> None:
-        """A window forward in a pass of its own."""
-        if (job := segment.job) not in self._short:
-            with self._short.of(job):
-                self._forward(None, [segment])
+    def _keep_alone(self, segment: TrainingSegment) -> list[TrainingSegment]:
+        """A window forward in a pass of its own; what of it ran before a pause."""
+        if (job := segment.job) in self._short:
+            return [segment]  # of a job that fails
+        trained = [segment]
+        with self._short.of(job):
+            trained = self._forward(None, [segment])
+        return trained
 
-    def _forward(self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]) -> None:
-        """All rows through the layers; a window joins at its span's first layer and leaves after its last."""
+    def _forward(
+        self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
+    ) -> list[TrainingSegment]:
+        """Runs all rows through the layers: a window joins at its span's first layer and leaves after its
+        last, or at a pause. Returns the windows with the layers that they passed."""
         windows = [self._forward_window(segment) for segment in self._by_batch_key(kept)]
         composed: list[ForwardWindow] | None = None
         for layer in range(self.base.depth):
-            joined = [t for t in windows if t.segment.span.first <= layer < t.segment.span.last]
+            joined = [window for window in windows if layer in window.layers]
             if inference is None and not joined:
                 continue
-            if composed is None or [id(t) for t in joined] != [id(t) for t in composed]:
+            if composed is None or [id(w) for w in joined] != [id(w) for w in composed]:
                 composed = joined
                 rows, calls = self._compose(inference, joined)
             hidden = [] if inference is None else [inference.hidden]
-            hidden += [t.tape.input(layer, t.window, t.bypasses) for t in joined]
+            hidden += [w.tape.input(layer, w.window, w.bypasses) for w in joined]
             with self.base.cell.set(rows):
                 out = self.base.layer(layer, hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1), calls)
             start = 0
@@ -241,11 +276,20 @@ class LocalRunner:
             for window in joined:
                 window.tape.keep_output(layer, window.window, out[0, start : start + window.window.rows])
                 start += window.window.rows
+            if joined:
+                self._pause.passed()
+                if self._pause.is_due:
+                    for window in windows:
+                        window.stop(layer + 1)
+        return [window.passed for window in windows if window.layers]
 
     def _forward_window(self, segment: TrainingSegment) -> ForwardWindow:
         run, window = self._window(segment)
         tape = run.tape(segment.key)
-        return ForwardWindow(segment, tape, window, run.bypasses(segment.key, window), tape.calls_for(window))
+        layers = range(segment.span.first, segment.span.last)
+        return ForwardWindow(
+            segment, layers, tape, window, run.bypasses(segment.key, window), tape.calls_for(window)
+        )
 
     def _compose(
         self, inference: InferenceBatch | None, windows: Sequence[ForwardWindow]
@@ -302,20 +346,25 @@ class LocalRunner:
         run, window = self._window(segment)
         run.backward(segment.key).through_tail(window, run.bypasses(segment.key, window))
 
-    def _backward(self, segments: Sequence[TrainingSegment]) -> None:
-        """Windows back through layers."""
-        windows: list[tuple[str, BackwardWindow]] = []
+    def _backward(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
+        """Takes windows back through layers; returns them with the layers that they passed before a pause."""
+        windows: list[tuple[TrainingSegment, BackwardWindow]] = []
         for segment in self._by_batch_key(segments):
             if (job := segment.job) not in self._short:
                 with self._short.of(job):
                     run, window = self._window(segment)
                     bypasses = run.bypasses(segment.key, window)
-                    windows.append((job, run.backward(segment.key).start(window, segment.span, bypasses)))
-        backward_windows(windows, self.window_group_rows, self._short)
-        for segment in segments:
-            is_through = segment.start == 0 and segment.span.first == 0
-            if is_through and segment.job not in self._short:
+                    backward = run.backward(segment.key)
+                    windows.append((segment, backward.start(window, segment.span, bypasses)))
+        of_jobs = [(segment.job, window) for segment, window in windows]
+        backward_windows(of_jobs, self.window_group_rows, self._short, self._pause)
+        trained = [replace(segment, span=window.span) for segment, window in windows if len(window.span)]
+        failed = [segment for segment in segments if segment.job in self._short]
+        trained = [segment for segment in trained if segment.job not in self._short]
+        for segment in trained:
+            if segment.start == 0 and segment.span.first == 0:
                 self.runs[segment.job].release(segment.key)
+        return trained + failed
 
     def _by_batch_key(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
         """Those of like jobs next to each other; a job's own stay in their order."""

@@ -7,7 +7,7 @@ from coserve.errors import ConfigError
 
 # Fields that the engine fills in, from its model and its own settings; nobody else may set them.
 SET_BY_ENGINE: Final = frozenset(
-    {"layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing"}
+    {"layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing", "interruptible"}
 )
 
 
@@ -26,7 +26,8 @@ class SchedulerConfig:
     training_window: int | None = None  # rows of every window, never cut (a quarter for the loss); None: free
     micro_batches_in_flight: int = 2  # of one job on the tape at once; each costs tape bytes
     quantum: float = 0.03  # training in a step without inference: the wait of who arrives meanwhile
-    max_quantum: float = 0.5  # the same where requests have been patient of late: the next one may not be
+    max_quantum: float = 0.5  # the same where arrivals stop training, or requests have been patient of late
+    interruptible: bool = False  # whether arrivals stop the training of the step under way
     quantum_with_inference: float = 0.1  # most training beside inference, however large the slack
     ride_along: float = 1.0  # training beside requests that state no bound, per second of inference
     reliability: float = 0.995  # share of steps that are to take no longer than allowed for; more train less

@@ -300,9 +300,8 @@ class CostModel:
             self.misses.observe(inference / max(plan.predicted, 1e-9), trains=True)
             alone = self.predict_features(Features.of_segments(plan.inference))
             self.lanes.observe_inference(inference / max(alone, 1e-9))
-        trained = plan.training if result.trained is None else result.trained
-        if trained and training:
-            alone = self.predict_features(Features.of_segments((), trained))
+        if result.trained and training:
+            alone = self.predict_features(Features.of_segments((), result.trained))
             self.lanes.observe_training(training / max(alone, 1e-9))
 
     @property

@@ -7,7 +7,7 @@ out of order, keys that were released.
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coserve.core.events import Event
 from coserve.core.plan import (
@@ -47,7 +47,8 @@ class FakeRunner:
     """Runs plans on paper. `now` is its clock, in seconds; `plans` are those it ran, in order.
 
     `seconds` says what a plan takes (by default what an untrained cost model expects). A job in
-    `failures` fails as soon as it has something to run. `skip` lets time pass between steps.
+    `failures` fails as soon as it has something to run. `skip` lets time pass between steps. A call of
+    `pause_training` stops training of the next pausable plan after `layers_before_pause` layers.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class FakeRunner:
         self._beside: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._until = 0.0  # when it is done
         self._training = 0.0  # seconds it takes
+        self.layers_before_pause = 1
+        self._pauses = False
 
     def step(self, scheduler: Scheduler) -> list[Event]:
         """The engine's loop, once."""
@@ -99,10 +102,12 @@ class FakeRunner:
         sampled = {segment.key: self._infer(segment) for segment in plan.inference}
         jobs = {window.job for window in plan.training} | {*plan.updates}
         failed = {job: error for job, error in self._failures.items() if job in jobs}
+        if plan.split is None:
+            plan = replace(plan, training=trained)
         for window in plan.training:
             self._travel(window)
         updated = {job: self._update(job) for job in plan.updates if job not in failed}
-        self.now += seconds + plan.pause
+        self.now += seconds + plan.idle
         self.plans.append(plan)
         self.results.append(StepResult(seconds, sampled, updated, failed, trained, lanes))
         return self.results[-1]
@@ -114,6 +119,7 @@ class FakeRunner:
         """
         if plan.split is None:
             assert not self._beside, "the whole machine, while a lane of it trains"
+            plan = replace(plan, training=self._before_pause(plan))
             return (0.0 if plan.is_empty else self._seconds(plan)), plan.training, (0.0, 0.0)
         answers, training = plan.lanes
         if training.training:
@@ -127,6 +133,27 @@ class FakeRunner:
             return answering + waited, (), (answering, 0.0)
         trained, self._beside = self._beside, ()
         return answering + waited, trained, (answering, self._training)
+
+    def pause_training(self) -> None:
+        self._pauses = True
+
+    def resume_training(self) -> None:
+        self._pauses = False
+
+    def _before_pause(self, plan: Plan) -> tuple[TrainingSegment, ...]:
+        """The layers of a plan's training that run, from its first segment on."""
+        if not (self._pauses and plan.pausable):
+            return plan.training
+        left, ran = self.layers_before_pause, list[TrainingSegment]()
+        for segment in plan.training:
+            layers = min(left, len(segment.span))
+            first, last = segment.span.first, segment.span.last
+            going_back = segment.direction is Direction.BACKWARD
+            span = Span(last - layers, last) if going_back else Span(first, first + layers)
+            if layers:
+                ran.append(replace(segment, span=span))
+            left -= layers
+        return tuple(ran)
 
     def _begin(self, plan: Plan) -> None:
         for start in plan.sequences:

@@ -181,7 +181,7 @@ class Scheduler:
         elif jobs and not any(is_new(sequence) for sequence in self._requests.running):
             self._train(builder, view, jobs)
         plan = self._close(builder)
-        return replace(plan, pause=self._pause(view)) if plan.is_empty else plan
+        return replace(plan, idle=self._idle(view)) if plan.is_empty else plan
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> list[Event]:
         """Takes the runner's answer in; `now` is when the step ended. Returns what it brought about."""
@@ -191,7 +191,8 @@ class Scheduler:
             self._training.remove(job)
             events.append(JobFailed(job, error))
         events.extend(self._take_answers(plan.inference, result, now))
-        events.extend(self._take_progress(self._done(plan, result)))
+        self._note_underway(plan, result)
+        events.extend(self._take_progress(result.trained))
         answered = {*result.updated, *result.failed}
         assert answered.issuperset(plan.updates), f"no answer for the updates of {plan.updates}"
         for job, updated in result.updated.items():
@@ -289,7 +290,8 @@ class Scheduler:
         """Jobs in turn: an optimizer step that is due, or the next windows of the micro-batches."""
         self.stats.fused_possible += bool(builder.inference)
         slack = measure(builder, self._requests, self.cost, self.config)
-        shortly = INFINITE if builder.now - self._newcomer_at > LATELY else self.config.quantum
+        expected = builder.now - self._newcomer_at <= LATELY and not self.config.interruptible
+        shortly = self.config.quantum if expected else INFINITE
         allowance = self.policy.allow(
             replace(
                 view,
@@ -314,7 +316,7 @@ class Scheduler:
             if served:
                 self._training.serve(job.name, builder.now)
 
-    def _pause(self, view: View) -> float:
+    def _idle(self, view: View) -> float:
         """How long the policy lets everybody wait for nothing that this step could do."""
         if not view.waiting:
             return _NAP if self._requests.blocked_on_adapter else 0.0
@@ -336,6 +338,7 @@ class Scheduler:
             released=released,
             predicted=builder.predict(self.cost),
             split=builder.split,
+            pausable=self.policy.pausable and builder.split is None,
         )
 
     # Applying
@@ -344,6 +347,7 @@ class Scheduler:
         """Counts the step, learns from its time, and charges its training to those who waited for it."""
         if not (plan.inference or plan.training or plan.updates or result.trained):
             return
+        plan = self._as_run(plan, result)
         training = self._training_seconds(plan, result.seconds)
         for sequence in self._requests:
             sequence.deferred += training
@@ -354,6 +358,13 @@ class Scheduler:
             self.cost.observe_lanes(plan, result)
         self.stats.steps += 1
         self.stats.fused_steps += plan.is_fused
+
+    def _as_run(self, plan: Plan, result: StepResult) -> Plan:
+        """The plan without the training that was paused before it ran."""
+        if plan.split is not None or plan.training == result.trained:
+            return plan
+        plan = replace(plan, training=result.trained)
+        return replace(plan, predicted=self.cost.predict(plan))
 
     def _training_seconds(self, plan: Plan, seconds: float) -> float:
         """The share of a step that it would not have taken without its training."""
@@ -386,12 +397,11 @@ class Scheduler:
             events.append(replace(event, finish_reason=reason))
         return events
 
-    def _done(self, plan: Plan, result: StepResult) -> tuple[TrainingSegment, ...]:
-        """The training that has come to its end; what has not stays under way."""
-        done = plan.training if result.trained is None else result.trained
-        self._underway = tuple(one for one in (*self._underway, *plan.training) if one not in done)
+    def _note_underway(self, plan: Plan, result: StepResult) -> None:
+        """Training in a lane of its own stays under way until it is done; any other is done or paused."""
+        launched = () if plan.split is None else (*self._underway, *plan.training)
+        self._underway = tuple(segment for segment in launched if segment not in result.trained)
         self._split = plan.split
-        return done
 
     def _take_progress(self, segments: Iterable[TrainingSegment]) -> list[Event]:
         events: list[Event] = []

@@ -196,6 +196,11 @@ class BackwardWindow:
     gradient: Tensor
     _owed: tuple[int, Pair | None] = (-1, None)
 
+    def stop(self, layer: int) -> None:
+        """Ends its way at `layer`, the last one passed; where it has not begun its span becomes empty."""
+        if any(below < layer for below in self.layers):
+            self.span = Span(min(layer, self.span.last), self.span.last)
+
     def input(self, layer: int) -> Tensor:
         """What a layer is given, [1, rows, width], outside of any graph."""
         return self.backward.tape.input(layer, self.window, self.bypasses).detach()

@@ -20,5 +20,5 @@ def test_two_lanes_share_it_out() -> None:
 
 
 def test_a_pause_does_nothing() -> None:
-    assert Plan(pause=3.0).is_empty and Plan(split=0.5).is_empty
+    assert Plan(idle=3.0).is_empty and Plan(split=0.5).is_empty
     assert not Plan(updates=("job",)).is_empty and not Plan(released=(1,)).is_empty

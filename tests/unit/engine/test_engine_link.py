@@ -1,6 +1,5 @@
 """The engine's end of the socket: frames, one server at a time, servers that stall or send nonsense."""
 
-import queue
 import socket
 import struct
 from pathlib import Path
@@ -16,7 +15,7 @@ from coserve.wire.messages import Acknowledge, Report, Token
 
 @pytest.fixture
 def inbox() -> Inbox:
-    return queue.SimpleQueue()
+    return Inbox()
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ class Desk:
     """A worker whose engine has room for one job."""
 
     def __init__(self, memory: int | str) -> None:
-        self.inbox: Inbox = queue.SimpleQueue()
+        self.inbox = Inbox()
         self.engine = make_engine(memory)
         self.worker = Worker(self.engine, HELLO, Background(self.inbox, threads=1))
         self.hello = self.worker.connected()

@@ -1,6 +1,5 @@
 """What a server is told of adapters that lie on disk."""
 
-import queue
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +31,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.engine: Engine = make_engine()
-        self._inbox: Inbox = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._worker = Worker(self.engine, HELLO, Background(self._inbox, threads=1))
         self._worker.connected()
         self.replies: dict[int, Reply] = {}

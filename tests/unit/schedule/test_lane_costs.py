@@ -56,7 +56,7 @@ def test_the_model_learns_what_each_lane_took_more_than_alone() -> None:
     """The lanes take 4 and 6 seconds alone; here 8 and 9, so twice and one and a half times."""
     model = CostModel(COSTS)
     before = model.learned
-    model.observe_lanes(plan(ANSWER, TRAINING), StepResult(9.0, lanes=(8.0, 9.0)))
+    model.observe_lanes(plan(ANSWER, TRAINING), StepResult(9.0, trained=(TRAINING,), lanes=(8.0, 9.0)))
     assert model.lanes.inference == pytest.approx(1.8 + 0.05 * (2.0 - 1.8))
     assert model.lanes.training == pytest.approx(1.8 + 0.05 * (1.5 - 1.8))
     lanes = (model.lanes.inference, model.lanes.training)
@@ -69,7 +69,7 @@ def test_the_model_learns_what_each_lane_took_more_than_alone() -> None:
 def test_training_that_goes_on_is_judged_when_it_is_done() -> None:
     """By what has been done, whichever step it began in."""
     model = CostModel(COSTS)
-    model.observe_lanes(plan(ANSWER, TRAINING), StepResult(8.0, trained=(), lanes=(8.0, 0.0)))
+    model.observe_lanes(plan(ANSWER, TRAINING), StepResult(8.0, lanes=(8.0, 0.0)))
     assert (model.lanes.inference, model.lanes.training) == (pytest.approx(1.81), 1.8)
     model.observe_lanes(plan(ANSWER), StepResult(7.2, trained=(TRAINING,), lanes=(7.2, 18.0)))
     assert model.lanes.inference == pytest.approx(1.81 + 0.05 * (1.8 - 1.81))
@@ -80,14 +80,14 @@ def test_the_margin_knows_of_lanes_too() -> None:
     """20 seconds where 10 were predicted: as much as before is allowed for on top."""
     model = CostModel(COSTS)
     for _ in range(16):
-        model.observe_lanes(plan(ANSWER, TRAINING), StepResult(20.0, lanes=(20.0, 19.0)))
+        model.observe_lanes(plan(ANSWER, TRAINING), StepResult(20.0, trained=(TRAINING,), lanes=(20.0, 19.0)))
     assert model.misses.covering(0.9, trains=True) == pytest.approx(1.0)
 
 
 def test_a_split_step_in_which_nothing_was_done_teaches_nothing() -> None:
     model = CostModel(COSTS)
     for segments in ((), (ANSWER,), (TRAINING,)):
-        model.observe_lanes(plan(*segments), StepResult(9.0, trained=()))
+        model.observe_lanes(plan(*segments), StepResult(9.0))
     assert (model.lanes.inference, model.lanes.training) == (1.8, 1.8)
 
 

@@ -131,5 +131,5 @@ def test_an_update_needs_all_gradients() -> None:
 
 def test_a_pause_takes_its_time() -> None:
     runner = FakeRunner(2)
-    assert runner.run(Plan(pause=2.5)).seconds == 0.0
+    assert runner.run(Plan(idle=2.5)).seconds == 0.0
     assert runner.now == 2.5

@@ -331,16 +331,16 @@ def test_a_lane_is_predicted_to_take_longer_than_alone() -> None:
 
 def test_a_plan_pauses_only_where_it_does_nothing_and_somebody_waits() -> None:
     it, runner = world(policy="enhanced-temporal:2,5")
-    assert it.plan(1.0).pause == 0.0
+    assert it.plan(1.0).idle == 0.0
     first = it.submit(request(answer=2, arrival=1.0), 1.0)
     plan = it.plan(2.5)
-    assert plan.is_empty and plan.pause == pytest.approx(3.5)
+    assert plan.is_empty and plan.idle == pytest.approx(3.5)
     it.cancel(first.key)
-    assert it.plan(2.5).pause == 0.0
+    assert it.plan(2.5).idle == 0.0
     for _ in range(2):
         it.submit(request(answer=2, arrival=2.5), 2.5)
     plan = it.plan(2.5)
-    assert len(plan.inference) == 2 and plan.pause == 0.0
+    assert len(plan.inference) == 2 and plan.idle == 0.0
     it.apply(plan, runner.run(plan), 3.0)
     assert runner.now == pytest.approx(plan.predicted)
 

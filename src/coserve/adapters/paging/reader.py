@@ -29,17 +29,20 @@ class Reads(Protocol):
 
 
 class Reader:
-    """Reads one version after the other: two at once would only take more from the steps."""
+    """Reads one version after the other: two at once would only take more from the steps. `done` is called on
+    the reading thread as soon as `take` has something."""
 
-    def __init__(self, read: Read) -> None:
-        self._read = read
+    def __init__(self, read: Read, done: Callable[[], object] = int) -> None:
+        self._read, self._done = read, done
         self._under_way: list[tuple[StoredVersion, Future[Outcome]]] = []
         self._thread: ThreadPoolExecutor | None = None
 
     def begin(self, stored: StoredVersion) -> None:
         if self._thread is None:
             self._thread = _own_thread()
-        self._under_way.append((stored, self._thread.submit(self._outcome, stored)))
+        future = self._thread.submit(self._outcome, stored)
+        self._under_way.append((stored, future))
+        future.add_done_callback(lambda _: self._done())
 
     def take(self) -> list[tuple[StoredVersion, Outcome]]:
         if not any(future.done() for _, future in self._under_way):

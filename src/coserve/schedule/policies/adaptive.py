@@ -109,13 +109,19 @@ class Adaptive(Hybrid):
             cut = view.starving and _layer_seconds(view) > _SPENT * view.whole_slack
             return replace(super().allow(view), rows=rows, cut=cut) if rides else NO_TRAINING
         self._alone = view.now
-        patience = _PATIENCE * (min((seen.patience for seen in self._newest), default=0.0) - self._prompts)
-        longest = config.max_quantum * min(len(self._newest) / _KNOWN, 1.0)
-        quantum = max(min(patience, longest), config.quantum)
         sure = 1 + view.cost.margin(config, trains=True)
-        seconds, job = min(quantum, self._left / sure), view.jobs[0].name
+        seconds, job = min(self.quantum(view), self._left / sure), view.jobs[0].name
         # Only who is in turn: with the rest of a long quantum others would get more than their weight.
         return Allowance(seconds, rows, minimum=INFINITE, cut=self._cuts(view), job=job)
+
+    def quantum(self, view: View) -> float:
+        """As long as the patience of late bears, where nobody can stop it."""
+        config = view.config
+        if config.interruptible:
+            return config.max_quantum
+        patience = _PATIENCE * (min((seen.patience for seen in self._newest), default=0.0) - self._prompts)
+        longest = config.max_quantum * min(len(self._newest) / _KNOWN, 1.0)
+        return max(min(patience, longest), config.quantum)
 
     def _cuts(self, view: View) -> bool:
         """Whether a whole window through one layer takes too long for who may come."""

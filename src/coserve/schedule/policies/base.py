@@ -72,10 +72,12 @@ class Policy(ABC):
     """Decides who enters and how much training rides along. May keep state of its own between steps.
 
     A step asks, in this order: `holds`, then `admit` unless it holds, then `allow` if a job is there. `whole`
-    says that a window may be a whole micro-batch, however long: that takes more memory.
+    says that a window may be a whole micro-batch, however long: that takes more memory. `pausable` says that
+    a request that arrives stops training under way at the next boundary between layers.
     """
 
     whole = False
+    pausable = False
 
     def holds(self, view: View) -> bool:
         """Whether no inference at all runs in this step. Asked once a step, first."""

@@ -7,16 +7,23 @@ from coserve.schedule.policies.base import INFINITE, Allowance, Policy, View, re
 class Hybrid(Policy):
     """Everybody enters at once; training fills each step up to the smallest slack in it.
 
-    Alone, training runs for a quantum at a time (at least one window through one layer or the tail),
-    which is what a request that arrives meanwhile waits. A starving job gets its smallest piece whatever
-    the bounds on latency say, at most once in `config.starvation` seconds, but never beyond a request's
-    bound on all its deferral: who states that one means it.
+    Alone, training runs for a quantum at a time (at least one window through one layer or the tail), which
+    is what a request that arrives meanwhile waits; where arrivals stop training, they wait for a layer at
+    most. A starving job gets its smallest piece whatever the bounds on latency say, at most once in
+    `config.starvation` seconds, but never beyond a request's bound on all its deferral: who states that one
+    means it.
     """
+
+    pausable = True
+
+    def quantum(self, view: View) -> float:
+        """Seconds that training alone runs for at most."""
+        return view.config.max_quantum if view.config.interruptible else view.config.quantum
 
     def allow(self, view: View) -> Allowance:
         """argmax f(c, s) <= SLO, and at most a quantum."""
         rows = view.config.max_training_rows
         if not view.inference_seconds:
-            return Allowance(view.config.quantum, rows, minimum=INFINITE)
+            return Allowance(self.quantum(view), rows, minimum=INFINITE)
         seconds = min(view.slack, view.config.quantum_with_inference)
         return Allowance(seconds, rows, minimum=view.deferral if view.starving else 0.0)

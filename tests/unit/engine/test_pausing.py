@@ -1,0 +1,232 @@
+"""Training that stops at the next layer for who arrives: what was not run comes back, nothing runs twice."""
+
+import queue
+import random
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.core.plan import Plan, StepResult, TrainingSegment
+from coserve.core.sequence import Direction
+from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Opened, Received
+from coserve.engine.pausing import Arrivals, TrainingPause
+from coserve.schedule.fake import FakeRunner
+from coserve.train.example import Example
+from coserve.wire.messages import Acknowledge, Submit
+from models import tiny
+
+LENGTHS = (30, 24, 18, 27)
+DATA = [Example(tuple(range(3, 3 + n)), (*range(4, 3 + n), -100)) for n in LENGTHS] * 2
+SETTINGS = TrainingConfig(batch_size=4, rows=64, learning_rate=1e-3, epochs=2)
+
+
+class Watched:
+    """An engine whose plans and results are kept, and whose layers call `on_layer`."""
+
+    def __init__(self, policy: str = "hybrid", quantum: float = 60.0) -> None:
+        config = EngineConfig(
+            dtype="float64",
+            calibrate=False,
+            cache_tokens=512,
+            policy=policy,
+            scheduler={"quantum": quantum, "max_quantum": quantum},
+        )
+        self.engine = Engine(tiny("llama", torch.float64), config)
+        self.steps: list[tuple[Plan, StepResult]] = []
+        run = self.engine.runner.run
+
+        def watched(plan: Plan) -> StepResult:
+            result = run(plan)
+            self.steps.append((plan, result))
+            return result
+
+        self.engine.runner.run = watched  # type: ignore[method-assign]
+
+    def train(self, jobs: int) -> dict[str, torch.Tensor]:
+        """Trains to the end; weights of all jobs."""
+        for number in range(jobs):
+            self.engine.finetune(DATA, f"job{number}", LoRAConfig(rank=4), replace(SETTINGS, seed=number))
+        self.engine.run()
+        found = {}
+        for number in range(jobs):
+            version = self.engine.bank.find(f"job{number}")
+            found |= {f"{number}.{name}": weight for name, weight in version.parameters().items()}
+        return found
+
+    def passed(self) -> Counter[tuple[object, ...]]:
+        """How often each row passed each layer, by micro-batch and direction."""
+        found = Counter[tuple[object, ...]]()
+        for _, result in self.steps:
+            for segment in result.trained:
+                for layer in range(segment.span.first, segment.span.last):
+                    for row in range(segment.start, segment.start + segment.length):
+                        found[segment.key, segment.direction, layer, row] += 1
+        return found
+
+
+def layers(segments: tuple[TrainingSegment, ...]) -> int:
+    """Different layers that segments pass, those of windows side by side once."""
+    return len({layer for s in segments for layer in range(s.span.first, s.span.last)})
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_paused_at_any_layer_weights_are_the_same(jobs: int) -> None:
+    """Pauses asked for and withdrawn at random boundaries, in the forward, the loss and the backward."""
+    whole, paused = Watched(), Watched()
+    expected = whole.train(jobs)
+    draws = random.Random(jobs)
+
+    def either() -> None:
+        executor = paused.engine.runner
+        (executor.pause_training if draws.random() < 0.5 else executor.resume_training)()
+
+    paused.engine.base.on_layer = either
+    found = paused.train(jobs)
+    cut = [(p, r) for p, r in paused.steps if r.trained != p.training]
+    assert len(cut) > 10 and {s.direction for plan, _ in cut for s in plan.training} == {
+        Direction.TRAIN_FORWARD,
+        Direction.LOSS,
+        Direction.BACKWARD,
+    }
+    assert set(paused.passed().values()) == {1}, "nothing runs twice"
+    assert expected.keys() == found.keys() and len(found) > 3
+    for name, weight in expected.items():
+        error = float((found[name] - weight).norm() / weight.norm())
+        assert error == 0 if jobs == 1 else error < 1e-10, (name, error)
+
+
+def test_a_pause_that_is_never_withdrawn_leaves_a_layer_a_step() -> None:
+    it = Watched()
+    it.engine.runner.pause_training()
+    it.engine.arrivals.announce()  # so that no step withdraws it
+    it.engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
+    while it.engine.has_work:
+        it.engine.step()
+    assert set(it.passed().values()) == {1}
+    assert all(layers(result.trained) == 1 for plan, result in it.steps if plan.training)
+    assert it.engine.scheduler.stats.updates == 4
+
+
+def test_a_policy_that_does_not_pause_is_left_alone() -> None:
+    """Baselines run mini-batches whole, as their papers have them."""
+    it = Watched("idle-only")
+    it.engine.runner.pause_training()
+    it.engine.arrivals.announce()
+    it.engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
+    while it.engine.has_work:
+        it.engine.step()
+    assert all(plan.training == result.trained for plan, result in it.steps)
+
+
+def test_who_arrives_from_another_thread_stops_training_at_the_next_layer() -> None:
+    """A job's step would go on for all its layers; the request comes while its first layer runs."""
+    it = Watched()
+    engine = it.engine
+    arrived, threads = threading.Event(), []
+    announce = engine.arrivals.announce
+
+    def announced() -> None:
+        announce()
+        arrived.set()
+
+    engine.arrivals.announce = announced  # type: ignore[method-assign]
+
+    def first_layer() -> None:
+        if not threads:
+            params = SamplingParams(max_tokens=2, ignore_eos=True)
+            threads.append(threading.Thread(target=lambda: engine.generate([1, 2, 3], sampling=params)))
+            threads[0].start()
+            assert arrived.wait(60)
+
+    engine.base.on_layer = first_layer
+    engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
+    engine.run()
+    threads[0].join(60)
+    plan, result = it.steps[0]
+    assert layers(plan.training) > 1 == layers(result.trained)
+    assert it.steps[1][0].inference, "the request is in the very next step"
+    assert set(it.passed().values()) == {1} and engine.scheduler.stats.updates == 4
+
+
+def test_only_the_steps_under_way_when_somebody_came_are_short() -> None:
+    executor = FakeRunner(16)
+    pause = TrainingPause()
+    executor.pause_training, executor.resume_training = pause.ask, pause.withdraw  # type: ignore[method-assign]
+    arrivals = Arrivals(executor)
+    pause.begin(pausable=True)
+    assert not pause.is_due
+    arrivals.announce()
+    assert not pause.is_due, "a layer runs first"
+    pause.passed()
+    assert pause.is_due
+    arrivals.before_step()
+    assert pause.is_due, "somebody still waits"
+    arrivals.taken()
+    arrivals.before_step()
+    assert not pause.is_due
+    arrivals.announce()
+    pause.begin(pausable=False)
+    pause.passed()
+    assert not pause.is_due
+
+
+def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None:
+    """From any connection: what was announced and never taken would keep training paused."""
+    told = Counter[str]()
+    arrivals = Arrivals(FakeRunner(16))
+    arrivals.announce = lambda: told.update(["announced"])  # type: ignore[method-assign]
+    arrivals.taken = lambda: told.update(["taken"])  # type: ignore[method-assign]
+    inbox, connection = Inbox(), cast(Connection, object())
+    request, news = Submit("a", (1, 2), SamplingParams()), Acknowledge(1)
+    inbox.put(Received(connection, (request,)))  # before the engine is there
+    inbox.pauses(arrivals)
+    items = [
+        Opened(connection), Received(connection, (news,)), Received(connection, (news, request, request)),
+        Done(int), Closed(connection, ""), Drained(),
+    ]  # fmt: skip
+    announced = []
+    for item in items:
+        inbox.put(item)
+        announced.append(told["announced"])
+    assert announced == [0, 0, 1, 2, 2, 2]
+    assert [inbox.get() for _ in range(7)][1:] == items
+    assert told == {"announced": 2, "taken": 2}
+    with pytest.raises(queue.Empty):
+        inbox.get(block=False)
+
+
+def test_an_adapter_that_has_been_read_stops_training_for_who_waits_for_it(tmp_path: Path) -> None:
+    """The request is in the step after the one in which its weights came."""
+    it = Watched()
+    engine = it.engine
+    maker = Engine(
+        tiny("llama", torch.float64), EngineConfig(dtype="float64", calibrate=False, cache_tokens=64)
+    )
+    maker.finetune(DATA, "stored", LoRAConfig(rank=4), SETTINGS)
+    maker.run()
+    maker.save_adapter("stored", tmp_path / "stored")
+    engine.register_adapter("stored", tmp_path / "stored")
+    engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
+    done = threading.Event()
+    pause = engine.runner.pause_training
+
+    def paused() -> None:
+        pause()
+        done.set()
+
+    engine.stored._reads._done = paused  # type: ignore[attr-defined]
+    engine.base.on_layer = lambda: done.wait(60)
+    engine.generate([1, 2, 3], "stored", SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.step()
+    plan, result = it.steps[-1]
+    assert not plan.inference and layers(plan.training) > 1 == layers(result.trained)
+    engine.step()
+    assert it.steps[-1][0].inference
+    engine.run()
+    assert set(it.passed().values()) == {1}
