@@ -184,12 +184,12 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
     together: list[int] = []
     real = engine.runner._forward
 
-    def forward(inference: Any, kept: Any) -> None:
+    def forward(inference: Any, kept: Any) -> Any:
         jobs = {segment.job for segment in kept}
         together.append(len(jobs) + (inference is not None))
         if "two" in jobs:
             raise RuntimeError(WORDS)
-        real(inference, kept)
+        return real(inference, kept)
 
     ask(engine)
     jobs = [start(engine, name) for name in ("one", "two")]
@@ -207,11 +207,11 @@ def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch
     again: list[int] = []
     real = engine.runner._forward
 
-    def forward(inference: Any, kept: Any) -> None:
+    def forward(inference: Any, kept: Any) -> Any:
         if inference is not None and kept:
             again.append(sum(len(segment.new_pages) for segment in inference.segments))
             raise RuntimeError(WORDS)
-        real(inference, kept)
+        return real(inference, kept)
 
     answers = [engine.generate(prompt, sampling=params) for prompt in prompts]
     start(engine, "one")
