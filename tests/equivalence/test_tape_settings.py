@@ -15,7 +15,7 @@ from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.sequence import Span
-from coserve.train import backward
+from coserve.train import window_group
 from coserve.train.pruning import plan
 from coserve.train.pruning.plan import input_bytes
 from coserve.train.save_policy import Fate, Fates, SavePolicySetting
@@ -71,7 +71,7 @@ def gradients(case: Case, keep: SavePolicySetting, size: int, fates: Fates | Non
 def unpruned(case: Case, size: int) -> Gradients:
     """With every product computed again and the graph's own keys and values."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "stand_in", lambda place, value: place)
+        patch.setattr(window_group, "stand_in", lambda place, value: place)
         return gradients(case, SavePolicy.INPUTS, size, Fates())
 
 

@@ -23,7 +23,8 @@ from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.engine.deterministic import DeterministicRunner
 from coserve.kernels.beside import Beside
 from coserve.schedule.segments import training_segment
-from coserve.train import window_group
+from coserve.train import backward
+from coserve.train.backward import BackwardWindow, LayerGradients
 from coserve.train.example import Example
 from coserve.train.trainer import TrainingRun, fresh_adapter
 from models import VOCABULARY, Exact, tiny
@@ -150,13 +151,14 @@ def expect_equal(got: dict[str, Tensor], wanted: dict[str, Tensor], whose: str) 
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many windows passed a layer together, pass by pass."""
     found: list[int] = []
-    real = window_group.through_layer
+    real = backward.layer_gradients
 
-    def counting(layer: int, windows: Sequence[window_group.BackwardWindow]) -> list[window_group.Share]:
-        found.append(len(windows))
+    def counting(layer: int, windows: Sequence[BackwardWindow]) -> list[LayerGradients]:
+        if len(windows) > 1:
+            found.append(len(windows))
         return real(layer, windows)
 
-    monkeypatch.setattr(window_group, "through_layer", counting)
+    monkeypatch.setattr(backward, "layer_gradients", counting)
     return found
 
 
@@ -212,16 +214,18 @@ def test_where_memory_is_short_they_go_one_after_the_other(monkeypatch: pytest.M
     jobs = named(COMPANIES["cut"])
     tried = []
 
-    def failing(layer: int, windows: Sequence[window_group.BackwardWindow]) -> list[window_group.Share]:
-        real(layer, windows)
+    def failing(layer: int, windows: Sequence[BackwardWindow]) -> list[LayerGradients]:
+        found = real(layer, windows)
+        if len(windows) == 1:
+            return found
         tried.append(layer)
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
 
-    real = window_group.through_layer
+    real = backward.layer_gradients
     with Exact():
         engine = make_engine()
         wanted = {name: travel(engine, {name: job})[name] for name, job in jobs.items()}
-        monkeypatch.setattr(window_group, "through_layer", failing)
+        monkeypatch.setattr(backward, "layer_gradients", failing)
         together = travel(engine, jobs)
         assert tried
         for name in jobs:

@@ -1,7 +1,7 @@
 """Work that is done for one tenant ends with an error of its own, whatever it raises.
 
 `contained` is called where such work is run, and nowhere else: `engine.background` (reading on threads),
-`engine.worker` (commands), `engine.jobs` and `engine.training` (a job between two steps), `engine.shortage`
+`engine.worker` (commands), `engine.jobs` and `engine.training` (a job between two steps), `train.shortage`
 (a job's rows in a step), `adapters.paging.reader` (weights), and the server's `training.controller` (news
 of a job). A step that computes for all of them at once is no such place: what it raises ends the process.
 """

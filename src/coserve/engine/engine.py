@@ -23,11 +23,11 @@ from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.engine.admission import Admission
+from coserve.engine.arrivals import Arrivals
 from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.handles import Completion, FineTuning, Keeping
 from coserve.engine.paged import PagedAdapters
-from coserve.engine.pausing import Arrivals
 from coserve.engine.runner import LocalRunner
 from coserve.engine.stats import count
 from coserve.engine.table import SequenceTable

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from coserve.engine.pausing import Arrivals
+from coserve.engine.arrivals import Arrivals
 from coserve.errors import ConfigError, CoserveError
 from coserve.wire.codec import decode_commands, encode_answer
 from coserve.wire.messages import Acknowledge, Answer, Command

@@ -27,12 +27,9 @@ from coserve.core.plan import (
 )
 from coserve.core.row_buckets import pad_rows
 from coserve.core.sequence import Direction, Span
-from coserve.engine.backward import backward_windows
 from coserve.engine.inference import InferenceBatch, adapter_ranges, outside_layers
 from coserve.engine.lanes import Lanes
-from coserve.engine.pausing import TrainingPause
 from coserve.engine.sampler import Sampler
-from coserve.engine.shortage import Shortages
 from coserve.engine.table import SequenceTable
 from coserve.errors import CoserveError, LossNotFinite
 from coserve.memory.arena import Arena
@@ -41,12 +38,14 @@ from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls, Many, Part
 from coserve.model.together import linears_together
-from coserve.train.backward import BackwardWindow
-from coserve.train.tape import KeptWindow, Tape
+from coserve.train.backward import BackwardWindow, backward_windows
+from coserve.train.pause import TrainingPause
+from coserve.train.shortage import Shortages
+from coserve.train.tape import Tape
 from coserve.train.trainer import TrainingRun
 from coserve.train.updating import update_all
 from coserve.train.window import Window
-from coserve.train.window_group import KeptWindowGroup
+from coserve.train.window_group import KeptRows
 
 _NAP: Final = 0.001  # seconds; idle time is cut into so many, for whoever arrives meanwhile
 
@@ -299,8 +298,8 @@ class LocalRunner:
         adapters = list(laid.alone)
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]
-        kept = [KeptWindow(window.tape, window.window) for window in windows]
-        parts += [KeptWindowGroup(kept)] if len(kept) > 1 else kept
+        if windows:
+            parts.append(KeptRows([(window.tape, window.window) for window in windows]))
         calls += [window.calls for window in windows]
         for window in windows:
             adapters.append((slice(start, start + window.window.rows), window.bypasses))

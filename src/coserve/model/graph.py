@@ -1,54 +1,69 @@
-"""Rows of one adapter in a graph."""
+"""Rows of one or several adapters in a graph."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypasses
+from coserve.adapters.abreast import plain_segments
+from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.adapters.lowrank import is_plain
 from coserve.kernels.attention import AttentionSpec
-from coserve.kernels.beside import Beside, Segment
+from coserve.kernels.beside import Beside, Ways
+from coserve.kernels.rows import concat_rows, split_rows
 from coserve.model.linear import Placement, bypassed, frozen
 
 
 class GraphRows:
-    """One window's rows in a graph, where everything but `bypasses` is frozen; nothing attends here."""
+    """Rows in a graph where everything but bypasses is frozen: the first `sizes[0]` rows have the bypasses
+    `adapters[0]`, and so on for all rows. Nothing attends here."""
 
-    def __init__(self, bypasses: Bypasses) -> None:
-        self._bypasses = bypasses
+    def __init__(self, adapters: Sequence[Bypasses], sizes: Sequence[int]) -> None:
+        self._adapters, self.sizes = adapters, sizes
+        self._spans = [slice(*span) for span in pairwise(accumulate(sizes, initial=0))]
+        self._ways: Ways = {}
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
-        entering = self._bypasses.inputs.get(path)
-        if entering is not None:
+        entering = [adapter.inputs.get(path) for adapter in self._adapters]
+        if any(bypass is not None for bypass in entering):
             x2 = x.flatten(0, -2)
-            x = entering.add(x2, x2).view(x.shape)
+            x = self._added(entering, x2, x2).view(x.shape)
         kept, is_added = self._kept(path, x)
-        bypass = self._bypasses.outputs.get(path)
-        if is_plain(bypass) and torch.is_grad_enabled():
-            rows = x.shape[:-1].numel()
-            segment = Segment(0, rows, bypass.a, bypass.b, bypass.scale, is_added)
-            return self._summed(path, bypassed(x, placement, Beside([segment], {}), kept))
-        y = frozen(x, placement, kept)
-        if bypass is not None:
-            y = bypass.add(x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
+        bypasses = [adapter.outputs.get(path) for adapter in self._adapters]
+        segments = plain_segments(zip(self._spans, bypasses, is_added, strict=True))
+        if segments:
+            y = bypassed(x, placement, Beside(segments, self._ways), kept)
+        else:
+            y = frozen(x, placement, kept)
+        others = [None if is_plain(bypass) else bypass for bypass in bypasses]
+        if any(bypass is not None for bypass in others):
+            y = self._added(others, x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
         return self._summed(path, y)
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
-        bypass = self._bypasses.outputs.get(path)
-        return y if bypass is None else bypass.add(x[0], y[0])[None]
+        bypasses = [adapter.outputs.get(path) for adapter in self._adapters]
+        if all(bypass is None for bypass in bypasses):
+            return y
+        return self._added(bypasses, x[0], y[0])[None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         raise AssertionError("nothing attends outside of the layers")
 
-    def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, bool]:
-        """What stands for the product of x [..., in], so that it is not computed; and whether what a plain
-        low-rank bypass adds is in it, or wanted by nobody."""
-        return None, False
+    def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, Sequence[bool]]:
+        """What stands for the frozen product of x [..., in], which is then not computed, or None; and for
+        each adapter whether what its plain low-rank bypass adds is in there, or needed by nobody."""
+        return None, [False] * len(self.sizes)
 
     def _summed(self, path: str, y: Tensor) -> Tensor:
-        """What stands for the product with its bypasses, in y's place of the graph."""
+        """What takes the place in the graph of y [..., out], the product with its bypasses."""
         return y
+
+    def _added(self, bypasses: Sequence[Bypass | None], x: Tensor, y: Tensor) -> Tensor:
+        """y [rows, out] with each adapter's bypass over its rows of x [rows, in]."""
+        of_each = zip(bypasses, split_rows(x, self.sizes), split_rows(y, self.sizes), strict=True)
+        return concat_rows([y if bypass is None else bypass.add(x, y) for bypass, x, y in of_each])
 
 
 class _StandIn(torch.autograd.Function):

@@ -1,13 +1,16 @@
-"""The way back through the model: window by window from the right, layer by layer from the top.
+"""Backward of training windows: from the top layer down, windows at the same layer in groups.
 
-Each layer is re-run on just the window's rows with the earlier keys and values as leaves; one
-vector-Jacobian product gives the adapters' gradients, the gradient for the layer's input, and what the
-window owes to earlier keys and values. It can be put down after any layer, and cut in two while it lies
-there (FlexLLM 6.1, algorithm 2, lines 12-20).
+Each layer is re-run on the rows of a window group, with earlier keys and values as leaves of the graph. One
+vector-Jacobian product gives the gradients of the adapters' parameters, of the layer's input, and of earlier
+keys and values, which wait for the windows of those rows. A window may rest after any layer, and be cut in
+two while it rests (FlexLLM 6.1, algorithm 2, lines 12-20).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,67 +20,142 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
 from coserve.core.row_buckets import COARSE, pad_rows
 from coserve.core.sequence import Span
-from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.loss import cross_entropy
+from coserve.kernels.rows import concat_rows, split_rows
+from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
-from coserve.model.graph import GraphRows, stand_in
-from coserve.train.save_policy import Fate
+from coserve.model.graph import GraphRows
+from coserve.train.pause import TrainingPause
+from coserve.train.shortage import Shortages
 from coserve.train.tape import Tape
-from coserve.train.window import Pair, Past, Window, attend_window
+from coserve.train.window import KV, Window
+from coserve.train.window_group import ReplayedRows
+
+_log = logging.getLogger(__name__)
 
 # Logits of one chunk of the loss in float32: 16 MiB stay in the caches and below malloc's mmap threshold
 # (a fresh mapping costs a page fault per 4 KiB).
 _LOGITS_PER_CHUNK = 1 << 22
 
-
-def loss_rows(vocabulary: int) -> int:
-    """Rows of one chunk of the loss."""
-    return max(16, _LOGITS_PER_CHUNK // vocabulary // COARSE * COARSE)
-
-
+JobWindow = tuple[str, "BackwardWindow"]  # a window, and the job it belongs to
 Leaves = Mapping[int, tuple[Tensor, ...]]  # by stage: the parameters that train, in the graph's dtype
 
 
-class ReplayedRows(GraphRows):
-    """One window's rows while a layer is re-run for its gradient: what the tape has of them is not computed
-    again, nor is what nobody asks for. `current` are the graph's own keys and values, if it has any."""
+def backward_windows(
+    windows: Sequence[JobWindow], max_rows: int, short: Shortages, pause: TrainingPause
+) -> None:
+    """Takes windows, each with its job, back through their layers, in groups of at most `max_rows` rows. A
+    job that fails or runs out of memory stops there; the windows of other jobs go on. At a pause all stop:
+    their spans end at the layer that was passed last."""
+    top = max((window.layers.start for _, window in windows), default=-1)
+    for layer in range(top, -1, -1):
+        for group in _groups(layer, windows, max_rows):
+            _backward_group(layer, group, short)
+            pause.passed()
+        if pause.is_due:
+            for _, window in windows:
+                window.stop(layer)
+            break
+    for job, window in windows:
+        if job not in short:
+            with short.of(job):
+                window.backward.finish(window)
 
-    def __init__(self, tape: Tape, window: Window, bypasses: Bypasses) -> None:
-        super().__init__(bypasses)
-        self._tape, self._window = tape, window
-        self.past = Past()
-        self.current: Pair | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        if self.past.shared is not None:
-            k, v = self.past.shared
-        else:
-            self.current = (k, v)
-            keys, values = self._tape.cache(layer, self._window)
-            k, v = stand_in(k, keys), stand_in(v, values)
-        attended = self._tape.attended(layer, self._window)
-        return attend_window(q, k, v, self.past, self._window, spec, attended)
+def _groups(layer: int, windows: Sequence[JobWindow], max_rows: int) -> Iterator[list[JobWindow]]:
+    """Groups windows at this layer: distinct jobs, at most `max_rows` rows (one window may have more), same
+    `needs_input_grad`."""
+    for needs_input_grad in (True, False):
+        group: list[JobWindow] = []
+        rows = 0
+        for job, window in windows:
+            if layer not in window.layers or window.needs_input_grad(layer) is not needs_input_grad:
+                continue
+            if group and (rows + window.window.rows > max_rows or job in (other for other, _ in group)):
+                yield group
+                group, rows = [], 0
+            group.append((job, window))
+            rows += window.window.rows
+        if group:
+            yield group
 
-    def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, bool]:
-        fate = self._tape.fates.of(path)
-        if fate is Fate.COMPUTED:
-            return None, False
-        shape = (*x.shape[:-1], self._tape.base.linears[path].out_features)
-        if fate in (Fate.KEPT, Fate.SUM):
-            return self._tape.product(path, self._window).view(shape), fate is Fate.SUM
-        return x.new_zeros(()).expand(shape), True
 
-    def _summed(self, path: str, y: Tensor) -> Tensor:
-        if self._tape.fates.of(path) is not Fate.SIGN:
-            return y
-        signed = self._tape.signed(path, self._window, y.flatten(0, -2))
-        return stand_in(y, signed.view(y.shape))
+def _backward_group(layer: int, group: Sequence[JobWindow], short: Shortages) -> None:
+    """Takes a group back through a layer in one pass. A pass that fails cannot tell whose fault that is: then
+    each window is taken back alone."""
+    group = [window for window in group if window[0] not in short]  # a job may have failed at another window
+    found = _try_together(layer, [window for _, window in group]) if len(group) > 1 else None
+    for number, (job, window) in enumerate(group):
+        with short.of(job):
+            gradients = layer_gradients(layer, [window])[0] if found is None else found[number]
+            window.accumulate(layer, gradients)
+
+
+def _try_together(layer: int, windows: "Sequence[BackwardWindow]") -> "list[LayerGradients] | None":
+    """`layer_gradients`; None where it fails."""
+    try:
+        return layer_gradients(layer, windows)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            _log.exception("windows of several jobs cannot go back through layer %d together", layer)
+    return None
+
+
+class LayerGradients(NamedTuple):
+    """Gradients of one window's pass back through a layer: of the parameters that train there (None for one
+    that nothing depends on), of the tensors of `Tape.past`, and of the layer's input [1, rows, width] where
+    it is needed."""
+
+    leaves: Sequence[Tensor | None]
+    past: Sequence[Tensor]
+    input: Tensor | None
+
+
+def layer_gradients(layer: int, windows: "Sequence[BackwardWindow]") -> list[LayerGradients]:
+    """Re-runs a layer for a window group and goes back through it; returns each window's gradients. The
+    windows stay as they are, so that a failed pass can be repeated. All of them have the same
+    `needs_input_grad`."""
+    base = windows[0].backward.tape.base
+    taped = [(w.backward.tape, w.window) for w in windows]
+    past = [tape.past(layer, window).as_leaves() for tape, window in taped]
+    needs_input_grad = windows[0].needs_input_grad(layer)
+    x = concat_rows([w.input(layer) for w in windows], 1).requires_grad_(needs_input_grad)
+    rows = ReplayedRows(taped, [w.bypasses for w in windows], past)
+    with torch.enable_grad(), base.cell.set(rows):
+        out = base.layer(layer, x, base.arguments.concat([w.calls for w in windows]))
+    outputs, gradients = [out], [concat_rows([w.gradient for w in windows], 1)]
+    kv_grads = None if rows.current is None else _kv_grads(layer, windows, rows.current)
+    if rows.current is not None and kv_grads is not None:
+        outputs += rows.current
+        gradients += kv_grads
+    leaves = [w.backward.leaves(layer) for w in windows]
+    asked = [*(leaf for own in leaves for leaf in own), *(kv for own in past for kv in own.tensors)]
+    found = iter(vjp(outputs, gradients, [*asked, x] if needs_input_grad else asked))
+    of_leaves = [list(islice(found, len(own))) for own in leaves]
+    of_past = [list(islice(found, len(own.tensors))) for own in past]
+    of_input = split_rows(next(found), rows.sizes, 1) if needs_input_grad else [None] * len(windows)
+    return [LayerGradients(*own) for own in zip(of_leaves, of_past, of_input, strict=True)]
+
+
+def _kv_grads(layer: int, windows: "Sequence[BackwardWindow]", current: KV) -> KV | None:
+    """Gradients that later windows have left for the keys and values of all rows, [1, groups, rows, width];
+    None if there are none."""
+    found = [w.kv_grads(layer) for w in windows]
+    if all(own is None for own in found):
+        return None
+    keys, values = (split_rows(x.detach(), [w.window.rows for w in windows], 2) for x in current)
+    pairs = [
+        (torch.zeros_like(k), torch.zeros_like(v)) if own is None else own
+        for own, k, v in zip(found, keys, values, strict=True)
+    ]
+    return concat_rows([k for k, _ in pairs], 2), concat_rows([v for _, v in pairs], 2)
 
 
 class Backward:
-    """The backward pass of one micro-batch. `bypasses` hold `leaves`; `accumulate(leaf, gradient)` takes what
-    is found. `weight` scales the loss (one over the labels of the whole optimizer step)."""
+    """Backward of one micro-batch. `leaves` are the tensors of the windows' bypasses that train;
+    `accumulate(leaf, gradient)` is called with each gradient found. `weight` scales the loss: one over the
+    labels of the whole optimizer step."""
 
     def __init__(
         self, tape: Tape, leaves: Leaves, weight: float, accumulate: Callable[[Tensor, Tensor], None]
@@ -90,10 +168,9 @@ class Backward:
         self._lowest = min(leaves, default=self._base.depth)
 
     def through_tail(self, window: Window, bypasses: Bypasses) -> None:
-        """The loss of the window's rows, and its gradient for the last layer's output, where they wait for
-        their way back. Rows without a label cost nothing."""
+        """Adds the loss of the window's rows to the tape, and puts there its gradient for the last layer's
+        output. Only rows with a label pass the tail."""
         late = self._leaves.get(self._base.depth, ())
-        rows_in_graph = GraphRows(bypasses) if late else None
         labels = self.tape.labels[window.span]
         hidden = self.tape.output(window)[0]
         gradient = torch.zeros_like(hidden)
@@ -104,88 +181,63 @@ class Backward:
             missing = pad_rows(count) - count
             leaf = F.pad(hidden[chunk], (0, 0, 0, missing))[None].requires_grad_()
             with torch.enable_grad():
-                logits = self._base.tail(leaf, rows_in_graph)
+                logits = self._base.tail(leaf, GraphRows([bypasses], [count + missing]) if late else None)
             loss, logits_gradient = cross_entropy(logits.detach()[:count], labels[chunk], self._weight)
             logits_gradient = F.pad(logits_gradient, (0, 0, 0, missing))
             found = torch.autograd.grad(logits, [leaf, *late], logits_gradient)
             gradient[chunk] = found[0][0, :count]
-            self.add_up(late, found[1:])
+            self.accumulate(late, found[1:])
             self.tape.loss += loss
         self.tape.put_gradient(window, gradient[None])
 
     def start(self, window: Window, span: Span, bypasses: Bypasses) -> "BackwardWindow":
-        """A window that goes back through layers of `span`, as many as lie above the lowest that trains."""
+        """The window as it goes back through the layers of `span`, down to the lowest that trains."""
         layers = range(span.last - 1, max(span.first, self._lowest) - 1, -1)
-        calls, gradient = self.tape.calls_for(window), self.tape.picked_up(window)
+        calls, gradient = self.tape.calls_for(window), self.tape.gradient(window)
         return BackwardWindow(self, window, span, layers, bypasses, calls, gradient)
 
     def finish(self, window: "BackwardWindow") -> None:
-        """Puts a window down below the last of its layers, or takes it to what stands before all."""
+        """Leaves the window's gradient on the tape where layers remain below its span; else goes on to what
+        trains before the first layer."""
         if window.span.first > max(self._lowest, 0):
             self.tape.put_gradient(window.window, window.gradient)
         elif self._lowest == EMBEDDED:
             self._through_embedding(window.window, window.bypasses, window.gradient)
 
     def _through_embedding(self, window: Window, bypasses: Bypasses, gradient: Tensor) -> None:
-        """To what stands before the first layer: beside the embedding, and as virtual tokens. What is owed to
-        given ones is complete when the leftmost window has come back."""
+        """Backward of the embedding's bypasses and of virtual tokens. Gradients of virtual keys and values
+        are complete when the leftmost window has come back."""
         leaves = self._leaves[EMBEDDED]
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
         with torch.enable_grad():
-            if self._enters(bypasses):
+            if bypasses.touches(self._base.early_sites):
                 outputs, gradients = [self.tape.embed(window, bypasses)], [gradient]
             if window.start == 0:
                 outputs += self.tape.given_in_graph()
                 gradients += self.tape.given_grads()
         if outputs:
-            self.add_up(leaves, vjp(outputs, gradients, leaves))
+            self.accumulate(leaves, vjp(outputs, gradients, leaves))
 
-    def _enters(self, bypasses: Bypasses) -> bool:
-        """Whether anybody asks for the gradient of what the first layer is given for these rows."""
-        return bypasses.touches(self._base.early_sites)
-
-    def add_up(self, leaves: tuple[Tensor, ...], gradients: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of what trains."""
+    def accumulate(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Adds gradients to those of the leaves."""
         for leaf, gradient in zip(leaves, gradients, strict=True):
             if gradient is not None:  # an expert no row was routed to
                 self._accumulate(leaf, gradient)
 
-    def through_layer(self, layer: int, window: "BackwardWindow") -> None:
-        """Re-runs `layer` and goes back through it: from the gradient for its output to the one for its
-        input [1, rows, width]."""
-        rows = ReplayedRows(self.tape, window.window, window.bypasses)
-        leaves = self.leaves(layer)
-        asks = window.asks(layer)
-        x = window.input(layer).requires_grad_(asks)
-        rows.past = self.tape.past(layer, window.window).as_leaves()
-        past = rows.past.tensors
-        with torch.enable_grad(), self._base.cell.set(rows):
-            out = self._base.layer(layer, x, window.calls)
-        outputs, gradients = [out], [window.gradient]
-        owed = window.owed(layer)
-        if owed is not None:
-            assert rows.current is not None, "only keys and values of its own are owed anything"
-            outputs += rows.current
-            gradients += owed
-        found = vjp(outputs, gradients, [*leaves, *past, *((x,) if asks else ())])
-        own, earlier = found[: len(leaves)], found[len(leaves) : len(leaves) + len(past)]
-        window.take(layer, own, earlier, found[-1] if asks else None)
-
     def leaves(self, layer: int) -> tuple[Tensor, ...]:
-        """What trains in a layer."""
+        """The parameters that train in a layer."""
         return self._leaves.get(layer, ())
 
-    def asks(self, layer: int, bypasses: Bypasses) -> bool:
-        """Whether anybody asks for the gradient of what a layer is given. Below the lowest adapter nobody
-        does, and it stays as it is."""
-        return layer > self._lowest and (layer > 0 or self._enters(bypasses))
+    def needs_input_grad(self, layer: int, bypasses: Bypasses) -> bool:
+        """Whether the gradient of a layer's input is needed: whether anything trains below the layer."""
+        return layer > self._lowest and (layer > 0 or bypasses.touches(self._base.early_sites))
 
 
 @dataclass(slots=True, eq=False)
 class BackwardWindow:
-    """A window on its way back through `layers` of `span`, with the gradient [1, rows, width] it has below
-    those that it has passed."""
+    """A window on its way back through `layers` of `span`. `gradient` [1, rows, width] is the one for the
+    input of the layer it passed last, or for the output of the span's last layer."""
 
     backward: Backward
     window: Window
@@ -194,7 +246,7 @@ class BackwardWindow:
     bypasses: Bypasses
     calls: LayerCalls
     gradient: Tensor
-    _owed: tuple[int, Pair | None] = (-1, None)
+    _kv_grads: tuple[int, KV | None] = (-1, None)  # by layer
 
     def stop(self, layer: int) -> None:
         """Ends its way at `layer`, the last one passed; where it has not begun its span becomes empty."""
@@ -202,36 +254,39 @@ class BackwardWindow:
             self.span = Span(min(layer, self.span.last), self.span.last)
 
     def input(self, layer: int) -> Tensor:
-        """What a layer is given, [1, rows, width], outside of any graph."""
+        """The layer's input, [1, rows, width], outside of any graph."""
         return self.backward.tape.input(layer, self.window, self.bypasses).detach()
 
-    def asks(self, layer: int) -> bool:
-        """Whether the gradient of what a layer is given is asked for."""
-        return self.backward.asks(layer, self.bypasses)
+    def needs_input_grad(self, layer: int) -> bool:
+        """As `Backward.needs_input_grad`."""
+        return self.backward.needs_input_grad(layer, self.bypasses)
 
-    def owed(self, layer: int) -> Pair | None:
-        """What later windows owe to this one's keys and values in a layer, as often as it is asked for: the
-        tape gives it once."""
-        if self._owed[0] != layer:
-            dtype = self.gradient.dtype
-            self._owed = layer, self.backward.tape.cache_grads(layer, self.window, dtype)
-        return self._owed[1]
+    def kv_grads(self, layer: int) -> KV | None:
+        """Gradients that later windows have left for this window's keys and values. The tape gives them once;
+        a layer that is tried again gets the same."""
+        if self._kv_grads[0] != layer:
+            found = self.backward.tape.collect_kv_grads(layer, self.window, self.gradient.dtype)
+            self._kv_grads = layer, found
+        return self._kv_grads[1]
 
-    def take(
-        self, layer: int, own: Sequence[Tensor | None], earlier: Sequence[Tensor], below: Tensor | None
-    ) -> None:
-        """Gradients that its way through a layer gave: of what trains there, of `Tape.past`, and of what the
-        layer is given, where anybody asks."""
-        self.backward.add_up(self.backward.leaves(layer), own)
-        self.backward.tape.add_past_grads(layer, self.window, earlier)
-        if below is not None:
-            self.gradient = below
+    def accumulate(self, layer: int, gradients: LayerGradients) -> None:
+        """Adds the gradients of the window's pass through a layer to those of parameters and of earlier keys
+        and values, and moves the window below the layer."""
+        self.backward.accumulate(self.backward.leaves(layer), gradients.leaves)
+        self.backward.tape.add_past_grads(layer, self.window, gradients.past)
+        if gradients.input is not None:
+            self.gradient = gradients.input
+
+
+def loss_rows(vocabulary: int) -> int:
+    """Rows of one chunk of the loss."""
+    return max(16, _LOGITS_PER_CHUNK // vocabulary // COARSE * COARSE)
 
 
 def vjp(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], asked: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Gradients of what is asked for, given those of the outputs; None (which torch's types do not tell) for
-    what nothing depends on."""
+    """Gradients of `asked`, given those of the outputs; None (which torch's types do not tell) for what no
+    output depends on."""
     pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     return torch.autograd.grad([o for o, _ in pairs], asked, [g for _, g in pairs], allow_unused=True)

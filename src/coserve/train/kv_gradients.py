@@ -1,5 +1,5 @@
-"""What windows owe to earlier rows' keys and values until those rows come back themselves (FlexLLM 6.1,
-figure 10): sums in at least float32, over the rows of one example, for as long as they are waited for.
+"""Gradients that later windows find for earlier rows' keys and values, summed until those rows go back
+themselves (FlexLLM 6.1, figure 10): in at least float32, over the rows of one example.
 """
 
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from coserve.memory.arena import Arena
-from coserve.train.window import Pair
+from coserve.train.window import KV
 
 
 @dataclass(frozen=True, slots=True)
-class _Account:
-    """Of rows [first, first + n): keys [groups, n, dk] and values [groups, n, dv]."""
+class _Sums:
+    """Gradients for rows [first, first + n): keys [groups, n, dk] and values [groups, n, dv]."""
 
     first: int
     keys: Tensor
@@ -26,67 +26,67 @@ class _Account:
 
 
 class KVGradAccumulator:
-    """Accounts by layer. Windows come from the right, so an account is opened with its most rows; several may
-    be owed to the same rows where other layers read a layer's keys and values."""
+    """Sums by layer. Windows come from the right, so a sum is begun with its most rows; several may cover the
+    same rows where other layers read a layer's keys and values."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._accounts: dict[int, list[_Account]] = {}
+        self._sums: dict[int, list[_Sums]] = {}
 
-    def add(self, layer: int, rows: slice, owed: Pair) -> None:
-        """Adds [1, groups, n, width] to what the keys, and the values, of n rows are owed."""
+    def add(self, layer: int, rows: slice, grads: KV) -> None:
+        """Adds gradients [1, groups, n, width] for the keys, and the values, of n rows."""
         first, end = rows.start or 0, rows.stop
-        account = self._covering(layer, first, end)
-        if account is None:
-            account = _Account(first, *(self._zeros(given) for given in owed))
-            self._accounts.setdefault(layer, []).append(account)
-        span = slice(first - account.first, end - account.first)
-        account.keys[:, span] += owed[0][0]
-        account.values[:, span] += owed[1][0]
+        held = self._covering(layer, first, end)
+        if held is None:
+            held = _Sums(first, *(self._zeros(given) for given in grads))
+            self._sums.setdefault(layer, []).append(held)
+        span = slice(first - held.first, end - held.first)
+        held.keys[:, span] += grads[0][0]
+        held.values[:, span] += grads[1][0]
 
-    def collect(self, layer: int, rows: slice, dtype: torch.dtype) -> Pair | None:
-        """What the rows of a window are owed, [1, groups, rows, width] for keys and values; None if nothing.
-        Accounts of which no row is left of the window are closed."""
-        due = [a for a in self._accounts.get(layer, ()) if a.first < rows.stop and rows.start < a.end]
+    def collect(self, layer: int, rows: slice, dtype: torch.dtype) -> KV | None:
+        """The gradients of a window's keys and values, [1, groups, rows, width]; None if there are none.
+        Sums of which no row is left of the window are closed."""
+        due = [a for a in self._sums.get(layer, ()) if a.first < rows.stop and rows.start < a.end]
         if not due:
             return None
         found = self._over(due, rows, dtype)
-        for account in due:
-            if account.first >= rows.start:
-                self._accounts[layer].remove(account)
-                self._arena.give_back((account.keys, account.values))
+        for held in due:
+            if held.first >= rows.start:
+                self._sums[layer].remove(held)
+                self._arena.give_back((held.keys, held.values))
         return found
 
     def tensors(self) -> Iterator[Tensor]:
         """All that is held."""
-        for accounts in self._accounts.values():
-            for account in accounts:
-                yield account.keys
-                yield account.values
+        for sums in self._sums.values():
+            for held in sums:
+                yield held.keys
+                yield held.values
 
     def clear(self) -> None:
         """Forgets everything; who calls gives the memory back."""
-        self._accounts.clear()
+        self._sums.clear()
 
-    def _covering(self, layer: int, first: int, end: int) -> _Account | None:
-        accounts = self._accounts.get(layer, ())
-        return next((a for a in accounts if a.first <= first and end <= a.end), None)
+    def _covering(self, layer: int, first: int, end: int) -> _Sums | None:
+        sums = self._sums.get(layer, ())
+        return next((a for a in sums if a.first <= first and end <= a.end), None)
 
     def _zeros(self, like: Tensor) -> Tensor:
         exact = torch.promote_types(like.dtype, torch.float32)
         return self._arena.take(like.shape[1:], exact, like.device).zero_()
 
-    def _over(self, due: list[_Account], rows: slice, dtype: torch.dtype) -> Pair:
-        """The accounts' sums over exactly these rows, zero where there is none."""
+    def _over(self, due: list[_Sums], rows: slice, dtype: torch.dtype) -> KV:
+        """All sums together over exactly these rows, zero where there are none."""
         count = rows.stop - rows.start
         sums = []
         for stores in ([a.keys for a in due], [a.values for a in due]):
             groups, _, width = stores[0].shape
             total = stores[0].new_zeros(1, groups, count, width, dtype=dtype)
-            for account, store in zip(due, stores, strict=True):
-                first, end = max(account.first, rows.start), min(account.end, rows.stop)
+            for held, store in zip(due, stores, strict=True):
+                first, end = max(held.first, rows.start), min(held.end, rows.stop)
                 total[0, :, first - rows.start : end - rows.start] += store[
-                    :, first - account.first : end - account.first
+                    :, first - held.first : end - held.first
                 ]
             sums.append(total)
         return sums[0], sums[1]

@@ -1,9 +1,9 @@
 """Proof that a base can be trained: windows of examples give the gradients of whole examples.
 
-One layer of each kind goes the way that training goes (windows forward onto a tape, and back from the right)
-and is compared with one pass over all rows under autograd, with plain attention. So what a model hands from
-layer to layer beside its hidden state, and what cannot be run again for a window of rows, shows before
-anybody trains.
+One layer of each kind runs as in training (windows forward onto a tape, then back from the right) and is
+compared with one pass over all rows under autograd, with plain attention. So a model that hands more than a
+hidden state from layer to layer, or whose layers cannot be re-run for a window of rows, is found before a job
+starts.
 """
 
 from typing import Final
@@ -26,10 +26,11 @@ from coserve.model.linear import PackedPlacement
 from coserve.model.probe import TOLERANCE, draw
 from coserve.model.refusal import refusing
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_window
-from coserve.train.backward import Backward, vjp
+from coserve.train.backward import Backward, layer_gradients, vjp
 from coserve.train.save_policy import Fates
-from coserve.train.tape import KeptWindow, Tape
+from coserve.train.tape import Tape
 from coserve.train.window import Window
+from coserve.train.window_group import KeptRows
 
 _EXAMPLES: Final = (8, 5)  # rows: 13 in all, a number that little else of a model has
 _WINDOWS: Final = ((0, 6), (6, 7))  # (start, rows): the second goes on within the first example
@@ -61,7 +62,8 @@ def prove_training(base: Base) -> None:
 
 
 def _expect(base: Base, name: str, got: Tensor, want: Tensor, least: float) -> None:
-    """Relative to the norm of what is wanted, or to `least` where that is more."""
+    """Raises UnsupportedModel where `got` differs from `want` by more than the type allows, relative to the
+    norm of `want` or to `least` where that is more."""
     error = float((got.float() - want.float()).norm().nan_to_num(torch.inf))
     allowed = TOLERANCE[base.dtype] * max(float(want.float().norm()), least)
     if not error <= allowed:
@@ -72,8 +74,8 @@ def _expect(base: Base, name: str, got: Tensor, want: Tensor, least: float) -> N
 
 
 def _one_of_each_kind(base: Base) -> list[int]:
-    """Layers that differ in their modules or shapes, from below; not the first, where another will do: what
-    it is given is no other layer's business."""
+    """Layers that differ in their modules or shapes, from below; the first only where no other is like it,
+    because no gradient of its input is needed."""
     kinds: dict[object, int] = {}
     for layer in (*range(1, base.depth), 0):
         module = base.model.get_submodule(base.slots[layer].path)
@@ -84,8 +86,8 @@ def _one_of_each_kind(base: Base) -> list[int]:
 
 
 class _Proof:
-    """A LoRA beside all linears of some `layers`, and a micro-batch of two examples. The gradient for what
-    each layer gives is drawn at random, and so is what the last one gives."""
+    """A LoRA at all linears of some `layers`, and a micro-batch of two examples. The gradient for each
+    layer's output is drawn at random, and so is the last layer's output."""
 
     def __init__(self, base: Base, layers: list[int], generator: torch.Generator) -> None:
         self._base, self._layers, self._generator = base, layers, generator
@@ -104,7 +106,7 @@ class _Proof:
     def forward(self) -> None:
         """Windows onto the tape, up to the highest layer that is proven."""
         for window in self._windows:
-            rows = FusedRows([KeptWindow(self._tape, window)], [(slice(0, window.rows), self._bypasses)])
+            rows = FusedRows([KeptRows([(self._tape, window)])], [(slice(0, window.rows), self._bypasses)])
             calls = self._tape.calls_for(window)
             hidden = self._tape.input(0, window, self._bypasses)
             for layer in range(self._layers[-1] + 1):
@@ -114,7 +116,7 @@ class _Proof:
                     self._tape.keep_output(layer, window, hidden[0])
 
     def whole(self) -> Gradients:
-        """By what they are the gradients of, under autograd, all rows at once."""
+        """Gradients by name, under autograd, all rows at once."""
         asked: dict[str, Tensor] = {}
         outputs = []
         rows = _WholeRows(self._bypasses)
@@ -134,7 +136,7 @@ class _Proof:
         return {_LOSS: self._of_loss()} | gradients
 
     def in_windows(self) -> Gradients:
-        """The same as training finds them; `whole` comes before."""
+        """The same gradients as training finds them; `whole` is called before."""
         found: dict[int, Tensor] = {}
 
         def accumulate(leaf: Tensor, gradient: Tensor) -> None:
@@ -144,7 +146,7 @@ class _Proof:
         backward = Backward(self._tape, leaves, 1.0, accumulate)
         for window in reversed(self._windows):
             backward.through_tail(window, self._bypasses)
-        gradients = {_LOSS: self._tape.picked_up(self._all).clone()}
+        gradients = {_LOSS: self._tape.gradient(self._all).clone()}
         for layer in reversed(self._layers):
             below = [self._through(backward, layer, window) for window in reversed(self._windows)]
             gradients[_input_of(layer)] = torch.cat(below[::-1], dim=1)
@@ -157,7 +159,7 @@ class _Proof:
         going.gradient = self._gradients[layer][:, window.span]
         noted = of_window(self._choices[layer], self._all.rows, window.span)
         with TiesAsBefore(noted, TOLERANCE[self._base.dtype]):
-            backward.through_layer(layer, going)
+            going.accumulate(layer, *layer_gradients(layer, [going]))
         return going.gradient
 
     def _of_loss(self) -> Tensor:
@@ -193,7 +195,7 @@ class _WholeRows(GraphRows):
     of other layers."""
 
     def __init__(self, bypasses: Bypasses) -> None:
-        super().__init__(bypasses)
+        super().__init__([bypasses], [sum(_EXAMPLES)])
         self._given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

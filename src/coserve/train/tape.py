@@ -1,8 +1,8 @@
-"""What a micro-batch's backward pass needs, kept while its rows travel forward.
+"""The activations that a micro-batch's backward needs, stored while its rows pass forward.
 
-Kept are the inputs of every layer that trains or lies above one, keys and values, which later windows attend
-to, and of what frozen linears and attention give as much as `Fates` say. The fused forward pass has no
-graph: what is kept depends on the training rows alone.
+A tape stores the inputs of every layer that trains or lies above one, keys and values, which later windows
+attend to, and as much of the outputs of frozen linears and attention as `Fates` say. The fused forward has no
+graph: what is stored depends on the training rows alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,25 +13,25 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.virtual import Virtual
 from coserve.kernels import signs
-from coserve.kernels.attention import Attended, AttentionSpec
+from coserve.kernels.attention import Attended
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.model.graph import GraphRows
 from coserve.train.kv_gradients import KVGradAccumulator
-from coserve.train.save_policy import Fate, Fates
-from coserve.train.window import Pair, Past, Window, attend_window, attend_window_keeping
+from coserve.train.save_policy import Fates
+from coserve.train.window import KV, PastKV, Window
 
 _NOTHING = Virtual("")
 
 
 class Tape:
-    """A micro-batch on its way: buffers over all its rows, filled window by window, layer by layer.
+    """Buffers over all rows of a micro-batch, filled window by window, layer by layer.
 
     tokens, labels [rows] (label -100 is none; a label belongs to the row that predicts it). Where `virtual`
-    has prompts their rows come first, here once for all examples, as the first of `lengths`. What the first
-    layer is given is embedded again when it is asked for; what the last one gives makes room, once its loss
-    is known, for the gradient of rows that wait on their way back.
+    has prompts their rows come first, once for all examples, as the first of `lengths`. The first layer's
+    input is embedded again when it is needed. The buffer of the last layer's output holds, once the loss is
+    known, the gradient of rows that rest between two layers on their way back.
     """
 
     def __init__(
@@ -68,15 +68,16 @@ class Tape:
         self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._owed = KVGradAccumulator(self._arena)
+        self._kv_grads = KVGradAccumulator(self._arena)
         self._given_grads: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
 
     def window(self, start: int, rows: int) -> Window:
+        """Rows [start, start + rows) of the micro-batch."""
         return Window.of(self.lengths, start, rows, self._virtual.prompt_count)
 
     @property
     def has_given(self) -> bool:
-        """Whether keys and values are given before every example."""
+        """Whether virtual keys and values stand before every example."""
         return bool(self._given)
 
     def calls_for(self, window: Window) -> LayerCalls:
@@ -84,8 +85,8 @@ class Tape:
         return self.base.arguments.narrow(self._calls, window.start, window.rows)
 
     def input(self, layer: int, window: Window, bypasses: Bypasses) -> Tensor:
-        """What layer `layer` is given for the window's rows, [1, rows, width]; the adapter's `bypasses` have
-        a say in what the first one is given."""
+        """The input of layer `layer` for the window's rows, [1, rows, width]. That of the first layer is the
+        embedding with its `bypasses`."""
         if layer > 0:
             return self._outputs[layer - 1][None, window.span]
         with torch.no_grad():
@@ -93,40 +94,43 @@ class Tape:
 
     def embed(self, window: Window, bypasses: Bypasses) -> Tensor:
         """The embeddings [1, rows, width] of the window's rows, in the current graph if there is one."""
-        rows = GraphRows(bypasses) if bypasses.touches(self.base.early_sites) else None
+        touched = bypasses.touches(self.base.early_sites)
+        rows = GraphRows([bypasses], [window.rows]) if touched else None
         return self.base.embed(self._tokens[window.span], self._positions[window.span], rows)
 
     def keep_output(self, layer: int, window: Window, hidden: Tensor) -> None:
-        """hidden [rows, width] is what layer `layer` gave."""
+        """Stores hidden [rows, width], the output of layer `layer`."""
         self._outputs[layer][window.span] = hidden
 
     def output(self, window: Window) -> Tensor:
-        """What the last layer gave, [1, rows, width], until the window's gradient takes its place."""
+        """The last layer's output, [1, rows, width], until the window's gradient takes its place."""
         return self._outputs[-1][None, window.span]
 
     def keep_product(self, path: str, window: Window, product: Tensor) -> None:
-        """product [window rows, out] of the frozen linear at `path`, or its sum with what is added there."""
+        """Stores product [window rows, out] of the frozen linear at `path`, or its sum with the bypasses
+        there."""
         if path not in self.products:
             self.products[path] = self._room(product, self.rows, product.shape[-1])
         self.products[path][window.span] = product
 
     def product(self, path: str, window: Window) -> Tensor:
-        """What was kept of the frozen linear at `path`, [window rows, out]."""
+        """What `keep_product` stored, [window rows, out]."""
         return self.products[path][window.span]
 
     def keep_sign(self, path: str, window: Window, y: Tensor) -> None:
-        """Where y [window rows, out] is positive, of the frozen linear at `path` with its bypasses."""
+        """Stores where y [window rows, out], of the frozen linear at `path` with its bypasses, is
+        positive."""
         bits = signs.pack(y)
         if path not in self._signs:
             self._signs[path] = self._room(bits, self.rows, bits.shape[-1])
         self._signs[path][window.span] = bits
 
     def signed(self, path: str, window: Window, like: Tensor) -> Tensor:
-        """1 where `keep_sign` saw something positive, 0 elsewhere; [window rows, out] as `like` is."""
+        """1 where `keep_sign` found y positive, 0 elsewhere; [window rows, out] as `like` is."""
         return signs.unpack(self._signs[path][window.span], like.shape[-1], like.dtype)
 
     def keep_attended(self, layer: int, window: Window, attended: Attended) -> None:
-        """out [1, window rows, heads, dv] and lse [1, window rows, heads]."""
+        """Stores out [1, window rows, heads, dv] and lse [1, window rows, heads] of a layer's attention."""
         if layer not in self._attended:
             rooms = (self._room(x, self.rows, *x.shape[2:]) for x in attended)
             self._attended[layer] = Attended(*rooms)
@@ -134,26 +138,26 @@ class Tape:
             room[window.span] = given[0]
 
     def attended(self, layer: int, window: Window) -> Attended | None:
-        """As `keep_attended` was given it, if it was."""
+        """What `keep_attended` stored; None if nothing."""
         if layer not in self._attended:
             return None
         return Attended(*(room[None, window.span] for room in self._attended[layer]))
 
     def keep_cache(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
-        """k [groups, window rows, dk] and v: the way back may be cut into other windows than the way in."""
+        """Stores k [groups, window rows, dk] and v. Backward may be cut into other windows than forward."""
         for store, given in ((self._keys, k), (self._values, v)):
             if layer not in store:
                 store[layer] = self._room(given, given.shape[0], self.rows, given.shape[-1])
             store[layer][:, window.span] = given
 
-    def cache(self, layer: int, window: Window) -> Pair:
+    def cache(self, layer: int, window: Window) -> KV:
         """The window's own keys and values, [1, groups, rows, width]."""
         return self._cached(layer, window.span)
 
-    def past(self, layer: int, window: Window) -> Past:
-        """Keys and values that the window's rows may attend to beside what the layer itself makes of them."""
+    def past(self, layer: int, window: Window) -> PastKV:
+        """Keys and values that the window's rows may attend to beside those that the layer makes of them."""
         source = self._source(layer)
-        return Past(
+        return PastKV(
             self._given[source] if self._given else None,
             self._cached(source, slice(window.before)) if window.before else None,
             self._cached(source, window.past_span) if window.past else None,
@@ -161,70 +165,70 @@ class Tape:
         )
 
     def add_past_grads(self, layer: int, window: Window, grads: Sequence[Tensor]) -> None:
-        """Gradients that this window owes to `Past.tensors`: to earlier rows' keys and values (FlexLLM 6.1,
-        figure 10), and to those that are given; where the layer reads another's, to that one's. Accumulated
+        """Adds this window's gradients of `PastKV.tensors` to those of earlier rows' keys and values (FlexLLM
+        6.1, figure 10) and of virtual ones; where the layer reads another layer's, to that layer's. Sums are
         in at least float32."""
         pairs = iter(zip(grads[::2], grads[1::2], strict=True))
         reads, layer = layer, self._source(layer)
         if self._given:
-            self._owe_given(layer, next(pairs))
+            self._add_given_grads(layer, next(pairs))
         if window.before:
-            self._owed.add(layer, slice(0, window.before), next(pairs))
+            self._kv_grads.add(layer, slice(0, window.before), next(pairs))
         if window.past:
-            self._owed.add(layer, window.past_span, next(pairs))
+            self._kv_grads.add(layer, window.past_span, next(pairs))
         if reads != layer:
-            self._owed.add(layer, window.span, next(pairs))
+            self._kv_grads.add(layer, window.span, next(pairs))
 
     def given_in_graph(self) -> list[Tensor]:
-        """What `given_grads` are the gradients of, in the current graph."""
+        """The virtual keys and values in the current graph, in the order of `given_grads`."""
         return [tensor for pair in self._virtual.caches() for tensor in pair]
 
     def given_grads(self) -> list[Tensor]:
-        """What all windows so far owe to the keys and values that are given: [groups, n, width], a layer's
-        keys and its values after one another."""
+        """Gradients of virtual keys and values from all windows so far, [groups, n, width]: of each layer the
+        keys', then the values'."""
         return [grads[layer] for layer in range(len(self._given)) for grads in self._given_grads]
 
-    def _owe_given(self, layer: int, owed: Pair) -> None:
-        """Adds [1, groups, n, width] to what the given keys and values are owed."""
-        for store, given in zip(self._given_grads, owed, strict=True):
+    def _add_given_grads(self, layer: int, grads: KV) -> None:
+        """Adds gradients [1, groups, n, width] to those of a layer's virtual keys and values."""
+        for store, grad in zip(self._given_grads, grads, strict=True):
             if layer not in store:
-                exact = torch.promote_types(given.dtype, torch.float32)
-                store[layer] = self._arena.take(given.shape[1:], exact, given.device).zero_()
-            store[layer] += given[0]
+                exact = torch.promote_types(grad.dtype, torch.float32)
+                store[layer] = self._arena.take(grad.shape[1:], exact, grad.device).zero_()
+            store[layer] += grad[0]
 
     def _source(self, layer: int) -> int:
-        """Whose keys and values a layer attends to."""
+        """The layer whose keys and values `layer` attends to."""
         reads = self.base.caches[layer].reads
         return layer if reads is None else reads
 
-    def _cached(self, layer: int, span: slice) -> Pair:
+    def _cached(self, layer: int, span: slice) -> KV:
         return self._keys[layer][None, :, span], self._values[layer][None, :, span]
 
-    def cache_grads(self, layer: int, window: Window, dtype: torch.dtype) -> Pair | None:
-        """What later windows have added for this window's own keys and values, [1, groups, rows, width];
-        asked once, on the window's way back through the layer."""
-        return self._owed.collect(layer, window.span, dtype)
+    def collect_kv_grads(self, layer: int, window: Window, dtype: torch.dtype) -> KV | None:
+        """Gradients that later windows have added for this window's own keys and values, [1, groups, rows,
+        width]; None if none. To be called once, when the window goes back through the layer."""
+        return self._kv_grads.collect(layer, window.span, dtype)
 
     def put_gradient(self, window: Window, gradient: Tensor) -> None:
-        """Leaves a window between two layers, with the gradient [1, rows, width] it has there."""
+        """Stores the gradient [1, rows, width] of a window that rests between two layers."""
         self._outputs[-1][window.span] = gradient[0]
 
-    def picked_up(self, window: Window) -> Tensor:
-        """The gradient [1, rows, width] of a window that was put down, whole or as part of a larger one."""
+    def gradient(self, window: Window) -> Tensor:
+        """The gradient [1, rows, width] of a window that rests, whole or as part of a larger one."""
         return self._outputs[-1][None, window.span]
 
     def release(self) -> None:
-        """Gives all memory back; the tape is of no use afterwards."""
+        """Returns all memory to the arena; the tape cannot be used afterwards."""
         self._arena.give_back(self._kept())
         self._outputs.clear()
-        self._owed.clear()
+        self._kv_grads.clear()
         self._attended.clear()
         for store in (self.products, self._signs, self._keys, self._values, *self._given_grads):
             store.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept for the backward pass (tokens, labels and what all layers are called with excluded)."""
+        """Bytes stored for backward, without tokens, labels and the layers' arguments."""
         return sum(t.nbytes for t in self._kept())
 
     def _firsts(self) -> list[int]:
@@ -241,11 +245,11 @@ class Tape:
             yield from store.values()
         for attended in self._attended.values():
             yield from attended
-        yield from self._owed.tensors()
+        yield from self._kv_grads.tensors()
 
     def _rooms(self, hidden: Tensor) -> list[Tensor]:
-        """For every layer's output. Those below the lowest layer that goes back are passed on and no more: a
-        row is in one place at a time."""
+        """Buffers of every layer's output. Layers below the lowest that goes back share one: of a row they
+        hold the newest output only."""
         passing = max(min(self.fates.lowest - 1, self.base.depth - 1), 0)
         taken = self.base.depth - passing + bool(passing)
         rooms = [self._room(hidden, self.rows, self.base.hidden_size) for _ in range(taken)]
@@ -253,43 +257,3 @@ class Tape:
 
     def _room(self, like: Tensor, *shape: int) -> Tensor:
         return self._arena.take(shape, like.dtype, like.device)
-
-
-class KeptWindow:
-    """A training window in a fused forward run: a `Part` that writes to its tape, and its own `Keeper`."""
-
-    def __init__(self, tape: Tape, window: Window) -> None:
-        self.tape = tape
-        self.window = window
-        self.count = window.rows
-
-    @property
-    def keeper(self) -> "KeptWindow | None":
-        return self if self.tape.fates.keeps_products else None
-
-    def keep(self, path: str, product: Tensor) -> None:
-        if self.tape.fates.of(path) is Fate.KEPT:
-            self.tape.keep_product(path, self.window, product)
-
-    def keep_sum(self, path: str, y: Tensor) -> None:
-        fate = self.tape.fates.of(path)
-        if fate is Fate.SUM:
-            self.tape.keep_product(path, self.window, y)
-        elif fate is Fate.SIGN:
-            self.tape.keep_sign(path, self.window, y)
-
-    def keeps_attention(self, layer: int) -> bool:
-        """Whether the tape is to have what the attention of a layer gives."""
-        return self.tape.fates.of_attention(layer) is Fate.KEPT
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        past = self.tape.past(layer, self.window)
-        if past.shared is None:
-            self.tape.keep_cache(layer, self.window, k[0], v[0])
-        else:
-            k, v = past.shared
-        if not self.keeps_attention(layer):
-            return attend_window(q, k, v, past, self.window, spec)
-        attended = attend_window_keeping(q, k, v, past, self.window, spec)
-        self.tape.keep_attended(layer, self.window, attended)
-        return attended.out

@@ -1,4 +1,4 @@
-"""A window of training rows: whose rows it has, what stands before them, and how they attend."""
+"""A window of training rows: its examples, the keys and values before them, and its attention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coserve.core.row_buckets import pad_rows
 from coserve.kernels.attention import Attended, AttentionSpec, attend, attend_keeping
+from coserve.kernels.rows import concat_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +50,42 @@ class Window:
         return slice(self.start - self.past, self.start)
 
 
-Pair = tuple[Tensor, Tensor]  # keys [1, groups, rows, dk] and values [1, groups, rows, dv]
+KV = tuple[Tensor, Tensor]  # keys [1, groups, rows, dk] and values [1, groups, rows, dv]
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """What a window's rows may attend to beside their own; None where there is nothing.
+class PastKV:
+    """Keys and values that a window's rows attend to beside those the layer makes of them; None where there
+    are none.
 
-    `given` are virtual tokens that are keys and values, `prompt` the rows of a prompt before the window: both
-    stand before every example. `own` are the rows of the window's first example before the window. `shared`
-    are those of the window itself, where the layer reads another's.
+    `given` are virtual keys and values, `prompt` those of the prompt's rows before the window: both stand
+    before every example. `own` are those of the rows of the window's first example before the window.
+    `shared` are the window's own, where the layer reads another layer's.
     """
 
-    given: Pair | None = None
-    prompt: Pair | None = None
-    own: Pair | None = None
-    shared: Pair | None = None
+    given: KV | None = None
+    prompt: KV | None = None
+    own: KV | None = None
+    shared: KV | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All there are, in order."""
+        """All that are not None, in order: keys, values, keys, values."""
         pairs = (self.given, self.prompt, self.own, self.shared)
         return tuple(tensor for pair in pairs if pair is not None for tensor in pair)
 
     @property
     def ahead(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys, and values, of what stands before every example."""
+        """Keys, and values, that stand before every example."""
         pairs = [pair for pair in (self.given, self.prompt) if pair is not None]
         return [keys for keys, _ in pairs], [values for _, values in pairs]
 
-    def as_leaves(self) -> "Past":
+    def as_leaves(self) -> "PastKV":
         """The same as leaves of a graph."""
-        return Past(*(pair and _leaves(pair) for pair in (self.given, self.prompt, self.own, self.shared)))
+        return PastKV(*(pair and _leaves(pair) for pair in (self.given, self.prompt, self.own, self.shared)))
 
 
-def _leaves(pair: Pair) -> Pair:
+def _leaves(pair: KV) -> KV:
     return pair[0].detach().requires_grad_(), pair[1].detach().requires_grad_()
 
 
@@ -91,40 +93,38 @@ def attend_window(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    past: Past,
+    past: PastKV,
     window: Window,
     spec: AttentionSpec,
     kept: Attended | None = None,
 ) -> Tensor:
-    """Attention of a window's rows, each within its own example and what stands before all; in the current
-    graph, if there is one, and then what was `kept` where it was.
+    """Attention of a window's rows, each within its own example and to what stands before every example; in
+    the current graph, if there is one. What was `kept` of it is not computed again.
 
     q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv]; returns [1, rows, heads, dv].
     """
     outputs = []
     for piece in _pieces(q, k, v, past, window):
-        given = None if kept is None else _given_to(piece.rows, kept)
+        given = None if kept is None else _kept_of(piece.rows, kept)
         outputs.append(piece.rows.back(attend(*piece.tensors, spec, given)))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return concat_rows(outputs, 1)
 
 
 def attend_window_keeping(
-    q: Tensor, k: Tensor, v: Tensor, past: Past, window: Window, spec: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, past: PastKV, window: Window, spec: AttentionSpec
 ) -> Attended:
-    """As `attend_window`, without a graph, and with what going back needs: rows first, out [1, rows, heads,
-    dv] and lse [1, rows, heads]."""
+    """As `attend_window`, without a graph, and with what backward needs: out [1, rows, heads, dv] and lse [1,
+    rows, heads]."""
     outs, lses = [], []
     for piece in _pieces(q, k, v, past, window):
         found = attend_keeping(*piece.tensors, spec)
         outs.append(piece.rows.back(found.out))
         lses.append(piece.rows.back(found.lse[..., None]).squeeze(-1))
-    if len(outs) == 1:
-        return Attended(outs[0], lses[0])
-    return Attended(torch.cat(outs, dim=1), torch.cat(lses, dim=1))
+    return Attended(concat_rows(outs, 1), concat_rows(lses, 1))
 
 
 class _Rows(Protocol):
-    """Some of a window's rows, as attention takes them."""
+    """Some of a window's rows, in the shape that attention takes."""
 
     def of(self, x: Tensor) -> Tensor:
         """[1, heads, window rows, width] to [batch, heads, t, width]."""
@@ -137,7 +137,7 @@ class _Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """Rows [start, stop), which see each other."""
+    """Rows [start, stop) of one example."""
 
     start: int
     stop: int
@@ -151,8 +151,8 @@ class _Together:
 
 
 class _SideBySide:
-    """Whole examples from row `start` on as a batch, padded on the right: causal attention never looks
-    there."""
+    """Whole examples from row `start` on as a batch, padded on the right, where causal attention reads
+    nothing."""
 
     def __init__(self, start: int, pieces: Sequence[int], device: torch.device) -> None:
         self._count, self._longest = len(pieces), pad_rows(max(pieces))
@@ -203,20 +203,20 @@ def _beside(start: int, pieces: Sequence[int], device: torch.device) -> _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows that attend in one go, and their queries, keys and values."""
+    """Rows that attend in one call, and their queries, keys and values."""
 
     rows: _Rows
     tensors: tuple[Tensor, Tensor, Tensor]
 
 
-def _given_to(rows: _Rows, kept: Attended) -> Attended:
-    """Of what was kept rows first, these."""
+def _kept_of(rows: _Rows, kept: Attended) -> Attended:
+    """These rows of what was kept of a window's attention."""
     lse = rows.of(kept.lse[..., None].transpose(1, 2))
     return Attended(rows.of(kept.out.transpose(1, 2)), lse.squeeze(-1))
 
 
-def _pieces(q: Tensor, k: Tensor, v: Tensor, past: Past, window: Window) -> Iterator[_Piece]:
-    """A window's rows in order: of the prompt, of the example it begins within, of whole ones."""
+def _pieces(q: Tensor, k: Tensor, v: Tensor, past: PastKV, window: Window) -> Iterator[_Piece]:
+    """A window's rows in order: those of the prompt, of the example it begins within, of whole examples."""
     pieces = list(window.pieces)
     keys, values = past.ahead
     start = window.prompt

@@ -125,7 +125,7 @@ PLACES = {
     "beginning": (None, "finetune"),
     "the first step": ("coserve.train.trainer.TrainingRun", "next_step"),
     "the tail": ("coserve.train.backward.Backward", "through_tail"),
-    "a layer on the way back": ("coserve.train.backward.Backward", "through_layer"),
+    "a layer on the way back": ("coserve.train.backward", "layer_gradients"),
     "its state": ("coserve.train.trainer.TrainingRun", "state"),
     "its checkpoint": (jobs_module, "write_checkpoint"),
     "its validation": ("coserve.engine.scoring.Scoring", "advance"),

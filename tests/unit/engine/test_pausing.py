@@ -14,10 +14,11 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import Plan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction
+from coserve.engine.arrivals import Arrivals
 from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Opened, Received
-from coserve.engine.pausing import Arrivals, TrainingPause
 from coserve.schedule.fake import FakeRunner
 from coserve.train.example import Example
+from coserve.train.pause import TrainingPause
 from coserve.wire.messages import Acknowledge, Submit
 from models import tiny
 

@@ -65,7 +65,7 @@ def failing(
         "tape": (TrainingRun, "tape"),
         "kept": (Tape, "keep_output"),
         "loss": (Backward, "through_tail"),
-        "back": (BackwardWindow, "take"),
+        "back": (BackwardWindow, "accumulate"),
         "update": (TrainingRun, "make_room"),
     }[where]
     real = getattr(owner, name)
@@ -83,10 +83,10 @@ def failing(
 
     def wrapped(self: Any, *args: Any, **rest: Any) -> Any:
         run = run_of(self)
-        result = real(self, *args, **rest) if name == "take" else None
+        result = real(self, *args, **rest) if name == "accumulate" else None
         if run is not None:
             allocator.use(run)
-        return real(self, *args, **rest) if name != "take" else result
+        return real(self, *args, **rest) if name != "accumulate" else result
 
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, wrapped)

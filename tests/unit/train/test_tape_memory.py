@@ -40,11 +40,11 @@ def test_what_windows_owe_to_earlier_rows_is_summed_in_float32_from_zero(base: B
     size = 2 * ROWS * 16
     tape = tape_of(base, stained(size, size))
     window = tape.window(8, 3)  # rows 3 to 5 of the second example
-    assert window.past == 3 and tape.cache_grads(1, window, torch.float32) is None
+    assert window.past == 3 and tape.collect_kv_grads(1, window, torch.float32) is None
     owed = torch.ones(1, 2, 3, 16, dtype=torch.bfloat16)
     for _ in range(300):
         tape.add_past_grads(1, window, (owed, -owed))
-    found = tape.cache_grads(1, tape.window(0, ROWS), torch.float32)
+    found = tape.collect_kv_grads(1, tape.window(0, ROWS), torch.float32)
     assert found is not None
     wanted = torch.zeros(1, 2, ROWS, 16)
     wanted[:, :, 5:8] = 300.0
@@ -60,7 +60,7 @@ def test_what_is_owed_is_held_for_the_rows_that_wait_for_it(base: Base) -> None:
     tape.add_past_grads(0, tape.window(11, 3), (owed, owed))  # rows 5 to 10
     assert tape.nbytes - before == 6 * row
     across = tape.window(3, 8)
-    found = tape.cache_grads(0, across, torch.float32)
+    found = tape.collect_kv_grads(0, across, torch.float32)
     assert found is not None and tape.nbytes == before
     wanted = torch.zeros(1, 2, 8, 16)
     wanted[:, :, 2:] = 1.0
@@ -68,8 +68,8 @@ def test_what_is_owed_is_held_for_the_rows_that_wait_for_it(base: Base) -> None:
     tape.add_past_grads(0, across, (owed[:, :, :3], owed[:, :, :3]))
     assert tape.nbytes - before == 3 * row
     part = tape.window(2, 1)  # an account stays while rows left of the window wait for it
-    assert tape.cache_grads(0, part, torch.float32) is not None and tape.nbytes - before == 3 * row
-    assert tape.cache_grads(1, part, torch.float32) is None
+    assert tape.collect_kv_grads(0, part, torch.float32) is not None and tape.nbytes - before == 3 * row
+    assert tape.collect_kv_grads(1, part, torch.float32) is None
     tape.release()
     assert tape.nbytes == 0
 

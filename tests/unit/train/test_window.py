@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coserve.kernels import reference
 from coserve.kernels.attention import AttentionSpec
-from coserve.train.window import Past, Window, attend_window
+from coserve.train.window import PastKV, Window, attend_window
 
 GROUPS, HEADS, WIDTH = 2, 4, 4
 
@@ -73,7 +73,7 @@ def test_each_row_attends_to_what_precedes_it(
     def part(span: slice) -> tuple[Tensor, Tensor]:
         return whole[0][:, :, span], whole[1][:, :, span]
 
-    past = Past(
+    past = PastKV(
         (before[0], before[1]) if count else None,
         part(slice(window.before)) if window.before else None,
         part(window.past_span) if window.past else None,

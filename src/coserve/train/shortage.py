@@ -1,4 +1,4 @@
-"""What goes wrong in a job's own rows is that job's alone: memory that runs out, and anything else."""
+"""Failures in a job's own rows, lack of memory or any other, end that job alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from coserve.memory.exhausted import is_out_of_memory
 
 
 class Shortages:
-    """Jobs that have failed, or run out of memory, since they were last asked for. `free(job)` gives back
-    what such a job's rows hold: whoever comes next may need it."""
+    """Jobs that have failed, or run out of memory, since the last `take`. `free(job)` returns the memory that
+    such a job's rows hold: the next job may need it."""
 
     def __init__(self, free: Callable[[str], None]) -> None:
         self._free = free
@@ -21,8 +21,9 @@ class Shortages:
 
     @contextmanager
     def of(self, job: str) -> Iterator[None]:
-        """What happens in here is done for `job`: where memory runs out, or anything else goes wrong, the job
-        has failed, and nobody else notices. The allocator's own words are kept, what it held on to is not."""
+        """Surrounds work for `job`: where memory runs out, or any other error is raised, the job has failed
+        and no other job notices. The allocator's message is kept, the tensors of the failed frames are
+        not."""
         failure: CoserveError | None = None
         try:
             yield
@@ -37,6 +38,6 @@ class Shortages:
             self._free(job)
 
     def take(self) -> dict[str, CoserveError]:
-        """Those since the last time."""
+        """The jobs that failed since the last call, and their errors."""
         found, self._failed = self._failed, {}
         return found

@@ -1,0 +1,35 @@
+"""Training that stops at the next boundary between two layers."""
+
+import threading
+
+
+class TrainingPause:
+    """Whether the training of the step under way stops at the next boundary between layers.
+
+    `ask` and `withdraw` may be called by any thread; the rest belongs to the thread that runs the step. The
+    first layer of a step's training always runs: arrivals in every step slow training down and never stop it.
+    """
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._obeys = False
+        self._layers = 0
+
+    def ask(self) -> None:
+        self._asked.set()
+
+    def withdraw(self) -> None:
+        self._asked.clear()
+
+    def begin(self, pausable: bool) -> None:
+        """A step begins; `pausable` says whether its training may be stopped."""
+        self._obeys, self._layers = pausable, 0
+
+    def passed(self) -> None:
+        """Training has passed a layer, or the tail."""
+        self._layers += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether training stops here."""
+        return self._obeys and self._layers > 0 and self._asked.is_set()
