@@ -74,6 +74,9 @@ async def _wire(state: State) -> None:
     async def resize(hello: Hello) -> None:
         state.queue.resize(hello.max_running)
 
+    async def forget_jobs(hello: Hello) -> None:
+        state.watch.connected(hello.jobs)
+
     async def pin(_: Hello) -> None:
         for adapter in await state.store.adapters.pinned(state.catalog.base.name):
             try:
@@ -106,6 +109,7 @@ async def _wire(state: State) -> None:
                 link.probation.suspects[Thing(kind, id)] = Suspect(*found)
     link.on_connect.insert(0, note_suspects)
     link.on_connect.insert(0, resize)
+    link.on_connect.insert(0, forget_jobs)
     link.on_connect.append(pin)
     link.on_news = take
 

@@ -11,7 +11,7 @@ from coserve.errors import ConflictError
 from coserve.serve.store.database import Database, columns_of, page_of
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import FINAL, Checkpoint, Event, Job, Page
+from coserve.serve.store.records import FINAL, UNFINISHED, Checkpoint, Event, Job, Page
 from coserve.serve.store.tables import checkpoints, events, files, jobs
 
 _JOB: Final = tuple(field.name for field in fields(Job))
@@ -92,8 +92,9 @@ class JobStore:
         return await self._database.read(lambda c: tuple(c.execute(in_order).scalars()))
 
     async def unfinished(self) -> tuple[Job, ...]:
-        """Everybody's jobs that may still go on, the oldest first."""
-        found = columns_of(jobs, _JOB).where(jobs.c.status.not_in(FINAL)).order_by(jobs.c.number)
+        """Everybody's jobs that may still go on, the oldest first. SQLite looks up states that are named in
+        their index; to exclude the others it would read all jobs there ever were."""
+        found = columns_of(jobs, _JOB).where(jobs.c.status.in_(UNFINISHED)).order_by(jobs.c.number)
         return await self._database.read(lambda c: tuple(_job(row) for row in c.execute(found).mappings()))
 
     async def check_room(self, tenant: str) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+UNFINISHED: Final = ("queued", "running", "paused")  # job states that may change
 FINAL: Final = ("succeeded", "failed", "cancelled")  # job states that never change again
 
 R = TypeVar("R")
@@ -67,7 +68,7 @@ class Adapter:
 class Job:
     """A fine-tuning job.
 
-    `status` is one of queued, running, paused and `FINAL`. `options` and `peft` go to the engine as they
+    `status` is one of `UNFINISHED` and `FINAL`. `options` and `peft` go to the engine as they
     are. `name` is what the adapter is called once there is one. `pace` is seconds per optimizer step, and
     `stepped` when the last one ended.
     """

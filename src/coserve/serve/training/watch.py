@@ -1,5 +1,7 @@
 """What training costs, told to the metrics and the fair queue: trained tokens count as answered ones do."""
 
+from collections.abc import Collection
+
 from coserve.metrics import Metrics
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.store.records import Tenant
@@ -30,8 +32,14 @@ class TrainingWatch:
             case JobEnded():
                 if (owner := self._owners.pop(news.job, None)) is not None:
                     self._queue.note_job(owner, news.job, trains=False)
-                if news.step:
-                    self._metrics.finetune_loss.remove(news.job)
+                self._metrics.finetune_loss.remove(news.job)
+
+    def connected(self, jobs: Collection[str]) -> None:
+        """Forgets all that trained in an engine before this one, which has `jobs`: what was cancelled, paused
+        or quarantined in between ends without news, and what goes on here says so."""
+        for job in self._owners.keys() - set(jobs):
+            self._queue.note_job(self._owners.pop(job), job, trains=False)
+            self._metrics.finetune_loss.remove(job)
 
     async def count_jobs(self) -> None:
         """Jobs that are not over, by status."""
@@ -50,6 +58,6 @@ class TrainingWatch:
     async def _owner(self, job: str) -> Tenant | None:
         if job not in self._owners:
             for known in await self._store.jobs.unfinished():
-                if (tenant := await self._store.tenants.get(known.tenant)) is not None:
-                    self._owners[known.id] = tenant
+                if known.id == job and (tenant := await self._store.tenants.get(known.tenant)) is not None:
+                    self._owners[job] = tenant
         return self._owners.get(job)

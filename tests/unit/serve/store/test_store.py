@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine
+from sqlalchemy import Engine, create_engine, event
 
 from coserve.errors import ConfigError, ConflictError, StateError
 from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
 from coserve.serve.store.database import CACHE_KIB, READERS
 from coserve.serve.store.news import Mark
-from coserve.serve.store.records import Adapter, File, Job
+from coserve.serve.store.records import FINAL, UNFINISHED, Adapter, File, Job
 from coserve.serve.store.store import Store
 from coserve.serve.store.tables import metadata
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep
@@ -317,3 +317,34 @@ def test_a_file_that_another_process_holds_is_a_deliberate_error(
         await store.files.add(a_file("file-1"))
 
     run(tmp_path, story)
+
+
+def test_unfinished_jobs_are_found_without_a_look_at_all_others(tmp_path: Path) -> None:
+    """A server asks for them several times a job, and jobs are never deleted."""
+    asked: list[tuple[str, Any]] = []
+
+    def note(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> None:
+        if "FROM jobs" in statement:
+            asked.append((statement, parameters))
+
+    async def story(store: Store) -> None:
+        states = (*UNFINISHED, *FINAL)
+        for number in range(60):
+            await a_job(store, f"ftjob-{number}", status=states[number % len(states)])
+        event.listen(Engine, "before_cursor_execute", note)
+        try:
+            found = await store.jobs.unfinished()
+        finally:
+            event.remove(Engine, "before_cursor_execute", note)
+        assert [job.id for job in found] == [
+            f"ftjob-{n}" for n in range(60) if n % len(states) < len(UNFINISHED)
+        ]
+
+    run(tmp_path, story)
+    (file,) = tmp_path.glob("*.db")
+    connection = sqlite3.connect(file)
+    (found,) = asked
+    steps = [str(row[-1]) for row in connection.execute(f"EXPLAIN QUERY PLAN {found[0]}", found[1])]
+    connection.close()
+    assert any(step.startswith("SEARCH jobs USING INDEX") for step in steps), steps
+    assert not any(step.startswith("SCAN") for step in steps), steps

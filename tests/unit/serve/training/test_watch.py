@@ -1,4 +1,5 @@
 import asyncio
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,3 +67,22 @@ def test_a_job_that_ends_before_its_first_step_is_no_trouble() -> None:
     store: Any = Rows()
     asyncio.run(TrainingWatch(Metrics(), FairQueue(10, 10), store).take(JobEnded("job", "failed", 0)))
     asyncio.run(TrainingWatch(Metrics(), FairQueue(10, 10), store).take(JobEnded("job", "stopped", 7)))
+
+
+def test_a_new_engine_ends_what_trained_in_the_one_before() -> None:
+    """Whatever became of jobs in between, only what the new engine has is held against anybody."""
+    metrics, queue, rows = Metrics(), FairQueue(10, 10), Rows()
+    store: Any = rows
+    watch, draws = TrainingWatch(metrics, queue, store), random.Random(0)
+    asyncio.run(watch.take(JobStep("job", 1, 0.5, 10, 100, 1.0, 0.1, 2.0)))
+    assert set(watch._owners) == {"job"}, "of those who have said something, and nobody else"
+    for _ in range(50):
+        inside = tuple(name for name in ("job", "other") if draws.random() < 0.5)
+        watch.connected(inside)
+        heard = {name for name in inside if draws.random() < 0.7}
+        for name in heard:
+            asyncio.run(watch.take(JobStep(name, 1, 0.5, 10, 100, 1.0, 0.1, 2.0)))
+        assert heard <= set(watch._owners) == queue._lines["t"].jobs <= set(inside)
+        for name in ("job", "other"):
+            told = value(metrics.registry, "coserve_finetune_loss", job=name)
+            assert (told is not None) == (name in watch._owners)
