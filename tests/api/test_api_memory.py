@@ -71,13 +71,13 @@ def test_a_job_is_stored_when_an_engine_has_checked_it_and_not_before(play: Play
 def test_a_job_whose_check_does_not_end_is_refused(play: Play, deaf_to: type[Command]) -> None:
     async def story(world: World) -> None:
         file = await upload(world)
-        world.engine.deaf_to, world.state.link.patience = (deaf_to,), 0.2
+        world.engine.deaf_to = (deaf_to,)
         with pytest.raises(openai.InternalServerError) as refused:
             await create(world, training_file=file, extra_body={"peft": {"r": 4}})
         assert refused.value.status_code == 503 and "nothing was stored" in str(refused.value.message)
         assert not started(world) and not (await world.client().fine_tuning.jobs.list()).data
 
-    play(story)
+    play(story, engine_wait_seconds=0.2)
 
 
 def test_rows_are_a_setting_of_the_optimizer_s(play: Play) -> None:

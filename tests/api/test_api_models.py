@@ -459,6 +459,15 @@ def test_an_adapter_that_names_another_base_says_so(
         files = {kind: (folder / name).read_bytes() for kind, name in names.items()}
         card = (await world.http.post("/v1/adapters", data={"name": "a"}, files=files)).json()
         assert (said in (card["warning"] or "")) == is_other and (card["warning"] is None) != is_other
+        for known in ("a", "b"):
+            if known == "b":
+                await load(world, "b", "one")
+            listed = (await world.http.get("/v1/models")).json()["data"]
+            (found,) = [card for card in listed if card["id"] == known]
+            assert (found["warning"] is not None) == is_other and found["warning"] == card["warning"]
+            assert (await world.http.get(f"/v1/models/{known}")).json() == found
+            assert [one["warning"] for one in listed if one["parent"] is None] == [None]
+        await world.http.delete("/v1/models/b")
         loaded = (await load(world, "b", "one")).text
         assert loaded.startswith("Success: ") and (said in loaded) == is_other
 

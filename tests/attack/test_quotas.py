@@ -6,9 +6,12 @@ import random
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from coserve.serve.app import create_app
+from coserve.serve.http import quotas
+from coserve.serve.http.quotas import DISK_RESERVE
 from coserve.serve.store import keys
 from coserve.serve.store.database import Database
 from serving import Play, World
@@ -196,6 +199,47 @@ def test_an_upload_that_has_no_room_is_refused_before_its_body(play: Play) -> No
             assert sent[0]["status"] == 429
 
     play(story, max_bytes_tenant=500_000)
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/adapters"])
+@pytest.mark.parametrize("told", [True, False])
+def test_an_upload_that_the_disk_has_no_room_for_is_refused(
+    play: Play, monkeypatch: pytest.MonkeyPatch, path: str, told: bool
+) -> None:
+    """With a length before its body, else as soon as what has come is too much; and nothing is left of it."""
+    free = [DISK_RESERVE + 2_000_000]
+
+    def usage(folder: Any) -> Any:
+        return type("Usage", (), {"free": free[0]})
+
+    monkeypatch.setattr(quotas.shutil, "disk_usage", usage)
+
+    async def story(world: World) -> None:
+        before = sorted(world.state.settings.state.rglob("*"))
+        read = [0]
+
+        async def form() -> Any:
+            yield b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+            for _ in range(50):
+                read[0] += 1
+                yield bytes(100_000)
+
+        headers = {"content-type": "multipart/form-data; boundary=b"}
+        if told:
+            headers["content-length"] = "5000100"
+        answer = await world.http.post(path, content=form(), headers=headers)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (507, "disk_full")
+        assert "1.91 MiB are free" in error["message"] and "256 MiB" in error["message"]
+        assert answer.headers["x-should-retry"] == "false"
+        assert read[0] < 40
+        assert sorted(world.state.settings.state.rglob("*")) == before
+        assert await upload(world), "a small one fits"
+        free[0] = 0
+        with pytest.raises(openai.InternalServerError, match="0 bytes are free"):
+            await upload(world)
+
+    play(story)
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/adapters"])

@@ -30,6 +30,9 @@ def list_adapters(
         return print_json(found)
     rows = [(one["id"], one["parent"], one["owned_by"], moment(one["created"]), _place(one)) for one in found]
     print_table(("adapter", "parent", "owner", "created", "in"), rows, "no adapters yet")
+    for one in found:
+        if one.get("warning"):
+            print(f"{one['id']}: {one['warning']}")
 
 
 @app.command("import")

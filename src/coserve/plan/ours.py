@@ -107,13 +107,16 @@ class OurRun:
         engine.runner.run(Plan(training=(segment,)))
 
 
-def refusal(subject: Subject, program: Program, memory: int) -> str:
-    """What an engine with so many bytes would say to the program, settings that fit included; empty where it
-    would take it. Asked of the engine itself, on tensors without data."""
+def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True) -> str:
+    """What a server's engine with so many bytes would say to the program, settings that fit included; empty
+    where it would take it. Asked of the engine itself, on tensors without data. On a CPU what libraries build
+    comes out of the same bytes."""
     run = OurRun(subject, program, torch.device("cpu"))
     with without_data():
         try:
             engine = Engine(subject.build(), run.config(memory))
+            if on_cpu:
+                engine.admission.count_process()
             if program.trains:
                 examples, config = run.job()
                 engine.finetune(examples, _JOB, settings_of(program.parts), config)

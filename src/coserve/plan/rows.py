@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from coserve.errors import PromptTooLong
 from coserve.memory.compiled import BUILT_BYTES
 from coserve.memory.malloc import resident_bytes
@@ -125,11 +127,12 @@ def plan_rows(
     subject: Subject, asked: Sequence[Program], budget: int, device: str | None, tell: Tell = lambda _: None
 ) -> Iterator[Row]:
     """One row after the other. On a `device` they are measured, too; None only estimates."""
+    on_cpu = device is None or torch.device(device).type == "cpu"
     for program in asked:
         tell(f"estimating {program.system}, {program.name}")
         estimate = estimated(subject, program)
         if program.system is System.COSERVE:
-            refused = refusal(subject, program, budget)
+            refused = refusal(subject, program, budget, on_cpu)
         else:
             refused = "" if estimate.components.total <= budget else "it needs more than there is"
         found, how = None, ""

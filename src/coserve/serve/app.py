@@ -45,7 +45,13 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     # The last one added is the first to see a request.
     app.add_middleware(Revocation, tenants=state.store.tenants, paths=STREAMED)
     app.add_middleware(Crowding, queue=state.queue, paths=STREAMED)
-    app.add_middleware(UploadRoom, files=state.store.files, paths=_UPLOADS, largest=settings.max_file_bytes)
+    app.add_middleware(
+        UploadRoom,
+        files=state.store.files,
+        paths=_UPLOADS,
+        largest=settings.max_file_bytes,
+        folder=settings.state,
+    )
     app.add_middleware(RequestRate, rates=rates, most=settings.max_requests_minute)
     app.add_middleware(Authentication, state=state, bad_keys=bad_keys)
     app.add_middleware(Draining, is_draining=lambda: state.draining)

@@ -35,7 +35,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
     quotas = Quotas(settings.max_files_tenant, settings.max_bytes_tenant, settings.max_jobs_tenant)
     with Store(settings.state, quotas=quotas) as store:
         await _check_keys(settings, store)
-        link = EngineLink(socket)
+        link = EngineLink(socket, settings.engine_wait_seconds)
         state = State(settings, store, link, text, JobController(settings, store, link))
         await _name_adapters(state)
         await store.adapters.sweep()

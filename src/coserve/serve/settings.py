@@ -69,6 +69,7 @@ class ServerSettings:
     drain_seconds: float = 30.0  # what running answers get to finish when the server is told to stop
     # Of silence, after which a process that hangs is ended and replaced; at least 2, or 0: none ever is.
     watchdog_seconds: float = 8.0
+    engine_wait_seconds: float = 120.0  # what requests and checks wait for an engine that is gone
     checkpoint_steps: int = 50  # optimizer steps between two checkpoints of a job
     slo: Mapping[str, SLO] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -102,6 +103,10 @@ class ServerSettings:
             raise ConfigError(f"drain_seconds must be a number of seconds >= 0, not {self.drain_seconds}")
         if not 0 < self.stall_seconds < float("inf"):
             raise ConfigError(f"stall_seconds must be a number of seconds > 0, not {self.stall_seconds}")
+        if not 0 < self.engine_wait_seconds < float("inf"):
+            raise ConfigError(
+                f"engine_wait_seconds must be a number of seconds > 0, not {self.engine_wait_seconds}"
+            )
         if self.watchdog_seconds and not LEAST_WATCHDOG <= self.watchdog_seconds < float("inf"):
             raise ConfigError(
                 f"watchdog_seconds must be a number of seconds >= {LEAST_WATCHDOG:g}, or 0 for no watchdog, "

@@ -66,6 +66,14 @@ def test_adapters_are_listed_for_people_and_for_programs(run: Run, stub: Stub) -
     assert json.loads(run("adapters", "list", "--json").stdout) == MODELS["data"][1:]
 
 
+def test_what_there_is_to_say_against_an_adapter_stands_below_the_list(run: Run, stub: Stub) -> None:
+    plain = MODELS["data"][1]
+    stub.answers["GET /v1/models"] = {"data": [plain, {**plain, "id": "odd", "warning": "It names 'b'."}]}
+    assert run("adapters", "list").stdout.splitlines()[-1] == "odd: It names 'b'."
+    stub.answers["GET /v1/models"] = {"data": [{**plain, "warning": None}]}
+    assert "None" not in run("adapters", "list").stdout
+
+
 def test_adapters_are_pinned_and_the_list_tells_where_they_are(run: Run, stub: Stub) -> None:
     here = {**MODELS["data"][1], "pinned": True, "location": "memory"}
     away = {**here, "id": "away", "pinned": False, "location": "disk"}

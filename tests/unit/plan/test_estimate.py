@@ -1,6 +1,7 @@
 """Estimates against what the parts of a program are known to hold, and against measuring."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from coserve.adapters.settings import settings_of
+from coserve.memory.compiled import BUILT_BYTES
 from coserve.plan.estimate import Estimate, estimated
 from coserve.plan.messages import Order
 from coserve.plan.ours import OurRun, refusal
@@ -129,6 +131,13 @@ def test_the_engine_itself_refuses_what_does_not_fit(subject: Subject) -> None:
         short, enough = (middle, enough) if refusal(subject, asked, middle) else (short, middle)
     said = refusal(subject, asked, short)
     assert "needs" in said and "fit with" in said, said
+
+
+def test_what_a_server_sets_aside_for_libraries_is_no_room(subject: Subject) -> None:
+    """On a GPU none of that is in its memory."""
+    answers = replace(program(System.COSERVE, "lora"), trains=False)
+    assert "for what libraries take in this process (128 MiB)" in refusal(subject, answers, BUILT_BYTES)
+    assert refusal(subject, answers, BUILT_BYTES, on_cpu=False) == ""
 
 
 def test_an_order_says_all_that_a_program_is(subject: Subject) -> None:

@@ -4,7 +4,9 @@ import asyncio
 import shutil
 import time
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 from coserve.errors import AdapterError, AdapterMismatch, CoserveError
 from coserve.serve.adapter_registry.catalog import Model, unknown_model
@@ -13,6 +15,8 @@ from coserve.serve.errors import ApiError
 from coserve.serve.state import State
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Adapter, Tenant
+
+_KNOWN: Final = 4096  # adapters of which it is remembered what base they name
 
 
 async def import_adapter(
@@ -55,9 +59,11 @@ async def import_adapter(
 
 
 def base_warning(state: State, adapter: Adapter) -> str | None:
-    """What to tell whoever imports an adapter that fits and yet names another base; None where it does not.
-    Reads a file."""
-    other = _other_base(state, adapter.path)
+    """What to tell of an adapter that was brought in and names another base, though it fits; else None.
+    Reads a file, the first time."""
+    if adapter.job is not None:  # trained here
+        return None
+    other = _known_base(adapter.path, state.catalog.base.name, state.settings.model)
     if other is None:
         return None
     return (
@@ -65,6 +71,12 @@ def base_warning(state: State, adapter: Adapter) -> str | None:
         f"{state.catalog.base.name!r}. Its shapes fit, so it was taken; if it was trained on another model "
         "its answers make no sense."
     )
+
+
+@lru_cache(_KNOWN)
+def _known_base(folder: Path, *own: str) -> str | None:
+    """`other_base` of an adapter that is kept: its files never change."""
+    return other_base(folder, *own)
 
 
 def _other_base(state: State, folder: Path) -> str | None:

@@ -1,11 +1,16 @@
 """What one tenant may ask for and bring in, before a body is read. Stands behind `Authentication`."""
 
+import asyncio
 import math
+import shutil
 from collections import Counter
 from collections.abc import Collection
+from pathlib import Path
+from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coserve.core.size import show_size
 from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError, Refusal
 from coserve.serve.http.middleware import content_length
@@ -13,6 +18,8 @@ from coserve.serve.http.rates import Rates
 from coserve.serve.store.files import FileStore
 
 _FORM_BYTES = 1024  # that a form has around its files
+# Bytes of the disk that no upload gets: the database, checkpoints and results of accepted jobs go on.
+DISK_RESERVE: Final = 256 << 20
 _PIECE = 2**20  # bytes of a body of unknown length between two looks at its tenant's room
 
 
@@ -32,17 +39,23 @@ class RequestRate:
 
 
 class UploadRoom:
-    """Answers 429 to an upload that its tenant has no room for, those under way counted.
+    """Answers 429 to an upload that its tenant has no room for, and 507 to one that the disk has none for,
+    those under way counted.
 
     A body that does not tell its length counts as the largest for those that come after it, and is looked at
     again with each `_PIECE` of it that has come. What is really kept is checked once more when it is: a
     transaction cannot be raced past.
     """
 
-    def __init__(self, app: ASGIApp, files: FileStore, paths: Collection[str], largest: int) -> None:
+    def __init__(
+        self, app: ASGIApp, files: FileStore, paths: Collection[str], largest: int, folder: Path
+    ) -> None:
+        """`folder` lies on the disk that uploads are kept on, `largest` are the bytes of one at most."""
         self.app, self._files, self._paths, self._largest = app, files, frozenset(paths), largest
+        self._folder = folder
         self._number: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()  # of those that tell their length
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
@@ -52,19 +65,21 @@ class UploadRoom:
         size, number = self._bytes[tenant] + told, self._number[tenant] + 1
         taken = told or self._largest
         self._bytes[tenant] += taken
+        self._told[tenant] += told
         self._number[tenant] += 1
         try:
             try:
-                await self._files.check_room(tenant, size, number)
-            except CoserveError as error:
-                await ApiError.of(error).response()(scope, receive, send)
+                await self._check(tenant, size, number)
+            except ApiError as refusal:
+                await refusal.response()(scope, receive, send)
                 return
             await self.app(scope, receive if told else self._counted(receive, tenant, size, number), send)
         finally:
             self._bytes[tenant] -= taken
+            self._told[tenant] -= told
             self._number[tenant] -= 1
             if not self._number[tenant]:
-                del self._number[tenant], self._bytes[tenant]
+                del self._number[tenant], self._bytes[tenant], self._told[tenant]
 
     def _counted(self, receive: Receive, tenant: str, size: int, number: int) -> Receive:
         """`receive` for a body of unknown length, behind `size` bytes under way: raises Refusal where the
@@ -78,12 +93,32 @@ class UploadRoom:
             if seen - checked >= _PIECE:
                 checked = seen
                 try:
-                    await self._files.check_room(tenant, size + seen, number)
-                except CoserveError as error:
-                    raise Refusal(ApiError.of(error)) from error
+                    await self._check(tenant, size + seen, number)
+                except ApiError as refusal:
+                    raise Refusal(refusal) from refusal
             return received
 
         return receive_counted
+
+    async def _check(self, tenant: str, size: int, number: int) -> None:
+        """Raises ApiError where there is no room for `size` more bytes in `number` files of a tenant. What
+        others' uploads have written is counted twice by the disk's part: that refuses a little early."""
+        others = sum(self._told.values()) - self._told[tenant]
+        usage = await asyncio.to_thread(shutil.disk_usage, self._folder)
+        if size + others > usage.free - DISK_RESERVE:
+            free = show_size(max(usage.free - DISK_RESERVE, 0))
+            raise ApiError(
+                507,
+                f"The server's disk has no room for this upload: {free} are free for files, beside "
+                f"{show_size(DISK_RESERVE)} that are kept for jobs. Delete files or adapters that are not "
+                "needed, or ask the server's operator for room.",
+                code="disk_full",
+                headers={"x-should-retry": "false"},
+            )
+        try:
+            await self._files.check_room(tenant, size, number)
+        except CoserveError as error:
+            raise ApiError.of(error) from error
 
 
 def too_often(what: str, wait: float) -> ApiError:

@@ -1,9 +1,11 @@
 """`/v1/models`: what may stand where requests have a `model`, for whoever asks."""
 
+import asyncio
+
 from fastapi import APIRouter
 
 from coserve.serve.adapter_registry.catalog import Model
-from coserve.serve.adapter_registry.registry import remove_adapter
+from coserve.serve.adapter_registry.registry import base_warning, remove_adapter
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.schema.models import ModelCard, ModelDeleted, ModelList
@@ -15,13 +17,14 @@ router = APIRouter(tags=["Models"])
 @router.get("/v1/models", responses=error_responses(), summary="List models")
 async def list_models(caller: Caller, state: Shared) -> ModelList:
     """The base model, and the adapters that the caller may use: its own, and those for everybody."""
-    return ModelList(data=[card_of(state, model) for model in await state.catalog.list(caller)])
+    models = await state.catalog.list(caller)
+    return ModelList(data=await asyncio.to_thread(lambda: [_described(state, model) for model in models]))
 
 
 @router.get("/v1/models/{model:path}", responses=error_responses(404), summary="Retrieve a model")
 async def retrieve_model(model: str, caller: Caller, state: Shared) -> ModelCard:
     """One of them. Checkpoints are not listed, but found here."""
-    return card_of(state, await state.catalog.find(caller, model))
+    return await asyncio.to_thread(_described, state, await state.catalog.find(caller, model))
 
 
 @router.delete(
@@ -31,6 +34,12 @@ async def delete_model(model: str, caller: Caller, state: Shared) -> ModelDelete
     """Deletes one of the caller's own adapters, once the answers that use it have ended."""
     await remove_adapter(state, caller, await state.catalog.find(caller, model))
     return ModelDeleted(id=model)
+
+
+def _described(state: State, model: Model) -> ModelCard:
+    """With what there is to say against it, which is read from a file the first time."""
+    warning = None if model.adapter is None else base_warning(state, model.adapter)
+    return card_of(state, model).model_copy(update={"warning": warning})
 
 
 def card_of(state: State, model: Model) -> ModelCard:

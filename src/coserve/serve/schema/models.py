@@ -21,7 +21,7 @@ class ModelCard(BaseModel):
     pinned: bool = Field(False, description="Whether an adapter stays in memory when others need room.")
     warning: str | None = Field(
         default=None,
-        description="Where an adapter was just uploaded: that it names another base, though it fits.",
+        description="Of an adapter that was brought in: that it names another base, though it fits.",
     )
     location: Literal["disk", "memory"] | None = Field(
         None, description="Where an adapter's weights were a moment ago; null for the base."
