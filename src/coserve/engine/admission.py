@@ -120,14 +120,15 @@ class Admission:
                 )
             self.ledger.reserve(asked)
 
-    def count_process(self) -> None:
+    def count_process(self, grown: int | None = None) -> None:
         """Counts what libraries took and will take beside the model, in a process that has nothing else to
         do. What it holds beyond its imports stays within the budget then: freed memory that the C library
-        keeps goes back to the system where it would not. On a GPU none of this is in its memory. Raises
-        ConfigError where there is no room."""
+        keeps goes back to the system where it would not. On a GPU none of this is in its memory. `grown` is
+        what loading took beside the model, where this process does not tell. Raises ConfigError where there
+        is no room."""
         if self._base.device.type != "cpu":
             return
-        nbytes = self._grown + BUILT_BYTES
+        nbytes = (self._grown if grown is None else grown) + BUILT_BYTES
         wanted = {_LIBRARIES: {Account.LIBRARIES: nbytes}}
         if missing := self.ledger.missing(wanted):
             raise ConfigError(

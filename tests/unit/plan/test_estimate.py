@@ -124,6 +124,7 @@ def test_the_same_program_runs_with_data(subject: Subject, kind: type[PlainRun] 
 def test_the_engine_itself_refuses_what_does_not_fit(subject: Subject) -> None:
     asked = program(System.COSERVE, "lora", batch=4, length=256)
     assert refusal(subject, asked, 1 << 30) == ""
+    assert refusal(subject, asked, BUILT_BYTES, on_cpu=False) == "", "on a GPU nothing is set aside"
     assert "too few" in refusal(subject, asked, 100_000)
     short, enough = 100_000, 1 << 30
     while enough - short > 1 << 16:
@@ -134,10 +135,8 @@ def test_the_engine_itself_refuses_what_does_not_fit(subject: Subject) -> None:
 
 
 def test_what_a_server_sets_aside_for_libraries_is_no_room(subject: Subject) -> None:
-    """On a GPU none of that is in its memory."""
     answers = replace(program(System.COSERVE, "lora"), trains=False)
     assert "for what libraries take in this process (128 MiB)" in refusal(subject, answers, BUILT_BYTES)
-    assert refusal(subject, answers, BUILT_BYTES, on_cpu=False) == ""
 
 
 def test_an_order_says_all_that_a_program_is(subject: Subject) -> None:
