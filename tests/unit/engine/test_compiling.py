@@ -143,13 +143,13 @@ def test_a_server_that_left_waits_for_nothing_and_a_drain_waits_for_what_was_tak
     desk.until(lambda: desk.worker.is_drained)
 
 
-def test_a_large_grammar_lets_the_interpreter_go_on(desk: Desk) -> None:
-    """With llguidance's own compiler: the loop steps while it works."""
+def test_a_large_grammar_is_taken_on_at_once_and_begins_when_it_is_compiled(desk: Desk) -> None:
+    """With llguidance's own compiler."""
     fields = {f"p{i}": {"type": "string", "maxLength": 1000 + i} for i in range(600)}
     large = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
-    desk.send(matching("first", grammar(0)))  # llguidance's view of the tokenizer is made
-    desk.until(ended(desk, "first"))
-    desk.send(matching("large", str(LLMatcher.grammar_from_json_schema(large))), ask("stream", 200))
+    desk.send(matching("large", str(LLMatcher.grammar_from_json_schema(large))), ask("stream", 20))
+    assert len(desk.engine.completions) == 1 and desk.worker._compiling
     desk.until(lambda: of(desk, "large"))
-    assert of(desk, "large")[0].fault is None
-    assert len(of(desk, "stream")) > 3
+    assert of(desk, "large")[0].fault is None and not desk.worker._compiling
+    desk.until(ended(desk, "stream"))
+    assert len(of(desk, "stream")) == 20
