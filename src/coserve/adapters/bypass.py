@@ -40,14 +40,6 @@ class Place(NamedTuple):
     side: Side = Side.OUTPUT
 
 
-class Operator(Enum):
-    """What an operator of a bypass mixes: LINEAR ones mix features, and cut along them need a reduction;
-    ELEMENTWISE ones treat each feature by itself, and can be cut anywhere (FlexLLM 4.2)."""
-
-    LINEAR = "linear"
-    ELEMENTWISE = "elementwise"
-
-
 @dataclass(frozen=True, slots=True)
 class Dense:
     """A weight [out, in] (of an embedding [vocabulary, width], of a norm [width]) and its bias, if any."""
@@ -59,12 +51,10 @@ class Dense:
 class Bypass(ABC):
     """One adapter's side of one place. Its tensors never change; training makes a new one of them.
 
-    `operators` are f's, in order. `dropout` is the probability that training drops f's input with. `exact`
-    tensors are few, and changes to them small beside them (a scale near 1, a bias): they stay in at least
-    float32 where the base is in less.
+    `dropout` is the probability that training drops f's input with. `exact` tensors are few, and changes to
+    them small beside them (a scale near 1, a bias): they stay in at least float32 where the base is in less.
     """
 
-    operators: ClassVar[tuple[Operator, ...]]
     exact: ClassVar[bool] = False
     dropout: float = 0.0
     note: str = ""  # what is worth saying when somebody trains it further
@@ -103,9 +93,8 @@ class Bypass(ABC):
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain(Bypass):
     """Several bypasses of one adapter at one place; each sees what the one before made of y. Within a part
-    the names of their parameters differ. The operators are the links' own."""
+    the names of their parameters differ."""
 
-    operators = ()
     links: Sequence[Bypass]
     dropout: float = 0.0
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Dense, Operator, Side, exact_type
+from coserve.adapters.bypass import Bypass, Dense, Side, exact_type
 from coserve.adapters.lowrank import EmbeddingLoRA, LowRank
 from coserve.adapters.sites import Weights
 from coserve.kernels.dropout import Mask
@@ -73,7 +73,6 @@ class DoRABypass(Bypass):
     one's input where the rows' lengths change it, which is the same in the mean.
     """
 
-    operators = (Operator.LINEAR, Operator.LINEAR, Operator.ELEMENTWISE)
     lora: LowRank
     magnitude: Tensor
     norms: Norms

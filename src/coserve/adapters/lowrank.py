@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from coserve.adapters.bypass import Bypass, Dense, Operator, Side, exact_type
+from coserve.adapters.bypass import Bypass, Dense, Side, exact_type
 from coserve.adapters.saved import Saved, expect_shape, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError
@@ -21,7 +21,6 @@ from coserve.kernels.dropout import Mask
 class LoRABypass(Bypass):
     """a [rank, in], b [out, rank], and maybe a bias [out] on b, which is scaled as well."""
 
-    operators = (Operator.LINEAR, Operator.LINEAR)
     a: Tensor
     b: Tensor
     scale: float
@@ -72,7 +71,6 @@ def is_plain(bypass: Bypass | None) -> TypeGuard[LoRABypass]:
 class DroppingLoRA(Bypass):
     """A LoRA bypass while it trains with dropout."""
 
-    operators = LoRABypass.operators
     bypass: LoRABypass
     mask: Mask
 
@@ -94,7 +92,6 @@ class EmbeddingLoRA(Bypass):
     """a [rank, vocabulary], b [width, rank], beside an embedding that multiplies its rows by `factor`.
     x [rows] are token ids. PEFT drops nothing out here, and nor does this."""
 
-    operators = (Operator.LINEAR, Operator.LINEAR)
     a: Tensor
     b: Tensor
     scale: float

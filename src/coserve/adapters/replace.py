@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Dense, Operator, Place, Side, exact_type
+from coserve.adapters.bypass import Bypass, Dense, Place, Side, exact_type
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
@@ -24,7 +24,6 @@ class Replacement(Bypass):
     """weight [out, in] and maybe a bias [out], of a linear. Files have the weight of a linear that is
     `transposed` the other way round."""
 
-    operators = (Operator.LINEAR,)
     weight: Tensor
     bias: Tensor | None
     transposed: bool = False
@@ -59,7 +58,6 @@ class NormReplacement(Replacement):
     """weight [width] and maybe a bias, of a norm. What is normalized is found in what the base's norm gives,
     (y − base.bias) / gain, where `gain` [width] is what that multiplies features by; it has no zeros."""
 
-    operators = (Operator.ELEMENTWISE,)
     exact = True
     base: Dense | None = None
     gain: Tensor | None = None

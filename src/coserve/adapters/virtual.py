@@ -9,12 +9,11 @@ on, a sequence's own tokens after them, and a sliding window counts them like an
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Bypasses, Chain, Operator, Place
+from coserve.adapters.bypass import Bypass, Bypasses, Chain, Place
 from coserve.adapters.sites import Frame, Kind
 from coserve.errors import AdapterMismatch
 
@@ -23,8 +22,6 @@ Pair = tuple[Tensor, Tensor]  # keys [groups, n, dk] and values [groups, n, dv] 
 
 class VirtualTokens(Bypass):
     """Some virtual tokens. They stand at the embedding and leave alone what it gives to other tokens."""
-
-    operators: ClassVar[tuple[Operator, ...]] = (Operator.LINEAR,)
 
     @property
     @abstractmethod
@@ -54,7 +51,6 @@ class Prompt(VirtualTokens):
 class _Embedded(Bypass):
     """Rows of a prompt in place of what the embedding gives to the first `count` rows."""
 
-    operators: ClassVar[tuple[Operator, ...]] = ()
     prompt: "Virtual"
     start: int
     count: int

@@ -9,7 +9,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Dense, Operator, Part, Place, Side, exact_type
+from coserve.adapters.bypass import Bypass, Dense, Part, Place, Side, exact_type
 from coserve.adapters.method import Written, chosen
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
@@ -44,7 +44,7 @@ class BitFitConfig:
 class BitFitBypass(Bypass):
     """bias [width], to stand in place of the base's, which is None where it has none."""
 
-    operators, exact = (Operator.ELEMENTWISE,), True
+    exact = True
     bias: Tensor
     base: Tensor | None
 

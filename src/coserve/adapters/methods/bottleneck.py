@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Operator, Part, Place
+from coserve.adapters.bypass import Bypass, Part, Place
 from coserve.adapters.method import Written
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind
@@ -53,7 +53,6 @@ class BottleneckConfig:
 class BottleneckBypass(Bypass):
     """down [width, hidden] with its bias [width], up [hidden, width] with its bias [hidden]."""
 
-    operators = (Operator.LINEAR, Operator.ELEMENTWISE, Operator.LINEAR)
     down: Tensor
     down_bias: Tensor
     up: Tensor

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Dense, Operator, Part, Place, Side
+from coserve.adapters.bypass import Bypass, Dense, Part, Place, Side
 from coserve.adapters.method import Written, chosen, named
 from coserve.adapters.replace import fresh_replacements, take_replacements, written_replacements
 from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
@@ -50,7 +50,7 @@ class IA3Config:
 class IA3Bypass(Bypass):
     """scales [width], one for each feature of y."""
 
-    operators, exact = (Operator.ELEMENTWISE,), True
+    exact = True
     scales: Tensor
 
     def parameters(self) -> Mapping[str, Tensor]:
