@@ -326,8 +326,7 @@ class Campaign:
 
     def _check(self) -> None:
         """All that was acknowledged is there, and is what it was told to be."""
-        there = {model["id"] for model in self._call.sure("GET", "/v1/models").json()["data"]}
-        self._lose(*(f"the adapter {name} is not there" for name in self._imported if name not in there))
+        trained = dict[str, str]()  # a name, and its job
         self._call.sure("GET", f"/v1/files/{self._file}")
         for job in self._jobs:
             found = self._call.job(job.id)
@@ -339,8 +338,14 @@ class Campaign:
             }[job.wish or "going"]
             if status not in allowed:
                 self._lose(f"{job.id} ({job.recipe}), {job.wish}, is {status}: {error}")
-            if status == "succeeded" and found["fine_tuned_model"] not in there:
-                self._lose(f"the adapter of {job.id} is not there")
+            if status == "succeeded":
+                trained[found["fine_tuned_model"]] = job.id
+        # Listed last: jobs end while others are looked at.
+        there = {model["id"] for model in self._call.sure("GET", "/v1/models").json()["data"]}
+        self._lose(*(f"the adapter {name} is not there" for name in self._imported if name not in there))
+        self._lose(
+            *(f"the adapter of {job} is not there" for name, job in trained.items() if name not in there)
+        )
 
     def _compare(self, clients: Clients, kind: str) -> None:
         for number, (one, tokens) in enumerate(zip(clients.result(), self.tokens, strict=True)):
