@@ -120,7 +120,7 @@ class MicroBatch:
     """Training examples of one job packed end to end, on their way through the model and back.
 
     `lengths` are the examples' rows, with those of `padding` at the end: rows without a meaning that fill it
-    up (see `core.grid`). `layers` is the model's depth. Forward, rows enter from the left: those
+    up (see `core.row_buckets`). `layers` is the model's depth. Forward, rows enter from the left: those
     before `frontier` have set out. Then all pass the tail, from the left again and in pieces of their own:
     with a large vocabulary one row's loss takes as long as several layers. Going back they enter from the
     right: those from `frontier` on have set out.

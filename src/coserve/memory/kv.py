@@ -135,7 +135,7 @@ class PrefillRows:
 class InferenceRows:
     """A step's inference rows: decode rows first, then prefill chunks. A `Part` of a fused run.
 
-    `padding` rows follow that belong to nobody (see `core.grid`): they see nothing and are not cached.
+    `padding` rows follow that belong to nobody (see `core.row_buckets`): they see nothing and are not cached.
     """
 
     keeper = None
