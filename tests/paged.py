@@ -84,7 +84,7 @@ def scripted(patch: pytest.MonkeyPatch, **config: Any) -> tuple[Engine, Script]:
     """An engine that reads adapters by script."""
     scripts: list[Script] = []
 
-    def make(read: Read) -> Script:
+    def make(read: Read, done: object) -> Script:
         scripts.append(Script(read))
         return scripts[-1]
 
