@@ -70,6 +70,9 @@ def main() -> None:
 
     if mode == "measures":
         pipes.say(Status("measuring", text="taking its time"))
+    if mode == "wakes":  # and hears SIGTERM first, as it may once it goes on
+        faulthandler.disable()
+        signal.signal(signal.SIGABRT, end)
     signal.signal(signal.SIGTERM, end)
     pipes.say(Status("ready", text="fake"))
     note("ready")  # after: who stops this process on reading it stops one that is known to be ready

@@ -316,10 +316,12 @@ def test_a_stopped_child_is_replaced(role: str, make_server: Callable[[], Server
     assert code == 0 and " hangs (it " in out
 
 
+@pytest.mark.parametrize("mode", ["", "wakes"])
 @pytest.mark.parametrize("role", ["api", "engine"])
 def test_a_child_that_hangs_when_the_server_is_told_to_stop_is_told_of(
-    role: str, make_server: Callable[[], Server]
+    role: str, mode: str, tmp_path: Path, make_server: Callable[[], Server]
 ) -> None:
+    (tmp_path / f"{role}.mode").write_text(mode)
     server = make_server().started()
     os.kill(server.events(role, "ready")[0], signal.SIGSTOP)
     server.process.send_signal(signal.SIGTERM)
