@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -20,6 +21,7 @@ from hostile_bodies import TEXT, text
 from whole_server import PATIENCE, Server
 
 STREAMS, JOBS = 64, 8
+_NUMBERS = count(1)
 RECORDS = [{"prompt": f"The number {number} is", "completion": " even. " * 20} for number in range(400)]
 
 
@@ -48,7 +50,7 @@ def test_a_quiet_tenants_first_token_beside_a_loud_one(tmp_path: Path) -> None:
     for name, times in (("alone", alone), ("beside", beside)):
         print(f"{name}: {len(times)} first tokens, median {median(times):.3f} s, max {max(times):.3f} s")
     print(f"{ratio:.2f} times as long, load {os.getloadavg()[0]:.1f}")
-    assert ratio < 4.0  # the goal is 2; the machine is not always a test's own
+    assert ratio < 3.0  # the goal is 2; the machine is not always a test's own
 
 
 def _jobs(url: str, key: str) -> list[str]:
@@ -91,11 +93,12 @@ def _flooded(url: str, key: str) -> Iterator[None]:
 
 
 def _first_tokens(url: str, key: str, requests: int) -> list[float]:
-    """Seconds until each first token, one request after the other."""
+    """Seconds until each first token, one request after the other. No two prompts begin alike: what an
+    earlier one left in the cache would count as speed where nobody else has pushed it out."""
     found = []
     with _client(url, key) as http:
-        for number in range(requests):
-            prompt = f"Request {number}: " + "tell me something new. " * 12
+        for _ in range(requests):
+            prompt = f"{next(_NUMBERS)} is the number of this one: " + "tell me something new. " * 12
             body = text(model="coserve-tiny", stream=True, max_tokens=4, prompt=prompt, ignore_eos=True)
             began = time.monotonic()
             with http.stream("POST", TEXT, json=body) as answer:

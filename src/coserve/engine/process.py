@@ -36,6 +36,7 @@ from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Item, 
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.worker import Worker
 from coserve.errors import CoserveError
+from coserve.train.pruning.once import TRACING
 from coserve.wire.child import Supervised
 from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
 from coserve.wire.messages import Hello
@@ -76,7 +77,7 @@ def main(pipes: Supervised) -> None:
     hello = _hello(start, engine, seconds)
     inbox.pauses(engine.arrivals)
     worker = Worker(engine, hello, Background(inbox), costs)
-    engine.base.on_layer = pipes.beat
+    engine.base.on_layer = TRACING.on_progress = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()
     pipes.say(Status("ready", f"{_describe(hello)}; {_memory(engine)}", seconds))

@@ -10,10 +10,37 @@ K = TypeVar("K", bound=Hashable)
 P = ParamSpec("P")
 V = TypeVar("V")
 
-# Held while anything is traced, by all threads of the process: torch.fx replaces methods of `nn.Module` for
-# the time of a trace, and a FakeTensorMode is in a state of its own in the middle of an operator. Reentrant:
-# to trace a layer may need the model's sketch first.
-TRACING: Final = threading.RLock()
+_BEAT_SECONDS: Final = 0.25  # between two beats of a loop that waits for another thread's trace
+
+
+class TracingLock:
+    """Held while anything is traced, by all threads of the process: torch.fx replaces methods of `nn.Module`
+    for the time of a trace, and a FakeTensorMode is in a state of its own in the middle of an operator.
+    Reentrant: to trace a layer may need the model's sketch first.
+
+    `on_progress` is called again and again while the main thread waits for the lock, and by `progress` while
+    it traces: on a machine with ten other processes a trace has taken 8 s. Other threads' traces do not call
+    it: they go on beside a loop that hangs.
+    """
+
+    def __init__(self) -> None:
+        self.on_progress: Callable[[], object] = int  # nothing
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        while not self._lock.acquire(timeout=_BEAT_SECONDS):
+            self.progress()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def progress(self) -> None:
+        """Tells that the calling thread is alive."""
+        if threading.current_thread() is threading.main_thread():
+            self.on_progress()
+
+
+TRACING: Final = TracingLock()
 
 # Answers of fake tensors that torch remembers for the process, some 3 KB each, and nothing bounds them: one
 # for each operator and its shapes, some hundred for a layer that is traced with a new rank.

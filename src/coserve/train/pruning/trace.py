@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from coserve.adapters.bypass import Bypass, Bypasses, Place, Side
 from coserve.adapters.dora import DoRABypass
 from coserve.train.pruning.graph import Graph, Operator, Role, Value
+from coserve.train.pruning.once import TRACING
 from coserve.train.pruning.sketch import DTYPE, KEYS, ROWS, VALUES, Sketch
 
 _VIEWS = ("_unsafe_view", "detach", "mark", "alias", "lift_fresh_copy")  # beside what their schemas say
@@ -90,6 +91,7 @@ def _logged(layer: nn.Module, path: str, log: _Log) -> Iterator[None]:
     started: list[int] = []
 
     def enter(*_: Any) -> None:
+        TRACING.progress()
         started.append(_length())
 
     with ExitStack() as stack:
