@@ -140,14 +140,14 @@ class Mixture:
     steps: list[tuple[set[str | None], set[str]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        run = self.engine.runner.run
+        run = self.engine.executor.run
 
         def watched(plan: Plan) -> StepResult:
             answering = {segment.adapter for segment in plan.inference}
             self.steps.append((answering, {segment.job for segment in plan.training}))
             return run(plan)
 
-        self.engine.runner.run = watched  # type: ignore[method-assign]
+        self.engine.executor.run = watched  # type: ignore[method-assign]
 
     def run(self, kinds: Sequence[str | None], jobs: Sequence[FineTuning] = (), prompts: int = 2) -> None:
         """At least `prompts` answers for each adapter, and more while jobs are running."""

@@ -38,7 +38,7 @@ class Case:
     """Packed examples, an adapter, and the oracle's loss and gradients by name: by those of the adapter's
     parameters, or of these in files (`methods.py`)."""
 
-    engine: Engine  # idle; its runner is driven by hand
+    engine: Engine  # idle; its executor is driven by hand
     lengths: tuple[int, ...]
     tokens: Tensor
     labels: Tensor
@@ -103,7 +103,7 @@ def make_case(name: str, lengths: Sequence[int], **changes: object) -> Case:
 
 
 class Passage:
-    """The case's examples as one micro-batch, packed in `order`, that the caller sends through the runner
+    """The case's examples as one micro-batch, packed in `order`, that the caller sends through the executor
     window by window and span by span.
 
     Gradients are read off one optimizer step that is made to be plain descent: with an epsilon that dwarfs
@@ -112,7 +112,7 @@ class Passage:
 
     def __init__(self, case: Case, keep: SavePolicy, order: Sequence[int] | None = None) -> None:
         self.case = case
-        self.runner = case.engine.runner
+        self.executor = case.engine.executor
         count = len(case.lengths)
         config = TrainingConfig(
             learning_rate=1e6 * _HUGE,
@@ -130,7 +130,7 @@ class Passage:
         placed = dict(zip(shuffled, range(count) if order is None else order, strict=True))
         data = [case.examples[placed[i]] for i in range(count)]
         self.run = TrainingRun(case.engine.base, case.engine.bank, "probe", case.adapter, data, config)
-        self.runner.runs["probe"] = self.run
+        self.executor.runs["probe"] = self.run
         self.before = self.run.state().adapter.parameters()
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
         self.gradients: Gradients = {}
@@ -142,7 +142,7 @@ class Passage:
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:
         segment = training_segment(self.micro_batch, start, rows, direction, span)
-        self.runner.run(Plan(training=(segment,)))
+        self.executor.run(Plan(training=(segment,)))
 
     def forward(self, start: int, rows: int, span: Span) -> None:
         self.go(Direction.TRAIN_FORWARD, start, rows, span)
@@ -156,7 +156,7 @@ class Passage:
     def travel(self, there: int, back: int, draws: random.Random | None = None) -> None:
         """All rows forward in windows of `there` and back in windows of `back`; with `draws`, put down
         between random layers."""
-        self.runner.runs["probe"] = self.run
+        self.executor.runs["probe"] = self.run
         for start, rows in windows(there, self.rows):
             for span in spans(self.case.depth, draws):
                 self.forward(start, rows, span)
@@ -166,7 +166,7 @@ class Passage:
 
     def finish(self) -> float:
         """The loss, once all rows have been there and back; sets `gradients`."""
-        result = self.runner.run(Plan(updates=("probe",)))
+        result = self.executor.run(Plan(updates=("probe",)))
         after = self.run.state().adapter.parameters()
         self.gradients = {name: (then - after[name]) / 1e6 for name, then in self.before.items()}
         return result.updated["probe"].loss

@@ -12,10 +12,10 @@ from coserve.core.events import StepDone
 from coserve.core.plan import Plan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
+from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
-from coserve.schedule.fake import FakeRunner
 from coserve.schedule.policies import Policy, make_policy
 from coserve.schedule.scheduler import Scheduler
 
@@ -83,7 +83,7 @@ class World:
         self.lines: list[str] = []
         self.sequences: dict[str, Sequence] = {}
         self.it = Scheduler(SchedulerConfig(**settings), PagePool(pages, PAGE), CostModel(costs), policy)  # type: ignore[arg-type]
-        self.runner = FakeRunner(PAGE, CostModel(costs).predict)
+        self.executor = ScriptedExecutor(PAGE, CostModel(costs).predict)
         self._asks, self._tunes = asks, tunes
         self._steps: dict[str, int] = {}  # optimizer steps that were given, by job
         self._iteration = ""  # the one that had the newest step to itself
@@ -91,18 +91,18 @@ class World:
     def run(self, until: float) -> None:
         """Steps until nothing is left to do, or to the first step that would begin at `until` or later."""
         idle = 0  # steps in a row that took no time
-        while self.runner.now < until:
-            assert idle < 20, f"steps that do nothing, at {self.runner.now:g} after {self.lines[-3:]}"
-            begun = self.runner.now
+        while self.executor.now < until:
+            assert idle < 20, f"steps that do nothing, at {self.executor.now:g} after {self.lines[-3:]}"
+            begun = self.executor.now
             self._arrive(begun)
             if self.it.has_work:
                 self._step(begun)
             elif (coming := self._next_arrival()) < until:
-                self.runner.now = coming
+                self.executor.now = coming
             else:
-                self.lines.append(f"{self.runner.now:g} end")
+                self.lines.append(f"{self.executor.now:g} end")
                 return
-            idle = 0 if self.runner.now > begun else idle + 1
+            idle = 0 if self.executor.now > begun else idle + 1
 
     def _arrive(self, now: float) -> None:
         for name, ask in self._asks.items():
@@ -135,8 +135,8 @@ class World:
         # Who arrives ends a pause: an engine looks out for them while it waits.
         plan = replace(plan, idle=min(plan.idle, self._next_arrival() - now))
         self._write(now, plan)
-        result = self.runner.run(plan)
-        for event in self.it.apply(plan, result, self.runner.now):
+        result = self.executor.run(plan)
+        for event in self.it.apply(plan, result, self.executor.now):
             if isinstance(event, StepDone):
                 self._feed(event.job)
 

@@ -41,18 +41,18 @@ class RecordedStep:
 @contextmanager
 def watch_plans(engine: Engine, look: Callable[[Plan], None]) -> Iterator[None]:
     """Calls `look` with every plan the engine has run, before the schedule takes its result in."""
-    original = engine.runner.run
+    original = engine.executor.run
 
     def run(plan: Plan) -> StepResult:
         result = original(plan)
         look(plan)
         return result
 
-    engine.runner.run = run  # type: ignore[method-assign]
+    engine.executor.run = run  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del engine.runner.run  # the class's own is found again
+        del engine.executor.run  # the class's own is found again
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.core.plan import Plan, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction
 from coserve.engine.handles import Completion, FineTuning
-from coserve.engine.runner import LocalRunner
 from coserve.errors import ConfigError, UnsupportedModel
+from coserve.executors.local import LocalExecutor
 from coserve.train.example import Example
 from coserve.train.save_policy import SavePolicy
 from models import MIXTURES, prompts, tiny, with_lora
@@ -187,10 +187,10 @@ def train_beside_traffic(engine: Engine, job: FineTuning) -> None:
 
 
 class Watched:
-    """A runner that notes the windows of one job."""
+    """An executor that notes the windows of one job."""
 
-    def __init__(self, runner: LocalRunner, job: str) -> None:
-        self.run_plan, self.job = runner.run, job
+    def __init__(self, executor: LocalExecutor, job: str) -> None:
+        self.run_plan, self.job = executor.run, job
         self.spans: list[tuple[Direction, int]] = []
 
     def run(self, plan: Plan) -> StepResult:
@@ -209,8 +209,8 @@ def trained(
     """Every optimizer step, the weights they led to, and how often a window was put down."""
     engine = engine_of("llama", dtype, scheduler={"quantum": 100.0})
     job = engine.finetune(examples("job", 10), "job", LoRAConfig(rank=5, dropout=0.1), training)
-    watched = Watched(engine.runner, job.job)
-    engine.runner.run = watched.run  # type: ignore[method-assign]
+    watched = Watched(engine.executor, job.job)
+    engine.executor.run = watched.run  # type: ignore[method-assign]
     train(engine, job)
     weights = [p.view(torch.uint8) for p in engine.bank.find("job").parameters().values()]
     return job.history, weights, watched.put_downs(engine.base.depth)

@@ -23,11 +23,11 @@ PAGES = 8  # of 8 tokens each, per sequence
 
 
 class Fused:
-    """One engine's runner, a job with a window ready to travel, and inference rows to go beside it."""
+    """One engine's executor, a job with a window ready to travel, and inference rows to go beside it."""
 
     def __init__(self, keep: SavePolicy) -> None:
         self.engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=1024, page_size=8))
-        self.runner = self.engine.runner
+        self.executor = self.engine.executor
         self.depth = self.engine.base.depth
         draws = random.Random("kept")
         (tokens,) = prompts(draws, [ROWS])
@@ -35,7 +35,7 @@ class Fused:
         start = fresh_adapter(self.engine.base, "mine", LoRAConfig(rank=4), 0)
         config = TrainingConfig(batch_size=1, keep=keep)
         self.run = TrainingRun(self.engine.base, self.engine.bank, "job", start, [example], config)
-        self.runner.runs["job"] = self.run
+        self.executor.runs["job"] = self.run
         self.keys = itertools.count(1)
         (self.micro_batch,) = self.run.next_step(self.keys)
 
@@ -71,11 +71,11 @@ def kept_beside(keep: SavePolicy, count: int, length: int) -> tuple[int, int]:
     """(bytes that came to stay, bytes the job says it holds) after one fused forward."""
     fused = Fused(keep)
     warm = fused.prompts(1, 4)  # what a first run of any kind leaves in caches is not the tape's
-    fused.runner.run(warm)
-    fused.runner.run(Plan(released=(warm.sequences[0].key,)))
+    fused.executor.run(warm)
+    fused.executor.run(Plan(released=(warm.sequences[0].key,)))
     inference = fused.prompts(count, length)
     before = live_bytes()
-    fused.runner.run(replace(inference, training=(fused.window(Direction.TRAIN_FORWARD),)))
+    fused.executor.run(replace(inference, training=(fused.window(Direction.TRAIN_FORWARD),)))
     return live_bytes() - before, fused.run.nbytes
 
 
@@ -104,21 +104,21 @@ def test_the_fused_forward_has_no_graph(keep: SavePolicy) -> None:
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        fused.runner.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.TRAIN_FORWARD),)))
+        fused.executor.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.TRAIN_FORWARD),)))
         assert not saved
         tape = fused.run.tape(fused.micro_batch.key)
         assert not tape.output(tape.window(0, tape.rows)).requires_grad
-        fused.runner.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.BACKWARD),)))
+        fused.executor.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.BACKWARD),)))
         assert saved
 
 
 def test_a_window_that_is_through_leaves_no_tape() -> None:
     fused = Fused(SavePolicy.EVERYTHING)
-    fused.runner.run(Plan(training=(fused.window(Direction.TRAIN_FORWARD),)))
+    fused.executor.run(Plan(training=(fused.window(Direction.TRAIN_FORWARD),)))
     before = fused.run.nbytes
     tape = fused.run.tape(fused.micro_batch.key).nbytes
     assert 0 < tape < before
-    fused.runner.run(Plan(training=(fused.window(Direction.BACKWARD),)))
+    fused.executor.run(Plan(training=(fused.window(Direction.BACKWARD),)))
     gradients = sum(
         p.nbytes for b in fused.run.current.bypasses.outputs.values() for p in b.parameters().values()
     )

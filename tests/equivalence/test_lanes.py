@@ -124,7 +124,7 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
 def in_exact_threads(engine: Engine) -> None:
     """`Exact` is its thread's own: lanes have it too."""
     for name in ("_answer_lane", "_train_lane"):
-        setattr(engine.runner, name, exactly(getattr(engine.runner, name)))
+        setattr(engine.executor, name, exactly(getattr(engine.executor, name)))
 
 
 def exactly(work: Callable[[Any], Any]) -> Callable[[Any], Any]:

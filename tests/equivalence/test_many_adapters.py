@@ -122,7 +122,7 @@ def test_few_slots_are_enough_and_versions_that_are_gone_hold_none(tmp_path: Pat
     engine.run()
     errors = mixture.errors(alone)
     assert errors.keys() == set(kinds) and max(errors.values()) <= mixture.allowed(alone, single()), errors
-    assert engine.runner.stacks.nbytes > 0
+    assert engine.executor.stacks.nbytes > 0
     for kind in kinds:
         engine.unload_adapter(kind)
-    assert not engine.runner.stacks.adapters
+    assert not engine.executor.stacks.adapters

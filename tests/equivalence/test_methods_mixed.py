@@ -17,8 +17,8 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.core.plan import InferenceSegment
-from coserve.engine import inference, runner, sampler
-from coserve.engine.table import Chunk, SequenceTable
+from coserve.executors import inference, local, sampler
+from coserve.executors.sequence_table import Chunk, SequenceTable
 from coserve.kernels import beside, lora
 from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
 from mixed import SAMPLING, STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
@@ -148,7 +148,7 @@ def swapped_rows(patch: pytest.MonkeyPatch) -> None:
         others = [*others[1:], *others[:1]]
         return [(rows, other) for (rows, _), other in zip(found, others, strict=True)]
 
-    for module in (runner, sampler):
+    for module in (local, sampler):
         patch.setattr(module, "adapter_ranges", swapping)
 
 

@@ -50,7 +50,7 @@ Gradients = dict[str, Tensor]
 class Case:
     """Examples, an adapter with random weights, and what an oracle says of them."""
 
-    engine: Engine  # idle; its runner is driven by hand
+    engine: Engine  # idle; its executor is driven by hand
     examples: list[Example]
     adapter: AdapterVersion
     loss: float
@@ -109,7 +109,7 @@ def _peft_name(name: str, engine: Engine) -> str:
 
 
 class Passage:
-    """The case's examples as one micro-batch, sent through the runner window by window.
+    """The case's examples as one micro-batch, sent through the executor window by window.
 
     Gradients are read off one optimizer step that is plain descent: AdamW with an epsilon that dwarfs every
     gradient and no memory subtracts learning rate / epsilon (here 1e6) times the gradient.
@@ -130,12 +130,12 @@ class Passage:
             keep=keep,
         )
         run = TrainingRun(base, case.engine.bank, "probe", case.adapter, case.examples, config)
-        case.engine.runner.runs["probe"] = run
+        case.engine.executor.runs["probe"] = run
         (self.micro_batch,) = run.next_step(itertools.count(1))
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:
         segment = training_segment(self.micro_batch, start, rows, direction, span)
-        self.case.engine.runner.run(Plan(training=(segment,)))
+        self.case.engine.executor.run(Plan(training=(segment,)))
 
     def travel(self, there: int, back: int, draws: random.Random | None) -> None:
         """In windows of `there` rows forward and `back` rows back, whose layers `draws` cuts at random."""
@@ -162,7 +162,7 @@ class Passage:
 
     def error(self) -> float:
         """The worst relative error of any gradient, and of the loss."""
-        result = self.case.engine.runner.run(Plan(updates=("probe",)))
+        result = self.case.engine.executor.run(Plan(updates=("probe",)))
         before, after = self.case.adapter.parameters(), self.case.engine.bank.find("probe").parameters()
         errors = [abs(result.updated["probe"].loss - self.case.loss) / self.case.loss]
         assert before.keys() == self.case.wanted.keys()

@@ -190,7 +190,7 @@ def test_pages_that_held_nan_are_good_for_virtual_tokens(
 
 def spoil(engine: Engine) -> None:
     """NaN in every page; nobody uses any."""
-    pool = engine.runner.pool
+    pool = engine.executor.pool
     slots = pool.slots(torch.arange(engine.config.pages))
     for layer, shape in enumerate(engine.base.caches):
         nan = torch.full((shape.groups, len(slots), shape.key), float("nan"))

@@ -20,7 +20,7 @@ from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
-from coserve.engine.deterministic import DeterministicRunner
+from coserve.executors.deterministic import DeterministicExecutor
 from coserve.kernels.beside import Beside
 from coserve.schedule.segments import training_segment
 from coserve.train import backward
@@ -94,7 +94,7 @@ def examples(job: Job) -> list[Example]:
 def begin(engine: Engine, name: str, job: Job) -> MicroBatch:
     config = TrainingConfig(batch_size=len(job.lengths), keep=job.keep)
     run = TrainingRun(engine.base, engine.bank, name, drawn(engine, name, job), examples(job), config)
-    engine.runner.runs[name] = run
+    engine.executor.runs[name] = run
     (micro_batch,) = run.next_step(itertools.count(secrets.randbits(30)))
     return micro_batch
 
@@ -123,10 +123,10 @@ def travel(engine: Engine, jobs: dict[str, Job]) -> dict[str, dict[str, Tensor]]
     for direction in (Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD):
         columns = [list(pieces(job, batches[name], direction)) for name, job in jobs.items()]
         for step in itertools.zip_longest(*columns):
-            engine.runner.run(Plan(training=tuple(segment for segment in step if segment is not None)))
+            engine.executor.run(Plan(training=tuple(segment for segment in step if segment is not None)))
     found = {}
     for name in jobs:
-        masters = engine.runner.runs.pop(name)._masters
+        masters = engine.executor.runs.pop(name)._masters
         found[name] = {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
     return found
 
@@ -265,6 +265,6 @@ def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> Non
 
 def test_the_deterministic_mode_keeps_everybody_apart(passes: list[int]) -> None:
     engine = make_engine(deterministic=True)
-    assert isinstance(engine.runner, DeterministicRunner)
+    assert isinstance(engine.executor, DeterministicExecutor)
     travel(engine, named(COMPANIES["alike"]))
     assert not passes

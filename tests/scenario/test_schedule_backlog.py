@@ -5,10 +5,10 @@ import pytest
 from coserve.core.plan import Plan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
+from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.fake import FakeRunner
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 
@@ -25,7 +25,7 @@ class World:
         for trains in (False, True) * 16:
             cost.misses.observe(1.0, trains)
         self.it = Scheduler(self.config, PagePool(4096, 16), cost, make_policy("hybrid"))
-        self.runner = FakeRunner(16)
+        self.executor = ScriptedExecutor(16)
         self.between = between
         self.answers = [self.submit(8, 2000) for _ in range(4)]
         while any(answer.first_token_at is None for answer in self.answers):
@@ -37,12 +37,12 @@ class World:
     def submit(self, prompt: int, answer: int, first_token: float | None = None) -> Sequence:
         slo = SLO(first_token=first_token, between_tokens=self.between)
         sampling = SamplingParams(max_tokens=answer)
-        request = Request("r", tuple(range(prompt)), sampling, slo=slo, arrival=self.runner.now)
-        return self.it.submit(request, self.runner.now)
+        request = Request("r", tuple(range(prompt)), sampling, slo=slo, arrival=self.executor.now)
+        return self.it.submit(request, self.executor.now)
 
     def step(self) -> Plan:
-        self.runner.step(self.it)
-        return self.runner.plans[-1]
+        self.executor.step(self.it)
+        return self.executor.plans[-1]
 
     def worst_gap(self) -> float:
         """The longest time between two tokens of the answers, relative to the bound."""
@@ -51,10 +51,10 @@ class World:
 
 def drain(world: World, prompts: list[Sequence]) -> list[float]:
     """Steps until all prompts have their first token; how late each was, relative to its bound."""
-    begun = world.runner.now
+    begun = world.executor.now
     while any(prompt.first_token_at is None for prompt in prompts):
         world.step()
-        assert world.runner.now < begun + 60.0, "the prompts never come to their turn"
+        assert world.executor.now < begun + 60.0, "the prompts never come to their turn"
     late = []
     for prompt in prompts:
         assert prompt.first_token_at is not None
@@ -84,9 +84,9 @@ def test_prompts_that_cannot_wait_share_what_is_missing_with_the_tokens() -> Non
 def test_a_hopeless_prompt_costs_the_others_no_more_than_the_largest_step() -> None:
     world = World(between=0.012)
     drain(world, [world.submit(2000, 1, first_token=0.001) for _ in range(4)])
-    longest = max(result.seconds for result in world.runner.results)
+    longest = max(result.seconds for result in world.executor.results)
     assert longest <= world.it.cost.predict(Plan()) + 0.013 + world.config.max_prefill_rows * 1.5 * ROW
-    assert max(sum(s.length for s in p.inference) for p in world.runner.plans) <= 512 + len(world.answers)
+    assert max(sum(s.length for s in p.inference) for p in world.executor.plans) <= 512 + len(world.answers)
 
 
 def test_who_states_no_bound_on_the_first_token_has_the_patience_of_the_line() -> None:
@@ -102,10 +102,10 @@ def test_a_backlog_drains_and_training_goes_on_after_it(rate: int) -> None:
     world = World(between=0.03, training=True)
     burst = [world.submit(500, 20, first_token=1.0) for _ in range(16)]
     drain(world, burst)
-    emptied, next_at = world.runner.now, world.runner.now
+    emptied, next_at = world.executor.now, world.executor.now
     before, waited = world.it.stats.backward_rows + world.it.stats.kept_rows, 0
-    while world.runner.now < emptied + 10.0:
-        if world.runner.now >= next_at:
+    while world.executor.now < emptied + 10.0:
+        if world.executor.now >= next_at:
             world.submit(200, 20, first_token=1.0)
             next_at += 1.0 / rate
         world.step()

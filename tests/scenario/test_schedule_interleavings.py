@@ -11,10 +11,10 @@ from coserve.core.plan import Plan, StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import OutOfPages
+from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.fake import FakeRunner, next_token, virtual_tokens
 from coserve.schedule.policies import POLICIES, make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
@@ -81,7 +81,7 @@ def answer_alone(request: Request) -> list[int]:
     return output
 
 
-class AcrossBytes(FakeRunner):
+class AcrossBytes(ScriptedExecutor):
     """As one in another process: it sees of a plan what bytes hold, and the scheduler so of its result."""
 
     def run(self, plan: Plan) -> StepResult:
@@ -113,7 +113,7 @@ class World:
         )
         self.pool = PagePool(pages, PAGE)
         self.it = Scheduler(config, self.pool, CostModel(), make_policy(policy))
-        self.runner = AcrossBytes(PAGE, vocabulary=VOCABULARY)
+        self.executor = AcrossBytes(PAGE, vocabulary=VOCABULARY)
         self.sequences: list[Sequence] = []
         self.events: dict[int, list[Event]] = {}
         self.jobs: dict[str, list[list[int]]] = {}
@@ -136,13 +136,13 @@ class World:
             sampling=sampling,
             adapter=adapter,
             slo=of["slo"],  # type: ignore[arg-type]
-            arrival=self.runner.now,
+            arrival=self.executor.now,
             virtual=virtual,
             virtual_rows=virtual if adapter == "full@1" else 0,
             scope=of.get("scope", ""),  # type: ignore[arg-type]
         )
         try:
-            self.sequences.append(self.it.submit(request, self.runner.now))
+            self.sequences.append(self.it.submit(request, self.executor.now))
         except OutOfPages:
             longest = virtual + len(request.prompt) + sampling.max_tokens - 1
             template = virtual % PAGE > 0
@@ -176,17 +176,17 @@ class World:
         self.jobs.pop(f"job{which}", None)
 
     def skip(self, seconds: float) -> None:
-        self.runner.skip(seconds)
+        self.executor.skip(seconds)
 
     def pause(self, layers: int) -> None:
         """Steps stop their training after so many layers from now on; 0 lets it go on."""
-        self.runner.layers_before_pause = layers
-        (self.runner.pause_training if layers else self.runner.resume_training)()
+        self.executor.layers_before_pause = layers
+        (self.executor.pause_training if layers else self.executor.resume_training)()
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
             before = [(len(s.output), s.output.copy()) for s in self.sequences]
-            for event in self.runner.step(self.it):
+            for event in self.executor.step(self.it):
                 if isinstance(event, TokenEvent | Finished):
                     self.events.setdefault(event.key, []).append(event)
                 elif isinstance(event, StepDone):
@@ -215,7 +215,7 @@ class World:
         assert self.pool.free_count == self.pool.pages - len(read)
         names = self.pool._names
         for page, name in names.items():
-            content = [self.runner._cache.get((page, slot)) for slot in range(PAGE)]
+            content = [self.executor._cache.get((page, slot)) for slot in range(PAGE)]
             if isinstance(name, bytes):
                 assert None not in content, "a page with a name is full"
             assert self.contents.setdefault((page, name), content) == content, "it is never written"
@@ -280,7 +280,7 @@ def check(
         check_scores(sequence, events)
     assert set(world.jobs) == {job for job in world.jobs if world.steps[job] == OPTIMIZER_STEPS}
     for job, batches in world.jobs.items():
-        assert world.runner.trained[job] == OPTIMIZER_STEPS * sum(map(sum, batches))
+        assert world.executor.trained[job] == OPTIMIZER_STEPS * sum(map(sum, batches))
 
 
 def check_scores(sequence: Sequence, events: list[Event]) -> None:
@@ -317,5 +317,5 @@ def test_the_same_script_gives_the_same_plans(policy: str, burst: Script, script
         for name, argument in burst + script:
             getattr(world, name)(argument)
         world.drain()
-        runs.append(world.runner.plans)
+        runs.append(world.executor.plans)
     assert runs[0] == runs[1]

@@ -8,10 +8,10 @@ from coserve.core.events import StepDone
 from coserve.core.plan import Plan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.fake import FakeRunner
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 
@@ -28,7 +28,7 @@ class World:
             cost.misses.observe(1.0, trains)  # this machine does what is predicted
         self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
         self.it = Scheduler(self.config, PagePool(2048, 16), cost, make_policy("hybrid"))
-        self.runner = FakeRunner(16)
+        self.executor = ScriptedExecutor(16)
         self.more_training()
 
     def more_training(self, rows: int = 1024) -> None:
@@ -36,14 +36,14 @@ class World:
         self.it.add_training("job", batches)
 
     def step(self) -> Plan:
-        if any(isinstance(event, StepDone) for event in self.runner.step(self.it)):
+        if any(isinstance(event, StepDone) for event in self.executor.step(self.it)):
             self.more_training()
-        return self.runner.plans[-1]
+        return self.executor.plans[-1]
 
     def submit(self, slo: SLO, prompt: int = 40, answer: int = 30, arrival: float | None = None) -> Sequence:
-        arrival = self.runner.now if arrival is None else arrival
+        arrival = self.executor.now if arrival is None else arrival
         request = Request("r", tuple(range(prompt)), SamplingParams(max_tokens=answer), "a@1", slo, arrival)
-        return self.it.submit(request, self.runner.now)
+        return self.it.submit(request, self.executor.now)
 
     def rows_trained(self) -> float:
         return self.it.stats.kept_rows + self.it.stats.backward_rows
@@ -54,7 +54,7 @@ def test_training_alone_goes_in_quanta_and_uses_them() -> None:
     lasted = []
     for _ in range(200):
         world.step()
-        lasted.append(world.runner.results[-1].seconds)
+        lasted.append(world.executor.results[-1].seconds)
     assert max(lasted) <= world.config.quantum + 1e-9
     assert sum(lasted) / 200 > 0.6 * world.config.quantum
 
@@ -63,7 +63,7 @@ def test_who_arrives_waits_at_most_one_quantum() -> None:
     for steps in range(1, 60, 7):
         world = World()
         for _ in range(steps):
-            before = world.runner.now
+            before = world.executor.now
             world.step()
         sequence = world.submit(SLO(first_token=0.0), arrival=before + 1e-6)
         plan = world.step()
@@ -90,7 +90,7 @@ def test_tokens_come_within_their_bound_and_training_uses_the_rest(bound: float)
     lasted = []
     for _ in range(100):
         world.step()
-        lasted.append(world.runner.results[-1].seconds)
+        lasted.append(world.executor.results[-1].seconds)
     assert max(sequence.slowest for sequence in sequences) <= bound + 1e-9
     assert sum(lasted) / 100 > 0.75 * bound
     assert world.it.stats.fused_steps >= 100
@@ -98,7 +98,7 @@ def test_tokens_come_within_their_bound_and_training_uses_the_rest(bound: float)
 
 def test_a_wrong_model_costs_bounds_only_until_it_has_learned() -> None:
     world = World(quantum_with_inference=1.0)
-    world.runner = FakeRunner(16, seconds=lambda plan: 2.5 * CostModel().predict(plan))
+    world.executor = ScriptedExecutor(16, seconds=lambda plan: 2.5 * CostModel().predict(plan))
     learning = world.submit(SLO(between_tokens=0.06), answer=100)
     while not learning.is_finished:
         world.step()
@@ -115,7 +115,7 @@ def test_a_larger_bound_trains_more() -> None:
     for bound in (0.02, 0.03, 0.05, 0.08):
         world = World(quantum_with_inference=1.0)
         world.submit(SLO(between_tokens=bound), answer=200)
-        while world.runner.now < 3.0:
+        while world.executor.now < 3.0:
             world.step()
         trained.append(world.rows_trained())
     assert trained == sorted(trained) and trained[-1] > 2 * trained[0]
@@ -135,7 +135,7 @@ def test_the_end_comes_by_its_deadline() -> None:
     sequence = world.submit(SLO(end_to_end=2.0), answer=60)
     while not sequence.is_finished:
         world.step()
-    assert 1.0 < world.runner.now <= 2.0 + 1e-9
+    assert 1.0 < world.executor.now <= 2.0 + 1e-9
     assert world.it.stats.slo_met == 1 and world.it.stats.fused_steps > 50
 
 
@@ -153,19 +153,19 @@ def test_training_never_starves_at_an_impossible_bound() -> None:
     world = World(starvation=0.2)
     for _ in range(30):
         world.step()  # windows chosen while nobody was there are larger than any slack now
-    before, begun = world.rows_trained(), world.runner.now
+    before, begun = world.rows_trained(), world.executor.now
     world.submit(SLO(between_tokens=0.0), answer=400)
     world.step()  # before its first token no bound between two of them applies
     trained = []
     for _ in range(300):
         plan = world.step()
         if plan.training:
-            trained.append(world.runner.now)
+            trained.append(world.executor.now)
             assert len(plan.training) == 1 and len(plan.training[0].span) == 1
     assert world.rows_trained() > before
     gaps = [b - a for a, b in zip([begun, *trained], trained, strict=False)]
     assert 0.2 <= max(gaps[1:]) <= 0.2 + 0.1
-    assert len(trained) == pytest.approx((world.runner.now - begun) / 0.2, rel=0.3)
+    assert len(trained) == pytest.approx((world.executor.now - begun) / 0.2, rel=0.3)
 
 
 def test_small_windows_of_one_job_do_not_starve_a_large_one_of_another() -> None:
@@ -182,8 +182,8 @@ def test_small_windows_of_one_job_do_not_starve_a_large_one_of_another() -> None
     for _ in range(150):
         plan = world.step()
         if any(segment.key == large.key for segment in plan.training):
-            times.append(world.runner.now)
-    assert {segment.key for plan in world.runner.plans[-150:] for segment in plan.training} > {large.key}
+            times.append(world.executor.now)
+    assert {segment.key for plan in world.executor.plans[-150:] for segment in plan.training} > {large.key}
     assert large.paused != lying or large.done
     assert max(b - a for a, b in pairwise(times)) <= 0.2 + 0.1
 
@@ -201,4 +201,4 @@ def test_who_states_nothing_shares_the_machine_evenly() -> None:
     sequence = world.submit(SLO(), answer=200)
     while not sequence.is_finished:
         world.step()
-    assert 0.35 < sequence.deferred / world.runner.now <= 0.5 + 1e-9
+    assert 0.35 < sequence.deferred / world.executor.now <= 0.5 + 1e-9

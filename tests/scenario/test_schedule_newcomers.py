@@ -8,10 +8,10 @@ import pytest
 from coserve.core.events import StepDone
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
+from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.fake import FakeRunner
 from coserve.schedule.newcomers import SLOWER
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
@@ -49,7 +49,7 @@ class World:
         config = SchedulerConfig(layers=DEPTH, max_positions=2048, max_running=max_running)
         self.mix, self.draw = mix, mix.draw
         self.it = Scheduler(config, PagePool(mix.pages, PAGE), cost, make_policy("hybrid"))
-        self.runner = FakeRunner(PAGE)
+        self.executor = ScriptedExecutor(PAGE)
         self.greedy: list[Sequence] = []
         for job in range(mix.jobs):
             self.train(f"job-{job}")
@@ -62,14 +62,14 @@ class World:
         tokens = tuple(self.draw.randrange(1000) for _ in range(prompt))
         adapter = f"a{self.draw.randrange(self.mix.adapters)}@1"
         request = Request("r", tokens, SamplingParams(max_tokens=answer), adapter, slo, arrival)
-        return self.it.submit(replace(request, newcomer=newcomer), self.runner.now)
+        return self.it.submit(replace(request, newcomer=newcomer), self.executor.now)
 
     def step(self) -> None:
         self.greedy = [one for one in self.greedy if not one.is_finished]
         while len(self.greedy) < self.mix.streams:
             prompt, answer = self.draw.randrange(1, 200), self.draw.randrange(1, 200)
-            self.greedy.append(self.submit(prompt, answer, self.mix.slo, self.runner.now, newcomer=False))
-        for event in self.runner.step(self.it):
+            self.greedy.append(self.submit(prompt, answer, self.mix.slo, self.executor.now, newcomer=False))
+        for event in self.executor.step(self.it):
             if isinstance(event, StepDone):
                 self.train(event.job)
 
@@ -79,7 +79,7 @@ def alone(prompt: int, answer: int) -> float:
     world = World(Mix(random.Random(0), 0, 0, 2048, 1, SLO()))
     asked = world.submit(prompt, answer, SLO(), 0.0, newcomer=True)
     while asked.first_token_at is None:
-        world.runner.step(world.it)
+        world.executor.step(world.it)
     return asked.first_token_at
 
 
@@ -92,9 +92,9 @@ def test_a_first_token_takes_twice_its_time_alone_and_the_step_under_way(seed: i
         world.step()
     for _ in range(4):
         prompt, answer = world.draw.randrange(1, 700), world.draw.randrange(1, 20)
-        before = world.runner.now
+        before = world.executor.now
         world.step()
-        under_way = world.runner.now - before
+        under_way = world.executor.now - before
         arrival = before + world.draw.random() * under_way
         asked = world.submit(prompt, answer, world.mix.slo, arrival, newcomer=True)
         while asked.first_token_at is None:
@@ -110,11 +110,11 @@ def test_streams_that_are_held_back_go_on_in_turn() -> None:
     for _ in range(40):
         world.step()
     for _ in range(60):  # a newcomer in every step
-        world.submit(4, 1, SLO(), world.runner.now, newcomer=True)
+        world.submit(4, 1, SLO(), world.executor.now, newcomer=True)
         world.step()
     begun = [one for one in world.greedy if one.last_token_at is not None]
-    waited = [world.runner.now - one.last_token_at for one in begun if one.last_token_at is not None]
-    steps = [result.seconds for result in world.runner.results[-60:]]
+    waited = [world.executor.now - one.last_token_at for one in begun if one.last_token_at is not None]
+    steps = [result.seconds for result in world.executor.results[-60:]]
     assert len(begun) >= 30 and max(waited) <= 16 * max(steps)
 
 
@@ -122,7 +122,7 @@ def test_places_are_made_for_newcomers_and_nobody_is_lost() -> None:
     world = World(Mix(random.Random(3), 12, 1, 200, 1, SLO()), max_running=8)
     for _ in range(30):
         world.step()
-    asked = world.submit(60, 4, SLO(), world.runner.now, newcomer=True)
+    asked = world.submit(60, 4, SLO(), world.executor.now, newcomer=True)
     world.step()
     assert asked.first_token_at is not None
     greedy = list(world.greedy)
@@ -136,12 +136,12 @@ def test_training_beside_answers_is_short_while_newcomers_come() -> None:
     world = World(Mix(random.Random(1), 8, 4, 2048, 1, SLO(first_token=5.0, between_tokens=5.0)))
     for _ in range(40):
         world.step()
-    usual = max(result.seconds for result in world.runner.results[-20:])
-    world.submit(4, 1, SLO(), world.runner.now, newcomer=True)
+    usual = max(result.seconds for result in world.executor.results[-20:])
+    world.submit(4, 1, SLO(), world.executor.now, newcomer=True)
     for _ in range(40):
         world.step()
-    shorter = max(result.seconds for result in world.runner.results[-20:])
+    shorter = max(result.seconds for result in world.executor.results[-20:])
     quantum = world.it.config.quantum
     assert shorter < usual and shorter <= quantum + max(
-        world.it.cost.predict(replace(plan, training=(), updates=())) for plan in world.runner.plans[-20:]
+        world.it.cost.predict(replace(plan, training=(), updates=())) for plan in world.executor.plans[-20:]
     )

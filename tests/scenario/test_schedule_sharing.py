@@ -6,10 +6,10 @@ from coserve.core.events import StepDone
 from coserve.core.plan import Plan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch
+from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.fake import FakeRunner
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 
@@ -27,11 +27,11 @@ def give(it: Scheduler, job: str, weight: float, rows: int, count: int) -> None:
 
 
 def keep_training(
-    it: Scheduler, runner: FakeRunner, seconds: float, jobs: dict[str, tuple[float, int, int]]
+    it: Scheduler, executor: ScriptedExecutor, seconds: float, jobs: dict[str, tuple[float, int, int]]
 ) -> None:
-    end = runner.now + seconds
-    while runner.now < end:
-        for event in runner.step(it):
+    end = executor.now + seconds
+    while executor.now < end:
+        for event in executor.step(it):
             if isinstance(event, StepDone):
                 give(it, event.job, *jobs[event.job])
 
@@ -48,54 +48,54 @@ def rows_by_job(plans: list[Plan]) -> dict[str, float]:
 @pytest.mark.parametrize("with_inference", [False, True])
 @pytest.mark.parametrize("other", [(512, 2), (64, 3)])
 def test_two_jobs_by_weight(with_inference: bool, other: tuple[int, int]) -> None:
-    it, runner = scheduler("hybrid"), FakeRunner(16)
+    it, executor = scheduler("hybrid"), ScriptedExecutor(16)
     jobs = {"heavy": (2.0, 512, 2), "light": (1.0, *other)}
     for name, job in jobs.items():
         give(it, name, *job)
     if with_inference:
         it.submit(Request("r", (1,) * 20, SamplingParams(max_tokens=900)), 0.0)
-    keep_training(it, runner, 20.0, jobs)
-    rows = rows_by_job(runner.plans)
+    keep_training(it, executor, 20.0, jobs)
+    rows = rows_by_job(executor.plans)
     assert rows["heavy"] / rows["light"] == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_job_that_comes_late_does_not_catch_up() -> None:
-    it, runner = scheduler("hybrid"), FakeRunner(16)
+    it, executor = scheduler("hybrid"), ScriptedExecutor(16)
     jobs = {"old": (1.0, 512, 2), "new": (1.0, 512, 2)}
     give(it, "old", *jobs["old"])
-    keep_training(it, runner, 10.0, jobs)
-    begun = len(runner.plans)
+    keep_training(it, executor, 10.0, jobs)
+    begun = len(executor.plans)
     give(it, "new", *jobs["new"])
-    keep_training(it, runner, 10.0, jobs)
-    rows = rows_by_job(runner.plans[begun:])
+    keep_training(it, executor, 10.0, jobs)
+    rows = rows_by_job(executor.plans[begun:])
     assert rows["new"] / rows["old"] == pytest.approx(1.0, rel=0.1)
 
 
 def test_jobs_may_share_a_step_in_both_directions() -> None:
-    it, runner = scheduler("hybrid"), FakeRunner(16)
+    it, executor = scheduler("hybrid"), ScriptedExecutor(16)
     jobs = {"a": (1.0, 64, 2), "b": (1.0, 32, 1)}  # of different sizes, so that they do not go in step
     for name, job in jobs.items():
         give(it, name, *job)
-    keep_training(it, runner, 3.0, jobs)
-    ways = [[segment.direction for segment in plan.training] for plan in runner.plans]
+    keep_training(it, executor, 3.0, jobs)
+    ways = [[segment.direction for segment in plan.training] for plan in executor.plans]
     assert any({Direction.TRAIN_FORWARD, Direction.BACKWARD} <= set(one) for one in ways)
-    assert any(len({segment.job for segment in plan.training}) == 2 for plan in runner.plans)
+    assert any(len({segment.job for segment in plan.training}) == 2 for plan in executor.plans)
 
 
 def test_time_slices_are_whole_mini_batches_alone() -> None:
-    it, runner = scheduler("temporal", n=3, grain="batch"), FakeRunner(16)
+    it, executor = scheduler("temporal", n=3, grain="batch"), ScriptedExecutor(16)
     jobs = {"a": (1.0, 700, 2), "b": (1.0, 300, 1)}
     for name, job in jobs.items():
         give(it, name, *job)
     for n in range(24):
         it.submit(Request(str(n), (1,) * 20, SamplingParams(max_tokens=5 + n)), 0.0)
     for _ in range(400):
-        for event in runner.step(it):
+        for event in executor.step(it):
             if isinstance(event, StepDone):
                 give(it, event.job, *jobs[event.job])
         if not it.running and not it.waiting:
             break
-    plans = [plan for plan in runner.plans if plan.inference or plan.training or plan.updates]
+    plans = [plan for plan in executor.plans if plan.inference or plan.training or plan.updates]
     assert it.stats.fused_steps == 0 and it.stats.finished == 24
     slices = [n for n, plan in enumerate(plans) if plan.training or plan.updates]
     assert len(slices) >= 4 * 6
@@ -120,24 +120,24 @@ def test_time_slices_are_whole_mini_batches_alone() -> None:
 
 
 def test_time_slices_follow_the_count_of_finished_requests() -> None:
-    it, runner = scheduler("temporal", n=4, grain="batch"), FakeRunner(16)
+    it, executor = scheduler("temporal", n=4, grain="batch"), ScriptedExecutor(16)
     give(it, "a", 1.0, 100, 1)
     for n in range(12):
         it.submit(Request(str(n), (1,) * 20, SamplingParams(max_tokens=5 * (n + 1))), 0.0)
     finished_at_slice = []
     while it.running or it.waiting:
         before = it.stats.finished
-        for event in runner.step(it):
+        for event in executor.step(it):
             if isinstance(event, StepDone):
                 give(it, "a", 1.0, 100, 1)
-        if any(segment.direction is Direction.TRAIN_FORWARD for segment in runner.plans[-1].training):
+        if any(segment.direction is Direction.TRAIN_FORWARD for segment in executor.plans[-1].training):
             finished_at_slice.append(before)
     assert finished_at_slice == [4, 8]
 
 
 def test_time_slices_fill_the_gaps_when_nobody_is_there() -> None:
-    it, runner = scheduler("temporal", n=1000), FakeRunner(16)
+    it, executor = scheduler("temporal", n=1000), ScriptedExecutor(16)
     give(it, "a", 1.0, 100, 3)
     while it.has_work:
-        runner.step(it)
-    assert runner.trained == {"a": 300}
+        executor.step(it)
+    assert executor.trained == {"a": 300}

@@ -26,6 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"adapters"}),
     frozenset({"model"}),
     frozenset({"train"}),
+    frozenset({"executors"}),
     frozenset({"engine"}),
     frozenset({"plan"}),
     frozenset({"tiny", "demo", "serve"}),

@@ -103,7 +103,7 @@ def held_bytes(engine: Engine) -> Held:
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            run = engine.runner.runs[segment.job]
+            run = engine.executor.runs[segment.job]
             peak.append(run.held[Account.TAPES])  # none where the micro-batch is through
             length = sum(run.lengths(segment.key))
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers

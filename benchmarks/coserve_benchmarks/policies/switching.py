@@ -71,8 +71,8 @@ class _Turns:
 
     def watching(self, work: Callable[[], float], ran: list[_Ran]) -> float:
         """What `work` returns; every step that it runs goes into `ran`."""
-        runner = self._engine.runner
-        run = runner.run
+        executor = self._engine.executor
+        run = executor.run
 
         def watched(plan: Plan) -> StepResult:
             started = time.perf_counter()
@@ -80,11 +80,11 @@ class _Turns:
             ran.append((bool(plan.training or plan.updates), started, time.perf_counter()))
             return result
 
-        runner.run = watched  # type: ignore[method-assign]
+        executor.run = watched  # type: ignore[method-assign]
         try:
             return work()
         finally:
-            del runner.run
+            del executor.run
 
     def end(self) -> None:
         self._job.cancel()

@@ -1,4 +1,4 @@
-"""The scheduler's question to the runner and its answer. Plain data, no tensors."""
+"""The scheduler's question to the executor and its answer. Plain data, no tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from coserve.errors import CoserveError
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """What a runner has to know, once, of a sequence that it holds no state of.
+    """What an executor has to know, once, of a sequence that it holds no state of.
 
     `output` are the tokens of the answer that are known already. Its block table begins with `shared` pages
     that it only reads; they and the beginning of its first own page hold the `virtual` tokens of its adapter
@@ -51,8 +51,8 @@ class InferenceSegment:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchStart:
-    """What a runner that does not pack training examples itself has to know, once, of a micro-batch: the rows
-    of its examples (those of the adapter's prompt first, padding last), and the depth of the model."""
+    """What an executor that does not pack training examples itself has to know, once, of a micro-batch: the
+    rows of its examples (those of the adapter's prompt first, padding last), and the depth of the model."""
 
     key: int
     job: str
@@ -110,7 +110,7 @@ class Plan:
     `sequences` and `micro_batches` are those that this plan is the first to name.
     `prefixes` have got their pages just now and are filled before any sequence is looked at.
     `updates` are jobs whose optimizer steps after the segments have run; `released` are keys of sequences
-    and micro-batches that ended since the last plan, whose device state the runner drops before anything
+    and micro-batches that ended since the last plan, whose device state the executor drops before anything
     else. `predicted` is what the cost model expects, in seconds. `split` is the share of the machine that
     inference has, beside training in a lane of its own; None fuses them. A step does not wait for training
     beside its inference: that may go on through further steps, as long as they are split and bring no other.

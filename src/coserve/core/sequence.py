@@ -53,7 +53,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     shared: int = 0
     template: int | None = None
-    told: int | None = None  # of its pages, those the runner knows; None where it holds no state of it
+    told: int | None = None  # of its pages, those the executor knows; None where it holds no state of it
     named: int = 0  # pages, from the first on, that are full
     names: list[bytes] = field(default_factory=list)  # of full pages with tokens of its own, if worked out
     cached: int | None = None  # tokens of the prompt that were found when it first ran

@@ -17,8 +17,8 @@ import torch
 from coserve.adapters.adapter import AdapterVersion
 from coserve.config import EngineConfig
 from coserve.core.size import read_memory, show_size
-from coserve.engine.runner import LocalRunner
 from coserve.errors import ConfigError, OutOfMemory
+from coserve.executors.local import LocalExecutor
 from coserve.memory.budget import Capacity, budget_of, process_capacity
 from coserve.memory.compiled import BUILT_BYTES, bound_compiled_shapes
 from coserve.memory.ledger import Account, Bytes, Ledger
@@ -93,13 +93,13 @@ class Admission:
         return_freed_memory()
         self._grown = max(resident_bytes() - self.imports - base.nbytes, 0)
 
-    def open(self, runner: LocalRunner, config: SchedulerConfig, steps: Steps) -> None:
+    def open(self, executor: LocalExecutor, config: SchedulerConfig, steps: Steps) -> None:
         """Enters what is there for good. Raises ConfigError where that is more than the budget."""
-        self._runner, self._base, self._steps = runner, runner.base, steps
-        runner.window_group_rows = 0 if config.training_window is not None else config.max_training_rows
-        self._window_groups = backward_bytes(runner.base, runner.window_group_rows)
-        weights, pages = runner.base.nbytes, runner.pool.nbytes
-        workspace = step_bytes(runner.base, config, pages)
+        self._executor, self._base, self._steps = executor, executor.base, steps
+        executor.window_group_rows = 0 if config.training_window is not None else config.max_training_rows
+        self._window_groups = backward_bytes(executor.base, executor.window_group_rows)
+        weights, pages = executor.base.nbytes, executor.pool.nbytes
+        workspace = step_bytes(executor.base, config, pages)
         fixed: dict[str, Bytes] = {
             "base": {Account.BASE: weights},
             "pages": {Account.PAGES: pages},
@@ -249,7 +249,7 @@ class Admission:
         """Charges what is held in fact; bytes by account then."""
         self._count_adapters()
         self.ledger.charge("base", Account.BASE, self._base.nbytes)
-        for job, run in self._runner.runs.items():
+        for job, run in self._executor.runs.items():
             for account, nbytes in run.held.items():
                 self.ledger.charge(_owner(job), account, nbytes)
         if self.ledger.of(_LIBRARIES) and resident_bytes() > self.imports + self.ledger.budget:
@@ -282,7 +282,7 @@ class Admission:
     def _set_backward(self) -> None:
         """What the jobs that are there need together: never more than before, unless it was reserved."""
         self.ledger.reserve({_BACKWARD: {Account.WORKSPACES: self._backward(self._jobs.values())}})
-        self._runner.arena.set_limit(self.ledger.accounts()[Account.TAPES])
+        self._executor.arena.set_limit(self.ledger.accounts()[Account.TAPES])
 
     def _room(self) -> int:
         """Bytes that a job could have if it were alone, with no adapter loaded."""
@@ -296,8 +296,8 @@ class Admission:
 
         A stored one comes with its place in a stack, whether it has one yet or not.
         """
-        bank, stacks = self._runner.bank, self._runner.stacks.nbytes
-        own = sum(run.current.nbytes for run in self._runner.runs.values())
+        bank, stacks = self._executor.bank, self._executor.stacks.nbytes
+        own = sum(run.current.nbytes for run in self._executor.runs.values())
         if self._stored is not None:
             stacks = max(stacks - self._stored.copies, 0)
             self.ledger.charge(_STORED, Account.ADAPTERS, self._stored.used)

@@ -12,7 +12,7 @@ from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.row_buckets import COARSE
 from coserve.core.sequence import MicroBatch, Sequence
-from coserve.engine.runner import LocalRunner
+from coserve.executors.local import LocalExecutor
 from coserve.schedule.cost import Features
 from coserve.schedule.segments import inference_plan, training_segment
 from coserve.train.example import Example
@@ -30,32 +30,32 @@ _STEPS = 48  # of these sequences, at most, beside one window
 _KEYS = count(-1, -1)  # never a scheduler's
 
 
-def measure(runner: LocalRunner, page_size: int, pages: int, positions: int) -> list[Sample]:
+def measure(executor: LocalExecutor, page_size: int, pages: int, positions: int) -> list[Sample]:
     """(features, seconds) of decode, prefill, training and mixed steps; nothing of them remains.
 
     Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Runs
     before the engine serves anybody, because it writes into the pages it likes.
     """
-    probe = _Probe(runner, page_size)
+    probe = _Probe(executor, page_size)
     limit = min(pages * page_size, positions) - 2
     rounds = [[*_inference(probe, limit), *_training(probe, limit)] for _ in range(_ROUNDS)]
     return [(same[0][0], min(seconds for _, seconds in same)) for same in zip(*rounds, strict=True)]
 
 
 def measure_lanes(
-    runner: LocalRunner, page_size: int, pages: int, positions: int
+    executor: LocalExecutor, page_size: int, pages: int, positions: int
 ) -> tuple[float, float] | None:
     """How many times as long decode steps take on half of the machine, beside training on the other half, as
     alone on all of it, and the training there. Like `measure`; two seconds on 255M parameters.
 
-    None where there is no room for it, or the runner does one thing after the other.
+    None where there is no room for it, or the executor does one thing after the other.
     """
-    probe = _Probe(runner, page_size)
+    probe = _Probe(executor, page_size)
     batch, context, rows = _BESIDE
     rows = min(rows, (positions - 2) // COARSE * COARSE)
     if batch * -(-(context + _STEPS) // page_size) > pages or context + _STEPS > positions:
         return None
-    if batch > runner.table.capacity or runner.base.depth < 2:
+    if batch > executor.table.capacity or executor.base.depth < 2:
         return None
     answering, training = [], []
     with _micro_batch(probe, 1, rows) as micro_batch:
@@ -75,13 +75,13 @@ def measure_lanes(
 class _Probe:
     """Runs one-off plans and times them."""
 
-    def __init__(self, runner: LocalRunner, page_size: int) -> None:
-        self.runner = runner
+    def __init__(self, executor: LocalExecutor, page_size: int) -> None:
+        self.executor = executor
         self.page_size = page_size
 
     def run(self, plan: Plan) -> Sample:
         features = Features.of(plan)
-        return features, self.runner.run(plan).seconds
+        return features, self.executor.run(plan).seconds
 
     def sequence(self, tokens: int, answered: int, first_page: int, room: int = 1) -> Sequence:
         """A sequence whose first tokens count as computed; pages from `first_page` on, for `room` more."""
@@ -103,11 +103,11 @@ def _next_half(micro_batch: MicroBatch, rows: int) -> Iterator[TrainingSegment]:
 def _beside(probe: _Probe, window: TrainingSegment) -> tuple[list[float], float]:
     """Seconds of each decode step beside a window, and of the window; zeros where nothing is beside."""
     with _decoding(probe) as steps:
-        result = probe.runner.run(replace(next(steps), training=(window,), split=0.5))
+        result = probe.executor.run(replace(next(steps), training=(window,), split=0.5))
         answering = [result.lanes[0]]
         while not result.trained:
             step = next(steps, Plan())
-            result = probe.runner.run(replace(step, split=0.5))
+            result = probe.executor.run(replace(step, split=0.5))
             answering += [result.lanes[0]] if step.inference else []
     return answering, result.lanes[1]
 
@@ -119,7 +119,7 @@ def _decoding(probe: _Probe) -> Iterator[Iterator[Plan]]:
     needed = -(-(context + _STEPS) // probe.page_size)
     answers = [probe.sequence(context, 1, i * needed, room=_STEPS) for i in range(batch)]
     yield (_next_tokens(answers) for _ in range(_STEPS))
-    probe.runner.run(Plan(released=tuple(answer.key for answer in answers)))
+    probe.executor.run(Plan(released=tuple(answer.key for answer in answers)))
 
 
 def _next_tokens(answers: list[Sequence]) -> Plan:
@@ -133,17 +133,17 @@ def _next_tokens(answers: list[Sequence]) -> Plan:
 def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
     for batch, context in (*_DECODE, *_PREFILL):
         pages = -(-(context + 1) // probe.page_size)
-        if batch * pages * probe.page_size > limit or batch > probe.runner.table.capacity:
+        if batch * pages * probe.page_size > limit or batch > probe.executor.table.capacity:
             continue
         answered = 1 if (batch, context) in _DECODE else 0
         answers = [probe.sequence(context, answered, i * pages) for i in range(batch)]
         start, rows = (context - 1, 1) if answered else (0, context)
         yield probe.run(inference_plan((answer, start, rows) for answer in answers))
-        probe.runner.run(Plan(released=tuple(a.key for a in answers)))
+        probe.executor.run(Plan(released=tuple(a.key for a in answers)))
 
 
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
-    half = max(1, probe.runner.base.depth // 2)
+    half = max(1, probe.executor.base.depth // 2)
     for batch, rows in _WINDOWS:
         if rows > limit:
             continue
@@ -155,22 +155,22 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
 @contextmanager
 def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     """The one micro-batch of a job's only step, `batch` examples of `rows` tokens."""
-    runner, base = probe.runner, probe.runner.base
+    executor, base = probe.executor, probe.executor.base
     examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
     config = TrainingConfig(learning_rate=1e-30, batch_size=batch)
     adapter = fresh_adapter(base, _JOB, LoRAConfig(), 0)
-    run = TrainingRun(base, AdapterBank(), _JOB, adapter, examples, config, runner.arena)
-    runner.runs[_JOB] = run
+    run = TrainingRun(base, AdapterBank(), _JOB, adapter, examples, config, executor.arena)
+    executor.runs[_JOB] = run
     (micro_batch,) = run.next_step(_KEYS)
     yield micro_batch
     run.drop_tapes()
-    del runner.runs[_JOB]
+    del executor.runs[_JOB]
 
 
 def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int) -> Iterator[Sample]:
     """One window forward in two spans, the first beside a decoding sequence, the tail, and back in two."""
     answer = probe.sequence(64, 1, 0)
-    depth = probe.runner.base.depth
+    depth = probe.executor.base.depth
     inference = inference_plan([(answer, 63, 1)])
     while not micro_batch.done:
         span = micro_batch.next_span(depth if micro_batch.is_paused else half)
@@ -178,4 +178,4 @@ def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int
         yield probe.run(replace(inference, training=(window,)))
         micro_batch.advance(0, rows, span)
         inference = Plan()
-    probe.runner.run(Plan(released=(answer.key,)))
+    probe.executor.run(Plan(released=(answer.key,)))

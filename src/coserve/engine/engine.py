@@ -25,14 +25,14 @@ from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.engine.admission import Admission
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.calibrate import measure, measure_lanes
-from coserve.engine.deterministic import DeterministicRunner
 from coserve.engine.handles import Completion, FineTuning, Keeping
 from coserve.engine.paged import PagedAdapters
-from coserve.engine.runner import LocalRunner
 from coserve.engine.stats import count
-from coserve.engine.table import SequenceTable
 from coserve.engine.training import JobSpec, Training
 from coserve.errors import AdapterError, ConfigError, CoserveError, RequestError
+from coserve.executors.deterministic import DeterministicExecutor
+from coserve.executors.local import LocalExecutor
+from coserve.executors.sequence_table import SequenceTable
 from coserve.jobs import datasets
 from coserve.memory.kv import KVPool
 from coserve.memory.malloc import keep_freed_memory
@@ -89,14 +89,14 @@ class Engine:
         self._random = random.Random(config.seed)
         self._requests = 0
         self._lock = threading.RLock()
-        self.runner = self._make_runner()
-        self.arrivals = Arrivals(self.runner)
+        self.executor = self._make_executor()
+        self.arrivals = Arrivals(self.executor)
         self.scheduler = self._make_scheduler(policy)
-        self.admission.open(self.runner, self.scheduler.config, self._steps(policy))
-        self._outlines = Outlines(self.base, self.base.dtype, self.runner.stacks.slot_nbytes)
+        self.admission.open(self.executor, self.scheduler.config, self._steps(policy))
+        self._outlines = Outlines(self.base, self.base.dtype, self.executor.stacks.slot_nbytes)
         self.stored = self._make_stored()
         self.training = Training(
-            self.runner, self.scheduler, self.admission, self._drive, self.save_adapter, self._lock,
+            self.executor, self.scheduler, self.admission, self._drive, self.save_adapter, self._lock,
             offload_for(self.base.device, config.scratch) if config.offload else None,
         )  # fmt: skip
         if config.calibrate:
@@ -105,9 +105,9 @@ class Engine:
     def calibrate(self) -> None:
         """Measures what steps cost on this machine: seconds, before anything else is under way."""
         room = self.config.page_size, self.config.pages, self.base.max_positions
-        self.scheduler.cost.fit(measure(self.runner, *room))
+        self.scheduler.cost.fit(measure(self.executor, *room))
         threads = torch.get_num_threads()
-        if (lanes := measure_lanes(self.runner, *room)) is not None:
+        if (lanes := measure_lanes(self.executor, *room)) is not None:
             self.scheduler.cost.lanes.start(*lanes)
         torch.set_num_threads(threads)  # a lane's own number is MKL's for the whole process
 
@@ -119,7 +119,7 @@ class Engine:
             self.arrivals.before_step()
             self.stored.advance()
             plan = self.scheduler.plan(self.clock())
-            result = self.runner.run(plan)
+            result = self.executor.run(plan)
             events = self.scheduler.apply(plan, result, self.clock())
             for event in events:
                 self._deliver(event)
@@ -153,7 +153,8 @@ class Engine:
         caller. What prompts of one `scope` have in common is computed once; None shares nothing. The first
         token of a `newcomer` goes first. Raises RequestError, AdapterNotFound or ConfigError, nothing queued.
         """
-        grammar = self.runner.table.sampling.check(sampling, continued)  # no step waits while it is compiled
+        # Before the lock is taken: no step waits while a grammar is compiled.
+        grammar = self.executor.table.sampling.check(sampling, continued)
         with self.arrivals.arriving(), self._lock:
             version = None if adapter is None else self.bank.look(adapter)
             request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
@@ -329,7 +330,7 @@ class Engine:
 
     # Inside
 
-    def _make_runner(self) -> LocalRunner:
+    def _make_executor(self) -> LocalExecutor:
         config, base = self.config, self.base
         try:
             store = Int8Store if config.cache_dtype == "int8" else Store
@@ -342,12 +343,12 @@ class Engine:
         eos = self.eos_ids
         grammars = None if self.text is None else Grammars(self.text.tokenizer, base.vocabulary, eos)
         sampling = SamplingTable(config.max_running, base.vocabulary, eos, base.device, grammars)
-        runner = DeterministicRunner if config.deterministic else LocalRunner
-        return runner(base, self.bank, pool, SequenceTable(config.max_running, most, pool, sampling))
+        executor = DeterministicExecutor if config.deterministic else LocalExecutor
+        return executor(base, self.bank, pool, SequenceTable(config.max_running, most, pool, sampling))
 
     def _make_stored(self) -> PagedAdapters:
         reads = reads_for(self.base, self.base.dtype, self.base.device)
-        reader = Reader(reads, self.runner.pause_training)
+        reader = Reader(reads, self.executor.pause_training)
         stored = PagedAdapters(self.bank, self.scheduler, reader, self.admission.room)
         self.admission.stored(stored)
         return stored

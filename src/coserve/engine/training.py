@@ -12,8 +12,8 @@ from coserve.core.contained import contained
 from coserve.core.events import JobFailed, StepDone
 from coserve.engine.admission import Admission
 from coserve.engine.handles import FineTuning, Keeping
-from coserve.engine.runner import LocalRunner
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
+from coserve.executors.local import LocalExecutor
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.schedule.scheduler import Scheduler
 from coserve.train.example import Prepared, check_room
@@ -53,7 +53,7 @@ class Training:
 
     def __init__(
         self,
-        runner: LocalRunner,
+        executor: LocalExecutor,
         scheduler: Scheduler,
         admission: Admission,
         drive: Callable[[], bool],
@@ -63,8 +63,8 @@ class Training:
     ) -> None:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
         self.started = 0  # jobs that ever were
-        self._runner, self._scheduler, self._admission = runner, scheduler, admission
-        self._base, self._bank = runner.base, runner.bank
+        self._executor, self._scheduler, self._admission = executor, scheduler, admission
+        self._base, self._bank = executor.base, executor.bank
         self._drive, self._save, self._lock, self._make_offload = drive, save, lock, make_offload
         self._queued: dict[str, JobSpec] = {}
 
@@ -108,9 +108,9 @@ class Training:
         """Changes a running job's share among the jobs that train."""
         if not weight > 0:
             raise ConfigError(f"a job's weight must be positive, not {weight}")
-        if job not in self._runner.runs:
+        if job not in self._executor.runs:
             raise JobError(f"no job {job!r} is running")
-        self._runner.runs[job].weight = weight
+        self._executor.runs[job].weight = weight
         self._scheduler.set_training_weight(job, weight)
 
     def refuse_while_trained(self, adapter: str) -> None:
@@ -145,8 +145,8 @@ class Training:
     def _state(self, job: str) -> TrainingState:
         """Where a job stands. Raises JobError where there is nothing to tell of."""
         with self._lock:
-            if job in self._runner.runs:
-                return self._runner.runs[job].state()
+            if job in self._executor.runs:
+                return self._executor.runs[job].state()
             queued = self._queued.get(job)
             if queued is not None and queued.resume is not None:
                 return queued.resume
@@ -177,7 +177,7 @@ class Training:
         try:
             return TrainingRun(
                 self._base, self._bank, asked.job, self._first(asked), asked.data.examples, asked.config,
-                self._runner.arena, asked.data.digest, asked.resume, self._make_offload,
+                self._executor.arena, asked.data.digest, asked.resume, self._make_offload,
             )  # fmt: skip
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -196,13 +196,13 @@ class Training:
         return replace(first, name=asked.adapter, version=self._bank.next_version(asked.adapter))
 
     def _begin(self, run: TrainingRun) -> None:
-        self._runner.runs[run.job] = run
+        self._executor.runs[run.job] = run
         self.jobs[run.job].begin()
         self._feed(run.job)
 
     def _feed(self, job: str) -> None:
         """Gives the scheduler the job's next optimizer step, or ends the job."""
-        run = self._runner.runs[job]
+        run = self._executor.runs[job]
         micro_batches = run.next_step(iter(self._scheduler.new_key, None))
         if micro_batches:
             self._scheduler.add_training(job, micro_batches, run.weight)
@@ -211,12 +211,12 @@ class Training:
 
     def _goes_on_smaller(self, event: JobFailed) -> bool:
         """Whether a job that ran out of memory does its step again with less: once, and no more."""
-        run, handle = self._runner.runs[event.job], self.jobs[event.job]
+        run, handle = self._executor.runs[event.job], self.jobs[event.job]
         if not isinstance(event.error, OutOfMemory) or handle.notes or not run.is_under_way:
             return False
-        self._runner.settle()
+        self._executor.settle()
         micro_batches = run.smaller_step(iter(self._scheduler.new_key, None))
-        self._runner.arena.empty()
+        self._executor.arena.empty()
         self._admission.shrink(event.job, run.config)
         handle.notes.append(
             f"{event.error}; step {run.step + 1} runs again, and the job goes on, with "
@@ -232,10 +232,10 @@ class Training:
 
     def _forget(self, job: str) -> None:
         """Frees all a job held, its handle too unless its caller has it; its published version stays."""
-        self._runner.settle()
+        self._executor.settle()
         self._scheduler.remove_training(job)
         self._queued.pop(job, None)
-        run = self._runner.runs.pop(job, None)
+        run = self._executor.runs.pop(job, None)
         if run is not None:
             run.abandon()
         self.jobs.pop(job, None)

@@ -1,4 +1,4 @@
-"""The engine's own way: answers without a graph, training by tape and windows, all by its own runner."""
+"""The engine's own way: answers without a graph, training by tape and windows, all by its own executor."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -41,7 +41,7 @@ class OurRun:
     def go(self) -> Iterator[Stage]:
         load = self._program.load
         engine = Engine(self._subject.load(), self.config(_NO_LIMIT))
-        self.cache = engine.runner.pool.nbytes
+        self.cache = engine.executor.pool.nbytes
         yield Stage.LOADED
         self._answer(engine, load)
         yield Stage.INFERENCE
@@ -61,7 +61,7 @@ class OurRun:
             if not step:
                 yield Stage.BACKWARD
             self.optimizer = run.held[Account.OPTIMIZERS] + run.held[Account.ADAPTERS]
-            engine.runner.run(Plan(updates=(_JOB,)))
+            engine.executor.run(Plan(updates=(_JOB,)))
         yield Stage.STEP
 
     def config(self, memory: int) -> EngineConfig:
@@ -89,14 +89,14 @@ class OurRun:
             answer.pages = list(range(number * pages, (number + 1) * pages))
             answers.append(answer)
         if answers:
-            engine.runner.run(inference_plan((answer, 0, load.length) for answer in answers))
-            engine.runner.run(Plan(released=tuple(answer.key for answer in answers)))
+            engine.executor.run(inference_plan((answer, 0, load.length) for answer in answers))
+            engine.executor.run(Plan(released=tuple(answer.key for answer in answers)))
 
     def _start(self, engine: Engine) -> TrainingRun:
         examples, config = self.job()
         adapter = fresh_adapter(engine.base, _JOB, settings_of(self._program.parts), 0)
-        run = TrainingRun(engine.base, engine.bank, _JOB, adapter, examples, config, engine.runner.arena)
-        engine.runner.runs[_JOB] = run
+        run = TrainingRun(engine.base, engine.bank, _JOB, adapter, examples, config, engine.executor.arena)
+        engine.executor.runs[_JOB] = run
         return run
 
     def _pass(self, engine: Engine, micro_batch: MicroBatch, direction: Direction) -> None:
@@ -104,7 +104,7 @@ class OurRun:
         depth = engine.base.depth
         span = Span(depth, depth + 1) if direction is Direction.LOSS else Span(0, depth)
         segment = training_segment(micro_batch, 0, micro_batch.length, direction, span)
-        engine.runner.run(Plan(training=(segment,)))
+        engine.executor.run(Plan(training=(segment,)))
 
 
 def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True) -> str:

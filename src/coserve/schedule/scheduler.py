@@ -1,6 +1,6 @@
-"""Decides, step by step, what the runner does next.
+"""Decides, step by step, what the executor does next.
 
-Plain and deterministic: no clock of its own, no tensors. The caller alternates `plan`, the runner, and
+Plain and deterministic: no clock of its own, no tensors. The caller alternates `plan`, the executor, and
 `apply`; everything else is called between two steps.
 """
 
@@ -184,7 +184,7 @@ class Scheduler:
         return replace(plan, idle=self._idle(view)) if plan.is_empty else plan
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> list[Event]:
-        """Takes the runner's answer in; `now` is when the step ended. Returns what it brought about."""
+        """Takes the executor's answer in; `now` is when the step ended. Returns what it brought about."""
         self._account(plan, result, now)
         events, self._events = self._events, []
         for job, error in result.failed.items():

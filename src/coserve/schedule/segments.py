@@ -31,7 +31,7 @@ def announce(
     segments: Iterable[InferenceSegment], sequences: Mapping[int, Sequence]
 ) -> tuple[tuple[SequenceStart, ...], tuple[InferenceSegment, ...]]:
     """Completes a plan's segments: (sequences that it is the first to name, segments with the pages that
-    the runner does not know yet). Notes in each sequence what the runner knows from now on."""
+    the executor does not know yet). Notes in each sequence what the executor knows from now on."""
     starts, completed = [], []
     for segment in segments:
         sequence = sequences[segment.key]
@@ -46,7 +46,7 @@ def announce(
 
 
 def inference_plan(rows: Iterable[tuple[Sequence, int, int]]) -> Plan:
-    """A step of nothing but (sequence, start, rows), for whoever measures or checks a runner."""
+    """A step of nothing but (sequence, start, rows), for whoever measures or checks an executor."""
     chosen = list(rows)
     segments = [inference_segment(*one) for one in chosen]
     starts, completed = announce(segments, {sequence.key: sequence for sequence, _, _ in chosen})

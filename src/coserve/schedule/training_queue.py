@@ -62,7 +62,7 @@ class TrainingQueue:
         self._jobs[name].weight = weight
 
     def remove(self, name: str) -> None:
-        """Forgets a job; the runner is told to drop what it holds for it."""
+        """Forgets a job; the executor is told to drop what it holds for it."""
         job = self._jobs.pop(name, None)
         if job is not None:
             self.released.extend(batch.key for batch in job.micro_batches)

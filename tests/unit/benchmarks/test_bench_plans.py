@@ -18,13 +18,13 @@ from coserve_benchmarks.plans import (
 DEPTH = Span(0, 4)
 
 
-class FakeRunner:
+class ScriptedExecutor:
     def run(self, plan: Plan) -> StepResult:
         return StepResult(0.001 * len(plan.training))
 
 
 def fake_engine() -> Any:
-    return SimpleNamespace(runner=FakeRunner())
+    return SimpleNamespace(executor=ScriptedExecutor())
 
 
 def there_and_back() -> list[Plan]:
@@ -46,7 +46,7 @@ def recorded() -> list[RecordedStep]:
     engine = fake_engine()
     with record_plans(engine) as steps:
         for plan in there_and_back():
-            engine.runner.run(plan)
+            engine.executor.run(plan)
     return steps
 
 
@@ -62,9 +62,9 @@ def test_steps_that_train_are_recorded() -> None:
 def test_the_runner_answers_as_before_and_is_given_back() -> None:
     engine = fake_engine()
     with record_plans(engine):
-        assert engine.runner.run(there_and_back()[0]).seconds == 0.001
-        assert "run" in vars(engine.runner)
-    assert "run" not in vars(engine.runner)
+        assert engine.executor.run(there_and_back()[0]).seconds == 0.001
+        assert "run" in vars(engine.executor)
+    assert "run" not in vars(engine.executor)
 
 
 def test_round_trip(tmp_path: Path) -> None:

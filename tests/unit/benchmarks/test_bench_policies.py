@@ -348,7 +348,7 @@ def test_what_switching_costs(arena: EngineArena) -> None:
     assert 0.0 <= found["switch.seconds"] < 1.0
     assert found["switch"].keys() == {"initialisation", "clean_up", "data_movement", "seconds"}
     assert all(0.0 <= part < 1.0 for part in found["switch"].values())
-    assert "run" not in vars(arena.engine.runner)  # nobody watches any more
+    assert "run" not in vars(arena.engine.executor)  # nobody watches any more
     assert not arena.engine.has_work
 
 

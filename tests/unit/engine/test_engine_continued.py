@@ -91,7 +91,7 @@ def test_continued_and_preempted_answers_whose_last_chunk_is_one_row() -> None:
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.0, seed=3)
     wanted = [roomy.generate(prompt, sampling=params).result().tokens for prompt in asked]
     lonely: list[int] = []  # keys of answers that had one row in their midst run
-    run = tight.runner.run
+    run = tight.executor.run
 
     def noting(plan: Plan) -> StepResult:
         for segment in plan.inference:
@@ -100,7 +100,7 @@ def test_continued_and_preempted_answers_whose_last_chunk_is_one_row() -> None:
                 lonely.append(segment.key)
         return run(plan)
 
-    tight.runner.run = noting
+    tight.executor.run = noting
     answers = [
         tight.generate(prompt, sampling=params, continued=tokens[:cut])
         for prompt, tokens, cut in zip(asked, wanted, (11, 6, 17, 3, 20), strict=True)

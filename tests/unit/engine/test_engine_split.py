@@ -41,13 +41,13 @@ def held() -> tuple[threading.Event, Callable[[Engine], None]]:
     go = threading.Event()
 
     def hold(engine: Engine) -> None:
-        work = engine.runner._train_lane
+        work = engine.executor._train_lane
 
         def waiting(lane: Any) -> float:
             assert go.wait(WAIT)
             return work(lane)
 
-        engine.runner._train_lane = waiting  # type: ignore[method-assign]
+        engine.executor._train_lane = waiting  # type: ignore[method-assign]
 
     return go, hold
 
@@ -105,7 +105,7 @@ def test_an_error_beside_the_answers_is_raised() -> None:
     def fail(lane: Any) -> float:
         raise ZeroDivisionError("in a lane")
 
-    engine.runner._train_lane = fail  # type: ignore[method-assign]
+    engine.executor._train_lane = fail  # type: ignore[method-assign]
     train(engine)
     with pytest.raises(ZeroDivisionError, match="in a lane"):
         engine.run()
@@ -119,7 +119,7 @@ def test_the_deterministic_engine_is_not_split() -> None:
         train(engine)
         answer = engine.generate(PROMPT, sampling=SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0))
         engine.run()
-        assert not engine.runner._lanes._lanes
+        assert not engine.executor._lanes._lanes
         found.append((answer.tokens, answer.logprobs, weights(engine)))
     (tokens, logprobs, trained), (others, other_logprobs, others_trained) = found
     assert tokens == others and logprobs == other_logprobs

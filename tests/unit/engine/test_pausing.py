@@ -16,7 +16,7 @@ from coserve.core.plan import Plan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Opened, Received
-from coserve.schedule.fake import FakeRunner
+from coserve.executors.scripted import ScriptedExecutor
 from coserve.train.example import Example
 from coserve.train.pause import TrainingPause
 from coserve.wire.messages import Acknowledge, Submit
@@ -40,14 +40,14 @@ class Watched:
         )
         self.engine = Engine(tiny("llama", torch.float64), config)
         self.steps: list[tuple[Plan, StepResult]] = []
-        run = self.engine.runner.run
+        run = self.engine.executor.run
 
         def watched(plan: Plan) -> StepResult:
             result = run(plan)
             self.steps.append((plan, result))
             return result
 
-        self.engine.runner.run = watched  # type: ignore[method-assign]
+        self.engine.executor.run = watched  # type: ignore[method-assign]
 
     def train(self, jobs: int) -> dict[str, torch.Tensor]:
         """Trains to the end; weights of all jobs."""
@@ -84,7 +84,7 @@ def test_paused_at_any_layer_weights_are_the_same(jobs: int) -> None:
     draws = random.Random(jobs)
 
     def either() -> None:
-        executor = paused.engine.runner
+        executor = paused.engine.executor
         (executor.pause_training if draws.random() < 0.5 else executor.resume_training)()
 
     paused.engine.base.on_layer = either
@@ -104,7 +104,7 @@ def test_paused_at_any_layer_weights_are_the_same(jobs: int) -> None:
 
 def test_a_pause_that_is_never_withdrawn_leaves_a_layer_a_step() -> None:
     it = Watched()
-    it.engine.runner.pause_training()
+    it.engine.executor.pause_training()
     it.engine.arrivals.announce()  # so that no step withdraws it
     it.engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
     while it.engine.has_work:
@@ -117,7 +117,7 @@ def test_a_pause_that_is_never_withdrawn_leaves_a_layer_a_step() -> None:
 def test_a_policy_that_does_not_pause_is_left_alone() -> None:
     """Baselines run mini-batches whole, as their papers have them."""
     it = Watched("idle-only")
-    it.engine.runner.pause_training()
+    it.engine.executor.pause_training()
     it.engine.arrivals.announce()
     it.engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
     while it.engine.has_work:
@@ -156,7 +156,7 @@ def test_who_arrives_from_another_thread_stops_training_at_the_next_layer() -> N
 
 
 def test_only_the_steps_under_way_when_somebody_came_are_short() -> None:
-    executor = FakeRunner(16)
+    executor = ScriptedExecutor(16)
     pause = TrainingPause()
     executor.pause_training, executor.resume_training = pause.ask, pause.withdraw  # type: ignore[method-assign]
     arrivals = Arrivals(executor)
@@ -180,7 +180,7 @@ def test_only_the_steps_under_way_when_somebody_came_are_short() -> None:
 def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None:
     """From any connection: what was announced and never taken would keep training paused."""
     told = Counter[str]()
-    arrivals = Arrivals(FakeRunner(16))
+    arrivals = Arrivals(ScriptedExecutor(16))
     arrivals.announce = lambda: told.update(["announced"])  # type: ignore[method-assign]
     arrivals.taken = lambda: told.update(["taken"])  # type: ignore[method-assign]
     inbox, connection = Inbox(), cast(Connection, object())
@@ -215,7 +215,7 @@ def test_an_adapter_that_has_been_read_stops_training_for_who_waits_for_it(tmp_p
     engine.register_adapter("stored", tmp_path / "stored")
     engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
     done = threading.Event()
-    pause = engine.runner.pause_training
+    pause = engine.executor.pause_training
 
     def paused() -> None:
         pause()

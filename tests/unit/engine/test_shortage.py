@@ -75,7 +75,7 @@ def failing(
             return found
         backward = found.backward if isinstance(found, BackwardWindow) else found
         tape = backward if isinstance(backward, Tape) else backward.tape
-        for run in engine.runner.runs.values():
+        for run in engine.executor.runs.values():
             for travelling in run._under_way.micro_batches.values() if run._under_way else ():
                 if travelling.tape is tape:
                     return run
@@ -120,7 +120,7 @@ def test_a_job_that_runs_out_tries_again_with_less(
         while not jobs[1].notes and engine.step():
             pass
         assert engine.admission.ledger.of("job two") < reserved
-        assert engine.runner.arena.nbytes == 0, "what waited was given back"
+        assert engine.executor.arena.nbytes == 0, "what waited was given back"
         engine.run()
     assert allocator.failed == allocator.times
     assert [job.status for job in jobs] == ["succeeded", "succeeded"]
@@ -144,7 +144,7 @@ def test_a_second_time_the_job_fails_and_nobody_else(
     assert [job.status for job in jobs] == ["succeeded", "failed"] and answer.tokens == undisturbed[0]
     with pytest.raises(OutOfMemory, match=r"job two ran out of memory: .*can't allocate"):
         jobs[1].result()
-    assert "two" not in engine.runner.runs and engine.admission.ledger.of("job two") == 0
+    assert "two" not in engine.executor.runs and engine.admission.ledger.of("job two") == 0
     assert engine.bank.find("two").version == 1, "its last good version stays"
 
 
@@ -182,7 +182,7 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
     """Two jobs' rows and an answer's in one pass: only the job that fails alone as well has failed."""
     engine = make_engine()
     together: list[int] = []
-    real = engine.runner._forward
+    real = engine.executor._forward
 
     def forward(inference: Any, kept: Any) -> Any:
         jobs = {segment.job for segment in kept}
@@ -193,7 +193,7 @@ def test_windows_that_set_out_together_are_told_apart(monkeypatch: pytest.Monkey
 
     ask(engine)
     jobs = [start(engine, name) for name in ("one", "two")]
-    monkeypatch.setattr(engine.runner, "_forward", forward)
+    monkeypatch.setattr(engine.executor, "_forward", forward)
     engine.run()
     assert max(together) > 1 and [job.status for job in jobs] == ["succeeded", "failed"]
 
@@ -205,7 +205,7 @@ def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch
     wanted = [make_engine().generate(prompt, sampling=params).result().tokens for prompt in prompts]
     engine = make_engine()
     again: list[int] = []
-    real = engine.runner._forward
+    real = engine.executor._forward
 
     def forward(inference: Any, kept: Any) -> Any:
         if inference is not None and kept:
@@ -215,7 +215,7 @@ def test_rows_that_pass_again_alone_find_their_pages_where_they_were(monkeypatch
 
     answers = [engine.generate(prompt, sampling=params) for prompt in prompts]
     start(engine, "one")
-    monkeypatch.setattr(engine.runner, "_forward", forward)
+    monkeypatch.setattr(engine.executor, "_forward", forward)
     engine.run()
     assert any(again), "steps that passed again brought new pages"
     assert [answer.tokens for answer in answers] == wanted

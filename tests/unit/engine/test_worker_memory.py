@@ -12,8 +12,8 @@ import pytest
 from coserve import Engine, EngineConfig
 from coserve.engine.background import Background
 from coserve.engine.link import Inbox
-from coserve.engine.runner import LocalRunner
 from coserve.engine.worker import Worker
+from coserve.executors.local import LocalExecutor
 from coserve.wire.codec import decode_answer, encode_answer
 from coserve.wire.messages import (
     CheckJob,
@@ -101,7 +101,7 @@ def test_a_job_waits_and_begins_when_the_one_before_has_ended(desk: Desk, data: 
     assert again.jobs == ("one", "two") and again.waiting == {"two": waiting.reason}
     desk.worker.take(WeighJob("two", 3.0))
     desk.until(lambda: desk.of(JobStarted, "two"))
-    assert desk.of(JobEnded, "one") and desk.engine.runner.runs["two"].weight == 3.0
+    assert desk.of(JobEnded, "one") and desk.engine.executor.runs["two"].weight == 3.0
     assert desk.worker.connected().waiting == {}
     desk.until(lambda: desk.of(JobEnded, "two"))
     assert desk.of(JobEnded, "two")[-1].status == "succeeded"
@@ -168,15 +168,15 @@ def test_a_job_that_ran_out_and_goes_on_tells_so(
     desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed: list[str] = []
-    real = LocalRunner._through_tail
+    real = LocalExecutor._through_tail
 
-    def walk(self: LocalRunner, segment: Any) -> None:
+    def walk(self: LocalExecutor, segment: Any) -> None:
         if not failed:
             failed.append(segment.job)
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         real(self, segment)
 
-    monkeypatch.setattr(LocalRunner, "_through_tail", walk)
+    monkeypatch.setattr(LocalExecutor, "_through_tail", walk)
     desk.worker.take(start(data, tmp_path, "one"))
     desk.until(lambda: desk.of(JobEnded, "one"))
     (note,) = desk.of(JobNote, "one")

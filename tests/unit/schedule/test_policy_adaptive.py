@@ -9,10 +9,10 @@ import pytest
 from coserve.core.events import StepDone
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
+from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
-from coserve.schedule.fake import FakeRunner
 from coserve.schedule.policies import Policy, View, make_policy
 from coserve.schedule.policies.base import INFINITE
 from coserve.schedule.scheduler import Scheduler
@@ -433,38 +433,38 @@ def give(it: Scheduler, job: str, weight: float = 1.0) -> None:
     it.add_training(job, batches, weight)
 
 
-def step(it: Scheduler, runner: FakeRunner, weights: dict[str, float] | None = None) -> None:
-    for event in runner.step(it):
+def step(it: Scheduler, executor: ScriptedExecutor, weights: dict[str, float] | None = None) -> None:
+    for event in executor.step(it):
         if isinstance(event, StepDone):
             give(it, event.job, (weights or {}).get(event.job, 1.0))
 
 
 def test_training_is_put_down_between_layers() -> None:
     """No step without answers takes longer than a quantum, though a micro-batch takes many of them."""
-    it, runner = make_scheduler("adaptive"), FakeRunner(16)
+    it, executor = make_scheduler("adaptive"), ScriptedExecutor(16)
     give(it, "a")
     iteration = it.cost.predict_iteration([MicroBatch(0, "a", "a@0", (384,), DEPTH)])
-    while runner.now < 5.0:
-        step(it, runner)
+    while executor.now < 5.0:
+        step(it, executor)
     assert iteration > 8 * it.config.quantum
-    assert max(result.seconds for result in runner.results) <= it.config.quantum
-    spans = {len(segment.span) for plan in runner.plans for segment in plan.training}
+    assert max(result.seconds for result in executor.results) <= it.config.quantum
+    spans = {len(segment.span) for plan in executor.plans for segment in plan.training}
     assert min(spans) < DEPTH and it.stats.updates > 2
 
 
 @pytest.mark.parametrize("rate", [0.0, 3.0])
 def test_several_jobs_share_by_weight(rate: float) -> None:
-    it, runner = make_scheduler("adaptive"), FakeRunner(16)
+    it, executor = make_scheduler("adaptive"), ScriptedExecutor(16)
     weights = {"heavy": 3.0, "light": 1.0}
     for job, weight in weights.items():
         give(it, job, weight)
     coming = deque(traffic("weights", rate, 90.0, "end_to_end")) if rate else deque()
-    while runner.now < 90.0:
-        while coming and coming[0].arrival <= runner.now:
-            it.submit(coming.popleft(), runner.now)
-        step(it, runner, weights)
+    while executor.now < 90.0:
+        while coming and coming[0].arrival <= executor.now:
+            it.submit(coming.popleft(), executor.now)
+        step(it, executor, weights)
     rows = dict.fromkeys(weights, 0.0)
-    for plan in runner.plans:
+    for plan in executor.plans:
         for segment in plan.training:
             rows[segment.job] += segment.length * len(segment.span)
     assert rows["heavy"] / rows["light"] == pytest.approx(3.0, rel=0.1)
@@ -499,18 +499,18 @@ def traffic(seed: str, rate: float, seconds: float, kind: str) -> list[Request]:
 
 def serve(
     policy: str, requests: list[Request], seconds: float, lanes: float = 3.0
-) -> tuple[list[Sequence], float, FakeRunner]:
+) -> tuple[list[Sequence], float, ScriptedExecutor]:
     """All requests, answered, the rows that were trained within so many seconds, and who ran all that."""
-    it, runner = make_scheduler(policy, lanes), FakeRunner(16)
+    it, executor = make_scheduler(policy, lanes), ScriptedExecutor(16)
     give(it, "a")
     coming, sequences, trained = deque(requests), [], 0.0
-    while runner.now < seconds or coming or not all(sequence.is_finished for sequence in sequences):
-        while coming and coming[0].arrival <= runner.now:
-            sequences.append(it.submit(coming.popleft(), runner.now))
-        step(it, runner)
-        if runner.now < seconds:
+    while executor.now < seconds or coming or not all(sequence.is_finished for sequence in sequences):
+        while coming and coming[0].arrival <= executor.now:
+            sequences.append(it.submit(coming.popleft(), executor.now))
+        step(it, executor)
+        if executor.now < seconds:
             trained = it.stats.backward_rows
-    return sequences, trained, runner
+    return sequences, trained, executor
 
 
 def broken(sequence: Sequence) -> list[str]:
@@ -532,8 +532,8 @@ def broken(sequence: Sequence) -> list[str]:
 @pytest.mark.parametrize("lanes", [2.0, 3.0])  # what they take here, or so much that there are none
 def test_every_bound_is_kept(kind: str, rate: float, lanes: float) -> None:
     for seed in range(4):
-        sequences, _, runner = serve("adaptive", traffic(f"{kind}/{seed}", rate, 10.0, kind), 10.0, lanes)
-        assert any(plan.split for plan in runner.plans) is (lanes == 2.0)
+        sequences, _, executor = serve("adaptive", traffic(f"{kind}/{seed}", rate, 10.0, kind), 10.0, lanes)
+        assert any(plan.split for plan in executor.plans) is (lanes == 2.0)
         missed = {sequence.request.id: broken(sequence) for sequence in sequences}
         assert not any(missed.values()), missed
 

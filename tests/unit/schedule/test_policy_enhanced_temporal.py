@@ -175,8 +175,8 @@ def test_the_defaults_are_the_reports() -> None:
 def test_waiting_is_one_empty_plan_with_a_pause() -> None:
     world = World(make_policy("enhanced-temporal:2,5"), {"x": Ask(1, 1)}, {}, pages=8)
     world.run(until=20)
-    pauses = [plan.idle for plan in world.runner.plans]
-    assert pauses[0] == 5 and world.runner.plans[0].is_empty and not any(pauses[1:])
+    pauses = [plan.idle for plan in world.executor.plans]
+    assert pauses[0] == 5 and world.executor.plans[0].is_empty and not any(pauses[1:])
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ Row = tuple[float, int, list[tuple[Direction, int, int, int, int]]]
 def steps(it: World) -> list[Row]:
     """When each step began, its answering rows, and its windows: way, rows and layers from and to."""
     now, rows = 0.0, []
-    for plan, result in zip(it.runner.plans, it.runner.results, strict=True):
+    for plan, result in zip(it.executor.plans, it.executor.results, strict=True):
         windows = [
             (s.direction, s.start, s.start + s.length, s.span.first, s.span.last) for s in plan.training
         ]
@@ -119,7 +119,7 @@ def test_spatial_sharing_has_both_at_once_on_fixed_shares() -> None:
     ]
     assert it.lines[-1] == "14.375 end"
     assert (it.it.cost.lanes.inference, it.it.cost.lanes.training) == (2.0, 2.0)  # nothing else was seen
-    for plan, result in zip(it.runner.plans[:5], it.runner.results, strict=False):
+    for plan, result in zip(it.executor.plans[:5], it.executor.results, strict=False):
         answers, training = plan.lanes
         assert plan.split == 0.5 and (answers.training, training.inference) == ((), ()) and not plan.is_fused
         assert result.seconds == plan.predicted
@@ -147,7 +147,7 @@ def test_a_lane_pays_for_its_own_pass_over_the_weights() -> None:
         (6.375, 1, [(LOSS, 0, 32, 2, 3)]),  # takes no time here
         (8.5, 1, [(BACK, 0, 32, 0, 2)]),
     ]
-    for plan, result in zip(it.runner.plans[:5], it.runner.results, strict=False):
+    for plan, result in zip(it.executor.plans[:5], it.executor.results, strict=False):
         assert result.seconds == plan.predicted
 
 
@@ -155,7 +155,7 @@ def test_without_a_job_there_is_one_lane() -> None:
     it = World(make_policy("spatial:0.25"), {"x": Ask(0, 3)}, {}, costs=TOKENS)
     it.run(until=60)
     assert it.sequences["x"].last_token_at == 3 * (1 + 1 / 16)
-    assert all(plan.split is None for plan in it.runner.plans)
+    assert all(plan.split is None for plan in it.executor.plans)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])

@@ -9,10 +9,10 @@ from coserve.core.events import TokenEvent
 from coserve.core.plan import Plan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.fake import FakeRunner, next_token, virtual_tokens
 from coserve.schedule.naming import page_name, root
 from coserve.schedule.policies import make_policy
 from coserve.schedule.policies.base import View
@@ -23,23 +23,23 @@ TEXT = tuple(range(100, 140))
 
 
 class World:
-    """A scheduler that shares, its pages, and the strict runner."""
+    """A scheduler that shares, its pages, and the strict executor."""
 
     def __init__(self, pages: int = 64, sharing: bool = True, **limits: float) -> None:
         self.pool = PagePool(pages, PAGE)
         config = SchedulerConfig(layers=4, max_positions=256, prefix_sharing=sharing, **limits)  # type: ignore[arg-type]
         self.it = Scheduler(config, self.pool, CostModel(), make_policy("hybrid"))
-        self.runner = FakeRunner(PAGE)
+        self.executor = ScriptedExecutor(PAGE)
         self.events: list[TokenEvent] = []
 
     def submit(self, prompt: Iterable[int], answer: int = 1, **fields: object) -> Sequence:
         sampling = SamplingParams(max_tokens=answer, prompt_logprobs=fields.pop("scored", None))  # type: ignore[arg-type]
-        request = Request("r", tuple(prompt), sampling, arrival=self.runner.now, **fields)  # type: ignore[arg-type]
-        return self.it.submit(request, self.runner.now)
+        request = Request("r", tuple(prompt), sampling, arrival=self.executor.now, **fields)  # type: ignore[arg-type]
+        return self.it.submit(request, self.executor.now)
 
     def step(self) -> Plan:
-        self.events += [e for e in self.runner.step(self.it) if isinstance(e, TokenEvent)]
-        return self.runner.plans[-1]
+        self.events += [e for e in self.executor.step(self.it) if isinstance(e, TokenEvent)]
+        return self.executor.plans[-1]
 
     def run(self) -> None:
         while self.it.has_work:
@@ -58,7 +58,7 @@ class World:
 
     def rows(self) -> int:
         """Inference rows that have passed so far."""
-        return sum(segment.length for plan in self.runner.plans for segment in plan.inference)
+        return sum(segment.length for plan in self.executor.plans for segment in plan.inference)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_a_page_that_nobody_reads_is_taken_over() -> None:
     world.answer(TEXT[:8])
     kept = dict(world.pool._names)
     second = world.submit(TEXT[:8], answer=9)
-    plan = world.it.plan(world.runner.now)
+    plan = world.it.plan(world.executor.now)
     assert (second.cached, second.shared, second.template) == (7, 1, second.pages[1])
     assert {*second.pages[:2]} == {*kept} and not world.pool.is_named(second.pages[1])
-    world.it.apply(plan, world.runner.run(plan), world.runner.now)
+    world.it.apply(plan, world.executor.run(plan), world.executor.now)
     assert dict(world.pool._names) == kept
     world.run()
     assert world.answer(TEXT[:8], answer=9).output == second.output
@@ -211,7 +211,7 @@ def test_found_pages_outlive_the_virtual_tokens_before_them() -> None:
     assert first is not None
     world.pool.forget(first)
     again = world.answer(TEXT[:15], **of)
-    assert again.cached == 14 and sum(len(plan.prefixes) for plan in world.runner.plans) == 2
+    assert again.cached == 14 and sum(len(plan.prefixes) for plan in world.executor.plans) == 2
 
 
 def test_prompts_that_are_scored_are_read_whole_and_leave_what_they_computed() -> None:
@@ -281,7 +281,7 @@ def test_predictions_know_what_is_found() -> None:
     world = World(max_prefill_rows=32)
     world.answer(TEXT[:32])
     asked = [world.submit((*TEXT[:32], n, n)) for n in range(8)]
-    plan = world.it.plan(world.runner.now)
+    plan = world.it.plan(world.executor.now)
     assert [segment.length for segment in plan.inference] == [2] * 8
     assert all(sequence.computed == 32 for sequence in asked)
     fresh = World()
@@ -321,7 +321,7 @@ def test_training_leaves_nothing_to_be_found() -> None:
     batch = MicroBatch(world.it.new_key(), "job", "a@0", (len(TEXT),), 4)
     world.it.add_training("job", [batch])
     world.run()
-    assert world.runner.trained == {"job": len(TEXT)}
-    assert {s.direction for plan in world.runner.plans for s in plan.training} >= {Direction.BACKWARD}
+    assert world.executor.trained == {"job": len(TEXT)}
+    assert {s.direction for plan in world.executor.plans for s in plan.training} >= {Direction.BACKWARD}
     assert (world.pool.free_count, world.pool.cached_count) == (64, 0)
     assert world.answer(TEXT, adapter="a@0").cached == 0

@@ -6,10 +6,10 @@ from coserve.core.plan import Plan, Prefix
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.errors import OutOfPages, PromptTooLong
+from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
-from coserve.schedule.fake import FakeRunner, next_token, virtual_tokens
 from coserve.schedule.policies import make_policy
 from coserve.schedule.prefixes import Prefixes
 from coserve.schedule.request_queues import RequestQueues
@@ -168,26 +168,26 @@ def test_the_rows_that_fill_count_among_a_step_s_prompt_rows() -> None:
 def test_a_prompt_whose_virtual_tokens_do_not_fit_the_bounds_waits(rows: int, entered: int) -> None:
     """A long fill would break the bound between tokens, so the prompt behind it comes a step later."""
     it, _ = scheduler(512)
-    runner = FakeRunner(PAGE)
+    executor = ScriptedExecutor(PAGE)
     for _ in range(32):
         it.cost.misses.observe(1.0, trains=False)
     sampling = SamplingParams(max_tokens=9)
     it.submit(Request("r", (1,) * 40, sampling, slo=SLO(between_tokens=0.04)), 0.0)
-    runner.step(it)
-    it.submit(Request("s", (1,) * 40, sampling, slo=SLO(first_token=0.5)), runner.now)
-    it.submit(request("a@1", rows, prompt=40, rows=rows, arrival=runner.now), runner.now)
-    assert len(it.plan(runner.now).prefixes) == entered
+    executor.step(it)
+    it.submit(Request("s", (1,) * 40, sampling, slo=SLO(first_token=0.5)), executor.now)
+    it.submit(request("a@1", rows, prompt=40, rows=rows, arrival=executor.now), executor.now)
+    assert len(it.plan(executor.now).prefixes) == entered
 
 
 def test_preempted_sequences_come_back_to_the_same_answer() -> None:
     it, pool = scheduler(12)
-    runner = FakeRunner(PAGE)
+    executor = ScriptedExecutor(PAGE)
     asked = [request(f"{'ab'[n % 2]}@1", 6 + n % 2, prompt=3, answer=16, arrival=float(n)) for n in range(6)]
     found = [it.submit(of, of.arrival) for of in asked]
     while it.has_work:
-        runner.step(it)
+        executor.step(it)
     assert it.stats.preemptions >= 3 and pool.free_count == 12
-    filled = [prefix.adapter for plan in runner.plans for prefix in plan.prefixes]
+    filled = [prefix.adapter for plan in executor.plans for prefix in plan.prefixes]
     assert {*filled} == {"a@1", "b@1"}
     for of, sequence in zip(asked, found, strict=True):
         output: list[int] = []

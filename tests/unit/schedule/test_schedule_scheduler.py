@@ -7,21 +7,21 @@ from coserve.core.plan import Plan, StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.errors import ConfigError, LossNotFinite, PromptTooLong
+from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.fake import FakeRunner
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 
 DEPTH = 4
 
 
-def world(pages: int = 64, policy: str = "hybrid", **config: object) -> tuple[Scheduler, FakeRunner]:
+def world(pages: int = 64, policy: str = "hybrid", **config: object) -> tuple[Scheduler, ScriptedExecutor]:
     settings: dict[str, object] = {"layers": DEPTH, "max_positions": 512} | config
     pool = PagePool(pages, 4)
     it = Scheduler(SchedulerConfig(**settings), pool, CostModel(), make_policy(policy))  # type: ignore[arg-type]
-    return it, FakeRunner(4)
+    return it, ScriptedExecutor(4)
 
 
 def request(prompt: int = 6, answer: int = 4, arrival: float = 0.0, slo: SLO | None = None) -> Request:
@@ -33,24 +33,24 @@ def micro_batches(it: Scheduler, job: str = "job", rows: int = 64, count: int = 
     return [MicroBatch(it.new_key(), job, f"{job}@0", (rows,), DEPTH) for _ in range(count)]
 
 
-def drain(it: Scheduler, runner: FakeRunner) -> list[Event]:
+def drain(it: Scheduler, executor: ScriptedExecutor) -> list[Event]:
     events: list[Event] = []
     for _ in range(2000):
         if not it.has_work:
             return events
-        events += runner.step(it)
+        events += executor.step(it)
     raise AssertionError("the work does not end")
 
 
 def test_a_request_runs_to_its_end() -> None:
-    it, runner = world()
+    it, executor = world()
     sequence = it.submit(request(), 0.0)
-    events = drain(it, runner)
+    events = drain(it, executor)
     tokens = [event for event in events if isinstance(event, TokenEvent)]
     assert [event.token for event in tokens] == sequence.output
     assert [event.finish_reason for event in tokens] == [None, None, None, FinishReason.LENGTH]
-    assert [len(plan.inference) for plan in runner.plans] == [1, 1, 1, 1, 0]
-    assert runner.plans[-1].released == (sequence.key,)
+    assert [len(plan.inference) for plan in executor.plans] == [1, 1, 1, 1, 0]
+    assert executor.plans[-1].released == (sequence.key,)
     assert (it.stats.prefill_tokens, it.stats.decode_tokens, it.stats.steps) == (6, 3, 4)
 
 
@@ -62,127 +62,127 @@ def test_a_refused_request_leaves_nothing() -> None:
 
 
 def test_a_long_prompt_goes_in_chunks_and_shares_the_rows() -> None:
-    it, runner = world(max_prefill_rows=10, min_prefill_rows=4)
+    it, executor = world(max_prefill_rows=10, min_prefill_rows=4)
     it.submit(request(prompt=14), 0.0)
     it.submit(request(prompt=14), 0.0)
-    runner.step(it)
-    runner.step(it)
-    runner.step(it)
-    rows = [sorted(segment.length for segment in plan.inference) for plan in runner.plans]
+    executor.step(it)
+    executor.step(it)
+    executor.step(it)
+    rows = [sorted(segment.length for segment in plan.inference) for plan in executor.plans]
     assert rows == [[10], [4, 6], [1, 8]]
 
 
 def test_an_urgent_prompt_overtakes_a_long_one() -> None:
-    it, runner = world(max_prefill_rows=10, min_prefill_rows=4, pages=128)
+    it, executor = world(max_prefill_rows=10, min_prefill_rows=4, pages=128)
     long = it.submit(request(prompt=100), 0.0)
-    runner.step(it)
-    urgent = it.submit(request(prompt=16, slo=SLO(first_token=0.1)), runner.now)
-    runner.step(it)
-    runner.step(it)
-    rows = [{segment.key: segment.length for segment in plan.inference} for plan in runner.plans]
+    executor.step(it)
+    urgent = it.submit(request(prompt=16, slo=SLO(first_token=0.1)), executor.now)
+    executor.step(it)
+    executor.step(it)
+    rows = [{segment.key: segment.length for segment in plan.inference} for plan in executor.plans]
     assert rows == [{long.key: 10}, {urgent.key: 10}, {urgent.key: 6, long.key: 4}]
 
 
 def test_prompts_that_run_go_on_when_no_pages_are_left_to_enter() -> None:
-    it, runner = world(max_prefill_rows=10, min_prefill_rows=4, pages=9)
+    it, executor = world(max_prefill_rows=10, min_prefill_rows=4, pages=9)
     long = it.submit(request(prompt=30), 0.0)
-    runner.step(it)
-    it.submit(request(prompt=16, slo=SLO(first_token=0.1)), runner.now)
-    runner.step(it)
-    assert [segment.key for segment in runner.plans[-1].inference] == [long.key]
+    executor.step(it)
+    it.submit(request(prompt=16, slo=SLO(first_token=0.1)), executor.now)
+    executor.step(it)
+    assert [segment.key for segment in executor.plans[-1].inference] == [long.key]
 
 
 def test_a_chunk_shrinks_to_keep_the_tokens_of_others_coming() -> None:
-    it, runner = world(max_prefill_rows=400, pages=200)
+    it, executor = world(max_prefill_rows=400, pages=200)
     it.submit(request(answer=20, slo=SLO(between_tokens=0.04)), 0.0)
-    runner.step(it)
+    executor.step(it)
     for trains in (False, True) * 16:
         it.cost.misses.observe(1.0, trains)  # this machine does what is predicted
-    it.submit(request(prompt=400), runner.now)
-    runner.step(it)
-    plan = runner.plans[-1]
+    it.submit(request(prompt=400), executor.now)
+    executor.step(it)
+    plan = executor.plans[-1]
     chunk = max(segment.length for segment in plan.inference)
     assert 100 < chunk < 400
     assert 0.035 < plan.predicted <= 0.04
 
 
 def test_a_prompt_progresses_even_where_no_time_is_left() -> None:
-    it, runner = world(min_prefill_rows=8)
+    it, executor = world(min_prefill_rows=8)
     it.submit(request(answer=20, slo=SLO(between_tokens=0.0)), 0.0)
-    runner.step(it)
-    it.submit(request(prompt=20), runner.now)
-    runner.step(it)
-    assert sorted(segment.length for segment in runner.plans[-1].inference) == [1, 8]
+    executor.step(it)
+    it.submit(request(prompt=20), executor.now)
+    executor.step(it)
+    assert sorted(segment.length for segment in executor.plans[-1].inference) == [1, 8]
 
 
 def test_at_most_max_running() -> None:
-    it, runner = world(max_running=2)
+    it, executor = world(max_running=2)
     for _ in range(5):
         it.submit(request(), 0.0)
-    runner.step(it)
+    executor.step(it)
     assert (len(it.running), len(it.waiting)) == (2, 3)
-    drain(it, runner)
-    assert max(len(plan.inference) for plan in runner.plans) == 2
+    drain(it, executor)
+    assert max(len(plan.inference) for plan in executor.plans) == 2
 
 
 def test_nobody_enters_in_a_step_that_took_pages() -> None:
-    it, runner = world(pages=5)
+    it, executor = world(pages=5)
     first = it.submit(request(prompt=7, answer=9), 0.0)
     second = it.submit(request(prompt=7, answer=9, arrival=0.1), 0.0)
     third = it.submit(request(prompt=2, answer=2, arrival=0.2), 0.0)
     entered = []
     while not second.preemptions:
-        runner.step(it)
-        entered.append({segment.key for segment in runner.plans[-1].inference})
+        executor.step(it)
+        entered.append({segment.key for segment in executor.plans[-1].inference})
     assert entered[0] == {first.key, second.key, third.key}
     late = it.submit(request(prompt=1, answer=1, arrival=0.3), 0.0)
     assert entered[-1] == {first.key}
-    assert second.key in [key for plan in runner.plans for key in plan.released]
-    drain(it, runner)
+    assert second.key in [key for plan in executor.plans for key in plan.released]
+    drain(it, executor)
     assert all(len(s.output) == s.request.sampling.max_tokens for s in (first, second, third, late))
 
 
 def test_cancelling_waiting_and_running() -> None:
-    it, runner = world(max_running=1)
+    it, executor = world(max_running=1)
     first, second = it.submit(request(), 0.0), it.submit(request(), 0.0)
-    runner.step(it)
+    executor.step(it)
     it.cancel(first.key)
     it.cancel(second.key)
     it.cancel(second.key)
     it.cancel(999)
-    events = drain(it, runner)
+    events = drain(it, executor)
     assert events == [
         Finished(first.key, "r", FinishReason.CANCELLED),
         Finished(second.key, "r", FinishReason.CANCELLED),
     ]
-    assert runner.plans[-1].released == (first.key,)
+    assert executor.plans[-1].released == (first.key,)
     assert not it.running and not it.waiting
 
 
 def test_a_stop_string_ends_an_answer() -> None:
-    it, runner = world()
+    it, executor = world()
     sequence = it.submit(request(slo=SLO(first_token=9.0)), 0.0)
-    runner.step(it)
+    executor.step(it)
     it.finish(sequence.key, FinishReason.STOP)
-    assert drain(it, runner) == [Finished(sequence.key, "r", FinishReason.STOP)]
+    assert drain(it, executor) == [Finished(sequence.key, "r", FinishReason.STOP)]
     assert it.stats.slo_met == 1
 
 
 def test_answers_to_the_cancelled_are_dropped() -> None:
-    it, runner = world()
+    it, executor = world()
     sequence = it.submit(request(), 0.0)
     plan = it.plan(0.0)
-    result = runner.run(plan)
+    result = executor.run(plan)
     it.cancel(sequence.key)
-    assert it.apply(plan, result, runner.now) == [Finished(sequence.key, "r", FinishReason.CANCELLED)]
+    assert it.apply(plan, result, executor.now) == [Finished(sequence.key, "r", FinishReason.CANCELLED)]
     assert sequence.output == []
 
 
 def test_a_job_steps_and_waits_for_more() -> None:
-    it, runner = world()
+    it, executor = world()
     batches = micro_batches(it, rows=200, count=3)
     it.add_training("job", batches)
-    events = drain(it, runner)
+    events = drain(it, executor)
     assert [event.job for event in events if isinstance(event, StepDone)] == ["job"]
     assert all(batch.done for batch in batches)
     rows = [(e.direction, e.rows) for e in events if isinstance(e, TrainingProgress)]
@@ -190,11 +190,11 @@ def test_a_job_steps_and_waits_for_more() -> None:
     assert sum(r for way, r in rows if way is Direction.LOSS) == pytest.approx(600 / DEPTH)
     assert sum(r for way, r in rows if way is Direction.BACKWARD) == pytest.approx(600)
     assert (it.stats.kept_rows, it.stats.backward_rows) == pytest.approx((600, 600))
-    released = [key for plan in runner.plans for key in plan.released]
+    released = [key for plan in executor.plans for key in plan.released]
     assert sorted(released) == [batch.key for batch in batches]
     it.add_training("job", micro_batches(it))
-    drain(it, runner)
-    assert it.stats.updates == 2 and runner.trained == {"job": 664}
+    drain(it, executor)
+    assert it.stats.updates == 2 and executor.trained == {"job": 664}
 
 
 def test_a_step_is_not_given_twice() -> None:
@@ -207,77 +207,77 @@ def test_a_step_is_not_given_twice() -> None:
 
 
 def test_at_most_so_many_micro_batches_on_the_tape() -> None:
-    it, runner = world(micro_batches_in_flight=2, quantum=10.0)
+    it, executor = world(micro_batches_in_flight=2, quantum=10.0)
     batches = micro_batches(it, count=4)
     it.add_training("job", batches)
-    runner.step(it)
-    assert [segment.key for segment in runner.plans[0].training] == [batch.key for batch in batches[:2]]
+    executor.step(it)
+    assert [segment.key for segment in executor.plans[0].training] == [batch.key for batch in batches[:2]]
 
 
 def test_a_removed_job_is_released_in_the_next_plan() -> None:
-    it, runner = world()
+    it, executor = world()
     batches = micro_batches(it, rows=3000, count=2)
     it.add_training("job", batches)
-    runner.step(it)
+    executor.step(it)
     it.remove_training("job")
     it.remove_training("job")
-    runner.step(it)
-    assert set(runner.plans[-1].released) == {batch.key for batch in batches}
-    assert not runner.plans[-1].training and not it.has_work
+    executor.step(it)
+    assert set(executor.plans[-1].released) == {batch.key for batch in batches}
+    assert not executor.plans[-1].training and not it.has_work
 
 
 def test_a_failed_job_leaves_and_others_go_on() -> None:
     it, _ = world()
     error = LossNotFinite("the loss of job bad is nan")
-    runner = FakeRunner(4, failures={"bad": error})
+    executor = ScriptedExecutor(4, failures={"bad": error})
     bad, good = micro_batches(it, "bad", rows=3000), micro_batches(it, "good")
     it.add_training("bad", bad)
     it.add_training("good", good)
-    events = drain(it, runner)
+    events = drain(it, executor)
     assert JobFailed("bad", error) in events
-    assert runner.trained == {"good": 64}
-    assert bad[0].key in [key for plan in runner.plans for key in plan.released]
+    assert executor.trained == {"good": 64}
+    assert bad[0].key in [key for plan in executor.plans for key in plan.released]
 
 
 def test_an_update_needs_an_answer() -> None:
-    it, runner = world()
+    it, executor = world()
     it.add_training("job", micro_batches(it))
-    while not (plan := it.plan(runner.now)).updates:
-        it.apply(plan, runner.run(plan), runner.now)
+    while not (plan := it.plan(executor.now)).updates:
+        it.apply(plan, executor.run(plan), executor.now)
     with pytest.raises(AssertionError, match="no answer"):
-        it.apply(plan, StepResult(0.1), runner.now)
+        it.apply(plan, StepResult(0.1), executor.now)
 
 
 def test_training_rides_along_and_is_counted() -> None:
-    it, runner = world()
+    it, executor = world()
     sequence = it.submit(request(answer=30), 0.0)
     it.add_training("job", micro_batches(it, rows=2000))
     while not sequence.is_finished:
-        runner.step(it)
+        executor.step(it)
     assert it.stats.fused_possible == it.stats.steps == 30
     assert it.stats.fused_steps > 25
-    assert 0 < sequence.deferred < runner.now
+    assert 0 < sequence.deferred < executor.now
 
 
 def test_deferral_is_the_time_that_training_took() -> None:
-    it, runner = world()
+    it, executor = world()
     it.submit(request(answer=1), 0.0)
     alone = it.cost.predict(Plan(it.plan(0.0).inference))
-    it, runner = world()
+    it, executor = world()
     sequence = it.submit(request(answer=1), 0.0)
     it.add_training("job", micro_batches(it, rows=2000))
-    runner.step(it)
-    assert runner.plans[0].is_fused
-    assert sequence.deferred == pytest.approx(runner.now - alone)
+    executor.step(it)
+    assert executor.plans[0].is_fused
+    assert sequence.deferred == pytest.approx(executor.now - alone)
 
 
 def test_who_arrives_during_training_was_deferred_by_it() -> None:
-    it, runner = world()
+    it, executor = world()
     it.add_training("job", micro_batches(it, rows=3000))
-    runner.step(it)
-    assert it.submit(request(arrival=runner.now - 0.004), runner.now).deferred == pytest.approx(0.004)
-    assert it.submit(request(arrival=-5.0), runner.now).deferred == pytest.approx(runner.now)
-    assert it.submit(request(arrival=runner.now), runner.now).deferred == 0.0
+    executor.step(it)
+    assert it.submit(request(arrival=executor.now - 0.004), executor.now).deferred == pytest.approx(0.004)
+    assert it.submit(request(arrival=-5.0), executor.now).deferred == pytest.approx(executor.now)
+    assert it.submit(request(arrival=executor.now), executor.now).deferred == 0.0
 
 
 @pytest.mark.parametrize(
@@ -291,30 +291,30 @@ def test_who_arrives_during_training_was_deferred_by_it() -> None:
     ],
 )
 def test_bounds_kept_and_broken_are_counted(slo: SLO, met: int) -> None:
-    it, runner = world()
+    it, executor = world()
     it.submit(request(slo=slo), 0.0)
-    drain(it, runner)
+    drain(it, executor)
     assert (it.stats.slo_met, it.stats.slo_missed) == (met, 1 - met)
 
 
 def test_the_cost_model_learns_from_each_step() -> None:
     it, _ = world()
-    runner = FakeRunner(4, seconds=lambda plan: 0.2)
+    executor = ScriptedExecutor(4, seconds=lambda plan: 0.2)
     it.submit(request(answer=200), 0.0)
-    drain(it, runner)
-    assert runner.plans[150].predicted == pytest.approx(0.2, rel=0.05)
+    drain(it, executor)
+    assert executor.plans[150].predicted == pytest.approx(0.2, rel=0.05)
     assert it.cost.error < 0.05
 
 
 def test_what_a_lane_takes_teaches_nothing_of_the_whole_machine() -> None:
     it, _ = world(policy="spatial:0.25")
-    runner = FakeRunner(4, seconds=lambda plan: 0.2)
+    executor = ScriptedExecutor(4, seconds=lambda plan: 0.2)
     before = it.cost.learned
     it.submit(request(answer=20), 0.0)
     it.add_training("job", micro_batches(it, rows=4000))
     for _ in range(40):
-        runner.step(it)
-    assert {plan.split for plan in runner.plans} == {0.25}
+        executor.step(it)
+    assert {plan.split for plan in executor.plans} == {0.25}
     assert it.cost.learned == replace(before, lanes=it.cost.learned.lanes) != before
     assert (it.stats.fused_steps, it.stats.finished) == (0, 1)
 
@@ -330,7 +330,7 @@ def test_a_lane_is_predicted_to_take_longer_than_alone() -> None:
 
 
 def test_a_plan_pauses_only_where_it_does_nothing_and_somebody_waits() -> None:
-    it, runner = world(policy="enhanced-temporal:2,5")
+    it, executor = world(policy="enhanced-temporal:2,5")
     assert it.plan(1.0).idle == 0.0
     first = it.submit(request(answer=2, arrival=1.0), 1.0)
     plan = it.plan(2.5)
@@ -341,14 +341,14 @@ def test_a_plan_pauses_only_where_it_does_nothing_and_somebody_waits() -> None:
         it.submit(request(answer=2, arrival=2.5), 2.5)
     plan = it.plan(2.5)
     assert len(plan.inference) == 2 and plan.idle == 0.0
-    it.apply(plan, runner.run(plan), 3.0)
-    assert runner.now == pytest.approx(plan.predicted)
+    it.apply(plan, executor.run(plan), 3.0)
+    assert executor.now == pytest.approx(plan.predicted)
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
-    it, runner = world()
+    it, executor = world()
     assert it.plan(0.0).is_empty and not it.has_work
-    assert it.apply(it.plan(0.0), runner.run(Plan()), 0.0) == []
+    assert it.apply(it.plan(0.0), executor.run(Plan()), 0.0) == []
     assert it.stats.steps == 0
 
 

@@ -52,14 +52,14 @@ def run_of(
     run = TrainingRun(
         engine.base, AdapterBank(), "job", start, data, training, digest=digest(data), resume=resume
     )
-    engine.runner.runs["job"] = run
+    engine.executor.runs["job"] = run
     return run
 
 
 def there_and_back(engine: Engine, batch: MicroBatch) -> None:
     while not batch.done:
         span = batch.next_span(DEPTH)
-        engine.runner.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
+        engine.executor.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
         batch.advance(0, batch.length, span)
 
 

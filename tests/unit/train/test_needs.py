@@ -37,7 +37,7 @@ def test_no_job_holds_more_than_it_was_promised(name: str, keep: SavePolicy, met
     engine = Engine(tiny(name, torch.bfloat16), config)
     training = TrainingConfig(batch_size=4, rows=64, keep=keep)
     job = engine.finetune(examples([60] * 8), "mine", method, training, job="j")
-    run, most = engine.runner.runs["j"], dict.fromkeys(Account, 0)
+    run, most = engine.executor.runs["j"], dict.fromkeys(Account, 0)
     promised = {account: engine.admission.ledger.of("job j", account) for account in Account}
     while job.is_under_way:
         for account, nbytes in run.held.items():

@@ -39,7 +39,7 @@ def start_run(
 ) -> TrainingRun:
     start = fresh_adapter(engine.base, "mine", lora, 0)
     run = TrainingRun(engine.base, AdapterBank(), "job", start, data, TrainingConfig(**fields))
-    engine.runner.runs["job"] = run
+    engine.executor.runs["job"] = run
     return run
 
 
@@ -54,7 +54,7 @@ def there_and_back(engine: Engine, batch: MicroBatch) -> None:
     """All its rows in one window each way."""
     while not batch.done:
         span = batch.next_span(DEPTH)
-        engine.runner.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
+        engine.executor.run(Plan(training=(training_segment(batch, 0, batch.length, batch.direction, span),)))
         batch.advance(0, batch.length, span)
 
 
@@ -153,11 +153,11 @@ def test_weights_that_are_not_finite_stop_the_job_where_it_stood(engine: Engine)
     bad = TrainingRun(
         engine.base, AdapterBank(), "job", spoilt, examples("nan", 2), TrainingConfig(batch_size=2)
     )
-    engine.runner.runs["job"] = bad
+    engine.executor.runs["job"] = bad
     with pytest.raises(LossNotFinite, match=r"job job: the loss became nan .* step 1.* version bad@0"):
         one_step(engine, bad)
     assert bad.current.key == "bad@0" and bad.step == 0
-    engine.runner.runs["job"] = run
+    engine.executor.runs["job"] = run
     assert torch.equal(matrices(good), copy)
     assert one_step(engine, run).step == 2
 

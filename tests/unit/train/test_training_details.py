@@ -48,12 +48,12 @@ def test_an_ended_job_gives_its_tapes_back(end: Callable[[Engine], None]) -> Non
     to the system where there is no job."""
     engine = make_engine()
     engine.finetune([EXAMPLE] * 4, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, max_steps=2))
-    run = engine.runner.runs["job-1"]
+    run = engine.executor.runs["job-1"]
     held = run.nbytes
     engine.step()
-    assert run.nbytes > held and engine.runner.arena.nbytes == 0
+    assert run.nbytes > held and engine.executor.arena.nbytes == 0
     end(engine)
-    assert engine.runner.arena.nbytes == 0 and not engine.runner.runs
+    assert engine.executor.arena.nbytes == 0 and not engine.executor.runs
     assert engine.stats().memory["tapes"] == 0 and run.held[Account.TAPES] == 0
 
 
@@ -62,12 +62,12 @@ def test_a_run_counts_masters_gradients_and_moments() -> None:
     engine = make_engine()
     start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2), 0)
     run = TrainingRun(engine.base, AdapterBank(), "job", start, [EXAMPLE], TrainingConfig(batch_size=1))
-    engine.runner.runs["job"] = run
+    engine.executor.runs["job"] = run
     assert run.nbytes == start.nbytes
     (batch,) = run.next_step(itertools.count(1))
     while not batch.done:
         span = batch.next_span(engine.base.depth)
-        engine.runner.run(Plan(training=(training_segment(batch, 0, len(TOKENS), batch.direction, span),)))
+        engine.executor.run(Plan(training=(training_segment(batch, 0, len(TOKENS), batch.direction, span),)))
         batch.advance(0, len(TOKENS), span)
     assert run.nbytes == 2 * start.nbytes
     run.update()

@@ -358,8 +358,8 @@ class Supervisor:
             self._note_end(self._engine, await self._engine.end(CHECKPOINT_SECONDS))
 
     def _note_end(self, child: Process, code: int) -> None:
-        """Remembers one that was at work and did not end as it should: a child that hung may still exit with 0,
-        where SIGCONT lets it hear SIGTERM before SIGABRT."""
+        """Remembers one that was at work and did not end as it should. A child that hung may still exit with
+        0, where SIGCONT lets it hear SIGTERM before SIGABRT."""
         if child.beats_itself and (code != 0 or child.is_doomed):
             self._unfinished.append(f"the {child.name} ended ({child.how_it_ended(code)})")
 

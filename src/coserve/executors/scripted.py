@@ -1,6 +1,6 @@
-"""A runner without a model: a scripted clock, tokens that depend on nothing but tokens, and a strict eye.
+"""An executor without a model: a scripted clock, tokens that depend on nothing but tokens, and a strict eye.
 
-It satisfies `core.plan.Runner` and fails loudly (AssertionError) on any plan that a real runner could not
+It satisfies `core.plan.Executor` and fails loudly (AssertionError) on any plan that a real executor could not
 carry out: pages that are missing, hold anything else, or are written while somebody else reads them; windows
 out of order, keys that were released.
 """
@@ -43,7 +43,7 @@ def _past_of(before: int, token: int | str) -> int:
     return zlib.crc32(f"{before},{token!r}".encode())
 
 
-class FakeRunner:
+class ScriptedExecutor:
     """Runs plans on paper. `now` is its clock, in seconds; `plans` are those it ran, in order.
 
     `seconds` says what a plan takes (by default what an untrained cost model expects). A job in

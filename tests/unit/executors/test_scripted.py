@@ -1,4 +1,4 @@
-"""The fake runner must refuse what a real one could not run."""
+"""The fake executor must refuse what a real one could not run."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from coserve.core.plan import Plan
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
-from coserve.schedule.fake import FakeRunner, next_token
+from coserve.executors.scripted import ScriptedExecutor, next_token
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 
 SPAN, TAIL = Span(0, 2), Span(2, 3)
@@ -34,10 +34,10 @@ def batch() -> MicroBatch:
 
 
 def test_tokens_follow_from_tokens() -> None:
-    runner, it = FakeRunner(2), sequence()
-    assert runner.run(infer((it, 0, 2))).sampled[1].token is None
-    assert runner.run(infer((it, 2, 1))).sampled[1].token == next_token((4, 5, 6), 1000)
-    assert runner.now > 0
+    executor, it = ScriptedExecutor(2), sequence()
+    assert executor.run(infer((it, 0, 2))).sampled[1].token is None
+    assert executor.run(infer((it, 2, 1))).sampled[1].token == next_token((4, 5, 6), 1000)
+    assert executor.now > 0
 
 
 @pytest.mark.parametrize(
@@ -53,33 +53,33 @@ def test_tokens_follow_from_tokens() -> None:
 )
 def test_inference_that_cannot_run(segments: list[tuple[Sequence, int, int]], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        FakeRunner(2).run(infer(*segments))
+        ScriptedExecutor(2).run(infer(*segments))
 
 
 def test_a_sequence_is_named_once() -> None:
-    runner = FakeRunner(2)
-    runner.run(infer((sequence(), 0, 2)))
+    executor = ScriptedExecutor(2)
+    executor.run(infer((sequence(), 0, 2)))
     with pytest.raises(AssertionError, match="named once"):
-        runner.run(infer((sequence(), 2, 1)))
+        executor.run(infer((sequence(), 2, 1)))
 
 
 def test_pages_that_were_not_filled_again() -> None:
-    runner, it = FakeRunner(2), sequence()
-    runner.run(infer((it, 0, 2)))
-    runner.run(infer((sequence(2, (0, 1)), 0, 3), released=(1,)))
+    executor, it = ScriptedExecutor(2), sequence()
+    executor.run(infer((it, 0, 2)))
+    executor.run(infer((sequence(2, (0, 1)), 0, 3), released=(1,)))
     with pytest.raises(AssertionError, match="no plan has named"):
-        runner.run(infer((it, 2, 1), released=(2,)))
+        executor.run(infer((it, 2, 1), released=(2,)))
     with pytest.raises(AssertionError, match="rows in order"):
-        runner.run(infer((sequence(), 2, 1)))
+        executor.run(infer((sequence(), 2, 1)))
 
 
 def test_the_ended_stay_away() -> None:
-    runner, it = FakeRunner(2), batch()
-    runner.run(train(it, 0, 8, Direction.TRAIN_FORWARD))
+    executor, it = ScriptedExecutor(2), batch()
+    executor.run(train(it, 0, 8, Direction.TRAIN_FORWARD))
     with pytest.raises(AssertionError, match="released"):
-        runner.run(replace(train(it, 0, 8, Direction.BACKWARD), released=(7,)))
+        executor.run(replace(train(it, 0, 8, Direction.BACKWARD), released=(7,)))
     with pytest.raises(AssertionError, match="twice"):
-        runner.run(Plan(released=(7,)))
+        executor.run(Plan(released=(7,)))
 
 
 KEPT = [(0, 8, Direction.TRAIN_FORWARD, SPAN)]
@@ -108,28 +108,28 @@ SCORED = [*KEPT, (0, 3, Direction.LOSS, TAIL), (3, 5, Direction.LOSS, TAIL)]
     ],
 )
 def test_windows_out_of_order(steps: list[tuple[int, int, Direction, Span]], message: str) -> None:
-    runner, it = FakeRunner(2), batch()
+    executor, it = ScriptedExecutor(2), batch()
     with pytest.raises(AssertionError, match=message):
         for start, rows, way, span in steps:
-            runner.run(train(it, start, rows, way, span))
+            executor.run(train(it, start, rows, way, span))
 
 
 def test_an_update_needs_all_gradients() -> None:
-    runner, it = FakeRunner(2), batch()
+    executor, it = ScriptedExecutor(2), batch()
     with pytest.raises(AssertionError, match="before all gradients"):
-        runner.run(Plan(updates=("job",)))
-    runner.run(train(it, 0, 8, Direction.TRAIN_FORWARD))
+        executor.run(Plan(updates=("job",)))
+    executor.run(train(it, 0, 8, Direction.TRAIN_FORWARD))
     with pytest.raises(AssertionError, match="before all gradients"):
-        runner.run(Plan(updates=("job",)))
-    runner.run(train(it, 0, 8, Direction.LOSS, TAIL))
-    runner.run(train(it, 0, 8, Direction.BACKWARD, Span(1, 2)))
+        executor.run(Plan(updates=("job",)))
+    executor.run(train(it, 0, 8, Direction.LOSS, TAIL))
+    executor.run(train(it, 0, 8, Direction.BACKWARD, Span(1, 2)))
     with pytest.raises(AssertionError, match="before all gradients"):
-        runner.run(Plan(updates=("job",)))
-    runner.run(train(it, 0, 8, Direction.BACKWARD, Span(0, 1)))
-    assert runner.run(Plan(updates=("job",))).updated["job"].labels == 8
+        executor.run(Plan(updates=("job",)))
+    executor.run(train(it, 0, 8, Direction.BACKWARD, Span(0, 1)))
+    assert executor.run(Plan(updates=("job",))).updated["job"].labels == 8
 
 
 def test_a_pause_takes_its_time() -> None:
-    runner = FakeRunner(2)
-    assert runner.run(Plan(idle=2.5)).seconds == 0.0
-    assert runner.now == 2.5
+    executor = ScriptedExecutor(2)
+    assert executor.run(Plan(idle=2.5)).seconds == 0.0
+    assert executor.now == 2.5

@@ -10,8 +10,8 @@ from torch import Tensor
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
-from coserve.engine.inference import InferenceBatch, adapter_ranges, outside_layers
-from coserve.engine.table import SequenceTable
+from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
+from coserve.executors.sequence_table import SequenceTable
 from coserve.model.base import Base
 from coserve.model.sample import sample, token_logprobs
 

@@ -1,4 +1,4 @@
-"""The runner of the deterministic mode: a row's bits depend on its sequence alone.
+"""The executor of the deterministic mode: a row's bits depend on its sequence alone.
 
 Inference rows pass in groups of exactly `ROWS`, one group after the other; training windows pass alone, and
 the scheduler never chooses their size (`SchedulerConfig.training_window`), so that every product of a job
@@ -23,10 +23,10 @@ from coserve.core.plan import (
     TrainingSegment,
 )
 from coserve.core.sequence import Direction
-from coserve.engine.inference import InferenceBatch, adapter_ranges
-from coserve.engine.runner import ForwardWindow, LocalRunner
-from coserve.engine.sampler import Sampler
-from coserve.engine.table import SequenceTable
+from coserve.executors.inference import InferenceBatch, adapter_ranges
+from coserve.executors.local import ForwardWindow, LocalExecutor
+from coserve.executors.sampler import Sampler
+from coserve.executors.sequence_table import SequenceTable
 from coserve.memory.kv import KVPool, PrefillRows
 from coserve.model import fixed
 from coserve.model.base import Base
@@ -57,8 +57,8 @@ class DeterministicSampler(Sampler):
         return [super(DeterministicSampler, self)._logprobs(r, t, [w])[0] for r, t, w in rows]
 
 
-class DeterministicRunner(LocalRunner):
-    """A `LocalRunner` whose tokens, log-probabilities and weights are the same bit for bit, however the
+class DeterministicExecutor(LocalExecutor):
+    """A `LocalExecutor` whose tokens, log-probabilities and weights are the same bit for bit, however the
     scheduler mixed, cut or repeated the work; on one machine, with one number of threads.
 
     Raises UnsupportedModel for a base that cannot be run so.

@@ -27,11 +27,11 @@ from coserve.core.plan import (
 )
 from coserve.core.row_buckets import pad_rows
 from coserve.core.sequence import Direction, Span
-from coserve.engine.inference import InferenceBatch, adapter_ranges, outside_layers
-from coserve.engine.lanes import Lanes
-from coserve.engine.sampler import Sampler
-from coserve.engine.table import SequenceTable
 from coserve.errors import CoserveError, LossNotFinite
+from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
+from coserve.executors.lanes import Lanes
+from coserve.executors.sampler import Sampler
+from coserve.executors.sequence_table import SequenceTable
 from coserve.memory.arena import Arena
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
@@ -71,8 +71,8 @@ class ForwardWindow:
         return replace(self.segment, span=Span(self.layers.start, self.layers.stop))
 
 
-class LocalRunner:
-    """The `Runner` of one device. Owns keys and values, sequence rows and training runs; decides nothing."""
+class LocalExecutor:
+    """The `Executor` of one device. Owns caches, sequence rows and training runs; decides nothing."""
 
     def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
         self.base, self.bank, self.pool, self.table = base, bank, pool, table

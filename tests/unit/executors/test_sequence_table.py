@@ -10,7 +10,7 @@ from torch import Tensor
 from coserve.core.plan import InferenceSegment, Prefix
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence, Span
-from coserve.engine.table import SequenceTable
+from coserve.executors.sequence_table import SequenceTable
 from coserve.kernels import reference
 from coserve.kernels.aligned import QUERIES
 from coserve.kernels.attention import AttentionSpec, causal_mask
@@ -42,7 +42,7 @@ def random_cache(count: int, draws: torch.Generator) -> Cache:
 
 
 def put(pool: KVPool, prefix: Prefix, cache: Cache) -> None:
-    """What a runner does with pages of virtual tokens."""
+    """What an executor does with pages of virtual tokens."""
     pages = torch.tensor(prefix.pages)
     pool.clean(pages)
     for layer, (k, v) in enumerate(cache):

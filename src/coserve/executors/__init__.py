@@ -1,0 +1,1 @@
+"""What runs plans: on this device, on a script for tests, in another process."""
