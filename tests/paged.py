@@ -19,7 +19,7 @@ from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.paging.reader import Outcome, Read
 from coserve.adapters.paging.stored import StoredVersion
 from coserve.errors import CoserveError
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from models import tiny
 
 METHODS: Mapping[str, Any] = {

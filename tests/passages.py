@@ -23,9 +23,9 @@ from coserve.core.plan import Plan
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import training_segment
 from coserve.train.example import Example, epochs
-from coserve.train.trainer import TrainingRun
 from models import linear_paths, lora_parameters, prompts, tiny, with_lora
 from rounding import largest
+from training_runs import TrainingRun
 
 LORA = LoRAConfig(rank=4, alpha=6.0)  # as `with_lora` makes them
 _HUGE = 1e14
@@ -130,7 +130,7 @@ class Passage:
         placed = dict(zip(shuffled, range(count) if order is None else order, strict=True))
         data = [case.examples[placed[i]] for i in range(count)]
         self.run = TrainingRun(case.engine.base, case.engine.bank, "probe", case.adapter, data, config)
-        self.executor.runs["probe"] = self.run
+        self.executor.sessions["probe"] = self.run.session
         self.before = self.run.state().adapter.parameters()
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
         self.gradients: Gradients = {}
@@ -156,7 +156,7 @@ class Passage:
     def travel(self, there: int, back: int, draws: random.Random | None = None) -> None:
         """All rows forward in windows of `there` and back in windows of `back`; with `draws`, put down
         between random layers."""
-        self.executor.runs["probe"] = self.run
+        self.executor.sessions["probe"] = self.run.session
         for start, rows in windows(there, self.rows):
             for span in spans(self.case.depth, draws):
                 self.forward(start, rows, span)
@@ -166,7 +166,7 @@ class Passage:
 
     def finish(self) -> float:
         """The loss, once all rows have been there and back; sets `gradients`."""
-        result = self.executor.run(Plan(updates=("probe",)))
+        result = self.executor.run(Plan(updates=(self.run.supervised.optim_step,)))
         after = self.run.state().adapter.parameters()
         self.gradients = {name: (then - after[name]) / 1e6 for name, then in self.before.items()}
         return result.updated["probe"].loss

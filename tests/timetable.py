@@ -141,7 +141,7 @@ class World:
                 self._feed(event.job)
 
     def _write(self, now: float, plan: Plan) -> None:
-        jobs = {s.job for s in plan.training} | {*plan.updates}
+        jobs = {s.job for s in plan.training} | {update.job for update in plan.updates}
         iteration = ", ".join(f"{job} {self._steps[job]}" for job in sorted(jobs))
         if iteration and iteration != self._iteration:
             self._note(now, plan, f"train {' '.join(sorted(jobs))}")

@@ -75,10 +75,10 @@ def _tape_bytes(engine: Engine, vocabulary: int) -> tuple[int, int]:
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            length = sum(engine.executor.runs[segment.job].lengths(segment.key))
+            length = sum(engine.executor.sessions[segment.job].lengths(segment.key))
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers
             if segment.direction is Direction.TRAIN_FORWARD and is_last:
-                tape = engine.executor.runs[segment.job].tape(segment.key)
+                tape = engine.executor.sessions[segment.job].tape(segment.key)
                 logits = sum(t.nbytes for t in tape.products.values() if t.shape[-1] == vocabulary)
                 found.append((tape.nbytes - logits, logits))
 

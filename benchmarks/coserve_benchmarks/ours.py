@@ -12,9 +12,9 @@ from coserve.core.events import StepDone, TrainingProgress
 from coserve.core.request import SamplingParams
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning
+from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example
 from coserve.train.save_policy import SavePolicy
-from coserve.train.trainer import TrainingConfig
 from coserve.workload.requests import TimedJob, Tokens, training_tokens
 from coserve.workload.shapes import Shape
 from coserve_benchmarks.machine import Machine

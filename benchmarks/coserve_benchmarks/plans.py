@@ -121,7 +121,8 @@ def _recorded(plan: Plan, lengths: Mapping[int, tuple[int, ...]]) -> RecordedSte
         for s in plan.training
         if s.key in lengths  # else it set out before the recording began
     )
-    return RecordedStep(sum(s.length for s in plan.inference), training, plan.updates)
+    updates = tuple(update.job for update in plan.updates)
+    return RecordedStep(sum(s.length for s in plan.inference), training, updates)
 
 
 def _is_whole(segments: list[RecordedSegment]) -> bool:

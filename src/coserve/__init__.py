@@ -19,14 +19,14 @@ from coserve.core.request import SLO, FinishReason, SamplingParams
 if TYPE_CHECKING:
     from coserve.adapters.methods.lora import LoRAConfig as LoRAConfig
     from coserve.engine.engine import Engine as Engine
+    from coserve.train.config import TrainingConfig as TrainingConfig
     from coserve.train.save_policy import SavePolicy as SavePolicy
-    from coserve.train.trainer import TrainingConfig as TrainingConfig
 
 _LAZY = {
     "Engine": "coserve.engine.engine",
     "SavePolicy": "coserve.train.save_policy",
     "LoRAConfig": "coserve.adapters.methods.lora",
-    "TrainingConfig": "coserve.train.trainer",
+    "TrainingConfig": "coserve.train.config",
 }
 __all__ = [
     "SLO",

@@ -15,8 +15,9 @@ from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import inference_plan, training_segment
 from coserve.train.example import Example
-from coserve.train.trainer import TrainingRun, fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from models import prompts, tiny
+from training_runs import TrainingRun
 
 ROWS = 48
 PAGES = 8  # of 8 tokens each, per sequence
@@ -35,7 +36,7 @@ class Fused:
         start = fresh_adapter(self.engine.base, "mine", LoRAConfig(rank=4), 0)
         config = TrainingConfig(batch_size=1, keep=keep)
         self.run = TrainingRun(self.engine.base, self.engine.bank, "job", start, [example], config)
-        self.executor.runs["job"] = self.run
+        self.executor.sessions["job"] = self.run.session
         self.keys = itertools.count(1)
         (self.micro_batch,) = self.run.next_step(self.keys)
 

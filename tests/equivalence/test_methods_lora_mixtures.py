@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel
 
 from coserve import Engine, EngineConfig, LoRAConfig
 from coserve.adapters.files import write_adapter
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from methods import SMALL, forward_errors, served, spread, with_peft
 from models import logits_of, tiny
 from rounding import allowed, both_ways, error

@@ -16,10 +16,10 @@ from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.sequence import Span
 from coserve.train import window_group
+from coserve.train.fresh import fresh_adapter
 from coserve.train.pruning import plan
 from coserve.train.pruning.plan import input_bytes
 from coserve.train.save_policy import Fate, Fates, SavePolicySetting
-from coserve.train.trainer import fresh_adapter
 from methods import engine_of, spread
 from models import ARCHITECTURES, tiny
 from passages import Case, Gradients, Passage, examples

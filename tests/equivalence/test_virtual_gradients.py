@@ -27,8 +27,8 @@ from coserve.core.plan import Plan
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
-from coserve.train.trainer import TrainingRun
 from models import Exact, lora_parameters, prompts, tiny, with_lora
+from training_runs import TrainingRun
 from virtual import KINDS, encoder_of, logits_behind, own_logits, with_virtual
 
 TOLERANCE = 1e-10
@@ -129,9 +129,9 @@ class Passage:
             rows=sum(LENGTHS) + case.adapter.virtual.prompt_count,
             keep=keep,
         )
-        run = TrainingRun(base, case.engine.bank, "probe", case.adapter, case.examples, config)
-        case.engine.executor.runs["probe"] = run
-        (self.micro_batch,) = run.next_step(itertools.count(1))
+        self.run = TrainingRun(base, case.engine.bank, "probe", case.adapter, case.examples, config)
+        case.engine.executor.sessions["probe"] = self.run.session
+        (self.micro_batch,) = self.run.next_step(itertools.count(1))
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:
         segment = training_segment(self.micro_batch, start, rows, direction, span)
@@ -162,7 +162,7 @@ class Passage:
 
     def error(self) -> float:
         """The worst relative error of any gradient, and of the loss."""
-        result = self.case.engine.executor.run(Plan(updates=("probe",)))
+        result = self.case.engine.executor.run(Plan(updates=(self.run.supervised.optim_step,)))
         before, after = self.case.adapter.parameters(), self.case.engine.bank.find("probe").parameters()
         errors = [abs(result.updated["probe"].loss - self.case.loss) / self.case.loss]
         assert before.keys() == self.case.wanted.keys()

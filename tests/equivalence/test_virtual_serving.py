@@ -15,7 +15,7 @@ from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.handles import Completion
 from coserve.train.example import Example
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from models import Exact, logits_of, prompts, tiny, with_lora
 from rounding import allowed, both_ways, error
 from virtual import KINDS, logits_behind, own_logits, with_virtual

@@ -16,8 +16,8 @@ from coserve.engine.handles import Keeping
 from coserve.errors import DataError
 from coserve.train.checkpoint import read_checkpoint, write_checkpoint
 from coserve.train.example import Example
+from coserve.train.fresh import fresh_adapter
 from coserve.train.state import TrainingState
-from coserve.train.trainer import fresh_adapter
 from models import POSITIONS, Exact, prompts, tiny
 from virtual import with_virtual
 

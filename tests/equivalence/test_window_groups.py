@@ -26,8 +26,9 @@ from coserve.schedule.segments import training_segment
 from coserve.train import backward
 from coserve.train.backward import BackwardWindow, LayerGradients
 from coserve.train.example import Example
-from coserve.train.trainer import TrainingRun, fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from models import VOCABULARY, Exact, tiny
+from training_runs import TrainingRun
 
 TOLERANCE = 1e-10
 
@@ -94,7 +95,7 @@ def examples(job: Job) -> list[Example]:
 def begin(engine: Engine, name: str, job: Job) -> MicroBatch:
     config = TrainingConfig(batch_size=len(job.lengths), keep=job.keep)
     run = TrainingRun(engine.base, engine.bank, name, drawn(engine, name, job), examples(job), config)
-    engine.executor.runs[name] = run
+    engine.executor.sessions[name] = run.session
     (micro_batch,) = run.next_step(itertools.count(secrets.randbits(30)))
     return micro_batch
 
@@ -126,7 +127,7 @@ def travel(engine: Engine, jobs: dict[str, Job]) -> dict[str, dict[str, Tensor]]
             engine.executor.run(Plan(training=tuple(segment for segment in step if segment is not None)))
     found = {}
     for name in jobs:
-        masters = engine.executor.runs.pop(name)._masters
+        masters = engine.executor.sessions.pop(name)._masters
         found[name] = {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
     return found
 

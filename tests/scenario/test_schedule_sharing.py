@@ -104,7 +104,7 @@ def test_time_slices_are_whole_mini_batches_alone() -> None:
     trained = []
     for first in slices[::4]:
         *passes, update = plans[first : first + 4]
-        (name,) = update.updates
+        (name,) = (step.job for step in update.updates)
         assert not update.training and not any(plan.updates for plan in passes)
         trained.append(name)
         batches = [segment.key for segment in passes[0].training]

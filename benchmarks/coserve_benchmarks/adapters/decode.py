@@ -10,7 +10,7 @@ import torch
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.adapters.peers import AtBestThreads, NaivePasses, PeftMixed
 from coserve_benchmarks.adapters.sizes import Sizes, adapter_bytes, mean_rank, ranks_of

@@ -24,7 +24,7 @@ from coserve.adapters.files import CONFIG, WEIGHTS, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.engine.engine import Engine
 from coserve.engine.process import SWITCH
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from coserve.wire.messages import Paging
 from coserve.workload.requests import TimedRequest, Workload, fixed_prompts
 from coserve_benchmarks.drive import Answered, Load, serve

@@ -103,12 +103,12 @@ def held_bytes(engine: Engine) -> Held:
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            run = engine.executor.runs[segment.job]
-            peak.append(run.held[Account.TAPES])  # none where the micro-batch is through
-            length = sum(run.lengths(segment.key))
+            session = engine.executor.sessions[segment.job]
+            peak.append(session.held[Account.TAPES])  # none where the micro-batch is through
+            length = sum(session.lengths(segment.key))
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers
             if segment.direction is Direction.TRAIN_FORWARD and is_last:
-                border.append(run.tape(segment.key).nbytes)
+                border.append(session.tape(segment.key).nbytes)
 
     with watch_plans(engine, look):
         seconds_of_steps(engine)

@@ -15,8 +15,8 @@ from coserve.engine.handles import Completion, FineTuning
 from coserve.errors import OutOfMemory
 from coserve.memory.malloc import keep_freed_memory
 from coserve.memory.measured import make_meter
+from coserve.train.config import TrainingConfig
 from coserve.train.save_policy import SavePolicy
-from coserve.train.trainer import TrainingConfig
 from coserve.workload.requests import fixed_prompts, training_tokens
 from coserve.workload.shapes import Shape, shape_named
 from coserve_benchmarks.ours import examples, greedy

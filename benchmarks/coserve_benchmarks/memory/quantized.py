@@ -16,8 +16,8 @@ from coserve.engine.engine import Engine
 from coserve.model.load import load_base
 from coserve.tiny.newtasks import examples
 from coserve.tiny.world import KINDS, questions
+from coserve.train.config import TrainingConfig
 from coserve.train.save_policy import SavePolicy
-from coserve.train.trainer import TrainingConfig
 from coserve.wire.control import decode_line, encode_line
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.folder import save_shape

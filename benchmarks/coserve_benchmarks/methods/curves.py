@@ -11,8 +11,8 @@ from coserve.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning
 from coserve.tiny.newtasks import examples
+from coserve.train.config import TrainingConfig
 from coserve.train.save_policy import SavePolicy
-from coserve.train.trainer import TrainingConfig
 from coserve_benchmarks.methods.menu import METHODS, RATES
 from coserve_benchmarks.ours import Bench
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from coserve.adapters.settings import settings_of
 from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.methods.menu import EACH, METHODS, MIXED
 from coserve_benchmarks.ours import Bench, greedy, make_engine

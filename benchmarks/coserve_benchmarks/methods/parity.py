@@ -16,7 +16,8 @@ from coserve.adapters.settings import settings_of
 from coserve.config import EngineConfig
 from coserve.core.request import SamplingParams
 from coserve.engine.engine import Engine
-from coserve.train.trainer import TrainingConfig, fresh_adapter
+from coserve.train.config import TrainingConfig
+from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import training_tokens
 from coserve_benchmarks.methods.menu import METHODS
 from coserve_benchmarks.methods.oracles import oracle_of

@@ -11,7 +11,7 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 from coserve.schedule.policies import make_policy
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import Workload
 from coserve_benchmarks.drive import Load, serve
 from coserve_benchmarks.ours import Bench, make_engine

@@ -17,7 +17,7 @@ from coserve.config import EngineConfig
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 from coserve.errors import ConfigError
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import TimedJob, TimedRequest, Workload
 from coserve_benchmarks.client import Clients
 from coserve_benchmarks.drive import Answered, Load

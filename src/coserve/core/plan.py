@@ -51,13 +51,23 @@ class InferenceSegment:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchStart:
-    """What an executor that does not pack training examples itself has to know, once, of a micro-batch: the
-    rows of its examples (those of the adapter's prompt first, padding last), and the depth of the model."""
+    """What an executor has to know, once, of a micro-batch.
+
+    `lengths` are the rows of its examples, those of the adapter's prompt first and `padding` rows last;
+    `layers` is the model's depth. `tokens` and `labels` are those of all rows; label -100 is none, and each
+    belongs to the row that predicts it. The loss is the mean over `step_labels`, the labels of the whole
+    optimizer step. `dropout_seed` decides what dropout drops.
+    """
 
     key: int
     job: str
     lengths: tuple[int, ...]
     layers: int
+    tokens: tuple[int, ...] = ()
+    labels: tuple[int, ...] = ()
+    padding: int = 0
+    step_labels: int = 1
+    dropout_seed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,16 @@ class TrainingSegment:
     direction: Direction
     span: Span
     layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep:
+    """Ends a job's optimizer step: the gradients of its micro-batches, clipped to `max_grad_norm` (None does
+    not clip), move its weights, which become the next version."""
+
+    job: str
+    learning_rate: float = 0.0
+    max_grad_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +129,7 @@ class Plan:
 
     `sequences` and `micro_batches` are those that this plan is the first to name.
     `prefixes` have got their pages just now and are filled before any sequence is looked at.
-    `updates` are jobs whose optimizer steps after the segments have run; `released` are keys of sequences
+    `updates` are optimizer steps, taken after the segments have run; `released` are keys of sequences
     and micro-batches that ended since the last plan, whose device state the executor drops before anything
     else. `predicted` is what the cost model expects, in seconds. `split` is the share of the machine that
     inference has, beside training in a lane of its own; None fuses them. A step does not wait for training
@@ -120,7 +140,7 @@ class Plan:
 
     inference: tuple[InferenceSegment, ...] = ()
     training: tuple[TrainingSegment, ...] = ()
-    updates: tuple[str, ...] = ()
+    updates: tuple[OptimStep, ...] = ()
     released: tuple[int, ...] = ()
     predicted: float = 0.0
     prefixes: tuple[Prefix, ...] = ()

@@ -125,6 +125,9 @@ class MicroBatch:
     with a large vocabulary one row's loss takes as long as several layers. Going back they enter from the
     right: those from `frontier` on have set out.
 
+    `tokens` and `labels` are those of all rows, empty where nothing but their number matters. `step_labels`
+    counts the labels of the whole optimizer step, and `dropout_seed` decides what dropout drops.
+
     An adapter's virtual tokens stand before every example: `prefix` of them as keys and values that are
     given, then `prompt` as rows. Those rows are the first of `lengths`, here once for all examples.
 
@@ -143,6 +146,10 @@ class MicroBatch:
     prefix: int = 0
     prompt: int = 0
     base: str = "base"
+    tokens: tuple[int, ...] = ()
+    labels: tuple[int, ...] = ()
+    step_labels: int = 1
+    dropout_seed: str = ""
     direction: Direction = Direction.TRAIN_FORWARD
     frontier: int = 0
     paused: list[PausedWindow] = field(default_factory=list)

@@ -21,8 +21,8 @@ from coserve.demo.trace import read_load
 from coserve.demo.view import View
 from coserve.engine.handles import FineTuning
 from coserve.errors import ModelNotFound
+from coserve.train.config import TrainingConfig
 from coserve.train.save_policy import SavePolicy
-from coserve.train.trainer import TrainingConfig
 
 SLO_FACTOR: Final = 2.0  # the bound between tokens, as a multiple of the p99 without training
 SHOWN_QUESTIONS: Final = 3  # of each task, side by side

@@ -27,9 +27,9 @@ from coserve.memory.measured import make_meter
 from coserve.model.base import Base
 from coserve.model.load import usable_device
 from coserve.schedule.config import SchedulerConfig
+from coserve.train.config import TrainingConfig
 from coserve.train.fitting import JobSize, settings_that_fit
 from coserve.train.needs import JobNeeds, Steps, backward_bytes, step_bytes
-from coserve.train.trainer import TrainingConfig
 
 _ADAPTERS: Final = "adapters"
 _STORED: Final = "stored adapters"  # those that lie on disk, too
@@ -249,8 +249,8 @@ class Admission:
         """Charges what is held in fact; bytes by account then."""
         self._count_adapters()
         self.ledger.charge("base", Account.BASE, self._base.nbytes)
-        for job, run in self._executor.runs.items():
-            for account, nbytes in run.held.items():
+        for job, session in self._executor.sessions.items():
+            for account, nbytes in session.held.items():
                 self.ledger.charge(_owner(job), account, nbytes)
         if self.ledger.of(_LIBRARIES) and resident_bytes() > self.imports + self.ledger.budget:
             return_freed_memory()
@@ -297,7 +297,7 @@ class Admission:
         A stored one comes with its place in a stack, whether it has one yet or not.
         """
         bank, stacks = self._executor.bank, self._executor.stacks.nbytes
-        own = sum(run.current.nbytes for run in self._executor.runs.values())
+        own = sum(session.current.nbytes for session in self._executor.sessions.values())
         if self._stored is not None:
             stacks = max(stacks - self._stored.copies, 0)
             self.ledger.charge(_STORED, Account.ADAPTERS, self._stored.used)

@@ -8,15 +8,18 @@ from statistics import median
 
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.core.plan import Plan, TrainingSegment
+from coserve.core.plan import OptimStep, Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.row_buckets import COARSE
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.local import LocalExecutor
 from coserve.schedule.cost import Features
-from coserve.schedule.segments import inference_plan, training_segment
+from coserve.schedule.segments import batch_start, inference_plan, training_segment
+from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
-from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
+from coserve.train.fresh import fresh_adapter
+from coserve.train.session import TrainingSession
+from coserve.train.supervised import SupervisedSteps
 
 Sample = tuple[Features, float]
 
@@ -149,7 +152,7 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
             continue
         with _micro_batch(probe, batch, rows) as micro_batch:
             yield from _there_and_back(probe, micro_batch, batch * rows, half)
-            yield probe.run(Plan(updates=(_JOB,)))
+            yield probe.run(Plan(updates=(OptimStep(_JOB, learning_rate=1e-30),)))
 
 
 @contextmanager
@@ -157,14 +160,14 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     """The one micro-batch of a job's only step, `batch` examples of `rows` tokens."""
     executor, base = probe.executor, probe.executor.base
     examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
-    config = TrainingConfig(learning_rate=1e-30, batch_size=batch)
     adapter = fresh_adapter(base, _JOB, LoRAConfig(), 0)
-    run = TrainingRun(base, AdapterBank(), _JOB, adapter, examples, config, executor.arena)
-    executor.runs[_JOB] = run
-    (micro_batch,) = run.next_step(_KEYS)
+    steps = SupervisedSteps(_JOB, adapter.key, examples, TrainingConfig(batch_size=batch), base.depth)
+    session = TrainingSession(base, AdapterBank(), _JOB, adapter, steps.session, executor.arena)
+    executor.sessions[_JOB] = session
+    (micro_batch,) = steps.next_step(_KEYS)
+    session.begin(batch_start(micro_batch))
     yield micro_batch
-    run.drop_tapes()
-    del executor.runs[_JOB]
+    executor.close_session(_JOB)
 
 
 def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int) -> Iterator[Sample]:

@@ -12,9 +12,10 @@ from coserve.engine.engine import Engine
 from coserve.engine.training import JobSpec
 from coserve.errors import ConfigError
 from coserve.jobs import datasets
+from coserve.train.config import TrainingConfig
 from coserve.train.example import prepare
+from coserve.train.fresh import sketch_adapter
 from coserve.train.pruning.plan import foresee
-from coserve.train.trainer import TrainingConfig, sketch_adapter
 from coserve.wire.messages import CheckJob
 
 _FIRST: Final = 512  # examples that are looked at: a job needs at least the bytes that some of its data need

@@ -46,12 +46,12 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import Policy, make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.text import Text
+from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
 from coserve.train.needs import Steps
 from coserve.train.optimizer_offload import offload_for
 from coserve.train.proof import prove_training
 from coserve.train.state import TrainingState
-from coserve.train.trainer import TrainingConfig
 from coserve.wire.messages import Stats
 
 Messages = Sequence[Mapping[str, str]]
@@ -96,9 +96,8 @@ class Engine:
         self._outlines = Outlines(self.base, self.base.dtype, self.executor.stacks.slot_nbytes)
         self.stored = self._make_stored()
         self.training = Training(
-            self.executor, self.scheduler, self.admission, self._drive, self.save_adapter, self._lock,
-            offload_for(self.base.device, config.scratch) if config.offload else None,
-        )  # fmt: skip
+            self.executor, self.scheduler, self.admission, self._drive, self.save_adapter, self._lock
+        )
         if config.calibrate:
             self.calibrate()
 
@@ -344,7 +343,9 @@ class Engine:
         grammars = None if self.text is None else Grammars(self.text.tokenizer, base.vocabulary, eos)
         sampling = SamplingTable(config.max_running, base.vocabulary, eos, base.device, grammars)
         executor = DeterministicExecutor if config.deterministic else LocalExecutor
-        return executor(base, self.bank, pool, SequenceTable(config.max_running, most, pool, sampling))
+        table = SequenceTable(config.max_running, most, pool, sampling)
+        offload = offload_for(base.device, config.scratch) if config.offload else None
+        return executor(base, self.bank, pool, table, offload)
 
     def _make_stored(self) -> PagedAdapters:
         reads = reads_for(self.base, self.base.dtype, self.base.device)

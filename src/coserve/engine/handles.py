@@ -153,6 +153,7 @@ class FineTuning:
     ) -> None:
         self.truncated, self.dropped = truncated, dropped
         self.job, self.adapter, self.steps = job, adapter, steps
+        self.weight = 1.0  # share among jobs that train at the same time
         self.status = "queued"
         self.reason = ""
         self.notes: list[str] = []

@@ -26,10 +26,11 @@ from coserve.engine.handles import FineTuning, Keeping
 from coserve.engine.scoring import Scoring, check_lengths
 from coserve.errors import CoserveError, DataError, JobError
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
+from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared
+from coserve.train.fresh import sketch_adapter
 from coserve.train.pruning.plan import foresee
 from coserve.train.state import TrainingState
-from coserve.train.trainer import TrainingConfig, sketch_adapter
 from coserve.wire.messages import (
     Fault,
     JobCheckpoint,

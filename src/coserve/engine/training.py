@@ -10,24 +10,20 @@ from pathlib import Path
 from coserve.adapters.adapter import AdapterVersion
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, StepDone
+from coserve.core.sequence import MicroBatch
 from coserve.engine.admission import Admission
 from coserve.engine.handles import FineTuning, Keeping
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
 from coserve.executors.local import LocalExecutor
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.schedule.scheduler import Scheduler
+from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared, check_room
 from coserve.train.fitting import JobSize, Rank
-from coserve.train.optimizer_offload import MakeOffload
+from coserve.train.fresh import fresh_adapter, sketch_adapter
 from coserve.train.save_policy import SavePolicy
 from coserve.train.state import TrainingState
-from coserve.train.trainer import (
-    TrainingConfig,
-    TrainingRun,
-    count_steps,
-    fresh_adapter,
-    sketch_adapter,
-)
+from coserve.train.supervised import SupervisedSteps, count_steps
 
 Methods = object | Sequence[object]  # settings of an adapter's method, or of several
 
@@ -59,14 +55,14 @@ class Training:
         drive: Callable[[], bool],
         save: Callable[[str, str | Path], None],
         lock: AbstractContextManager[bool],
-        make_offload: MakeOffload | None = None,
     ) -> None:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
         self.started = 0  # jobs that ever were
         self._executor, self._scheduler, self._admission = executor, scheduler, admission
         self._base, self._bank = executor.base, executor.bank
-        self._drive, self._save, self._lock, self._make_offload = drive, save, lock, make_offload
+        self._drive, self._save, self._lock = drive, save, lock
         self._queued: dict[str, JobSpec] = {}
+        self._steps: dict[str, SupervisedSteps] = {}  # of jobs that train
 
     def check(self, asked: JobSpec) -> JobSize:
         """How large a job is. Raises what makes it impossible: AdapterError, DataError, and OutOfMemory where
@@ -87,15 +83,16 @@ class Training:
             self._drive, partial(self._end, asked.job), partial(self._save, asked.adapter),
             partial(self._state, asked.job), asked.data.truncated, asked.data.dropped, keeping,
         )  # fmt: skip
+        handle.weight = asked.config.weight
         if self._admission.enter(asked.job, size, partial(self._start_later, asked), handle.wait):
             try:
-                run = self._make(asked)
+                self._open(asked)
             except BaseException:
                 self._admission.leave(asked.job)
                 raise
             self.jobs[asked.job] = handle
             try:
-                self._begin(run)
+                self._begin(asked.job)
             except BaseException as error:
                 self._fail(asked.job, contained(error, f"job {asked.job}", JobError))
                 raise
@@ -108,9 +105,9 @@ class Training:
         """Changes a running job's share among the jobs that train."""
         if not weight > 0:
             raise ConfigError(f"a job's weight must be positive, not {weight}")
-        if job not in self._executor.runs:
+        if job not in self._steps:
             raise JobError(f"no job {job!r} is running")
-        self._executor.runs[job].weight = weight
+        self.jobs[job].weight = weight
         self._scheduler.set_training_weight(job, weight)
 
     def refuse_while_trained(self, adapter: str) -> None:
@@ -125,6 +122,7 @@ class Training:
             return
         try:
             if isinstance(event, StepDone):
+                self._steps[event.job].ended(event.updated.version)
                 handle.take(event)
                 if handle.is_under_way:  # whoever was told of the step may have ended the job
                     self._feed(event.job)
@@ -145,8 +143,8 @@ class Training:
     def _state(self, job: str) -> TrainingState:
         """Where a job stands. Raises JobError where there is nothing to tell of."""
         with self._lock:
-            if job in self._executor.runs:
-                return self._executor.runs[job].state()
+            if job in self._steps:
+                return self._executor.sessions[job].state()
             queued = self._queued.get(job)
             if queued is not None and queued.resume is not None:
                 return queued.resume
@@ -169,20 +167,28 @@ class Training:
         """Its bytes are free now: it begins, or has failed."""
         del self._queued[asked.job]
         try:
-            self._begin(self._make(asked))
+            self._open(asked)
+            self._begin(asked.job)
         except BaseException as error:
             self._fail(asked.job, contained(error, f"job {asked.job}", JobError))
 
-    def _make(self, asked: JobSpec) -> TrainingRun:
+    def _open(self, asked: JobSpec) -> None:
+        """Opens a job's session, which its first step is ready for."""
+        first = self._first(asked)
+        data, virtual = asked.data, first.virtual
+        steps = SupervisedSteps(
+            asked.job, first.key, data.examples, asked.config, self._base.depth,
+            virtual.given_count, virtual.prompt_count, data.digest, asked.resume.step if asked.resume else 0,
+        )  # fmt: skip
+        if asked.resume is not None:
+            steps.identity.expect(asked.resume.identity)
         try:
-            return TrainingRun(
-                self._base, self._bank, asked.job, self._first(asked), asked.data.examples, asked.config,
-                self._executor.arena, asked.data.digest, asked.resume, self._make_offload,
-            )  # fmt: skip
+            self._executor.open_session(asked.job, first, steps.session, steps.identity, asked.resume)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(f"job {asked.job}: there is no memory for its adapter") from error
+        self._steps[asked.job] = steps
 
     def _first(self, asked: JobSpec) -> AdapterVersion:
         """What training starts from, under a version number that nobody has."""
@@ -195,34 +201,35 @@ class Training:
                     warnings.warn(f"{first.name}: {bypass.note}", stacklevel=5)
         return replace(first, name=asked.adapter, version=self._bank.next_version(asked.adapter))
 
-    def _begin(self, run: TrainingRun) -> None:
-        self._executor.runs[run.job] = run
-        self.jobs[run.job].begin()
-        self._feed(run.job)
+    def _begin(self, job: str) -> None:
+        self.jobs[job].begin()
+        self._feed(job)
 
     def _feed(self, job: str) -> None:
         """Gives the scheduler the job's next optimizer step, or ends the job."""
-        run = self._executor.runs[job]
-        micro_batches = run.next_step(iter(self._scheduler.new_key, None))
+        micro_batches = self._steps[job].next_step(iter(self._scheduler.new_key, None))
         if micro_batches:
-            self._scheduler.add_training(job, micro_batches, run.weight)
+            self._add(job, micro_batches)
         else:
             self._end(job, "succeeded")
 
+    def _add(self, job: str, micro_batches: Sequence[MicroBatch]) -> None:
+        weight, update = self.jobs[job].weight, self._steps[job].optim_step
+        self._scheduler.add_training(job, micro_batches, weight, update)
+
     def _goes_on_smaller(self, event: JobFailed) -> bool:
         """Whether a job that ran out of memory does its step again with less: once, and no more."""
-        run, handle = self._executor.runs[event.job], self.jobs[event.job]
-        if not isinstance(event.error, OutOfMemory) or handle.notes or not run.is_under_way:
+        steps, handle = self._steps[event.job], self.jobs[event.job]
+        if not isinstance(event.error, OutOfMemory) or handle.notes or not steps.is_under_way:
             return False
-        self._executor.settle()
-        micro_batches = run.smaller_step(iter(self._scheduler.new_key, None))
-        self._executor.arena.empty()
-        self._admission.shrink(event.job, run.config)
+        micro_batches = steps.smaller_step(iter(self._scheduler.new_key, None))
+        self._executor.restart_step(event.job, steps.session)
+        self._admission.shrink(event.job, steps.config)
         handle.notes.append(
-            f"{event.error}; step {run.step + 1} runs again, and the job goes on, with "
-            f"rows={run.config.rows}, keep={SavePolicy.INPUTS.value}"
+            f"{event.error}; step {steps.step + 1} runs again, and the job goes on, with "
+            f"rows={steps.config.rows}, keep={SavePolicy.INPUTS.value}"
         )
-        self._scheduler.add_training(event.job, micro_batches, run.weight)
+        self._add(event.job, micro_batches)
         return True
 
     def _fail(self, job: str, error: CoserveError) -> None:
@@ -232,12 +239,10 @@ class Training:
 
     def _forget(self, job: str) -> None:
         """Frees all a job held, its handle too unless its caller has it; its published version stays."""
-        self._executor.settle()
+        self._executor.close_session(job)
         self._scheduler.remove_training(job)
         self._queued.pop(job, None)
-        run = self._executor.runs.pop(job, None)
-        if run is not None:
-            run.abandon()
+        self._steps.pop(job, None)
         self.jobs.pop(job, None)
         self._admission.leave(job)
 

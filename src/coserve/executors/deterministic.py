@@ -33,6 +33,7 @@ from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged, TiledRows
 from coserve.model.sample import sample, token_logprobs
+from coserve.train.optimizer_offload import MakeOffload
 
 
 class DeterministicSampler(Sampler):
@@ -64,8 +65,15 @@ class DeterministicExecutor(LocalExecutor):
     Raises UnsupportedModel for a base that cannot be run so.
     """
 
-    def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
-        super().__init__(base, bank, pool, table)
+    def __init__(
+        self,
+        base: Base,
+        bank: AdapterBank,
+        pool: KVPool,
+        table: SequenceTable,
+        make_offload: MakeOffload | None = None,
+    ) -> None:
+        super().__init__(base, bank, pool, table, make_offload)
         self.sampler = DeterministicSampler(base, bank, table)
         fixed.prove_fixed(base)
 

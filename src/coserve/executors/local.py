@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.abreast import Abreast
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.stacks import Stacks
 from coserve.core.plan import (
     InferenceSegment,
     Lane,
+    OptimStep,
     Plan,
     Prefix,
     Sampled,
@@ -39,10 +41,12 @@ from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls, Many, Part
 from coserve.model.together import linears_together
 from coserve.train.backward import BackwardWindow, backward_windows
+from coserve.train.optimizer_offload import MakeOffload
 from coserve.train.pause import TrainingPause
+from coserve.train.session import SessionConfig, TrainingSession
 from coserve.train.shortage import Shortages
+from coserve.train.state import Identity, TrainingState
 from coserve.train.tape import Tape
-from coserve.train.trainer import TrainingRun
 from coserve.train.updating import update_all
 from coserve.train.window import Window
 from coserve.train.window_group import KeptRows
@@ -74,14 +78,22 @@ class ForwardWindow:
 class LocalExecutor:
     """The `Executor` of one device. Owns caches, sequence rows and training runs; decides nothing."""
 
-    def __init__(self, base: Base, bank: AdapterBank, pool: KVPool, table: SequenceTable) -> None:
+    def __init__(
+        self,
+        base: Base,
+        bank: AdapterBank,
+        pool: KVPool,
+        table: SequenceTable,
+        make_offload: MakeOffload | None = None,
+    ) -> None:
         self.base, self.bank, self.pool, self.table = base, bank, pool, table
         self.arena = Arena()
         self.window_group_rows = 0  # most that go back together
         self.sampler = Sampler(base, bank, table)
         self.stacks = Stacks(linears_together(base), table.capacity, base.device)
         bank.when_dropped(lambda version: self.stacks.forget(version.bypasses))
-        self.runs: dict[str, TrainingRun] = {}
+        self.sessions: dict[str, TrainingSession] = {}
+        self._make_offload = make_offload
         self._lanes = Lanes(base.device)
         self._beside: Future[tuple[float, list[TrainingSegment]]] | None = (
             None  # training in a lane of its own, while steps go on
@@ -100,6 +112,8 @@ class LocalExecutor:
         for key in plan.released:
             self.table.release(key)
         self.table.start(plan.sequences)
+        for micro_batch in plan.micro_batches:
+            self.sessions[micro_batch.job].begin(micro_batch)
         for prefix in plan.prefixes:
             self._fill(prefix)
         self.table.extend(plan.inference)
@@ -115,6 +129,37 @@ class LocalExecutor:
         lanes, self._training_seconds = (answering, self._training_seconds), 0.0
         seconds = time.perf_counter() - started
         return StepResult(seconds, sampled, updated, failed, trained, lanes)
+
+    def open_session(
+        self,
+        job: str,
+        start: AdapterVersion,
+        config: SessionConfig = SessionConfig(),
+        identity: Identity | None = None,
+        resume: TrainingState | None = None,
+    ) -> TrainingSession:
+        """A session that trains from the version `start`, under the name of a job. Raises what torch raises
+        for want of memory."""
+        session = TrainingSession(
+            self.base, self.bank, job, start, config, self.arena, identity, resume, self._make_offload
+        )
+        self.sessions[job] = session
+        return session
+
+    def restart_step(self, job: str, config: SessionConfig) -> None:
+        """Gives back all that the optimizer step under way of a session holds: its micro-batches come again,
+        and are kept as `config` says."""
+        self.settle()
+        session = self.sessions[job]
+        session.abandon()
+        session.change(config)
+        self.arena.empty()
+
+    def close_session(self, job: str) -> None:
+        """Drops a session if there is one; what it has published stays."""
+        self.settle()
+        if (session := self.sessions.pop(job, None)) is not None:
+            session.abandon()
 
     def settle(self) -> None:
         """Waits for the training that is under way in a lane of its own."""
@@ -182,7 +227,7 @@ class LocalExecutor:
 
     def _drop(self, job: str) -> None:
         """Gives back what a job that ran out of memory has on its way."""
-        self.runs[job].drop_tapes()
+        self.sessions[job].drop_tapes()
         self.arena.empty()
 
     def _fill(self, prefix: Prefix) -> None:
@@ -283,11 +328,11 @@ class LocalExecutor:
         return [window.passed for window in windows if window.layers]
 
     def _forward_window(self, segment: TrainingSegment) -> ForwardWindow:
-        run, window = self._window(segment)
-        tape = run.tape(segment.key)
+        session, window = self._window(segment)
+        tape = session.tape(segment.key)
         layers = range(segment.span.first, segment.span.last)
         return ForwardWindow(
-            segment, layers, tape, window, run.bypasses(segment.key, window), tape.calls_for(window)
+            segment, layers, tape, window, session.bypasses(segment.key, window), tape.calls_for(window)
         )
 
     def _compose(
@@ -342,8 +387,8 @@ class LocalExecutor:
         return (-1, "") if adapter is None else (self.stacks.order(self.bank.find(adapter).bypasses), adapter)
 
     def _through_tail(self, segment: TrainingSegment) -> None:
-        run, window = self._window(segment)
-        run.backward(segment.key).through_tail(window, run.bypasses(segment.key, window))
+        session, window = self._window(segment)
+        session.backward(segment.key).through_tail(window, session.bypasses(segment.key, window))
 
     def _backward(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
         """Takes windows back through layers; returns them with the layers that they passed before a pause."""
@@ -351,9 +396,9 @@ class LocalExecutor:
         for segment in self._by_batch_key(segments):
             if (job := segment.job) not in self._short:
                 with self._short.of(job):
-                    run, window = self._window(segment)
-                    bypasses = run.bypasses(segment.key, window)
-                    backward = run.backward(segment.key)
+                    session, window = self._window(segment)
+                    bypasses = session.bypasses(segment.key, window)
+                    backward = session.backward(segment.key)
                     windows.append((segment, backward.start(window, segment.span, bypasses)))
         of_jobs = [(segment.job, window) for segment, window in windows]
         backward_windows(of_jobs, self.window_group_rows, self._short, self._pause)
@@ -362,32 +407,33 @@ class LocalExecutor:
         trained = [segment for segment in trained if segment.job not in self._short]
         for segment in trained:
             if segment.start == 0 and segment.span.first == 0:
-                self.runs[segment.job].release(segment.key)
+                self.sessions[segment.job].release(segment.key)
         return trained + failed
 
     def _by_batch_key(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
         """Those of like jobs next to each other; a job's own stay in their order."""
-        return sorted(segments, key=lambda segment: self.runs[segment.job].batch_key)
+        return sorted(segments, key=lambda segment: self.sessions[segment.job].batch_key)
 
-    def _window(self, segment: TrainingSegment) -> tuple[TrainingRun, Window]:
-        run = self.runs[segment.job]
-        return run, run.tape(segment.key).window(segment.start, segment.length)
+    def _window(self, segment: TrainingSegment) -> tuple[TrainingSession, Window]:
+        session = self.sessions[segment.job]
+        return session, session.tape(segment.key).window(segment.start, segment.length)
 
     def _decodes(self, segment: InferenceSegment) -> bool:
         return self.table[segment.key].is_newest(segment)
 
-    def _update(self, jobs: Sequence[str]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
+    def _update(self, updates: Sequence[OptimStep]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}
         failed: dict[str, CoserveError] = {}
         short = Shortages(self._drop)
-        due = []
-        for job in jobs:
-            with short.of(job):
-                self.runs[job].make_room()
-                due.append(self.runs[job])
-        for run, found in zip(due, update_all(due), strict=True):
+        due: list[tuple[TrainingSession, OptimStep]] = []
+        for update in updates:
+            with short.of(update.job):
+                session = self.sessions[update.job]
+                session.make_room()
+                due.append((session, update))
+        for (session, _), found in zip(due, update_all(due), strict=True):
             if isinstance(found, LossNotFinite):
-                failed[run.job] = found
+                failed[session.job] = found
             else:
-                updated[run.job] = found
+                updated[session.job] = found
         return updated, failed | short.take()

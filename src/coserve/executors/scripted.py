@@ -100,13 +100,13 @@ class ScriptedExecutor:
         for segment in plan.inference:
             self._claim(segment)
         sampled = {segment.key: self._infer(segment) for segment in plan.inference}
-        jobs = {window.job for window in plan.training} | {*plan.updates}
+        jobs = {window.job for window in plan.training} | {update.job for update in plan.updates}
         failed = {job: error for job, error in self._failures.items() if job in jobs}
         if plan.split is None:
             plan = replace(plan, training=trained)
         for window in plan.training:
             self._travel(window)
-        updated = {job: self._update(job) for job in plan.updates if job not in failed}
+        updated = {step.job: self._update(step.job) for step in plan.updates if step.job not in failed}
         self.now += seconds + plan.idle
         self.plans.append(plan)
         self.results.append(StepResult(seconds, sampled, updated, failed, trained, lanes))

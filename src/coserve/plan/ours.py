@@ -18,10 +18,13 @@ from coserve.memory.ledger import Account
 from coserve.plan.nodata import without_data
 from coserve.plan.stages import Load, Program, Stage
 from coserve.plan.subject import Subject
-from coserve.schedule.segments import inference_plan, training_segment
+from coserve.schedule.segments import announce_batches, inference_plan, training_segment
+from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
+from coserve.train.fresh import fresh_adapter
 from coserve.train.save_policy import save_policy
-from coserve.train.trainer import TrainingConfig, TrainingRun, fresh_adapter
+from coserve.train.session import TrainingSession
+from coserve.train.supervised import SupervisedSteps
 
 _JOB: Final = "plan"
 _NO_LIMIT: Final = 1 << 60  # bytes; what is planned for need not fit here
@@ -47,12 +50,12 @@ class OurRun:
         yield Stage.INFERENCE
         if not self._program.trains:
             return
-        run = self._start(engine)
+        session, steps = self._start(engine)
         for step in range(2):
-            for group in _groups(run.next_step(count()), engine.scheduler.config.micro_batches_in_flight):
+            for group in _groups(steps.next_step(count()), engine.scheduler.config.micro_batches_in_flight):
                 for micro_batch in group:
                     self._pass(engine, micro_batch, Direction.TRAIN_FORWARD)
-                self.optimizer = run.held[Account.OPTIMIZERS] + run.held[Account.ADAPTERS]
+                self.optimizer = session.held[Account.OPTIMIZERS] + session.held[Account.ADAPTERS]
                 if not step:
                     yield Stage.FORWARD
                 for micro_batch in group:
@@ -60,8 +63,9 @@ class OurRun:
                     self._pass(engine, micro_batch, Direction.BACKWARD)
             if not step:
                 yield Stage.BACKWARD
-            self.optimizer = run.held[Account.OPTIMIZERS] + run.held[Account.ADAPTERS]
-            engine.executor.run(Plan(updates=(_JOB,)))
+            self.optimizer = session.held[Account.OPTIMIZERS] + session.held[Account.ADAPTERS]
+            engine.executor.run(Plan(updates=(steps.optim_step,)))
+            steps.ended(session.current.key)
         yield Stage.STEP
 
     def config(self, memory: int) -> EngineConfig:
@@ -92,19 +96,19 @@ class OurRun:
             engine.executor.run(inference_plan((answer, 0, load.length) for answer in answers))
             engine.executor.run(Plan(released=tuple(answer.key for answer in answers)))
 
-    def _start(self, engine: Engine) -> TrainingRun:
+    def _start(self, engine: Engine) -> tuple[TrainingSession, SupervisedSteps]:
         examples, config = self.job()
         adapter = fresh_adapter(engine.base, _JOB, settings_of(self._program.parts), 0)
-        run = TrainingRun(engine.base, engine.bank, _JOB, adapter, examples, config, engine.executor.arena)
-        engine.executor.runs[_JOB] = run
-        return run
+        virtual = adapter.virtual.given_count, adapter.virtual.prompt_count
+        steps = SupervisedSteps(_JOB, adapter.key, examples, config, engine.base.depth, *virtual)
+        return engine.executor.open_session(_JOB, adapter, steps.session), steps
 
     def _pass(self, engine: Engine, micro_batch: MicroBatch, direction: Direction) -> None:
         """All its rows in one window."""
         depth = engine.base.depth
         span = Span(depth, depth + 1) if direction is Direction.LOSS else Span(0, depth)
         segment = training_segment(micro_batch, 0, micro_batch.length, direction, span)
-        engine.executor.run(Plan(training=(segment,)))
+        engine.executor.run(Plan(training=(segment,), micro_batches=announce_batches([micro_batch])))
 
 
 def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True) -> str:

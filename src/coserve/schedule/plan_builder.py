@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from coserve.core.plan import InferenceSegment, TrainingSegment
+from coserve.core.plan import InferenceSegment, OptimStep, TrainingSegment
 from coserve.core.sequence import Sequence
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.segments import inference_segment
@@ -20,7 +20,7 @@ class PlanBuilder:
     answering: list[Sequence] = field(default_factory=list)  # whose segments are in `inference`, in its order
     inference: list[InferenceSegment] = field(default_factory=list)
     training: list[TrainingSegment] = field(default_factory=list)
-    updates: list[str] = field(default_factory=list)
+    updates: list[OptimStep] = field(default_factory=list)
     split: float | None = None
     beside: Features = field(default_factory=Features)
 

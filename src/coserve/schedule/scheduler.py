@@ -10,7 +10,7 @@ from itertools import count
 from typing import Final
 
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TrainingProgress
-from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment
+from coserve.core.plan import InferenceSegment, OptimStep, Plan, StepResult, TrainingSegment
 from coserve.core.request import FinishReason, Request
 from coserve.core.row_buckets import COARSE
 from coserve.core.sequence import Direction, MicroBatch, Sequence
@@ -123,13 +123,19 @@ class Scheduler:
         self._retire(sequence, FinishReason.CANCELLED, sequence.last_token_at or sequence.request.arrival)
         self._events.append(RequestFailed(key, sequence.request.id, error))
 
-    def add_training(self, job: str, micro_batches: Iterable[MicroBatch], weight: float = 1.0) -> None:
+    def add_training(
+        self,
+        job: str,
+        micro_batches: Iterable[MicroBatch],
+        weight: float = 1.0,
+        update: OptimStep | None = None,
+    ) -> None:
         """Gives `job` the micro-batches of its next optimizer step.
 
-        They pass in order. When all are done a plan has the job in `updates`, and the `StepDone` that
+        They pass in order. When all are done a plan has `update` in `updates`, and the `StepDone` that
         follows asks for the next ones. Jobs get rows in proportion to their weights.
         """
-        self._training.add(job, micro_batches, weight)
+        self._training.add(job, micro_batches, weight, update)
 
     def set_training_weight(self, job: str, weight: float) -> None:
         """Changes a job's share from now on."""
@@ -194,7 +200,8 @@ class Scheduler:
         self._note_underway(plan, result)
         events.extend(self._take_progress(result.trained))
         answered = {*result.updated, *result.failed}
-        assert answered.issuperset(plan.updates), f"no answer for the updates of {plan.updates}"
+        due = {update.job for update in plan.updates}
+        assert answered >= due, f"no answer for the updates of {due}"
         for job, updated in result.updated.items():
             if job in self._training:
                 self._training.updated(job)
@@ -306,7 +313,7 @@ class Scheduler:
         builder.split = allowance.split
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
-            served = packer.update(job.name) if job.is_due else False
+            served = packer.update(job.update) if job.is_due else False
             for batch in self._training.ready(job):
                 served |= (
                     packer.has(batch)

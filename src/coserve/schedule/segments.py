@@ -74,7 +74,22 @@ def announce_batches(batches: Iterable[MicroBatch]) -> tuple[MicroBatchStart, ..
     fresh = [batch for batch in batches if not batch.told]
     for batch in fresh:
         batch.told = True
-    return tuple(MicroBatchStart(b.key, b.job, b.lengths, b.layers) for b in fresh)
+    return tuple(map(batch_start, fresh))
+
+
+def batch_start(batch: MicroBatch) -> MicroBatchStart:
+    """What an executor has to know of a micro-batch."""
+    return MicroBatchStart(
+        key=batch.key,
+        job=batch.job,
+        lengths=batch.lengths,
+        layers=batch.layers,
+        tokens=batch.tokens,
+        labels=batch.labels,
+        padding=sum(batch.padding),
+        step_labels=batch.step_labels,
+        dropout_seed=batch.dropout_seed,
+    )
 
 
 def causal_pairs(start: int, rows: int) -> int:

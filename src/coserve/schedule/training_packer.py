@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from coserve.core.plan import TrainingSegment
+from coserve.core.plan import OptimStep, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
@@ -28,16 +28,16 @@ class TrainingPacker:
             cost.predict_features(builder.trained) if builder.inference and builder.split is None else 0.0
         )
 
-    def update(self, job: str) -> bool:
-        """Adds a job's optimizer step, if it fits."""
-        if not self._may_train(job):
+    def update(self, update: OptimStep) -> bool:
+        """Adds an optimizer step, if it fits."""
+        if not self._may_train(update.job):
             return False
         features = self._builder.trained.copy()
         features.add_update()
         seconds = self._cost.predict_features(features) - self._before
         if seconds > max(self.left, self._pop_minimum()):
             return False
-        self._builder.updates.append(job)
+        self._builder.updates.append(update)
         self._builder.trained.add_update()
         self._spend(seconds)
         return True

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coserve.core.plan import TrainingSegment
+from coserve.core.plan import OptimStep, TrainingSegment
 from coserve.core.sequence import MicroBatch
 
 
@@ -14,6 +14,7 @@ class Job:
 
     name: str
     weight: float
+    update: OptimStep  # what ends the step
     micro_batches: deque[MicroBatch] = field(default_factory=deque)
     is_due: bool = False  # all micro-batches are done and the optimizer has not stepped yet
     progress: float = 0.0
@@ -43,14 +44,18 @@ class TrainingQueue:
         """Whether some job has something to run."""
         return any(job.is_waiting for job in self._jobs.values())
 
-    def add(self, name: str, micro_batches: Iterable[MicroBatch], weight: float) -> None:
-        """Gives a job its next optimizer step.
+    def add(
+        self, name: str, micro_batches: Iterable[MicroBatch], weight: float, update: OptimStep | None = None
+    ) -> None:
+        """Gives a job its next optimizer step, which `update` ends.
 
         A job that had nothing to run meanwhile starts level with the others instead of catching up.
         """
-        job = self._jobs.setdefault(name, Job(name, weight))
+        update = update or OptimStep(name)
+        job = self._jobs.setdefault(name, Job(name, weight, update))
         assert not job.is_waiting, f"job {name} has not finished its last step"
         job.weight = weight
+        job.update = update
         job.micro_batches.extend(micro_batches)
         assert job.micro_batches, f"an optimizer step of job {name} needs a micro-batch"
         assert all(b.job == name and b.length > 0 for b in job.micro_batches), "rows of this job"

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.model.base import Base
+from coserve.train.config import TrainingConfig
 from coserve.train.needs import JobNeeds, Steps, job_needs
 from coserve.train.save_policy import SavePolicy
-from coserve.train.trainer import TrainingConfig
 
 _SHORTEST: Final = 16  # tokens that an example is cut to at the least: fewer teach nothing
 

@@ -1,7 +1,7 @@
 """How many bytes a job comes to hold, known before anything of it is made.
 
 What is computed here is the most a job can need, whichever examples its steps draw: a job that was let in
-never finds that there is less. `Tape.nbytes` and `TrainingRun.nbytes` are what it holds in fact.
+never finds that there is less. `Tape.nbytes` and `TrainingSession.nbytes` are what it holds in fact.
 """
 
 import math
@@ -18,9 +18,9 @@ from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.schedule.config import SchedulerConfig
 from coserve.train.backward import loss_rows
+from coserve.train.config import TrainingConfig
 from coserve.train.pruning.plan import fates_of, input_bytes
 from coserve.train.save_policy import SavePolicy
-from coserve.train.trainer import TrainingConfig
 
 _MOMENTS: Final = 2  # that AdamW keeps of every number
 _PADDING: Final = 31  # rows that `on_grid` adds at most

@@ -17,9 +17,9 @@ _COUNT = "step"  # of updates, one number a weight, beside the moments
 class AdamW:
     """Its settings, beside the rate."""
 
-    betas: tuple[float, float]
-    epsilon: float
-    weight_decay: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,50 +2,50 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from coserve.core.plan import Updated
+from coserve.core.plan import OptimStep, Updated
 from coserve.errors import LossNotFinite
 from coserve.train.optim import norms, step
-
-if TYPE_CHECKING:  # a run updates itself by what is here
-    from coserve.train.trainer import TrainingRun
+from coserve.train.session import TrainingSession
 
 _ADDED: Final = 1e-6  # to a norm that gradients are divided by, as torch does
 
+Due = tuple[TrainingSession, OptimStep]
 
-def update_all(runs: Sequence["TrainingRun"]) -> list[Updated | LossNotFinite]:
-    """What became of each run's step; each has called `make_room`. What is not finite is its own run's alone:
-    nothing that is published of it changes, nor anything of the others."""
-    losses = [run.loss_so_far() for run in runs]
-    gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (run.optimizer for run in runs)]
+
+def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
+    """What became of each session's step; each has called `make_room`. What is not finite is its own
+    session's alone: nothing that is published of it changes, nor anything of the others."""
+    losses = [session.loss_so_far() for session, _ in due]
+    gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.optimizer for s, _ in due)]
     of_gradients = norms(gradients)
     finite = [math.isfinite(loss) and math.isfinite(n) for loss, n in zip(losses, of_gradients, strict=True)]
-    stepping = [run for run, is_finite in zip(runs, finite, strict=True) if is_finite]
-    _clip([(r, g, n) for r, g, n in zip(runs, gradients, of_gradients, strict=True) if math.isfinite(n)])
-    step([(run.optimizer, run.rate) for run in stepping])
-    of_weights = iter(_write(stepping))
+    stepping = [one for one, is_finite in zip(due, finite, strict=True) if is_finite]
+    _clip([(u, g, n) for (_, u), g, n in zip(due, gradients, of_gradients, strict=True) if math.isfinite(n)])
+    step([(session.optimizer, update.learning_rate) for session, update in stepping])
+    of_weights = iter(_write([session for session, _ in stepping]))
     found: list[Updated | LossNotFinite] = []
-    for run, loss, norm, is_finite in zip(runs, losses, of_gradients, finite, strict=True):
+    for (session, update), loss, norm, is_finite in zip(due, losses, of_gradients, finite, strict=True):
         if not is_finite:
-            found.append(run.not_finite(f"the loss became {loss} (gradient norm {norm})"))
+            found.append(session.not_finite(f"the loss became {loss} (gradient norm {norm})"))
         elif not math.isfinite(next(of_weights)):
-            rate = f"a learning rate of {run.rate:g}"
-            found.append(run.not_finite(f"the weights left the numbers at {rate}"))
+            rate = f"a learning rate of {update.learning_rate:g}"
+            found.append(session.not_finite(f"the weights left the numbers at {rate}"))
         else:
-            found.append(run.updated(loss, norm))
+            found.append(session.updated(loss, norm, update.learning_rate))
     return found
 
 
-def _clip(due: Sequence[tuple["TrainingRun", Sequence[Tensor], float]]) -> None:
-    """Gradients whose norm is above their run's limit."""
+def _clip(due: Sequence[tuple[OptimStep, Sequence[Tensor], float]]) -> None:
+    """Gradients whose norm is above their step's limit."""
     clipped: list[Tensor] = []
     factors: list[float] = []
-    for run, gradients, norm in due:
-        limit = run.config.max_grad_norm
+    for update, gradients, norm in due:
+        limit = update.max_grad_norm
         if limit is not None and norm + _ADDED > limit:  # else all would be multiplied by one
             clipped += gradients
             factors += [limit / (norm + _ADDED)] * len(gradients)
@@ -53,9 +53,9 @@ def _clip(due: Sequence[tuple["TrainingRun", Sequence[Tensor], float]]) -> None:
         torch._foreach_mul_(clipped, factors)
 
 
-def _write(runs: Sequence["TrainingRun"]) -> list[float]:
-    """Weights into the room for the next versions; the norm of each run's."""
-    if runs:
-        rooms = [room for run in runs for room in run.room]
-        torch._foreach_copy_(rooms, [flat for run in runs for flat in run.optimizer.flat])
-    return norms([run.room for run in runs])
+def _write(sessions: Sequence[TrainingSession]) -> list[float]:
+    """Weights into the room for the next versions; the norm of each session's."""
+    if sessions:
+        rooms = [room for session in sessions for room in session.room]
+        torch._foreach_copy_(rooms, [flat for session in sessions for flat in session.optimizer.flat])
+    return norms([session.room for session in sessions])

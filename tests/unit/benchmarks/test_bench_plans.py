@@ -2,7 +2,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from coserve.core.plan import Plan, StepResult
+from coserve.core.plan import OptimStep, Plan, StepResult
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import announce_batches, inference_segment, training_segment
@@ -38,7 +38,7 @@ def there_and_back() -> list[Plan]:
         Plan(training=(training_segment(batch, 0, 8, Direction.TRAIN_FORWARD, Span(2, 4)),)),
         Plan(training=(training_segment(batch, 4, 4, Direction.BACKWARD, DEPTH),)),
         Plan(training=(training_segment(batch, 0, 4, Direction.BACKWARD, DEPTH),)),
-        Plan(updates=("job-1",)),
+        Plan(updates=(OptimStep("job-1"),)),
     ]
 
 

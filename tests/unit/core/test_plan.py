@@ -1,4 +1,4 @@
-from coserve.core.plan import Lane, Plan
+from coserve.core.plan import Lane, OptimStep, Plan
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import inference_segment, training_segment
@@ -21,4 +21,4 @@ def test_two_lanes_share_it_out() -> None:
 
 def test_a_pause_does_nothing() -> None:
     assert Plan(idle=3.0).is_empty and Plan(split=0.5).is_empty
-    assert not Plan(updates=("job",)).is_empty and not Plan(released=(1,)).is_empty
+    assert not Plan(updates=(OptimStep("job"),)).is_empty and not Plan(released=(1,)).is_empty

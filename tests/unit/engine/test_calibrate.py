@@ -25,7 +25,7 @@ def test_lanes_are_measured_and_nothing_remains() -> None:
     before = list(engine.generate([5, 17, 3], sampling=few))
     found = measured(engine)
     assert found is not None and all(0.1 < factor < 100.0 for factor in found)
-    assert not engine.executor.runs and engine.executor.arena._out == 0
+    assert not engine.executor.sessions and engine.executor.arena._out == 0
     assert list(engine.generate([5, 17, 3], sampling=few)) == before
 
 
@@ -40,7 +40,7 @@ def test_nothing_remains_of_the_steps_that_were_measured() -> None:
     engine = make_engine()
     config = engine.config
     assert measure(engine.executor, config.page_size, config.pages, engine.base.max_positions)
-    assert not engine.executor.runs and engine.executor.arena._out == 0
+    assert not engine.executor.sessions and engine.executor.arena._out == 0
 
 
 def test_an_engine_that_calibrates_knows_its_lanes() -> None:

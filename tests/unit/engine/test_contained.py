@@ -64,7 +64,7 @@ def bystander(desk: Desk, request: pytest.FixtureRequest) -> Iterator[None]:
     desk.until(lambda: mine()[-1].finish is not None)
     assert len(mine()) == 40 and mine()[-1].finish is FinishReason.LENGTH
     desk.until(lambda: not desk.worker.has_work)
-    assert desk.engine.stats().free_pages == 64 and not desk.engine.executor.runs
+    assert desk.engine.stats().free_pages == 64 and not desk.engine.executor.sessions
 
 
 COMMANDS: dict[str, tuple[Any, str, Command]] = {
@@ -123,10 +123,10 @@ def test_weights_that_cannot_be_read_fail_who_asked_for_them(
 PLACES = {
     "reading": (jobs_module, "_read"),
     "beginning": (None, "finetune"),
-    "the first step": ("coserve.train.trainer.TrainingRun", "next_step"),
+    "the first step": ("coserve.train.supervised.SupervisedSteps", "next_step"),
     "the tail": ("coserve.train.backward.Backward", "through_tail"),
     "a layer on the way back": ("coserve.train.backward", "layer_gradients"),
-    "its state": ("coserve.train.trainer.TrainingRun", "state"),
+    "its state": ("coserve.train.session.TrainingSession", "state"),
     "its checkpoint": (jobs_module, "write_checkpoint"),
     "its validation": ("coserve.engine.scoring.Scoring", "advance"),
 }

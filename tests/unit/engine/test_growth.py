@@ -14,8 +14,8 @@ from coserve.adapters.bank import AdapterBank
 from coserve.adapters.paging import stored as stored_module
 from coserve.core.request import SamplingParams
 from coserve.memory.malloc import resident_bytes
+from coserve.train.fresh import sketch_adapter
 from coserve.train.pruning import layers
-from coserve.train.trainer import sketch_adapter
 from coserve.wire.messages import (
     Acknowledge,
     CheckJob,

@@ -16,8 +16,8 @@ from coserve.errors import JobError, OutOfMemory
 from coserve.train.backward import Backward, BackwardWindow
 from coserve.train.example import Example
 from coserve.train.save_policy import SavePolicy
+from coserve.train.session import TrainingSession
 from coserve.train.tape import Tape
-from coserve.train.trainer import TrainingRun
 from models import tiny
 
 LENGTHS = (30, 24, 18, 27)
@@ -49,7 +49,7 @@ class Allocator:
         self.job, self.times, self.at = job, times, at
         self.failed = 0
 
-    def use(self, run: TrainingRun) -> None:
+    def use(self, run: TrainingSession) -> None:
         if run.job == self.job and run.step >= self.at and self.failed < self.times:
             self.failed += 1
             raise RuntimeError(WORDS)
@@ -62,21 +62,21 @@ def failing(
     """The allocator is asked where a job takes memory: for its tape's rows, its loss, its way back, its
     update."""
     owner, name = {
-        "tape": (TrainingRun, "tape"),
+        "tape": (TrainingSession, "tape"),
         "kept": (Tape, "keep_output"),
         "loss": (Backward, "through_tail"),
         "back": (BackwardWindow, "accumulate"),
-        "update": (TrainingRun, "make_room"),
+        "update": (TrainingSession, "make_room"),
     }[where]
     real = getattr(owner, name)
 
-    def run_of(found: Any) -> TrainingRun | None:
-        if isinstance(found, TrainingRun):
+    def run_of(found: Any) -> TrainingSession | None:
+        if isinstance(found, TrainingSession):
             return found
         backward = found.backward if isinstance(found, BackwardWindow) else found
         tape = backward if isinstance(backward, Tape) else backward.tape
-        for run in engine.executor.runs.values():
-            for travelling in run._under_way.micro_batches.values() if run._under_way else ():
+        for run in engine.executor.sessions.values():
+            for travelling in run._micro_batches.values():
                 if travelling.tape is tape:
                     return run
         return None
@@ -144,7 +144,7 @@ def test_a_second_time_the_job_fails_and_nobody_else(
     assert [job.status for job in jobs] == ["succeeded", "failed"] and answer.tokens == undisturbed[0]
     with pytest.raises(OutOfMemory, match=r"job two ran out of memory: .*can't allocate"):
         jobs[1].result()
-    assert "two" not in engine.executor.runs and engine.admission.ledger.of("job two") == 0
+    assert "two" not in engine.executor.sessions and engine.admission.ledger.of("job two") == 0
     assert engine.bank.find("two").version == 1, "its last good version stays"
 
 

@@ -241,9 +241,9 @@ def test_going_on_from_an_adapter(desk: Desk, data: Path, tmp_path: Path) -> Non
 def test_weights_share_the_machine(desk: Desk, data: Path, tmp_path: Path) -> None:
     desk.send(WeighJob("nobody", 2.0), job(data, tmp_path / "j"), WeighJob("j", 3.0))
     desk.until(lambda: desk.news(JobStarted))
-    assert desk.engine.executor.runs["j"].weight == 3.0
+    assert desk.engine.jobs["j"].weight == 3.0
     desk.send(WeighJob("j", 0.5))
-    assert desk.engine.executor.runs["j"].weight == 0.5
+    assert desk.engine.jobs["j"].weight == 0.5
     assert desk.ended().status == "succeeded"
 
 

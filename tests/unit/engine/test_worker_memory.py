@@ -101,7 +101,7 @@ def test_a_job_waits_and_begins_when_the_one_before_has_ended(desk: Desk, data: 
     assert again.jobs == ("one", "two") and again.waiting == {"two": waiting.reason}
     desk.worker.take(WeighJob("two", 3.0))
     desk.until(lambda: desk.of(JobStarted, "two"))
-    assert desk.of(JobEnded, "one") and desk.engine.executor.runs["two"].weight == 3.0
+    assert desk.of(JobEnded, "one") and desk.engine.jobs["two"].weight == 3.0
     assert desk.worker.connected().waiting == {}
     desk.until(lambda: desk.of(JobEnded, "two"))
     assert desk.of(JobEnded, "two")[-1].status == "succeeded"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import Plan
+from coserve.core.plan import OptimStep, Plan
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.executors.scripted import ScriptedExecutor, next_token
@@ -117,16 +117,16 @@ def test_windows_out_of_order(steps: list[tuple[int, int, Direction, Span]], mes
 def test_an_update_needs_all_gradients() -> None:
     executor, it = ScriptedExecutor(2), batch()
     with pytest.raises(AssertionError, match="before all gradients"):
-        executor.run(Plan(updates=("job",)))
+        executor.run(Plan(updates=(OptimStep("job"),)))
     executor.run(train(it, 0, 8, Direction.TRAIN_FORWARD))
     with pytest.raises(AssertionError, match="before all gradients"):
-        executor.run(Plan(updates=("job",)))
+        executor.run(Plan(updates=(OptimStep("job"),)))
     executor.run(train(it, 0, 8, Direction.LOSS, TAIL))
     executor.run(train(it, 0, 8, Direction.BACKWARD, Span(1, 2)))
     with pytest.raises(AssertionError, match="before all gradients"):
-        executor.run(Plan(updates=("job",)))
+        executor.run(Plan(updates=(OptimStep("job"),)))
     executor.run(train(it, 0, 8, Direction.BACKWARD, Span(0, 1)))
-    assert executor.run(Plan(updates=("job",))).updated["job"].labels == 8
+    assert executor.run(Plan(updates=(OptimStep("job"),))).updated["job"].labels == 8
 
 
 def test_a_pause_takes_its_time() -> None:

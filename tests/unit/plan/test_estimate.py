@@ -18,7 +18,7 @@ from coserve.plan.recipes import METHODS
 from coserve.plan.rows import Asked, make_plan
 from coserve.plan.stages import Load, Loss, Program, Stage, System
 from coserve.plan.subject import Subject, subject_of
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 
 CONFIG = LlamaConfig(
     hidden_size=64, num_hidden_layers=2, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2,

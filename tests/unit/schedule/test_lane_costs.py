@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment
+from coserve.core.plan import InferenceSegment, OptimStep, Plan, StepResult, TrainingSegment
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
@@ -102,7 +102,7 @@ def test_no_step_waits_for_training_beside_its_inference() -> None:
     builder.training.append(TRAINING)
     assert builder.predict(model) == 6.0
     builder.trained.add_update()
-    builder.updates.append("a")
+    builder.updates.append(OptimStep("a"))
     assert builder.predict(model) == 7.0
     builder.inference.clear()
     assert builder.predict(model) == 13.0

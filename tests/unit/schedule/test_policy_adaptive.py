@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from coserve.core.events import StepDone
+from coserve.core.plan import OptimStep
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
@@ -165,7 +166,7 @@ def view(
     **changes: object,
 ) -> View:
     batches = deque([MicroBatch(100, "a", "a@0", (40, 60), 2), MicroBatch(101, "a", "a@0", (30,), 2)])
-    jobs = (Job("a", 1.0, batches),)
+    jobs = (Job("a", 1.0, OptimStep("a"), batches),)
     state = View(now, config(), known_exactly(CostModel(COSTS)), waiting, running, jobs, finished=0)
     return replace(state, **changes)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.plan import InferenceSegment, Plan, TrainingSegment
+from coserve.core.plan import InferenceSegment, OptimStep, Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.cost import (
@@ -102,7 +102,7 @@ def test_scored_prompt_rows_pay_for_the_head() -> None:
 def test_features_of_training() -> None:
     keep, back = train(Direction.TRAIN_FORWARD, 16, 0, 4), train(Direction.BACKWARD, 32, 6, 8)
     loss = train(Direction.LOSS, 24, DEPTH, DEPTH + 1)
-    found = Features.of(Plan(training=(keep, loss, back), updates=("job",))).as_dict()
+    found = Features.of(Plan(training=(keep, loss, back), updates=(OptimStep("job"),))).as_dict()
     assert found == dict.fromkeys(NAMES, 0.0) | {
         "step": 1,
         "forward_layers": 0.5,
@@ -293,5 +293,5 @@ def test_an_iteration_is_what_its_steps_take(count: int) -> None:
         for way, span in zip(ways, whole, strict=True)
     ]
     model = CostModel()
-    taken = sum(model.predict(plan) for plan in (*plans, Plan(updates=("job",))))
+    taken = sum(model.predict(plan) for plan in (*plans, Plan(updates=(OptimStep("job"),))))
     assert model.predict_iteration(batches) == pytest.approx(taken - 3 * 1e-3 - 2e-4)

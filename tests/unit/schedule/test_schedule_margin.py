@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import Plan
+from coserve.core.plan import OptimStep, Plan
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
@@ -91,11 +91,14 @@ def test_steps_that_nobody_waits_for_say_nothing() -> None:
     """An optimizer step alone is over in milliseconds, and takes three times as long now and then."""
     cost, sequence = CostModel(), Sequence(1, Request("r", (1,) * 8), output=[1])
     decode = Plan((inference_segment(sequence, 8, 1),))
-    update = Plan(updates=("a",))
+    update = Plan(updates=(OptimStep("a"),))
     for _ in range(40):
         cost.observe(decode, cost.predict(decode))
         cost.observe(update, 3.0 * cost.predict(update))
     assert cost.margin(CONFIG, trains=True) == pytest.approx(0.0, abs=1e-9)
     for _ in range(40):
-        cost.observe(replace(decode, updates=("a",)), 1.5 * cost.predict(replace(decode, updates=("a",))))
+        cost.observe(
+            replace(decode, updates=(OptimStep("a"),)),
+            1.5 * cost.predict(replace(decode, updates=(OptimStep("a"),))),
+        )
     assert cost.margin(CONFIG, trains=True) > 0.1

@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 
 import coserve.schedule.policies
+from coserve.core.plan import OptimStep
 from coserve.core.request import Request
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import ConfigError
@@ -20,7 +21,7 @@ CONFIG = SchedulerConfig(layers=4, max_positions=64)
 
 def job(batches: int = 1, steps: int = 0, is_due: bool = False) -> Job:
     training = deque(MicroBatch(100 + n, "job", "a@0", (8,), 4) for n in range(batches))
-    return Job("job", 1.0, training, is_due, steps=steps)
+    return Job("job", 1.0, OptimStep("job"), training, is_due, steps=steps)
 
 
 def view(requests: int = 0, jobs: tuple[Job, ...] | None = None, **changes: object) -> View:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.plan import Plan
+from coserve.core.plan import OptimStep, Plan
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
@@ -139,10 +139,10 @@ def test_only_one_job_may_travel() -> None:
 def test_an_update_is_paid_for() -> None:
     it = builder(True)
     packer = TrainingPacker(it, Allowance(0.0051, 512), CostModel(), CONFIG)
-    assert packer.update("job")
+    assert packer.update(OptimStep("job"))
     assert packer.left == pytest.approx(0.0001)
-    assert not packer.update("other")
-    assert it.updates == ["job"]
+    assert not packer.update(OptimStep("other"))
+    assert it.updates == [OptimStep("job")]
 
 
 def test_where_no_window_has_that_room_the_largest_runs() -> None:

@@ -20,9 +20,10 @@ from coserve.schedule.segments import training_segment
 from coserve.train import checkpoint
 from coserve.train.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example, digest
+from coserve.train.fresh import fresh_adapter
 from coserve.train.state import TrainingState
-from coserve.train.trainer import TrainingRun, fresh_adapter
 from models import prompts, tiny
+from training_runs import TrainingRun
 
 DEPTH = 3
 FIELDS = {"batch_size": 3, "epochs": 2, "learning_rate": 3e-2, "rows": 40, "seed": 5, "max_grad_norm": 0.05}
@@ -52,7 +53,7 @@ def run_of(
     run = TrainingRun(
         engine.base, AdapterBank(), "job", start, data, training, digest=digest(data), resume=resume
     )
-    engine.executor.runs["job"] = run
+    engine.executor.sessions["job"] = run.session
     return run
 
 

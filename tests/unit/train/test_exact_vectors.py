@@ -12,7 +12,7 @@ from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.methods.bitfit import BitFitConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.train.example import Example
-from coserve.train.trainer import fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from methods import engine_of
 from models import prompts
 

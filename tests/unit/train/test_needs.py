@@ -12,9 +12,9 @@ from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.row_buckets import pad_rows
 from coserve.memory.ledger import Account
 from coserve.train.example import Example, epochs, pack
+from coserve.train.fresh import fresh_adapter, sketch_adapter
 from coserve.train.needs import rows_at_once
 from coserve.train.save_policy import SavePolicy
-from coserve.train.trainer import fresh_adapter, sketch_adapter
 from models import tiny
 
 METHODS = (LoRAConfig(rank=4), IA3Config(), PromptTuningConfig(tokens=3), PrefixTuningConfig(tokens=5))
@@ -37,7 +37,7 @@ def test_no_job_holds_more_than_it_was_promised(name: str, keep: SavePolicy, met
     engine = Engine(tiny(name, torch.bfloat16), config)
     training = TrainingConfig(batch_size=4, rows=64, keep=keep)
     job = engine.finetune(examples([60] * 8), "mine", method, training, job="j")
-    run, most = engine.executor.runs["j"], dict.fromkeys(Account, 0)
+    run, most = engine.executor.sessions["j"], dict.fromkeys(Account, 0)
     promised = {account: engine.admission.ledger.of("job j", account) for account in Account}
     while job.is_under_way:
         for account, nbytes in run.held.items():

@@ -15,8 +15,9 @@ from coserve.core.sequence import MicroBatch
 from coserve.errors import AdapterMismatch, ConfigError, LossNotFinite
 from coserve.schedule.segments import training_segment
 from coserve.train.example import Example, pack
-from coserve.train.trainer import TrainingRun, fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from models import Exact, prompts, tiny
+from training_runs import TrainingRun
 
 DEPTH = 3
 
@@ -39,7 +40,7 @@ def start_run(
 ) -> TrainingRun:
     start = fresh_adapter(engine.base, "mine", lora, 0)
     run = TrainingRun(engine.base, AdapterBank(), "job", start, data, TrainingConfig(**fields))
-    engine.executor.runs["job"] = run
+    engine.executor.sessions["job"] = run.session
     return run
 
 
@@ -153,11 +154,11 @@ def test_weights_that_are_not_finite_stop_the_job_where_it_stood(engine: Engine)
     bad = TrainingRun(
         engine.base, AdapterBank(), "job", spoilt, examples("nan", 2), TrainingConfig(batch_size=2)
     )
-    engine.executor.runs["job"] = bad
+    engine.executor.sessions["job"] = bad.session
     with pytest.raises(LossNotFinite, match=r"job job: the loss became nan .* step 1.* version bad@0"):
         one_step(engine, bad)
     assert bad.current.key == "bad@0" and bad.step == 0
-    engine.executor.runs["job"] = run
+    engine.executor.sessions["job"] = run.session
     assert torch.equal(matrices(good), copy)
     assert one_step(engine, run).step == 2
 

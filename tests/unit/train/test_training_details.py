@@ -14,8 +14,9 @@ from coserve.core.plan import Plan
 from coserve.memory.ledger import Account
 from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
-from coserve.train.trainer import TrainingRun, fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from models import logits_of, tiny
+from training_runs import TrainingRun
 
 TOKENS = (5, 0, 7, 0, 0, 9)
 EXAMPLE = Example(TOKENS, (*TOKENS[1:], -100))
@@ -48,12 +49,12 @@ def test_an_ended_job_gives_its_tapes_back(end: Callable[[Engine], None]) -> Non
     to the system where there is no job."""
     engine = make_engine()
     engine.finetune([EXAMPLE] * 4, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, max_steps=2))
-    run = engine.executor.runs["job-1"]
+    run = engine.executor.sessions["job-1"]
     held = run.nbytes
     engine.step()
     assert run.nbytes > held and engine.executor.arena.nbytes == 0
     end(engine)
-    assert engine.executor.arena.nbytes == 0 and not engine.executor.runs
+    assert engine.executor.arena.nbytes == 0 and not engine.executor.sessions
     assert engine.stats().memory["tapes"] == 0 and run.held[Account.TAPES] == 0
 
 
@@ -62,7 +63,7 @@ def test_a_run_counts_masters_gradients_and_moments() -> None:
     engine = make_engine()
     start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2), 0)
     run = TrainingRun(engine.base, AdapterBank(), "job", start, [EXAMPLE], TrainingConfig(batch_size=1))
-    engine.executor.runs["job"] = run
+    engine.executor.sessions["job"] = run.session
     assert run.nbytes == start.nbytes
     (batch,) = run.next_step(itertools.count(1))
     while not batch.done:

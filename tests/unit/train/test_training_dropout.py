@@ -10,9 +10,10 @@ from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lowrank import DroppingLoRA
 from coserve.train.example import Example
-from coserve.train.trainer import TrainingRun, fresh_adapter
+from coserve.train.fresh import fresh_adapter
 from coserve.train.window import Window
 from models import tiny
+from training_runs import TrainingRun
 
 ROWS = 40
 GATE, UP = ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")  # of the same input width
@@ -48,7 +49,7 @@ def whole(run: TrainingRun) -> list[Bypasses]:
 def test_linears_micro_batches_steps_and_seeds_draw_otherwise(engine: Engine) -> None:
     run = start_run(engine)
     first, second = whole(run)
-    run.step += 1  # what an update does to it
+    run.supervised.ended("mine@1")  # what an update does to it
     (later, _), (other, _) = whole(run), whole(start_run(engine, seed=1))
     masks = [mask(first, GATE), mask(first, UP), mask(second, GATE), mask(later, GATE), mask(other, GATE)]
     for one, two in itertools.combinations(masks, 2):

@@ -9,10 +9,10 @@ import torch
 
 from coserve import LoRAConfig, SavePolicy
 from coserve.model.base import Base
+from coserve.train.fresh import sketch_adapter
 from coserve.train.pruning import layers, plan
 from coserve.train.pruning.once import TRACING, Once
 from coserve.train.save_policy import Fates
-from coserve.train.trainer import sketch_adapter
 from methods import engine_of
 
 TARGETS = ("q_proj", "o_proj", "down_proj")

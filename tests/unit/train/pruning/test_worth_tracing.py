@@ -7,9 +7,9 @@ import pytest
 
 from coserve import LoRAConfig, SavePolicy
 from coserve.model.base import Base
+from coserve.train.fresh import fresh_adapter
 from coserve.train.pruning import plan
 from coserve.train.save_policy import Fate, SavePolicySetting
-from coserve.train.trainer import fresh_adapter
 from methods import engine_of
 
 METHOD = LoRAConfig(rank=4, targets=("1.mlp.up_proj",))

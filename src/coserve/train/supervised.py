@@ -1,0 +1,145 @@
+"""Supervised fine-tuning as a client of a training session: examples in optimizer steps. No tensors."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from coserve.core.plan import OptimStep
+from coserve.core.row_buckets import pad_rows
+from coserve.core.sequence import MicroBatch
+from coserve.train.config import TrainingConfig
+from coserve.train.example import IGNORED, Example, epochs, pack, steps_per_epoch
+from coserve.train.optim import AdamW
+from coserve.train.rates import LearningRate
+from coserve.train.save_policy import SavePolicy
+from coserve.train.session import SessionConfig
+from coserve.train.state import Identity
+
+
+class SupervisedSteps:
+    """Cuts a job's examples into optimizer steps, and those into micro-batches.
+
+    Which examples step n is made of depends on `config` and n alone, so a job goes on after `resumed_from`
+    steps exactly as it would have. `adapter` is the version that is trained from. `digest` is that of the
+    examples, and may be left empty where nothing will ever be resumed. `prefix` and `prompt` count the
+    adapter's virtual tokens: those given as keys and values, and those that pass through the model as rows.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        adapter: str,
+        examples: Sequence[Example],
+        config: TrainingConfig,
+        layers: int,
+        prefix: int = 0,
+        prompt: int = 0,
+        digest: str = "",
+        resumed_from: int = 0,
+    ) -> None:
+        self.job, self.config, self.examples = job, config, examples
+        self.adapter = adapter
+        self.steps = count_steps(len(examples), config)
+        self.step = resumed_from  # how many have been handed out and ended
+        self.identity = Identity(digest, config.seed, config.batch_size, config.epochs)
+        self._layers, self._prefix, self._prompt = layers, prefix, prompt
+        self._rate = LearningRate(
+            peak=config.learning_rate,
+            schedule=config.schedule,
+            warmup_ratio=config.warmup_ratio,
+            total_steps=self.steps,
+        )
+        self._batches = epochs(
+            len(examples), config.batch_size, config.epochs, config.seed, start=resumed_from
+        )
+        self._under_way: list[Example] = []
+
+    def next_step(self, keys: Iterator[int]) -> list[MicroBatch]:
+        """The micro-batches of the next optimizer step, keyed from `keys`; none when training is over."""
+        if self.step >= self.steps:
+            return []
+        self._under_way = [self.examples[i] for i in next(self._batches)]
+        return self._packed(keys)
+
+    def smaller_step(self, keys: Iterator[int]) -> list[MicroBatch]:
+        """The step under way once more from its beginning, in micro-batches of half the rows that keep as
+        little as there is to keep, and so from now on. What it is made of stays the same."""
+        assert self._under_way, "no step is under way"
+        self.config = replace(self.config, rows=max(1, self.config.rows // 2), keep=SavePolicy.INPUTS)
+        return self._packed(keys)
+
+    def ended(self, adapter: str) -> None:
+        """The optimizer has stepped, and published the version `adapter`."""
+        self.step += 1
+        self.adapter = adapter
+        self._under_way = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an optimizer step has begun and has not ended."""
+        return bool(self._under_way)
+
+    @property
+    def optim_step(self) -> OptimStep:
+        """How the optimizer ends the step under way."""
+        return OptimStep(self.job, self._rate.at(self.step), self.config.max_grad_norm)
+
+    @property
+    def session(self) -> SessionConfig:
+        """What the job asks of its session."""
+        config = self.config
+        optimizer = AdamW(config.betas, config.epsilon, config.weight_decay)
+        return SessionConfig(optimizer, config.keep, self._most_rows)
+
+    @property
+    def _most_rows(self) -> int:
+        """Of any micro-batch of the job, padding included."""
+        config, prompt = self.config, self._prompt
+        lengths = sorted(map(len, self.examples), reverse=True)
+        step, longest = sum(lengths[: config.batch_size]), max(lengths, default=1)
+        return pad_rows(min(max(config.rows, longest + prompt), step + prompt))
+
+    def _packed(self, keys: Iterator[int]) -> list[MicroBatch]:
+        chosen, prompt = self._under_way, self._prompt
+        labels = sum(example.label_count for example in chosen)
+        packs = pack([len(e) for e in chosen], max(self.config.rows - prompt, 1))
+        made = []
+        for index, indices in enumerate(packs):
+            packed = [chosen[i] for i in indices]
+            lengths = tuple(map(len, packed))
+            padding = _padding(lengths, prompt)
+            made.append(
+                MicroBatch(
+                    key=next(keys),
+                    job=self.job,
+                    adapter=self.adapter,
+                    lengths=(*[prompt] * bool(prompt), *lengths, *padding),
+                    layers=self._layers,
+                    padding=padding,
+                    prefix=self._prefix,
+                    prompt=prompt,
+                    tokens=(*[0] * prompt, *(t for e in packed for t in e.tokens), *[0] * sum(padding)),
+                    labels=(
+                        *[IGNORED] * prompt,
+                        *(label for e in packed for label in e.labels),
+                        *[IGNORED] * sum(padding),
+                    ),
+                    step_labels=labels,
+                    dropout_seed=f"{self.config.seed}/{self.step}/{index}",
+                )
+            )
+        return made
+
+
+def count_steps(examples: int, config: TrainingConfig) -> int:
+    """Optimizer steps of a job with so many examples."""
+    steps = steps_per_epoch(examples, config.batch_size) * config.epochs
+    return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+def _padding(lengths: tuple[int, ...], prompt: int) -> tuple[int, ...]:
+    """Examples without labels that fill a micro-batch up to a row count in use, none longer than the real
+    ones: positions are bounded."""
+    rows, longest = prompt + sum(lengths), max(lengths)
+    missing = pad_rows(rows) - rows
+    whole, rest = divmod(missing, longest)
+    return (*[longest] * whole, *[rest] * bool(rest))

@@ -1,0 +1,73 @@
+"""A job that a test drives by hand: its examples in optimizer steps, and its session on the device."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bank import AdapterBank
+from coserve.core.plan import Updated
+from coserve.core.sequence import MicroBatch
+from coserve.errors import LossNotFinite
+from coserve.memory.arena import Arena
+from coserve.model.base import Base
+from coserve.schedule.segments import batch_start
+from coserve.train.config import TrainingConfig
+from coserve.train.example import Example
+from coserve.train.optimizer_offload import MakeOffload
+from coserve.train.session import TrainingSession
+from coserve.train.state import TrainingState
+from coserve.train.supervised import SupervisedSteps
+from coserve.train.updating import update_all
+
+
+class TrainingRun:
+    """What `engine.training.Training` and a scheduler do for one job, at a test's word. What is not defined
+    here is the session's."""
+
+    def __init__(
+        self,
+        base: Base,
+        bank: AdapterBank,
+        job: str,
+        start: AdapterVersion,
+        examples: Sequence[Example],
+        config: TrainingConfig,
+        arena: Arena | None = None,
+        digest: str = "",
+        resume: TrainingState | None = None,
+        make_offload: MakeOffload | None = None,
+    ) -> None:
+        if resume is not None:
+            start = replace(resume.adapter, name=start.name, version=start.version)
+        virtual = start.virtual
+        self.supervised = SupervisedSteps(
+            job, start.key, examples, config, base.depth, virtual.given_count, virtual.prompt_count, digest,
+            0 if resume is None else resume.step,
+        )  # fmt: skip
+        self.steps, identity = self.supervised.steps, self.supervised.identity
+        if resume is not None:
+            identity.expect(resume.identity)
+        self.session = TrainingSession(
+            base, bank, job, start, self.supervised.session, arena, identity, resume, make_offload
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def next_step(self, keys: Iterator[int]) -> list[MicroBatch]:
+        """The micro-batches of the next optimizer step, which the session has begun."""
+        made = self.supervised.next_step(keys)
+        for micro_batch in made:
+            self.session.begin(batch_start(micro_batch))
+            micro_batch.told = True
+        return made
+
+    def update(self) -> Updated:
+        """The optimizer's step. Raises LossNotFinite, with nothing changed."""
+        self.session.make_room()
+        (found,) = update_all([(self.session, self.supervised.optim_step)])
+        if isinstance(found, LossNotFinite):
+            raise found
+        self.supervised.ended(found.version)
+        return found
