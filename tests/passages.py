@@ -20,8 +20,8 @@ from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.lowrank import LoRABypass
 from coserve.core.plan import Plan
-from coserve.core.sequence import Direction, Span
-from coserve.schedule.segments import training_segment
+from coserve.core.sequence import Direction, LossSpec, MicroBatch, Span
+from coserve.schedule.segments import batch_start, training_segment
 from coserve.train.example import Example, epochs
 from models import linear_paths, lora_parameters, prompts, tiny, with_lora
 from rounding import largest
@@ -45,6 +45,7 @@ class Case:
     adapter: AdapterVersion
     loss: float
     wanted: Gradients
+    spec: Callable[[MicroBatch], LossSpec] | None = None  # None: cross-entropy
 
     @property
     def depth(self) -> int:
@@ -76,7 +77,9 @@ def mean_loss(model: Callable[..., Any], tokens: list[list[int]], labels: list[l
     return loss
 
 
-def make_case(name: str, lengths: Sequence[int], **changes: object) -> Case:
+def make_case(
+    name: str, lengths: Sequence[int], loss_of: Callable[..., Tensor] = mean_loss, **changes: object
+) -> Case:
     """Random examples of `lengths` for a model of architecture `name`, an adapter on all of its linears."""
     tokens, labels = examples(random.Random(f"gradients/{name}/{lengths}"), lengths)
     oracle = tiny(name, torch.float64, **changes)
@@ -84,7 +87,7 @@ def make_case(name: str, lengths: Sequence[int], **changes: object) -> Case:
     adapted = with_lora(oracle, seed=1)
     parameters = lora_parameters(adapted)
     flat = [p.requires_grad_() for pair in parameters.values() for p in pair]
-    loss = mean_loss(adapted, tokens, labels)
+    loss = loss_of(adapted, tokens, labels)
     assert parameters.keys() == set(linear_paths(tiny(name, **changes))), "every linear has an adapter"
     found = iter(torch.autograd.grad(loss, flat))
     bypasses = {
@@ -133,6 +136,9 @@ class Passage:
         self.executor.sessions["probe"] = self.run.session
         self.before = self.run.state().adapter.parameters()
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
+        if case.spec is not None:
+            self.micro_batch.loss = case.spec(self.micro_batch)
+            self.run.session.begin(batch_start(self.micro_batch))
         self.gradients: Gradients = {}
 
     @property
@@ -160,6 +166,9 @@ class Passage:
         for start, rows in windows(there, self.rows):
             for span in spans(self.case.depth, draws):
                 self.forward(start, rows, span)
+        if self.micro_batch.loss.couples:
+            for start, rows in windows(back, self.rows):
+                self.go(Direction.LOGPROBS, start, rows, Span(self.case.depth, self.case.depth + 1))
         for start, rows in reversed(windows(back, self.rows)):
             for span in reversed(list(spans(self.case.depth, draws))):
                 self.backward(start, rows, span)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coserve.core.request import SamplingParams
-from coserve.core.sequence import Direction, Span
+from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec, Span
 from coserve.errors import CoserveError
 
 
@@ -68,6 +68,7 @@ class MicroBatchStart:
     padding: int = 0
     step_labels: int = 1
     dropout_seed: str = ""
+    loss: LossSpec = CROSS_ENTROPY
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ class TrainingSegment:
     """A window of one micro-batch through the layers of `span`, of the model's `layers`.
 
     Rows `start` to `start + length`; they attend to `pairs` (row, earlier row) pairs. A micro-batch has
-    TRAIN_FORWARD segments, later LOSS ones, which span the tail (the layer after the last), then BACKWARD
-    ones.
+    TRAIN_FORWARD segments, LOGPROBS ones where its loss couples tokens, LOSS ones, then BACKWARD ones. The
+    tail, which LOGPROBS and LOSS span, is the layer after the last.
     """
 
     key: int

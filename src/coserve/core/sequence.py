@@ -8,8 +8,10 @@ A `MicroBatch` is some training examples of one job, packed end to end into rows
 of rows, which can be put down between any two layers and picked up again (FlexLLM 6.1, algorithm 2).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from coserve.core.request import FinishReason, Request
 
@@ -19,8 +21,28 @@ class Direction(Enum):
 
     INFER = "infer"  # forward, keys and values into pages, nothing kept for a gradient
     TRAIN_FORWARD = "train_forward"  # forward, what the backward pass needs goes onto the tape
+    LOGPROBS = "logprobs"  # through the tail: what a loss that couples tokens has to know of all of them
     LOSS = "loss"  # through the tail (final norm, head, loss) and back to the last layer's output
     BACKWARD = "backward"  # last layer of the span first
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether rows pass the tail, and no layer."""
+        return self in (Direction.LOGPROBS, Direction.LOSS)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """Which loss a micro-batch has (`train.losses`), with `inputs` for each of its rows by their names. One
+    that `couples` tokens passes the tail twice: log-probabilities first, then the loss."""
+
+    name: str = "cross_entropy"
+    inputs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    couples: bool = False
+
+
+CROSS_ENTROPY: Final = LossSpec()  # every label weighs one
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +172,7 @@ class MicroBatch:
     labels: tuple[int, ...] = ()
     step_labels: int = 1
     dropout_seed: str = ""
+    loss: LossSpec = CROSS_ENTROPY
     direction: Direction = Direction.TRAIN_FORWARD
     frontier: int = 0
     paused: list[PausedWindow] = field(default_factory=list)
@@ -183,7 +206,7 @@ class MicroBatch:
     def next_span(self, layers: int) -> Span:
         """The layers to run next, at most `layers` of them; the tail counts as one more layer on top."""
         layer = self._next_whole().layer
-        if self.direction is Direction.LOSS:
+        if self.direction.is_tail:
             return Span(layer, layer + 1)
         if self.direction is Direction.TRAIN_FORWARD:
             return Span(layer, min(layer + layers, self.layers))
@@ -218,7 +241,9 @@ class MicroBatch:
 
     def _turn(self) -> None:
         """All rows are through: to the tail, back, or done."""
-        if self.direction is Direction.TRAIN_FORWARD:
+        if self.direction is Direction.TRAIN_FORWARD and self.loss.couples:
+            self.direction, self.frontier = Direction.LOGPROBS, 0
+        elif self.direction in (Direction.TRAIN_FORWARD, Direction.LOGPROBS):
             self.direction, self.frontier = Direction.LOSS, 0
         elif self.direction is Direction.LOSS:
             self.direction, self.frontier = Direction.BACKWARD, self.length

@@ -214,7 +214,7 @@ class LocalExecutor:
         """Takes windows through the tail, then others back through layers; returns those that ran."""
         trained = []
         for segment in lane.training:
-            if segment.direction is Direction.LOSS and not self._pause.is_due:
+            if segment.direction.is_tail and not self._pause.is_due:
                 if (job := segment.job) not in self._short:
                     with self._short.of(job):
                         self._through_tail(segment)
@@ -388,7 +388,8 @@ class LocalExecutor:
 
     def _through_tail(self, segment: TrainingSegment) -> None:
         session, window = self._window(segment)
-        session.backward(segment.key).through_tail(window, session.bypasses(segment.key, window))
+        tail, bypasses = session.tail(segment.key), session.bypasses(segment.key, window)
+        (tail.logprobs if segment.direction is Direction.LOGPROBS else tail.loss)(window, bypasses)
 
     def _backward(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
         """Takes windows back through layers; returns them with the layers that they passed before a pause."""

@@ -275,7 +275,8 @@ class _Tape:
     def __init__(self, batch: MicroBatchStart) -> None:
         self.batch, self.length = batch, sum(batch.lengths)
         self._kept = [0] * batch.layers  # rows from the left that passed the layer forward
-        self._scored = 0  # rows from the left that passed the tail
+        # Rows from the left that passed the tail, by its passes.
+        self._scored = dict.fromkeys([Direction.LOGPROBS] * batch.loss.couples + [Direction.LOSS], 0)
         self._back = [self.length] * batch.layers  # rows from the left that have not come back yet
 
     @property
@@ -293,12 +294,15 @@ class _Tape:
                 self._kept[layer] = end
             return
         assert all(rows == self.length for rows in self._kept), "back before all is kept"
-        if segment.direction is Direction.LOSS:
-            assert self._scored == first, "each row once through the tail, left to right"
+        if segment.direction.is_tail:
+            assert self._scored[segment.direction] == first, "each row once through the tail, left to right"
+            assert segment.direction is Direction.LOGPROBS or all(
+                rows == self.length for way, rows in self._scored.items() if way is Direction.LOGPROBS
+            ), "a loss that couples tokens needs all of them"
             assert segment.span == Span(self.batch.layers, self.batch.layers + 1), "the tail is on top"
-            self._scored = end
+            self._scored[segment.direction] = end
             return
-        assert self._scored == self.length, "back before all is scored"
+        assert all(rows == self.length for rows in self._scored.values()), "back before all is scored"
         for layer in reversed(layers):
             assert self._back[layer] == end, "each row once back, right to left"
             assert layer == self.batch.layers - 1 or self._back[layer + 1] <= first, "the layer above first"

@@ -1,4 +1,4 @@
-"""Cross-entropy and its gradient in one pass over a chunk of logits."""
+"""Cross-entropy and its gradient in one pass over a chunk of logits; both halves alone for other losses."""
 
 import torch
 from torch import Tensor
@@ -20,3 +20,20 @@ def cross_entropy(logits: Tensor, labels: Tensor, weight: float) -> tuple[Tensor
     exact.mul_(weight / total)
     exact[rows, labels] -= weight
     return loss, exact.to(logits.dtype)
+
+
+def target_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities [rows] of labels [rows], in at least float32; logits [rows, vocabulary]."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return exact.gather(1, labels[:, None]).squeeze(1) - exact.logsumexp(-1)
+
+
+def logprob_vjp(logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient [rows, vocabulary] for logits, in their dtype, of what has `gradient` [rows] by the
+    labels' log-probabilities."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    rows = torch.arange(len(labels), device=labels.device)
+    exact.sub_(exact.amax(dim=-1, keepdim=True)).exp_()
+    exact.mul_(-gradient[:, None] / exact.sum(dim=-1, keepdim=True))
+    exact[rows, labels] += gradient
+    return exact.to(logits.dtype)

@@ -148,7 +148,7 @@ class Features:
         """Counts a window of a micro-batch in."""
         self.trains = True
         values, rows, span, depth = self.values, segment.length, segment.span, segment.layers
-        if segment.direction is Direction.LOSS:
+        if segment.direction.is_tail:
             values[_LOSS_ROWS] += rows
             return
         part = len(span) / depth
@@ -246,7 +246,8 @@ class CostModel:
         features.add_update()
         for batch in batches:
             forward = training_segment(batch, 0, batch.length, Direction.TRAIN_FORWARD, Span(0, batch.layers))
-            for way in (Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD):
+            ways = [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD]
+            for way in ways + [Direction.LOGPROBS] * batch.loss.couples:
                 features.add_training(replace(forward, direction=way))
         return self.predict_features(features)
 

@@ -89,6 +89,7 @@ def batch_start(batch: MicroBatch) -> MicroBatchStart:
         padding=sum(batch.padding),
         step_labels=batch.step_labels,
         dropout_seed=batch.dropout_seed,
+        loss=batch.loss,
     )
 
 

@@ -48,7 +48,7 @@ class TrainingPacker:
         most = self._allowance.rows
         if not most or self._allowance.job is not None or self._config.training_window is not None:
             return False
-        if first.direction is Direction.LOSS or self._builder.training:
+        if first.direction.is_tail or self._builder.training:
             return False
         chosen, rows = [first], first.rows_left
         for batch in others:
@@ -100,7 +100,7 @@ class TrainingPacker:
     def _sizes(self, batch: MicroBatch) -> list[int]:
         """Rows that the next window may have, most first; what lies put down can be cut to any of them."""
         # A row's head and loss may take as long as several of its layers.
-        share = 4 if batch.direction is Direction.LOSS else 1
+        share = 4 if batch.direction.is_tail else 1
         if self._config.training_window is not None:
             return [min(max(1, self._config.training_window // share), batch.rows_left)]
         most, least = self._allowance.rows, max(1, self._config.min_training_rows // share)
@@ -108,7 +108,7 @@ class TrainingPacker:
             return [batch.rows_left]
         # What is left of a step is worth less than a window that stays whole: see `_largest`. Parts of a loss
         # share nothing but the head.
-        whole = not self._allowance.cut and batch.direction is not Direction.LOSS
+        whole = not self._allowance.cut and not batch.direction.is_tail
         if whole or (self._builder.training and not self._builder.inference):
             return [min(most, batch.rows_left)]
         ladder = [most]

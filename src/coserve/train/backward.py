@@ -13,19 +13,15 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
-from coserve.core.row_buckets import COARSE, pad_rows
 from coserve.core.sequence import Span
-from coserve.kernels.loss import cross_entropy
 from coserve.kernels.rows import concat_rows, split_rows
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
-from coserve.model.graph import GraphRows
 from coserve.train.pause import TrainingPause
 from coserve.train.shortage import Shortages
 from coserve.train.tape import Tape
@@ -33,10 +29,6 @@ from coserve.train.window import KV, Window
 from coserve.train.window_group import ReplayedRows
 
 _log = logging.getLogger(__name__)
-
-# Logits of one chunk of the loss in float32: 16 MiB stay in the caches and below malloc's mmap threshold
-# (a fresh mapping costs a page fault per 4 KiB).
-_LOGITS_PER_CHUNK = 1 << 22
 
 JobWindow = tuple[str, "BackwardWindow"]  # a window, and the job it belongs to
 Leaves = Mapping[int, tuple[Tensor, ...]]  # by stage: the parameters that train, in the graph's dtype
@@ -153,42 +145,15 @@ def _kv_grads(layer: int, windows: "Sequence[BackwardWindow]", current: KV) -> K
 
 
 class Backward:
-    """Backward of one micro-batch. `leaves` are the tensors of the windows' bypasses that train;
-    `accumulate(leaf, gradient)` is called with each gradient found. `weight` scales the loss: one over the
-    labels of the whole optimizer step."""
+    """Backward of one micro-batch through its layers. `leaves` are the tensors of the windows' bypasses that
+    train; `accumulate(leaf, gradient)` is called with each gradient found."""
 
-    def __init__(
-        self, tape: Tape, leaves: Leaves, weight: float, accumulate: Callable[[Tensor, Tensor], None]
-    ) -> None:
+    def __init__(self, tape: Tape, leaves: Leaves, accumulate: Callable[[Tensor, Tensor], None]) -> None:
         self.tape = tape
         self._base: Base = tape.base
         self._leaves = leaves
-        self._weight = weight
         self._accumulate = accumulate
         self._lowest = min(leaves, default=self._base.depth)
-
-    def through_tail(self, window: Window, bypasses: Bypasses) -> None:
-        """Adds the loss of the window's rows to the tape, and puts there its gradient for the last layer's
-        output. Only rows with a label pass the tail."""
-        late = self._leaves.get(self._base.depth, ())
-        labels = self.tape.labels[window.span]
-        hidden = self.tape.output(window)[0]
-        gradient = torch.zeros_like(hidden)
-        rows = (labels >= 0).nonzero().squeeze(1)
-        size = loss_rows(self._base.vocabulary)
-        for chunk in torch.split(rows, size) if len(rows) else ():
-            count = len(chunk)
-            missing = pad_rows(count) - count
-            leaf = F.pad(hidden[chunk], (0, 0, 0, missing))[None].requires_grad_()
-            with torch.enable_grad():
-                logits = self._base.tail(leaf, GraphRows([bypasses], [count + missing]) if late else None)
-            loss, logits_gradient = cross_entropy(logits.detach()[:count], labels[chunk], self._weight)
-            logits_gradient = F.pad(logits_gradient, (0, 0, 0, missing))
-            found = torch.autograd.grad(logits, [leaf, *late], logits_gradient)
-            gradient[chunk] = found[0][0, :count]
-            self.accumulate(late, found[1:])
-            self.tape.loss += loss
-        self.tape.put_gradient(window, gradient[None])
 
     def start(self, window: Window, span: Span, bypasses: Bypasses) -> "BackwardWindow":
         """The window as it goes back through the layers of `span`, down to the lowest that trains."""
@@ -276,11 +241,6 @@ class BackwardWindow:
         self.backward.tape.add_past_grads(layer, self.window, gradients.past)
         if gradients.input is not None:
             self.gradient = gradients.input
-
-
-def loss_rows(vocabulary: int) -> int:
-    """Rows of one chunk of the loss."""
-    return max(16, _LOGITS_PER_CHUNK // vocabulary // COARSE * COARSE)
 
 
 def vjp(

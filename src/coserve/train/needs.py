@@ -17,10 +17,10 @@ from coserve.core.row_buckets import pad_rows
 from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.schedule.config import SchedulerConfig
-from coserve.train.backward import loss_rows
 from coserve.train.config import TrainingConfig
 from coserve.train.pruning.plan import fates_of, input_bytes
 from coserve.train.save_policy import SavePolicy
+from coserve.train.tail import loss_rows
 
 _MOMENTS: Final = 2  # that AdamW keeps of every number
 _PADDING: Final = 31  # rows that `on_grid` adds at most

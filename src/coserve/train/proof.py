@@ -28,6 +28,7 @@ from coserve.model.refusal import refusing
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_window
 from coserve.train.backward import Backward, layer_gradients, vjp
 from coserve.train.save_policy import Fates
+from coserve.train.tail import Tail
 from coserve.train.tape import Tape
 from coserve.train.window import Window
 from coserve.train.window_group import KeptRows
@@ -143,9 +144,10 @@ class _Proof:
             found[id(leaf)] = found[id(leaf)] + gradient if id(leaf) in found else gradient
 
         leaves = {layer: self._leaves(layer) for layer in range(self._base.depth)}
-        backward = Backward(self._tape, leaves, 1.0, accumulate)
+        backward = Backward(self._tape, leaves, accumulate)
+        tail = Tail(self._tape, (), 1.0, backward.accumulate)
         for window in reversed(self._windows):
-            backward.through_tail(window, self._bypasses)
+            tail.loss(window, self._bypasses)
         gradients = {_LOSS: self._tape.gradient(self._all).clone()}
         for layer in reversed(self._layers):
             below = [self._through(backward, layer, window) for window in reversed(self._windows)]

@@ -27,6 +27,7 @@ from coserve.train.optimizer_offload import MakeOffload
 from coserve.train.pruning.plan import fates_of
 from coserve.train.save_policy import SavePolicy, SavePolicySetting
 from coserve.train.state import Identity, TrainingState
+from coserve.train.tail import Tail
 from coserve.train.tape import Tape
 from coserve.train.window import Window
 
@@ -43,12 +44,13 @@ class SessionConfig:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A micro-batch of the step under way. Its tape and its backward are made when its first window needs
+    """A micro-batch of the step under way. Its tape, tail and backward are made when its first window needs
     them, and gone once the last has come back; `loss` is summed over its labels."""
 
     start: MicroBatchStart
     labels: int
     tape: Tape | None = None
+    tail: Tail | None = None
     backward: Backward | None = None
     loss: Tensor | None = None
 
@@ -121,12 +123,21 @@ class TrainingSession:
             in_flight.tape = Tape(self._base, start.lengths, tokens, labels, self.fates, self._arena, virtual)
         return in_flight.tape
 
+    def tail(self, key: int) -> Tail:
+        """What takes rows of a micro-batch through the tail."""
+        in_flight = self._micro_batches[key]
+        if in_flight.tail is None:
+            start, prompt = in_flight.start, self._in_graph.virtual.prompt_count
+            leaves, weight = self._leaves.get(self._base.depth, ()), 1.0 / start.step_labels
+            accumulate = self.backward(key).accumulate
+            in_flight.tail = Tail(self.tape(key), leaves, weight, accumulate, start.loss, prompt)
+        return in_flight.tail
+
     def backward(self, key: int) -> Backward:
-        """The way back of a micro-batch."""
+        """What takes rows of a micro-batch back through layers."""
         in_flight = self._micro_batches[key]
         if in_flight.backward is None:
-            weight = 1.0 / in_flight.start.step_labels
-            in_flight.backward = Backward(self.tape(key), self._leaves, weight, self._accumulate)
+            in_flight.backward = Backward(self.tape(key), self._leaves, self._accumulate)
         return in_flight.backward
 
     def bypasses(self, key: int, window: Window) -> Bypasses:
@@ -146,14 +157,15 @@ class TrainingSession:
         in_flight = self._micro_batches[key]
         assert in_flight.tape is not None
         in_flight.tape.release()
-        in_flight.loss, in_flight.tape, in_flight.backward = in_flight.tape.loss, None, None
+        in_flight.loss = in_flight.tape.loss
+        in_flight.tape = in_flight.tail = in_flight.backward = None
 
     def drop_tapes(self) -> None:
         """Gives back what the micro-batches of the step under way hold; none of them can go on."""
         for in_flight in self._micro_batches.values():
             if in_flight.tape is not None:
                 in_flight.tape.release()
-            in_flight.tape = in_flight.backward = None
+            in_flight.tape = in_flight.tail = in_flight.backward = None
 
     def change(self, config: SessionConfig) -> None:
         """Has the micro-batches to come keep what `config` says. Its optimizer stays as it is."""

@@ -124,7 +124,7 @@ PLACES = {
     "reading": (jobs_module, "_read"),
     "beginning": (None, "finetune"),
     "the first step": ("coserve.train.supervised.SupervisedSteps", "next_step"),
-    "the tail": ("coserve.train.backward.Backward", "through_tail"),
+    "the tail": ("coserve.train.tail.Tail", "loss"),
     "a layer on the way back": ("coserve.train.backward", "layer_gradients"),
     "its state": ("coserve.train.session.TrainingSession", "state"),
     "its checkpoint": (jobs_module, "write_checkpoint"),

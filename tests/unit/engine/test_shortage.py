@@ -17,6 +17,7 @@ from coserve.train.backward import Backward, BackwardWindow
 from coserve.train.example import Example
 from coserve.train.save_policy import SavePolicy
 from coserve.train.session import TrainingSession
+from coserve.train.tail import Tail
 from coserve.train.tape import Tape
 from models import tiny
 
@@ -64,7 +65,7 @@ def failing(
     owner, name = {
         "tape": (TrainingSession, "tape"),
         "kept": (Tape, "keep_output"),
-        "loss": (Backward, "through_tail"),
+        "loss": (Tail, "loss"),
         "back": (BackwardWindow, "accumulate"),
         "update": (TrainingSession, "make_room"),
     }[where]
@@ -73,8 +74,9 @@ def failing(
     def run_of(found: Any) -> TrainingSession | None:
         if isinstance(found, TrainingSession):
             return found
-        backward = found.backward if isinstance(found, BackwardWindow) else found
-        tape = backward if isinstance(backward, Tape) else backward.tape
+        if isinstance(found, BackwardWindow):
+            found = found.backward.tape
+        tape = found._tape if isinstance(found, Tail) else found
         for run in engine.executor.sessions.values():
             for travelling in run._micro_batches.values():
                 if travelling.tape is tape:

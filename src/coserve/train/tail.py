@@ -1,0 +1,129 @@
+"""Training windows through the tail: log-probabilities of targets, the loss, and its gradient for the last
+layer's output."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypasses
+from coserve.core.row_buckets import COARSE, pad_rows
+from coserve.core.sequence import CROSS_ENTROPY, LossSpec
+from coserve.kernels.loss import cross_entropy, logprob_vjp, target_logprobs
+from coserve.model.graph import GraphRows
+from coserve.train.losses import LOSSES
+from coserve.train.tape import Tape
+from coserve.train.window import Window
+
+# Logits of one chunk of the loss in float32: 16 MiB stay in the caches and below malloc's mmap threshold
+# (a fresh mapping costs a page fault per 4 KiB).
+_LOGITS_PER_CHUNK = 1 << 22
+
+
+class Tail:
+    """The final norm, the head and the loss of one micro-batch, in chunks of few logits. Only rows with a
+    label pass.
+
+    A loss that couples tokens passes twice: `logprobs` for all windows, then `loss` for all. Others pass
+    once. `leaves` are the parameters that train in the tail; `accumulate(leaves, gradients)` takes their
+    gradients. `weight` scales the gradient: one over the labels of the whole optimizer step.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        leaves: Sequence[Tensor],
+        weight: float,
+        accumulate: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None],
+        spec: LossSpec = CROSS_ENTROPY,
+        prompt: int = 0,
+    ) -> None:
+        """`prompt`: rows at the beginning that are no example's."""
+        self._tape, self._base = tape, tape.base
+        self._leaves, self._weight, self._accumulate = leaves, weight, accumulate
+        self._spec, self._loss = spec, LOSSES[spec.name]
+        device, exact = tape.labels.device, torch.promote_types(tape.base.dtype, torch.float32)
+        self._inputs = {name: torch.tensor(x, dtype=exact, device=device) for name, x in spec.inputs.items()}
+        self._prompt = prompt
+        # NaN where they are not known: a loss that needs all of them cannot pass with one missing.
+        self._logprobs = torch.full(
+            (tape.rows if spec.couples else 0,), torch.nan, dtype=exact, device=device
+        )
+        self._coupled: Tensor | None = None  # the loss's gradient by all log-probabilities
+
+    def logprobs(self, window: Window, bypasses: Bypasses) -> None:
+        """Takes the window's rows through the tail for their targets' log-probabilities alone."""
+        hidden = self._tape.output(window)[0]
+        for chunk in self._chunks(window):
+            with torch.no_grad():
+                _, logits = self._logits(hidden[chunk], bypasses)
+            rows = chunk + window.start
+            self._logprobs[rows] = target_logprobs(logits[: len(chunk)], self._tape.labels[rows])
+
+    def loss(self, window: Window, bypasses: Bypasses) -> None:
+        """Adds the loss of the window's rows to the tape, and puts there its gradient for the last layer's
+        output."""
+        hidden = self._tape.output(window)[0]
+        gradient = torch.zeros_like(hidden)
+        for chunk in self._chunks(window):
+            count = len(chunk)
+            with torch.enable_grad():
+                leaf, logits = self._logits(hidden[chunk], bypasses)
+            found = self._logits_gradient(logits.detach()[:count], chunk + window.start)
+            found = F.pad(found, (0, 0, 0, len(logits) - count))
+            of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found)
+            gradient[chunk] = of_leaf[0, :count]
+            self._accumulate(self._leaves, of_leaves)
+        self._tape.put_gradient(window, gradient[None])
+
+    def _chunks(self, window: Window) -> Sequence[Tensor]:
+        """Rows of the window that have a label, counted from its first, a few at a time."""
+        rows = (self._tape.labels[window.span] >= 0).nonzero().squeeze(1)
+        return torch.split(rows, loss_rows(self._base.vocabulary)) if len(rows) else ()
+
+    def _logits(self, hidden: Tensor, bypasses: Bypasses) -> tuple[Tensor, Tensor]:
+        """(hidden as a leaf [1, padded rows, width], logits [padded rows, vocabulary])."""
+        rows = pad_rows(len(hidden))
+        leaf = F.pad(hidden, (0, 0, 0, rows - len(hidden)))[None].requires_grad_()
+        return leaf, self._base.tail(leaf, GraphRows([bypasses], [rows]) if self._leaves else None)
+
+    def _logits_gradient(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """The loss's gradient for logits [n, vocabulary] of rows [n] of the micro-batch."""
+        labels = self._tape.labels[rows]
+        if self._spec == CROSS_ENTROPY:
+            loss, gradient = cross_entropy(logits, labels, self._weight)
+            self._tape.loss += loss
+            return gradient
+        if self._spec.couples:
+            by_logprobs = self._coupled_gradient()[rows]
+        else:
+            by_logprobs = self._gradient(target_logprobs(logits, labels), rows)
+        return logprob_vjp(logits, labels, by_logprobs * self._weight)
+
+    def _coupled_gradient(self) -> Tensor:
+        """The loss's gradient by the log-probabilities of all rows, once they are there."""
+        if self._coupled is None:
+            rows = (self._tape.labels >= 0).nonzero().squeeze(1)
+            self._coupled = torch.zeros_like(self._logprobs)
+            self._coupled[rows] = self._gradient(self._logprobs[rows], rows)
+        return self._coupled
+
+    @cached_property
+    def _examples(self) -> Tensor:
+        """Which example each row is of, [rows]; -1 for the prompt's."""
+        lengths, device = self._tape.lengths, self._tape.labels.device
+        numbers = torch.arange(len(lengths), device=device) - int(self._prompt > 0)
+        return numbers.repeat_interleave(torch.tensor(lengths, device=device))
+
+    def _gradient(self, logprobs: Tensor, rows: Tensor) -> Tensor:
+        inputs = {name: x[rows] for name, x in self._inputs.items()}
+        loss, gradient = self._loss.gradient(logprobs, self._examples[rows], inputs, self._spec.settings)
+        self._tape.loss += loss
+        return gradient
+
+
+def loss_rows(vocabulary: int) -> int:
+    """Rows of one chunk of the loss."""
+    return max(16, _LOGITS_PER_CHUNK // vocabulary // COARSE * COARSE)
