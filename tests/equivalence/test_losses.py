@@ -13,7 +13,7 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.core.events import StepDone
+from coserve.core.events import JobFailed, StepDone
 from coserve.core.sequence import LossSpec, MicroBatch
 from coserve.errors import ConfigError
 from coserve.kernels.loss import logprob_vjp, target_logprobs
@@ -151,7 +151,9 @@ def test_a_scheduler_sends_a_coupled_loss_through_the_tail_twice() -> None:
         done: list[StepDone] = []
         with Exact():
             while not done:
-                done += [event for event in engine.step() if isinstance(event, StepDone)]
+                events = engine.step()
+                assert not [event for event in events if isinstance(event, JobFailed)]
+                done += [event for event in events if isinstance(event, StepDone)]
         assert answer.sequence.output
         weights.append(torch.cat([p.flatten() for p in run.session.current.parameters().values()]))
     assert torch.allclose(*weights, rtol=1e-9, atol=1e-12)
