@@ -58,5 +58,5 @@ def _logits(base: Base, tokens: Tensor) -> Tensor:
     hidden, calls = base.prologue(tokens, torch.arange(len(tokens), device=tokens.device))
     with base.cell.set(rows):
         for layer in range(base.depth):
-            hidden = base.layer(layer, hidden, calls)
+            hidden = base.chain.layer(layer, hidden, calls)
     return base.tail(hidden)

@@ -106,7 +106,7 @@ class DeterministicExecutor(LocalExecutor):
             torch.cat([chunk.slots for chunk in chunks]),
             [PrefillRows(c.start, s.length, c.pages) for s, c in zip(segments, chunks, strict=True)],
         )
-        return InferenceBatch(part, segments, rows, counts, hidden, calls, adapters)
+        return InferenceBatch(part, segments, rows, counts, hidden, calls, adapters, range(self.base.depth))
 
     def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
         return [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
@@ -115,14 +115,14 @@ class DeterministicExecutor(LocalExecutor):
         adapters = [(slice(0, rows.count), bypasses)]
         positions = torch.arange(rows.start, rows.start + rows.count, device=slots.device)
         hidden, calls = fixed.embed(self.base, torch.zeros_like(positions), positions, adapters)
-        return InferenceBatch(TiledRows(self.pool, slots, [rows]), (), slots, (), hidden, calls, adapters)
+        part = TiledRows(self.pool, slots, [rows])
+        return InferenceBatch(part, (), slots, (), hidden, calls, adapters, range(self.base.depth))
 
-    def _compose(
-        self, inference: InferenceBatch | None, windows: Sequence[ForwardWindow]
-    ) -> tuple[FusedRows, LayerCalls]:
-        if inference is None:
-            return super()._compose(None, windows)
-        return FixedRows([inference.part], inference.adapters), inference.calls
+    def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
+        (one,) = there  # windows and groups of rows pass alone
+        if isinstance(one, ForwardWindow):
+            return super()._compose([one])
+        return FixedRows([one.part], one.adapters), one.calls
 
 
 def _groups(segments: Iterable[InferenceSegment]) -> Iterator[list[InferenceSegment]]:

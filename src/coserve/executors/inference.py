@@ -23,6 +23,15 @@ class InferenceBatch:
     hidden: Tensor
     calls: LayerCalls
     adapters: list[tuple[slice, Bypasses]]
+    layers: range  # all of the model's
+
+    def input(self, layer: int) -> Tensor:
+        """See `Traveller`."""
+        return self.hidden
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        """See `Traveller`."""
+        self.hidden = hidden
 
 
 def adapter_ranges(

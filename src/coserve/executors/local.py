@@ -65,6 +65,14 @@ class ForwardWindow:
     bypasses: Bypasses
     calls: LayerCalls
 
+    def input(self, layer: int) -> Tensor:
+        """See `Traveller`."""
+        return self.tape.input(layer, self.window, self.bypasses)
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        """See `Traveller`."""
+        self.tape.keep_output(layer, self.window, hidden[0])
+
     def stop(self, layer: int) -> None:
         """Has it go no further than below `layer`."""
         self.layers = range(self.layers.start, min(self.layers.stop, layer))
@@ -259,7 +267,7 @@ class LocalExecutor:
             outside_layers(self.base.early_sites, adapters),
         )
         part = InferenceRows(self.pool, slots, None, [rows], missing)
-        return InferenceBatch(part, (), slots, (), hidden, calls, adapters)
+        return InferenceBatch(part, (), slots, (), hidden, calls, adapters, range(self.base.depth))
 
     def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Runs everything that goes forward in one fused pass; returns tokens, and the training that ran.
@@ -301,30 +309,18 @@ class LocalExecutor:
         """Runs all rows through the layers: a window joins at its span's first layer and leaves after its
         last, or at a pause. Returns the windows with the layers that they passed."""
         windows = [self._forward_window(segment) for segment in self._by_batch_key(kept)]
-        composed: list[ForwardWindow] | None = None
-        for layer in range(self.base.depth):
-            joined = [window for window in windows if layer in window.layers]
-            if inference is None and not joined:
-                continue
-            if composed is None or [id(w) for w in joined] != [id(w) for w in composed]:
-                composed = joined
-                rows, calls = self._compose(inference, joined)
-            hidden = [] if inference is None else [inference.hidden]
-            hidden += [w.tape.input(layer, w.window, w.bypasses) for w in joined]
-            with self.base.cell.set(rows):
-                out = self.base.layer(layer, hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1), calls)
-            start = 0
-            if inference is not None:
-                start = inference.hidden.shape[1]
-                inference.hidden = out[:, :start]
-            for window in joined:
-                window.tape.keep_output(layer, window.window, out[0, start : start + window.window.rows])
-                start += window.window.rows
-            if joined:
+
+        def passed(layer: int, there: Sequence[InferenceBatch | ForwardWindow]) -> None:
+            if isinstance(there[-1], ForwardWindow):
                 self._pause.passed()
                 if self._pause.is_due:
                     for window in windows:
                         window.stop(layer + 1)
+
+        travellers: list[InferenceBatch | ForwardWindow] = [*windows]
+        if inference is not None:
+            travellers.insert(0, inference)
+        self.base.chain.forward(travellers, self._compose, passed)
         return [window.passed for window in windows if window.layers]
 
     def _forward_window(self, segment: TrainingSegment) -> ForwardWindow:
@@ -335,9 +331,9 @@ class LocalExecutor:
             segment, layers, tape, window, session.bypasses(segment.key, window), tape.calls_for(window)
         )
 
-    def _compose(
-        self, inference: InferenceBatch | None, windows: Sequence[ForwardWindow]
-    ) -> tuple[FusedRows, LayerCalls]:
+    def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
+        inference = next((one for one in there if isinstance(one, InferenceBatch)), None)
+        windows = [one for one in there if isinstance(one, ForwardWindow)]
         parts: list[Part] = [] if inference is None else [inference.part]
         laid = self.stacks.lay([] if inference is None else inference.adapters)
         adapters = list(laid.alone)
@@ -380,7 +376,7 @@ class LocalExecutor:
             F.pad(positions, (0, missing)),
             outside_layers(self.base.early_sites, adapters),
         )
-        return InferenceBatch(part, ordered, rows, counts, hidden, calls, adapters)
+        return InferenceBatch(part, ordered, rows, counts, hidden, calls, adapters, range(self.base.depth))
 
     def _kind(self, adapter: str | None) -> tuple[int, str]:
         """What rows are ordered by, so that those lie together which are multiplied together."""

@@ -1,7 +1,7 @@
 """The frozen base, driven: prologue and tail are the model's own, the loop over its layers is ours.
 
 `Base.prologue` runs the model with its layers standing aside and notes what each would have been called
-with; `Base.layer` runs one of them; `Base.tail` is final norm, head and whatever else the model does to
+with; `Base.chain` runs them; `Base.tail` is final norm, head and whatever else the model does to
 its logits. Design decision 1: drive, do not patch.
 """
 
@@ -17,16 +17,18 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import KVSharingDict
 
 from coserve.adapters.bypass import Dense
-from coserve.adapters.sites import EMBEDDED, gain_of
+from coserve.adapters.sites import EMBEDDED, Weights, gain_of
+from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
+from coserve.model.block import Block, Call, VisitedWeights
+from coserve.model.chain import Chain
 from coserve.model.linear import FrozenLinear, Placement, PlainPlacement
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
 from coserve.model.quantized.embedding import QuantizedEmbedding
 from coserve.model.quantized.int8 import Int8Placement
-from coserve.model.slot import Call, Slot
 
 
 class Base:
@@ -34,20 +36,20 @@ class Base:
 
     Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path, `sites` where
     adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones
-    once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that). `on_layer` is
-    called before each layer and each tail, in either direction: a sign of life in the longest of steps.
+    once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that), `chain` (its
+    layers, and every way through them).
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        slots: list[Slot],
+        blocks: list[Block],
         origin: Origin,
         cell: BatchCell,
         max_positions: int,
     ) -> None:
         self.model = model
-        self.slots = slots
+        self.chain = Chain(blocks, cell)
         self.sites = origin.sites
         self.cell = cell
         self.max_positions = max_positions
@@ -60,7 +62,6 @@ class Base:
         self.parameters = origin.parameters
         self.hidden_size = 0
         self.vocabulary = 0
-        self.on_layer: Callable[[], object] = int  # nothing
         self._arguments: RowArguments | None = None
         self._decoder: Any = model.get_decoder()
         self._standing_aside = threading.RLock()  # two lanes of a step have one model
@@ -68,7 +69,7 @@ class Base:
     @property
     def depth(self) -> int:
         """Number of decoder layers."""
-        return len(self.slots)
+        return len(self.chain)
 
     @property
     def hands_on(self) -> bool:
@@ -105,24 +106,31 @@ class Base:
         assert self._arguments is not None, "the base has not been probed"
         return self._arguments
 
-    def weights(self, path: str) -> Placement:
-        """Where the frozen linear at `path` is computed."""
-        return self.linears[path].placement
+    def weights(self, path: str) -> Weights:
+        """What the frozen linear at `path` offers to bypasses, in a pass or outside of any."""
+        placement, block = self.linears[path].placement, self.chain.block_of(path)
+        return placement if block is None else VisitedWeights(block, placement)
 
     def bias(self, path: str) -> Tensor | None:
         """Of the linear or norm at `path`, None where it has none."""
-        if path in self.linears:
-            return self.linears[path].placement.bias
-        bias: Tensor | None = getattr(self.model.get_submodule(path), "bias", None)
-        return bias
+        return self.dense(path).bias
 
     def dense(self, path: str) -> Dense:
         """The weights of the linear, norm or embedding at `path`, in the base's type."""
+        if (block := self.chain.block_of(path)) is None:
+            return self._dense(path)
+        with block.visit(Direction.INFER):
+            dense = self._dense(path)
+            bias = None if dense.bias is None else block.residence.outside(dense.bias)
+            return Dense(block.residence.outside(dense.weight), bias)
+
+    def _dense(self, path: str) -> Dense:
         if path in self.linears:
             return Dense(self.linears[path].placement.weight(), self.linears[path].placement.bias)
-        weight = self.model.get_submodule(path).weight
+        module = self.model.get_submodule(path)
+        weight, bias = module.weight, getattr(module, "bias", None)
         assert isinstance(weight, Tensor)
-        return Dense(weight.detach(), self.bias(path))
+        return Dense(weight.detach(), bias)
 
     def is_own(self, path: str, weight: Tensor) -> bool:
         """Whether the linear or embedding at `path` has this weight, or was quantized from it."""
@@ -137,7 +145,10 @@ class Base:
 
     def gain(self, path: str) -> Tensor:
         """What the norm at `path` multiplies each normalized feature by. Raises AdapterError."""
-        return gain_of(self.model.get_submodule(path))
+        if (block := self.chain.block_of(path)) is None:
+            return gain_of(self.model.get_submodule(path))
+        with block.visit(Direction.INFER):
+            return block.residence.outside(gain_of(self.model.get_submodule(path)))
 
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
@@ -177,15 +188,10 @@ class Base:
         """The embeddings alone, in the current graph if there is one."""
         return self._begin(tokens, positions, rows)[0]
 
-    def layer(self, index: int, hidden: Tensor, calls: LayerCalls) -> Tensor:
-        """One decoder layer on hidden [1, rows, width]; the rows in `cell` say whose they are."""
-        self.on_layer()
-        return self.slots[index].run(hidden, calls[index])
-
     def tail(self, hidden: Tensor, rows: Rows | None = None) -> Tensor:
         """Logits [rows, vocabulary] of hidden [1, rows, width], in the current graph if there is one; `rows`
         has a say in norm and head."""
-        self.on_layer()
+        self.chain.on_layer()
         last = self.depth - 1
 
         def answer(given: Tensor, call: Call) -> Tensor:
@@ -226,13 +232,13 @@ class Base:
         self, module: Any, answer: Callable[[Tensor, Call], Tensor], tokens: Tensor, positions: Tensor
     ) -> Any:
         with self._standing_aside:
-            for slot in self.slots:
-                slot.answer_with(answer)
+            for block in self.chain:
+                block.answer_with(answer)
             try:
                 return module(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
             finally:
-                for slot in self.slots:
-                    slot.answer_with(None)
+                for block in self.chain:
+                    block.answer_with(None)
 
 
 class _Elsewhere(KVSharingDict):  # type: ignore[misc]

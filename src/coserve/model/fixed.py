@@ -151,12 +151,11 @@ class _Selfish:
 def prove_fixed(base: Base) -> None:
     """Raises UnsupportedModel where a row's bits depend on its place among `ROWS` rows, or on the others."""
     name = base.model.config.model_type
-    for slot in base.slots:
-        layer = base.model.get_submodule(slot.path)
-        if experts := [path for path, p in layer.named_parameters() if p.ndim > 2]:
+    for block in base.chain:
+        if experts := [path for path, p in block.module.named_parameters() if p.ndim > 2]:
             raise UnsupportedModel(
                 f"{name} cannot be run in the deterministic mode: how many rows its experts multiply "
-                f"depends on the batch ({slot.path}.{experts[0]})"
+                f"depends on the batch ({block.path}.{experts[0]})"
             )
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, base.vocabulary, (ROWS,), generator=generator).to(base.device)
@@ -177,6 +176,5 @@ def _run(base: Base, tokens: Tensor, positions: Tensor) -> Tensor:
     """Last hidden state and logits, [ROWS, width + vocabulary], of rows that see only themselves."""
     hidden, calls = embed(base, tokens, positions)
     with base.cell.set(FixedRows([_Selfish()], [])):
-        for layer in range(base.depth):
-            hidden = base.layer(layer, hidden, calls)
+        hidden = base.chain.run(hidden, calls)
     return torch.cat([hidden[0].float(), logits(base, hidden).float()], dim=-1)

@@ -23,6 +23,7 @@ from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound,
 from coserve.memory.kv import CacheShape
 from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
+from coserve.model.block import Block
 from coserve.model.linear import FrozenLinear, Placement, place_locally
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
@@ -31,7 +32,6 @@ from coserve.model.probe import ProbeRows, drive, own_forward, prove, same_argum
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
 from coserve.model.seam import Seam
-from coserve.model.slot import Slot
 
 
 def load_base(
@@ -159,7 +159,7 @@ def _fit(
     """Seams in place: slots, attention, frozen linears."""
     text = model.config.get_text_config()
     positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
-    slots = [Slot(path, layer, returns_tuple) for path, layer in layers.items()]
+    slots = [Block(path, layer, returns_tuple) for path, layer in layers.items()]
     base = Base(model, slots, origin, cell, positions)
     caches: dict[int, CacheShape] = {}
     name = f"coserve-{id(cell):x}"
@@ -221,8 +221,7 @@ def _keep_sites_of_rows(base: Base) -> None:
     places = torch.arange(part.count, device=base.device)
     hidden, calls = base.prologue(torch.zeros_like(places), places, rows)
     with base.cell.set(rows):
-        for layer in range(base.depth):
-            hidden = base.layer(layer, hidden, calls)
+        hidden = base.chain.run(hidden, calls)
     base.tail(hidden, rows)
     base.sites = {path: site for path, site in base.sites.items() if path in rows.seen}
 

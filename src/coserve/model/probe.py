@@ -111,8 +111,7 @@ def drive(base: Base, parts: Sequence[Part], tokens: Tensor, positions: Tensor) 
     """Logits [rows, vocabulary] of parts side by side in one batch, whose tokens and positions are [rows]."""
     hidden, calls = base.prologue(tokens, positions)
     with base.cell.set(FusedRows(parts, [])):
-        for layer in range(base.depth):
-            hidden = base.layer(layer, hidden, calls)
+        hidden = base.chain.run(hidden, calls)
     return base.tail(hidden)
 
 
@@ -159,7 +158,7 @@ def _compare(base: Base, own: Own, part: Part, spans: Sequence[slice], at: Tenso
         for layer in range(base.depth):
             pieces = zip((of[layer] for of in own.hidden), spans, strict=True)
             want = torch.cat([behind[:, span] for behind, span in pieces], dim=1)
-            got = base.layer(layer, hidden, calls)
+            got = base.chain.layer(layer, hidden, calls)
             allowed = near * (want - hidden).norm(dim=-1) + 2 * torch.finfo(base.dtype).eps * want.norm(
                 dim=-1
             )

@@ -41,10 +41,7 @@ def linears_together(base: Base) -> Together:
         torch.zeros(1, dtype=torch.long, device=base.device),
         torch.zeros(1, dtype=torch.long, device=base.device),
     )
-    found: list[tuple[str, ...]] = []
-    for layer in range(base.depth):
-        rows = _Watched()
-        with base.cell.set(rows):
-            hidden = base.layer(layer, hidden, calls)
-        found += [tuple(dict.fromkeys(paths)) for _, paths in rows.given]
-    return tuple(found)
+    rows = _Watched()
+    with base.cell.set(rows):
+        base.chain.run(hidden, calls)
+    return tuple(tuple(dict.fromkeys(paths)) for _, paths in rows.given)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
-from coserve.core.sequence import Span
+from coserve.core.sequence import Direction, Span
 from coserve.kernels.rows import concat_rows, split_rows
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
@@ -40,15 +40,20 @@ def backward_windows(
     """Takes windows, each with its job, back through their layers, in groups of at most `max_rows` rows. A
     job that fails or runs out of memory stops there; the windows of other jobs go on. At a pause all stop:
     their spans end at the layer that was passed last."""
-    top = max((window.layers.start for _, window in windows), default=-1)
-    for layer in range(top, -1, -1):
+    if not windows:
+        return
+
+    def go(layer: int) -> bool:
         for group in _groups(layer, windows, max_rows):
             _backward_group(layer, group, short)
             pause.passed()
         if pause.is_due:
             for _, window in windows:
                 window.stop(layer)
-            break
+        return not pause.is_due
+
+    base = windows[0][1].backward.tape.base
+    base.chain.backward(max(window.layers.start for _, window in windows), go)
     for job, window in windows:
         if job not in short:
             with short.of(job):
@@ -115,7 +120,8 @@ def layer_gradients(layer: int, windows: "Sequence[BackwardWindow]") -> list[Lay
     x = concat_rows([w.input(layer) for w in windows], 1).requires_grad_(needs_input_grad)
     rows = ReplayedRows(taped, [w.bypasses for w in windows], past)
     with torch.enable_grad(), base.cell.set(rows):
-        out = base.layer(layer, x, base.arguments.concat([w.calls for w in windows]))
+        calls = base.arguments.concat([w.calls for w in windows])
+        out = base.chain.layer(layer, x, calls, Direction.BACKWARD)
     outputs, gradients = [out], [concat_rows([w.gradient for w in windows], 1)]
     kv_grads = None if rows.current is None else _kv_grads(layer, windows, rows.current)
     if rows.current is not None and kv_grads is not None:

@@ -113,7 +113,7 @@ def step_bytes(base: Base, config: SchedulerConfig, pages: int) -> int:
     values gathered from `pages` bytes of them, and the logits that tokens are drawn from."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
     rows = config.max_prefill_rows + config.max_running
-    widest = max(sum(_wide(base, slot.path)) for slot in base.slots)
+    widest = max(sum(_wide(base, block.path)) for block in base.chain)
     logits = config.max_running * base.vocabulary * 2 * (width + exact)
     return rows * widest * width + pages // sum(cache.reads is None for cache in base.caches) + logits
 
@@ -129,5 +129,5 @@ def backward_bytes(base: Base, window: int) -> int:
     graph of the widest layer. One does not begin before the other has ended."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
     loss = min(loss_rows(base.vocabulary), pad_rows(window)) * base.vocabulary * (2 * width + exact)
-    widest = max(sum(_wide(base, slot.path)) for slot in base.slots)
+    widest = max(sum(_wide(base, block.path)) for block in base.chain)
     return max(loss, window * _REPLAYED * widest * width)

@@ -79,7 +79,7 @@ def _one_of_each_kind(base: Base) -> list[int]:
     because no gradient of its input is needed."""
     kinds: dict[object, int] = {}
     for layer in (*range(1, base.depth), 0):
-        module = base.model.get_submodule(base.slots[layer].path)
+        module = base.model.get_submodule(base.chain.blocks[layer].path)
         parts = ((n, type(m), getattr(m, "out_features", None)) for n, m in module.named_modules())
         kinds.setdefault((*parts, *((n, p.shape) for n, p in module.named_parameters())), layer)
     read = {reads for layer in kinds.values() if (reads := base.caches[layer].reads) is not None}
@@ -112,7 +112,7 @@ class _Proof:
             hidden = self._tape.input(0, window, self._bypasses)
             for layer in range(self._layers[-1] + 1):
                 with torch.no_grad(), self._base.cell.set(rows):
-                    hidden = self._base.layer(layer, hidden, calls)
+                    hidden = self._base.chain.layer(layer, hidden, calls)
                 if layer < self._base.depth - 1:
                     self._tape.keep_output(layer, window, hidden[0])
 
@@ -127,7 +127,7 @@ class _Proof:
             if layer > 0:
                 asked[_input_of(layer)] = x
             with torch.enable_grad(), NotedChoices() as noted, self._base.cell.set(rows):
-                outputs.append(self._base.layer(layer, x, calls))
+                outputs.append(self._base.chain.layer(layer, x, calls))
             self._choices[layer] = noted.chosen
         asked |= self.parameters()
         given = [self._gradients[layer] for layer in self._layers]

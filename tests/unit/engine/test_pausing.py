@@ -87,7 +87,7 @@ def test_paused_at_any_layer_weights_are_the_same(jobs: int) -> None:
         executor = paused.engine.executor
         (executor.pause_training if draws.random() < 0.5 else executor.resume_training)()
 
-    paused.engine.base.on_layer = either
+    paused.engine.base.chain.on_layer = either
     found = paused.train(jobs)
     cut = [(p, r) for p, r in paused.steps if r.trained != p.training]
     assert len(cut) > 10 and {s.direction for plan, _ in cut for s in plan.training} == {
@@ -145,7 +145,7 @@ def test_who_arrives_from_another_thread_stops_training_at_the_next_layer() -> N
             threads[0].start()
             assert arrived.wait(60)
 
-    engine.base.on_layer = first_layer
+    engine.base.chain.on_layer = first_layer
     engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
     engine.run()
     threads[0].join(60)
@@ -222,7 +222,7 @@ def test_an_adapter_that_has_been_read_stops_training_for_who_waits_for_it(tmp_p
         done.set()
 
     engine.stored._reads._done = paused  # type: ignore[attr-defined]
-    engine.base.on_layer = lambda: done.wait(60)
+    engine.base.chain.on_layer = lambda: done.wait(60)
     engine.generate([1, 2, 3], "stored", SamplingParams(max_tokens=2, ignore_eos=True))
     engine.step()
     plan, result = it.steps[-1]

@@ -37,7 +37,7 @@ def fates_of(base: Base, adapter: AdapterVersion, keep: SavePolicySetting, rows:
         own = choice.everything() if keep is SavePolicy.EVERYTHING else choice.fates(kept[layer])
         nbytes += choice.nbytes(own)
         attention[layer] = own.pop(ATTENTION)
-        products.update({f"{base.slots[layer].path}.{path}": fate for path, fate in own.items()})
+        products.update({f"{base.chain.blocks[layer].path}.{path}": fate for path, fate in own.items()})
     products |= {
         path: Fate.SUM
         for path, bypass in adapter.bypasses.outputs.items()
@@ -45,7 +45,7 @@ def fates_of(base: Base, adapter: AdapterVersion, keep: SavePolicySetting, rows:
     }
     lowest = Direction.of(adapter, base.sites, base.depth).first
     for layer in range(lowest):
-        prefix = f"{base.slots[layer].path}."
+        prefix = f"{base.chain.blocks[layer].path}."
         attention[layer] = Fate.UNUSED
         products.update({path: Fate.UNUSED for path in base.linears if path.startswith(prefix)})
     return Fates(products, attention, lowest=lowest, nbytes=nbytes)

@@ -1,0 +1,122 @@
+"""A block: one decoder layer, at its place in the chain.
+
+The module tree stays as it was (names, attributes and state dict are the model's own); only the bound
+`forward` of the layer is replaced, on this one instance: the layer stands aside while the model runs its own
+prologue or tail.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from coserve.adapters.sites import Weights
+from coserve.core.sequence import Direction
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Residence(Protocol):
+    """Where a block's parameters are between visits: in memory (`Resident`), or anywhere else."""
+
+    def enter(self, direction: Direction) -> None:
+        """Has the parameters be there until `leave`; `direction` is where the pass goes on from here."""
+        ...
+
+    def leave(self) -> None:
+        """Nobody uses the parameters any more."""
+        ...
+
+    def outside(self, tensor: Tensor) -> Tensor:
+        """A parameter, in a visit, as it may be used after it: itself, or a copy."""
+        ...
+
+
+class Resident:
+    """Parameters that are always in memory."""
+
+    def enter(self, direction: Direction) -> None:
+        """They are there."""
+
+    def leave(self) -> None:
+        """They stay."""
+
+    def outside(self, tensor: Tensor) -> Tensor:
+        """Itself."""
+        return tensor
+
+
+class Block:
+    """One decoder layer, callable directly; to the model's own forward it answers what it is told to.
+
+    `path` is its name in the model, `module` the layer, `returns_tuple` whether this model's layers wrap
+    their hidden state. All use of its parameters lies within a `visit`.
+    """
+
+    def __init__(self, path: str, module: nn.Module, returns_tuple: bool) -> None:
+        self.path, self.module = path, module
+        self.returns_tuple = returns_tuple
+        self.residence: Residence = Resident()
+        self._visits = 0
+        self._visiting = threading.RLock()  # two lanes may visit one block at a time
+        self._forward: Callable[..., Any] = module.forward
+        self._answer: Callable[[Tensor, Call], Tensor] | None = None
+        module.forward = self._stand_aside
+
+    @contextmanager
+    def visit(self, direction: Direction) -> Iterator[None]:
+        """Has the block's parameters be there. Visits nest: the outermost one brings them in."""
+        with self._visiting:
+            if not self._visits:
+                self.residence.enter(direction)
+            self._visits += 1
+        try:
+            yield
+        finally:
+            with self._visiting:
+                self._visits -= 1
+                if not self._visits:
+                    self.residence.leave()
+
+    def run(self, hidden: Tensor, call: Call) -> Tensor:
+        """The layer on hidden [1, rows, width] with its other arguments, within a visit."""
+        args, kwargs = call
+        out = self._forward(hidden, *args, **kwargs)
+        hidden = out[0] if isinstance(out, tuple) else out
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+    def answer_with(self, answer: Callable[[Tensor, Call], Tensor] | None) -> None:
+        """What the model gets for this layer from now on; None is the layer's own output."""
+        self._answer = answer
+
+    def _stand_aside(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._answer is None:
+            with self.visit(Direction.INFER):
+                return self._forward(hidden, *args, **kwargs)
+        out = self._answer(hidden, (args, kwargs))
+        return (out,) if self.returns_tuple else out
+
+
+class VisitedWeights:
+    """A block's frozen linear for whoever stands beside it: asked outside of a pass, it visits the block."""
+
+    def __init__(self, block: Block, weights: Weights) -> None:
+        self._block, self._weights = block, weights
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], None where the linear has none; for use in a visit."""
+        return self._weights.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out], bias included."""
+        with self._block.visit(Direction.INFER):
+            return self._weights.forward(x)
+
+    def row_norms(self) -> Tensor:
+        """Euclidean norm of each output's weights, [out], in at least float32."""
+        with self._block.visit(Direction.INFER):
+            return self._weights.row_norms()

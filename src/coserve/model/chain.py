@@ -1,0 +1,103 @@
+"""A model's blocks in their order, and every way through them: the only loops over layers that compute."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from coserve.core.sequence import Direction
+from coserve.model.batch import BatchCell, LayerCalls, Rows
+from coserve.model.block import Block
+
+
+class Traveller(Protocol):
+    """Rows on their way up through consecutive layers."""
+
+    @property
+    def layers(self) -> range:
+        """The layers they pass; may become fewer on the way."""
+        ...
+
+    def input(self, layer: int) -> Tensor:
+        """What they enter a layer with, [1, rows, width]."""
+        ...
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        """Takes what the layer made of them, [1, rows, width]."""
+        ...
+
+
+T = TypeVar("T", bound=Traveller)
+Composed = tuple[Rows, LayerCalls]  # whose rows these are, and what the layers are called with beside them
+
+
+class Chain:
+    """The blocks of one model. `on_layer` is called before each of them, in either direction: a sign of life
+    in the longest of steps."""
+
+    def __init__(self, blocks: Sequence[Block], cell: BatchCell) -> None:
+        self.blocks = tuple(blocks)
+        self.on_layer: Callable[[], object] = int  # nothing
+        self._cell = cell
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self.blocks)
+
+    def block_of(self, path: str) -> Block | None:
+        """The block that has the module at `path`; None for what lies before or behind all of them."""
+        return next((block for block in self.blocks if path.startswith(f"{block.path}.")), None)
+
+    def layer(
+        self, index: int, hidden: Tensor, calls: LayerCalls, direction: Direction = Direction.INFER
+    ) -> Tensor:
+        """One layer on hidden [1, rows, width]; the rows in the base's cell say whose they are."""
+        self.on_layer()
+        with self.blocks[index].visit(direction):
+            return self.blocks[index].run(hidden, calls[index])
+
+    def run(self, hidden: Tensor, calls: LayerCalls) -> Tensor:
+        """All layers on hidden [1, rows, width]."""
+        for index in range(len(self)):
+            hidden = self.layer(index, hidden, calls)
+        return hidden
+
+    def forward(
+        self,
+        travellers: Sequence[T],
+        compose: Callable[[Sequence[T]], Composed],
+        passed: Callable[[int, Sequence[T]], object] = lambda layer, there: None,
+        direction: Direction = Direction.INFER,
+    ) -> None:
+        """Takes travellers up: each joins at its first layer and leaves after its last, and those that are at
+        a layer pass it in one run. `compose` is asked again whenever others are there than at the layer
+        before; `passed` is told of each layer, and who has passed it."""
+        together: list[T] = []
+        composed: Composed | None = None
+        for layer in range(len(self)):
+            there = [traveller for traveller in travellers if layer in traveller.layers]
+            if not there:
+                continue
+            if composed is None or list(map(id, there)) != list(map(id, together)):
+                together, composed = there, compose(there)
+            rows, calls = composed
+            inputs = [traveller.input(layer) for traveller in there]
+            with self._cell.set(rows):
+                hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
+                out = self.layer(layer, hidden, calls, direction)
+            # Rows that only fill up a batch are part of what the first traveller entered with.
+            parts = torch.split(out, [x.shape[1] for x in inputs], 1)
+            for traveller, part in zip(there, parts, strict=True):
+                traveller.take(layer, part)
+            passed(layer, there)
+
+    def backward(self, top: int, go: Callable[[int], bool]) -> None:
+        """Visits layers from `top` down; `go` takes whoever is there back through the layer, and says whether
+        to go on below."""
+        for layer in range(top, -1, -1):
+            with self.blocks[layer].visit(Direction.BACKWARD):
+                if not go(layer):
+                    break
