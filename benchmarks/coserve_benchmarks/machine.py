@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coserve.engine.remembered import processor_name
-from coserve.model.linear import place_locally
+from coserve.model.placement import place_locally
 
 _TRIES = 5
 

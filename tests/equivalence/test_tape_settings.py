@@ -62,7 +62,7 @@ def case_of(name: str, config: object) -> Case:
 def gradients(case: Case, keep: SavePolicySetting, size: int, fates: Fates | None = None) -> Gradients:
     passage = Passage(case, keep)
     if fates is not None:
-        passage.run.fates = fates
+        passage.run.session.fates = fates
     passage.travel(size, size, random.Random("pieces"))
     passage.finish()
     return passage.gradients

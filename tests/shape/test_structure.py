@@ -5,6 +5,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,26 @@ def test_imports_go_down_only(file: Path) -> None:
             continue
         allowed = floor_of(other) < floor_of(room) or (room, other) in ALSO
         assert allowed, f"{module} imports {imported}: {other} is not below {room}"
+
+
+def all_imports_of(tree: ast.AST) -> Iterator[str]:
+    """Modules of the project imported anywhere: in functions and under TYPE_CHECKING, too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if is_module(alias.name))
+        elif isinstance(node, ast.ImportFrom) and is_module(module := node.module or ""):
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            yield from (name if is_module(name) else module for name in names)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not even for types: two that need each other's are one, or lack a third below them."""
+    known = {module_of(file): set(all_imports_of(ast.parse(file.read_text()))) for file in FILES}
+    del known["coserve"]  # the front door, which names what lies behind it
+    try:
+        TopologicalSorter({module: found - {module} for module, found in known.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
 
 
 def loaded_by(statement: str) -> set[str]:

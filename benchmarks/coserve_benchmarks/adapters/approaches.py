@@ -18,7 +18,8 @@ from coserve.kernels import many
 from coserve.kernels.dispatch import Approach, make_way
 from coserve.kernels.layout import Layout
 from coserve.kernels.many import Way
-from coserve.model.linear import Placement, frozen, place_locally
+from coserve.model.linear import frozen
+from coserve.model.placement import Placement, place_locally
 from coserve.workload.shapes import Shape
 from coserve_benchmarks.adapters.peers import Context
 

@@ -325,7 +325,8 @@ class Engine:
     def stats(self) -> Stats:
         """Counters since the start, and where things stand now."""
         with self._lock:
-            return count(self, self._pages)
+            adapters = len(self.bank)
+            return count(self.scheduler, self.admission, self._pages, self.stored.stats(), adapters)
 
     # Inside
 

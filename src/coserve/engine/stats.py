@@ -1,18 +1,18 @@
 """Where an engine stands, in numbers."""
 
-from typing import TYPE_CHECKING
-
+from coserve.engine.admission import Admission
 from coserve.memory.malloc import resident_bytes
 from coserve.memory.pages import PagePool
-from coserve.wire.messages import Stats
-
-if TYPE_CHECKING:
-    from coserve.engine.engine import Engine
+from coserve.schedule.scheduler import Scheduler
+from coserve.wire.messages import Paging, Stats
 
 
-def count(engine: "Engine", pages: PagePool) -> Stats:
-    """Counters since the engine's start, and where things stand now. Whoever calls holds its lock."""
-    stats, scheduler, admission = engine.scheduler.stats, engine.scheduler, engine.admission
+def count(
+    scheduler: Scheduler, admission: Admission, pages: PagePool, paging: Paging, adapters: int
+) -> Stats:
+    """Counters since the engine's start, and where things stand now: with so many `adapters` that have a
+    name. Whoever calls holds the engine's lock."""
+    stats = scheduler.stats
     return Stats(
         steps=stats.steps,
         fused_steps=stats.fused_steps,
@@ -31,11 +31,11 @@ def count(engine: "Engine", pages: PagePool) -> Stats:
         cost_margin=scheduler.cost.margin(scheduler.config, trains=True),
         slo_met=stats.slo_met,
         slo_missed=stats.slo_missed,
-        adapters=len(engine.bank),
+        adapters=adapters,
         resident_bytes=resident_bytes(),
         memory={account.value: nbytes for account, nbytes in admission.audit().items()},
         memory_budget=admission.ledger.budget,
         memory_peak=admission.meter.peak(),
         memory_imports=admission.imports,
-        paging=engine.stored.stats(),
+        paging=paging,
     )

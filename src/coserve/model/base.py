@@ -24,9 +24,10 @@ from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
 from coserve.model.block import Block, Call, VisitedWeights
 from coserve.model.chain import Chain
-from coserve.model.linear import FrozenLinear, Placement, PlainPlacement
+from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
+from coserve.model.placement import Placement, PlainPlacement
 from coserve.model.quantized.embedding import QuantizedEmbedding
 from coserve.model.quantized.int8 import Int8Placement
 

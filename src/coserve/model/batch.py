@@ -9,22 +9,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.kernels.attention import AttentionSpec
-
-if TYPE_CHECKING:  # linear.py needs the cell; only its type is needed here
-    from coserve.model.linear import Placement
+from coserve.model.placement import Placement
 
 
 class Rows(Protocol):
     """What the modules of a base ask during a run."""
 
-    def linear(self, path: str, placement: "Placement", x: Tensor) -> Tensor:
+    def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         """The frozen linear at `path` with everybody's bypasses; x [..., in]."""
         ...
 
@@ -111,7 +109,7 @@ class FusedRows:
         self._keepers = [(rows, part.keeper) for rows, part in self._parts if part.keeper is not None]
         self._bounds = [part.count for part in parts]
 
-    def linear(self, path: str, placement: "Placement", x: Tensor) -> Tensor:
+    def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         if not self._keepers and not self._adapters and not self._many:
             return placement.forward(x)
         x = self._entering(path, x)

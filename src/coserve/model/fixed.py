@@ -21,7 +21,7 @@ from coserve.kernels.attention import AttentionSpec
 from coserve.memory.kv import KVPool, PrefillRows
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls
-from coserve.model.linear import Placement
+from coserve.model.placement import Placement
 
 ROWS = 16  # a frozen linear in bfloat16 takes as long for 16 rows as for a few: its weights' bytes dominate
 _SHIFTS = (1, 5, 11)  # places by which the proof moves rows around

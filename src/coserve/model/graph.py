@@ -13,7 +13,8 @@ from coserve.adapters.lowrank import is_plain
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.beside import Beside, Ways
 from coserve.kernels.rows import concat_rows, split_rows
-from coserve.model.linear import Placement, bypassed, frozen
+from coserve.model.linear import bypassed, frozen
+from coserve.model.placement import Placement
 
 
 class GraphRows:

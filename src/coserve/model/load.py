@@ -24,9 +24,10 @@ from coserve.memory.kv import CacheShape
 from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
-from coserve.model.linear import FrozenLinear, Placement, place_locally
+from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
+from coserve.model.placement import Placement, place_locally
 from coserve.model.placing import place_linears
 from coserve.model.probe import ProbeRows, drive, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.model.batch import BatchCell
-from coserve.model.linear import FrozenLinear, Placement
+from coserve.model.linear import FrozenLinear
+from coserve.model.placement import Placement
 
 Choose = Callable[[str, Tensor, Tensor | None], Placement | None]  # of path, weight [out, in] and bias
 

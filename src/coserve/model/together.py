@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.base import Base
-from coserve.model.linear import Placement
+from coserve.model.placement import Placement
 
 Together = tuple[tuple[str, ...], ...]  # paths of linears, in the order in which the model calls them
 

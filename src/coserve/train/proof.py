@@ -22,7 +22,7 @@ from coserve.kernels.attention import AttentionSpec, causal_mask
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows
 from coserve.model.graph import GraphRows
-from coserve.model.linear import PackedPlacement
+from coserve.model.placement import PackedPlacement
 from coserve.model.probe import TOLERANCE, draw
 from coserve.model.refusal import refusing
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_window

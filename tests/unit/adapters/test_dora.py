@@ -12,7 +12,7 @@ from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.bitfit import BitFitBypass
 from coserve.adapters.sites import DenseWeights
 from coserve.kernels.dropout import Mask
-from coserve.model.linear import place_locally
+from coserve.model.placement import place_locally
 
 ROWS, INPUTS, OUTPUTS, RANK = 5, 48, 40, 3
 

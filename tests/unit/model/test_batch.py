@@ -8,7 +8,7 @@ from adapters import at_outputs
 from coserve.adapters.lowrank import LoRABypass
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.batch import BatchCell, FusedRows, LayerCalls, RowArguments
-from coserve.model.linear import PlainPlacement
+from coserve.model.placement import PlainPlacement
 
 
 def calls(rows: int, offset: int = 0) -> LayerCalls:

@@ -7,7 +7,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from coserve.model.batch import BatchCell
-from coserve.model.linear import FrozenLinear, PackedPlacement, PlainPlacement, frozen, place_locally
+from coserve.model.linear import FrozenLinear, frozen
+from coserve.model.placement import PackedPlacement, PlainPlacement, place_locally
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

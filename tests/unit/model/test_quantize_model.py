@@ -14,8 +14,8 @@ from coserve import EngineConfig
 from coserve.adapters.files import read_adapter
 from coserve.errors import AdapterMismatch, ConfigError, UnsupportedModel
 from coserve.model.base import Base
-from coserve.model.linear import PackedPlacement, PlainPlacement
 from coserve.model.load import load_base
+from coserve.model.placement import PackedPlacement, PlainPlacement
 from coserve.model.quantized import library
 from coserve.model.quantized.embedding import QuantizedEmbedding
 from coserve.model.quantized.int8 import Int8Placement

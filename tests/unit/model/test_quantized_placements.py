@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.model.linear import Placement, frozen
+from coserve.model.linear import frozen
+from coserve.model.placement import Placement
 from coserve.model.quantized.embedding import QuantizedEmbedding
 from coserve.model.quantized.int8 import Int8Placement
 from coserve.model.quantized.nf4 import (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bypass import exact_type
-from coserve.model.linear import row_norms
+from coserve.model.placement import row_norms
 from coserve.model.quantized.library import bitsandbytes
 
 BLOCK: Final = 64  # weights of one output that share a scale

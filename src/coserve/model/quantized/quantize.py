@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.sites import Kind, Site
 from coserve.model.batch import BatchCell
-from coserve.model.linear import Placement
 from coserve.model.origin import Origin
+from coserve.model.placement import Placement
 from coserve.model.placing import leave_file, place_linears, put
 from coserve.model.quantized.embedding import QuantizedEmbedding, is_lookup
 from coserve.model.quantized.int8 import Int8Placement
