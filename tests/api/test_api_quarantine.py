@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
-from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
+from coserve.serve.adapter_registry import registry
+from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
 from coserve.wire.messages import JobStarted, JobStep, LoadAdapter, Numbered, StartJob, Submit
@@ -111,6 +114,31 @@ def test_an_import_that_nobody_waits_for_leaves_nothing_on_disk(play: Play, tmp_
         world.engine.hangs = False
         await asyncio.gather(sending, return_exceptions=True)
         await world.until(lambda: not [*adapters.iterdir()])
+
+    play(story)
+
+
+def test_an_import_given_up_while_it_is_copied_leaves_nothing_on_disk(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, copied = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(source: Path, target: Path, most_bytes: int) -> None:
+        begun.set()
+        goes_on.wait(30)
+        copy_adapter(source, target, most_bytes)
+        copied.set()
+
+    monkeypatch.setattr(registry, "copy_adapter", slowly)
+
+    async def story(world: World) -> None:
+        adapters = world.state.store.folder / "adapters"
+        sending = asyncio.create_task(upload(world, make_files(tmp_path / "one")))
+        await world.until(begun.is_set)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        goes_on.set()
+        await world.until(lambda: copied.is_set() and not [*adapters.iterdir()])
 
     play(story)
 

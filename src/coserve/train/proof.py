@@ -39,6 +39,10 @@ _RANK: Final = 2
 # Of the largest gradient: smaller ones (of queries that hardly choose) are mostly rounding.
 _SMALL: Final = 0.1
 
+# In low precision an unlucky draw may differ by its rounding alone (on processors without bfloat16 units a
+# small Gemma 4 did, by 1.5 times what is allowed); what is wrong differs in every draw.
+_DRAWS: Final = 3
+
 _LOSS: Final = "the gradient of the loss"
 
 Gradients = dict[str, Tensor]
@@ -47,19 +51,29 @@ Gradients = dict[str, Tensor]
 def prove_training(base: Base) -> None:
     """Raises UnsupportedModel for a base whose gradients would not be those of whole examples."""
     with refusing(base.model.config.model_type, "cannot be trained"):
-        layers = _one_of_each_kind(base)
-        proof = _Proof(base, layers, torch.Generator().manual_seed(0))
-        proof.forward()
-        try:
-            want = proof.whole()
-            got = proof.in_windows()
-        finally:
-            for linear in base.linears.values():  # a server that never trains does not pay for it
-                if isinstance(linear.placement, PackedPlacement):
-                    linear.placement.forget_transposed()
-        least = _SMALL * max(float(want[name].float().norm()) for name in proof.parameters())
-        for name, gradient in want.items():
-            _expect(base, name, got[name], gradient, least)
+        for seed in range(_DRAWS):
+            try:
+                _prove(base, seed)
+                return
+            except UnsupportedModel:
+                if seed == _DRAWS - 1 or exact_type(base.dtype) == base.dtype:
+                    raise
+
+
+def _prove(base: Base, seed: int) -> None:
+    """Raises UnsupportedModel where the gradients of one draw are not those of whole examples."""
+    proof = _Proof(base, _one_of_each_kind(base), torch.Generator().manual_seed(seed))
+    proof.forward()
+    try:
+        want = proof.whole()
+        got = proof.in_windows()
+    finally:
+        for linear in base.linears.values():  # a server that never trains does not pay for it
+            if isinstance(linear.placement, PackedPlacement):
+                linear.placement.forget_transposed()
+    least = _SMALL * max(float(want[name].float().norm()) for name in proof.parameters())
+    for name, gradient in want.items():
+        _expect(base, name, got[name], gradient, least)
 
 
 def _expect(base: Base, name: str, got: Tensor, want: Tensor, least: float) -> None:

@@ -17,6 +17,7 @@ from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Adapter, Tenant
 
 _KNOWN: Final = 4096  # adapters of which it is remembered what base they name
+_REMOVING: Final[set["asyncio.Task[None]"]] = set()  # of copies that nobody waits for: a loop holds no tasks
 
 
 async def import_adapter(
@@ -35,8 +36,11 @@ async def import_adapter(
     folder = state.store.adapter_folder(key)
     adapter = Adapter(key, name, folder, base, int(time.time()), tenant.id)
     is_adding = False
+    copying = asyncio.ensure_future(
+        asyncio.to_thread(copy_adapter, source, folder, state.settings.max_file_bytes)
+    )
     try:
-        await asyncio.to_thread(copy_adapter, source, folder, state.settings.max_file_bytes)
+        await asyncio.shield(copying)  # whose thread goes on where nobody waits for it any more
         await state.link.load(key, folder, new=True)
         is_adding = True
         if not await state.store.adapters.add(adapter):
@@ -44,10 +48,11 @@ async def import_adapter(
     except BaseException as error:
         if is_adding and isinstance(error, asyncio.CancelledError):
             raise  # its row may be there; if not, the next start sweeps the copy
-        with suppress(CoserveError):
-            await state.link.unload(key)
         other = _other_base(state, folder)
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        removing = asyncio.create_task(_remove_copy(state, key, folder, copying))
+        _REMOVING.add(removing)
+        removing.add_done_callback(_REMOVING.discard)
+        await asyncio.shield(removing)
         if not isinstance(error, AdapterError):
             raise
         # Where the copy lay is the server's business.
@@ -56,6 +61,14 @@ async def import_adapter(
             reason += f"; its configuration names the base {other!r}, and this server's is {base!r}"
         raise type(error)(reason) from error
     return adapter
+
+
+async def _remove_copy(state: State, key: str, folder: Path, copying: "asyncio.Future[None]") -> None:
+    """Removes what an import that failed has left, once nothing is written there any more."""
+    await asyncio.wait([copying])
+    with suppress(CoserveError):
+        await state.link.unload(key)
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 def base_warning(state: State, adapter: Adapter) -> str | None:
