@@ -16,7 +16,20 @@ SOURCE = Path(coserve.__file__).parent
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "coserve_benchmarks"
 PACKAGE = sorted(SOURCE.rglob("*.py"))
 FILES = [*PACKAGE, *sorted(BENCHMARKS.rglob("*.py"))]
-MOST_LINES = 450
+MOST_METHODS = 12  # public ones of a class, properties included: past a dozen it is two things
+# Classes that are two things still, with what they have: they may lose some, and gain none.
+TOO_LARGE = {
+    "Tape": 24,
+    "Engine": 22,
+    "TrainingSession": 20,
+    "Base": 17,
+    "Process": 16,
+    "Scheduler": 16,
+    "EngineLink": 15,
+    "AdapterBank": 15,
+    "Admission": 14,
+    "AdapterCache": 14,
+}
 # Rooms from the foundation up; those of one floor do not know each other, but for what `ALSO` allows.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"core", "config", "errors", "metrics"}),
@@ -183,10 +196,8 @@ def test_every_module_imports_and_says_what_it_is(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_files_fit_in_a_head_and_run_no_foreign_code(file: Path) -> None:
-    text = file.read_text()
-    assert len(text.splitlines()) <= MOST_LINES
-    for node in ast.walk(ast.parse(text)):
+def test_files_run_no_foreign_code(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
             assert not {n.split(".")[0] for n in names} & {
@@ -201,6 +212,21 @@ def test_files_fit_in_a_head_and_run_no_foreign_code(file: Path) -> None:
             assert called not in {"eval", "exec", "torch.load", "compile", "__import__"}, called
         if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
             assert ast.unparse(node.value) == "False"
+
+
+def public_methods(made: ast.ClassDef) -> list[str]:
+    functions = (node for node in made.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [function.name for function in functions if not function.name.startswith("_")]
+
+
+def test_classes_are_one_thing() -> None:
+    counts = {
+        node.name: len(public_methods(node))
+        for file in PACKAGE
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and len(public_methods(node)) > MOST_METHODS
+    }
+    assert counts == TOO_LARGE, "a class that became smaller has a smaller number here, or none"
 
 
 def test_every_error_is_in_the_tree_and_drawn() -> None:
