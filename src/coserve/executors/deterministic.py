@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
 from coserve.core.plan import (
     InferenceSegment,
@@ -26,14 +25,11 @@ from coserve.core.sequence import Direction
 from coserve.executors.inference import InferenceBatch, adapter_ranges
 from coserve.executors.local import ForwardWindow, LocalExecutor
 from coserve.executors.sampler import Sampler
-from coserve.executors.sequence_table import SequenceTable
-from coserve.memory.kv import KVPool, PrefillRows
+from coserve.memory.kv import PrefillRows
 from coserve.model import fixed
-from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged, TiledRows
 from coserve.model.sample import sample, token_logprobs
-from coserve.train.optimizer_offload import MakeOffload
 
 
 class DeterministicSampler(Sampler):
@@ -65,17 +61,10 @@ class DeterministicExecutor(LocalExecutor):
     Raises UnsupportedModel for a base that cannot be run so.
     """
 
-    def __init__(
-        self,
-        base: Base,
-        bank: AdapterBank,
-        pool: KVPool,
-        table: SequenceTable,
-        make_offload: MakeOffload | None = None,
-    ) -> None:
-        super().__init__(base, bank, pool, table, make_offload)
-        self.sampler = DeterministicSampler(base, bank, table)
-        fixed.prove_fixed(base)
+    sampler_type = DeterministicSampler
+
+    def _prove(self) -> None:
+        fixed.prove_fixed(self.base)
 
     def run(self, plan: Plan) -> StepResult:
         """A split machine has other numbers of threads, so everything goes one after the other."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,9 @@ class ForwardWindow:
 
 
 class LocalExecutor:
-    """The `Executor` of one device. Owns caches, sequence rows and training runs; decides nothing."""
+    """The `Executor` of one device. Owns caches, sequence rows and sessions; decides nothing."""
+
+    sampler_type: ClassVar[type[Sampler]] = Sampler
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class LocalExecutor:
         self.base, self.bank, self.pool, self.table = base, bank, pool, table
         self.arena = Arena()
         self.window_group_rows = 0  # most that go back together
-        self.sampler = Sampler(base, bank, table)
+        self.sampler = self.sampler_type(base, bank, table)
         self.stacks = Stacks(linears_together(base), table.capacity, base.device)
         bank.when_dropped(lambda version: self.stacks.forget(version.bypasses))
         self.sessions: dict[str, TrainingSession] = {}
@@ -110,6 +112,10 @@ class LocalExecutor:
         self._training_seconds = 0.0
         self._short = Shortages(self._drop)
         self._pause = TrainingPause()
+        self._prove()
+
+    def _prove(self) -> None:
+        """Raises UnsupportedModel for a base that cannot be run so."""
 
     @torch.no_grad()
     def run(self, plan: Plan) -> StepResult:
