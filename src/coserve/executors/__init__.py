@@ -1,1 +1,2 @@
-"""What runs plans: on this device, on a script for tests, in another process."""
+"""Executors run plans: `local` on this device, `deterministic` bit for bit, `scripted` without a model, for
+tests."""

@@ -385,7 +385,7 @@ class LocalExecutor:
         return InferenceBatch(part, ordered, rows, counts, hidden, calls, adapters, range(self.base.depth))
 
     def _kind(self, adapter: str | None) -> tuple[int, str]:
-        """What rows are ordered by, so that those lie together which are multiplied together."""
+        """Sort key of an adapter's rows: rows that are multiplied together lie together."""
         return (-1, "") if adapter is None else (self.stacks.order(self.bank.find(adapter).bypasses), adapter)
 
     def _through_tail(self, segment: TrainingSegment) -> None:
@@ -414,7 +414,7 @@ class LocalExecutor:
         return trained + failed
 
     def _by_batch_key(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
-        """Those of like jobs next to each other; a job's own stay in their order."""
+        """Sorts segments by their session's `batch_key`; a job's own stay in their order."""
         return sorted(segments, key=lambda segment: self.sessions[segment.job].batch_key)
 
     def _window(self, segment: TrainingSegment) -> tuple[TrainingSession, Window]:

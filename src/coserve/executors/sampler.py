@@ -25,7 +25,7 @@ class Sampler:
         self.base, self.bank, self.table = base, bank, table
 
     def sample(self, batch: InferenceBatch) -> dict[int, Sampled]:
-        """What the pass says of each of its sequences, by key."""
+        """Samples and scores the rows of a pass; returns results by sequence key."""
         ends = list(accumulate(batch.counts))
         results = {segment.key: Sampled(None) for segment in batch.segments}
         results.update(self._sample_newest(batch, ends))
@@ -76,7 +76,8 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
     ) -> list[TokenLogprobs | None]:
-        """Of the sampled tokens [n], with as many alternatives as are `wanted`; None where nothing is."""
+        """Log-probabilities of the sampled tokens [n], with as many alternatives as are `wanted`; None where
+        nothing is."""
         asked = [i for i, most in enumerate(wanted) if most is not None]
         found: list[TokenLogprobs | None] = [None] * len(wanted)
         if asked:
@@ -87,7 +88,7 @@ class Sampler:
         return found
 
     def _prompt_logprobs(self, segment: InferenceSegment, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt tokens that follow the segment's rows, hidden [1, rows, width]."""
+        """Log-probabilities of the prompt tokens that follow the segment's rows, hidden [1, rows, width]."""
         start = self.table[segment.key].start
         following = start.prompt[segment.start + 1 : segment.start + segment.length + 1]
         most = start.sampling.prompt_logprobs or 0

@@ -34,7 +34,7 @@ def next_token(tokens: Iterable[int], vocabulary: int) -> int:
 
 
 def virtual_tokens(adapter: str, count: int) -> list[int]:
-    """What the fake model reads where an adapter version has `count` virtual tokens."""
+    """Tokens that stand for the `count` virtual tokens of an adapter version."""
     return [-1 - zlib.crc32(f"{adapter}/{position}".encode()) % 1000 for position in range(count)]
 
 
@@ -196,7 +196,7 @@ class ScriptedExecutor:
             self._copy(sequence, start.template)
 
     def _copy(self, sequence: "_Sequence", template: int) -> None:
-        """What a sequence begins with and fills no page."""
+        """Copies the part of a template page that a sequence begins with."""
         target = sequence.pages[sequence.start.shared]
         if target != template:
             for slot in range((sequence.start.virtual + sequence.computed) % self._page_size):
@@ -246,7 +246,7 @@ class ScriptedExecutor:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What plans have said of a sequence: its tokens, how many are in the cache, its block table."""
+    """A sequence as plans have described it: its tokens, how many are in the cache, its block table."""
 
     start: SequenceStart
     tokens: list[int]
@@ -255,7 +255,8 @@ class _Sequence:
     pasts: list[int] = field(default_factory=list)  # what its positions must hold, as far as known
 
     def past(self, end: int) -> list[int]:
-        """What its positions must hold up to its token `end`, virtual ones first: all that precedes each.
+        """Returns what each position up to token `end` must hold, virtual tokens first: a digest of all that
+        precedes it.
 
         Virtual tokens are everybody's; what follows is its scope's, or nobody else's.
         """

@@ -13,7 +13,7 @@ from coserve.model.sampling_table import SamplingTable
 
 @dataclass(slots=True)
 class SequenceState:
-    """What the table knows of a sequence on the host: its row, its tokens, the length of its block table."""
+    """Host state of a running sequence: its row, its tokens, the length of its block table."""
 
     start: SequenceStart
     row: int
@@ -26,7 +26,7 @@ class SequenceState:
         return len(self.tokens)
 
     def is_newest(self, segment: InferenceSegment) -> bool:
-        """Whether a segment is only the newest token of an answer that has begun: a decode row."""
+        """Tells whether a segment is a decode row: only the newest token of an answer that has begun."""
         return segment.start == self.length - 1 >= len(self.start.prompt)
 
 
@@ -153,7 +153,8 @@ class SequenceTable:
         self.sampling.set(row, params, params.seed, sequence.prompt, sequence.output)
 
     def _copy_templates(self, entering: Iterable[tuple[SequenceStart, int]]) -> None:
-        """What a sequence begins with and fills no page, into the first page that is its own."""
+        """Copies the part of a template page that a sequence begins with into the sequence's first own
+        page."""
         size = self._pool.page_size
         sources: list[int] = []
         targets: list[int] = []

@@ -201,7 +201,7 @@ class Backward:
         return self._leaves.get(layer, ())
 
     def needs_input_grad(self, layer: int, bypasses: Bypasses) -> bool:
-        """Whether the gradient of a layer's input is needed: whether anything trains below the layer."""
+        """Tells whether anything trains below the layer, so that the gradient of its input is needed."""
         return layer > self._lowest and (layer > 0 or bypasses.touches(self._base.early_sites))
 
 

@@ -170,7 +170,7 @@ def _free_name(folder: Path, name: str) -> Path:
 
 
 def _make_folder(folder: Path) -> None:
-    """With its parents, each of which is on disk before it is used."""
+    """Makes a folder with its parents; each is synced to disk before it is used."""
     if not folder.exists():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)

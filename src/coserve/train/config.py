@@ -1,4 +1,4 @@
-"""How a fine-tuning job trains its adapter."""
+"""Settings of a fine-tuning job."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from coserve.train.save_policy import SavePolicy, SavePolicySetting, save_policy
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """How an adapter is trained.
+    """Settings of a fine-tuning job.
 
     `batch_size` examples make one optimizer step, however many micro-batches of at most `rows` rows they
     are packed into. `max_steps` ends before `epochs` do.

@@ -119,7 +119,8 @@ def prepare_examples(examples: Iterable[Example], max_length: int | None = None)
 
 
 def _prepared(made: Iterable[tuple[Example, bool]]) -> Prepared:
-    """Of examples and whether each was cut; those without a label are dropped. DataError if none is left."""
+    """Collects (example, whether it was cut) pairs; drops examples without a label. DataError if none is
+    left."""
     kept: list[Example] = []
     truncated = dropped = 0
     for example, is_cut in made:

@@ -23,7 +23,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
-    """What decides a job's bytes: its adapter's shapes, its examples' lengths in tokens, its settings."""
+    """Inputs of a job's memory estimate: adapter shapes, lengths of examples in tokens, settings."""
 
     adapter: AdapterVersion
     lengths: Sequence[int]

@@ -19,7 +19,7 @@ def fresh_adapter(base: Base, name: str, config: object | Sequence[object], seed
 
 
 def sketch_adapter(base: Base, name: str, config: object | Sequence[object], seed: int) -> AdapterVersion:
-    """What `fresh_adapter` would give, in shapes alone: nothing may be done with its tensors but count them.
+    """Returns the adapter of `fresh_adapter` with shapes alone: its tensors may only be counted.
     It takes no memory, unless a method's beginning depends on the base's weights (DoRA's norms)."""
     try:
         with torch.device("meta"):

@@ -58,7 +58,7 @@ class KVGradAccumulator:
         return found
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is held."""
+        """All tensors held."""
         for sums in self._sums.values():
             for held in sums:
                 yield held.keys

@@ -1,4 +1,4 @@
-"""How many bytes a job comes to hold, known before anything of it is made.
+"""Estimates the most bytes a job can come to hold, before anything of it is made.
 
 What is computed here is the most a job can need, whichever examples its steps draw: a job that was let in
 never finds that there is less. `Tape.nbytes` and `TrainingSession.nbytes` are what it holds in fact.
@@ -32,8 +32,8 @@ _REPLAYED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What an engine lets a job do at once: micro-batches on tapes, and rows of one training window (None is
-    a whole micro-batch). `offloaded` moments rest elsewhere."""
+    """Work of a job that may be under way at once: micro-batches on tapes, and rows of one training window
+    (None is a whole micro-batch). `offloaded` moments rest elsewhere."""
 
     in_flight: int
     window: int | None
@@ -56,7 +56,7 @@ class JobNeeds:
 def job_needs(
     base: Base, adapter: AdapterVersion, lengths: Sequence[int], config: TrainingConfig, steps: Steps
 ) -> JobNeeds:
-    """Of a job whose examples have so many tokens each. Of its adapter the shapes are enough."""
+    """Bytes of a job whose examples have so many tokens each. The adapter may be shapes alone."""
     virtual = adapter.virtual
     largest, at_once = rows_at_once(lengths, config, steps.in_flight, virtual.prompt_count)
     numbers, published = _adapter_bytes(adapter, base.dtype)
@@ -75,7 +75,7 @@ def job_needs(
 
 
 def _adapter_bytes(adapter: AdapterVersion, dtype: torch.dtype) -> tuple[int, int]:
-    """How many numbers train, and the bytes of one published version on a base in `dtype`."""
+    """Counts trained numbers, and the bytes of one published version on a base in `dtype`."""
     numbers = nbytes = 0
     for _, bypass in adapter.placed():
         own = exact_type(dtype) if bypass.exact else dtype

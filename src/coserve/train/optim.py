@@ -15,7 +15,7 @@ _COUNT = "step"  # of updates, one number a weight, beside the moments
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """Its settings, beside the rate."""
+    """Settings of AdamW, except the learning rate."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
@@ -83,7 +83,7 @@ class Optimizer:
         self._gradients = [None] * len(self.flat)
 
     def pieces(self) -> list[Piece]:
-        """What has a gradient, in as few pieces as there are."""
+        """Returns all weights that have a gradient, in as few pieces as possible."""
         found: list[Piece] = []
         for name, slot in self.slabs.slots.items():
             if self.weights[name].grad is None:
@@ -131,8 +131,8 @@ class Optimizer:
         ]
 
     def moments(self) -> dict[str, Tensor]:
-        """By the weight's name and the moment's: `name.exp_avg`. Weights that never had a gradient have
-        none."""
+        """Moments by the weight's name and the moment's: `name.exp_avg`. Weights that never had a gradient
+        have none."""
         found: dict[str, Tensor] = {}
         for name, slot in self.slabs.slots.items():
             if not self._counts[name]:

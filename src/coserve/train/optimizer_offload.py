@@ -1,4 +1,4 @@
-"""Where AdamW's moments lie between two steps, if not beside the weights.
+"""Offloads AdamW's moments between two steps.
 
 They are twice as large as what they belong to, and needed for an instant of every iteration. FineInfer (3.3)
 lets go of them meanwhile; here they lie in slower memory, and come back as the same bits.
@@ -40,7 +40,7 @@ MakeOffload = Callable[[Sequence[Tensor]], OptimizerOffload]  # of flat slabs of
 
 
 def offload_for(device: torch.device, folder: str) -> MakeOffload:
-    """Beside a GPU, the host's memory; beside a processor, files in `folder`."""
+    """Chooses the place: host memory beside a GPU, files in `folder` beside a CPU."""
     return (
         partial(FileOffload, folder=folder) if device.type == "cpu" else partial(HostOffload, device=device)
     )

@@ -4,7 +4,7 @@ import threading
 
 
 class TrainingPause:
-    """Whether the training of the step under way stops at the next boundary between layers.
+    """Stops the training of the step under way at the next boundary between layers.
 
     `ask` and `withdraw` may be called by any thread; the rest belongs to the thread that runs the step. The
     first layer of a step's training always runs: arrivals in every step slow training down and never stop it.
@@ -31,5 +31,5 @@ class TrainingPause:
 
     @property
     def is_due(self) -> bool:
-        """Whether training stops here."""
+        """Tells whether training stops here."""
         return self._obeys and self._layers > 0 and self._asked.is_set()

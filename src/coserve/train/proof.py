@@ -151,7 +151,7 @@ class _Proof:
         return {_LOSS: self._of_loss()} | gradients
 
     def in_windows(self) -> Gradients:
-        """The same gradients as training finds them; `whole` is called before."""
+        """Gradients by name, computed in windows as training does; `whole` is called before."""
         found: dict[int, Tensor] = {}
 
         def accumulate(leaf: Tensor, gradient: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a tape keeps of what the seams of a layer give, and what going back does about the rest."""
+"""Save policies: which activations of a layer a tape keeps, and how backward gets the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ SavePolicySetting = (
 
 
 class Fate(Enum):
-    """Of what a seam gives. KEPT, or COMPUTED again. SUM: kept with what a bypass adds, whose gradients need
+    """Fate of an activation. KEPT, or COMPUTED again. SUM: kept with what a bypass adds, whose gradients need
     no more, so that this is not added again. SIGN: all that is asked of it is where it is positive,
     which takes a bit. UNUSED: no gradient depends on it, nor does anything that one depends on."""
 
@@ -35,7 +35,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fates:
-    """Of the products of frozen linears by path and of attention by layer; those not named are `otherwise`.
+    """Fates of frozen linears' products by path and of attention by layer; those not named are `otherwise`.
     Nothing goes back below layer `lowest`, so that nothing of those layers is kept. `nbytes` is what a row
     takes of what is kept of them, beside layer inputs, keys and values."""
 
@@ -47,15 +47,15 @@ class Fates:
 
     @property
     def keeps_products(self) -> bool:
-        """Whether anything of what frozen linears give is kept."""
+        """Tells whether any product of a frozen linear is kept."""
         return bool({Fate.KEPT, Fate.SUM, Fate.SIGN} & {self.otherwise, *self.products.values()})
 
     def of(self, path: str) -> Fate:
-        """Of the product of the frozen linear at `path`."""
+        """Fate of the product of the frozen linear at `path`."""
         return self.products.get(path, self.otherwise)
 
     def of_attention(self, layer: int) -> Fate:
-        """Of what the attention of a layer gives: KEPT or COMPUTED."""
+        """Fate of the output of a layer's attention: KEPT or COMPUTED."""
         return self.attention.get(layer, self.otherwise)
 
 

@@ -34,8 +34,8 @@ from coserve.train.window import Window
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """How a session trains, but for what comes with each optimizer step. `keep` is what tapes keep, or the
-    bytes that one may take; `rows` the most that a micro-batch has, which those bytes are shared by."""
+    """Settings of a session, except those that come with each optimizer step. `keep` is what tapes keep, or
+    the bytes that one may take; `rows` the most that a micro-batch has, which those bytes are shared by."""
 
     optimizer: AdamW = field(default_factory=AdamW)
     keep: SavePolicySetting = SavePolicy.INPUTS
@@ -124,7 +124,7 @@ class TrainingSession:
         return in_flight.tape
 
     def tail(self, key: int) -> Tail:
-        """What takes rows of a micro-batch through the tail."""
+        """The tail of a micro-batch, made when its first window passes."""
         in_flight = self._micro_batches[key]
         if in_flight.tail is None:
             start, prompt = in_flight.start, self._in_graph.virtual.prompt_count
@@ -134,7 +134,7 @@ class TrainingSession:
         return in_flight.tail
 
     def backward(self, key: int) -> Backward:
-        """What takes rows of a micro-batch back through layers."""
+        """The backward of a micro-batch, made when its first window needs it."""
         in_flight = self._micro_batches[key]
         if in_flight.backward is None:
             in_flight.backward = Backward(self.tape(key), self._leaves, self._accumulate)
@@ -187,8 +187,8 @@ class TrainingSession:
 
     @property
     def batch_key(self) -> tuple[object, ...]:
-        """The same for sessions whose adapters and steps are of one shape: next to each other their rows are
-        multiplied together."""
+        """Equal for sessions whose adapters and steps have one shape: their rows are multiplied together when
+        they lie next to each other."""
         return self.tokens, self._shape
 
     @property
@@ -204,12 +204,12 @@ class TrainingSession:
         return sum(in_flight.labels for in_flight in self._micro_batches.values())
 
     def loss_so_far(self) -> float:
-        """Of the step under way, by the label."""
+        """Mean loss per label of the step under way."""
         losses = (m.loss for m in self._micro_batches.values() if m.loss is not None)
         return sum(float(loss) for loss in losses) / self.labels
 
     def updated(self, loss: float, norm: float, rate: float) -> Updated:
-        """What to tell of a step that is done, whose weights lie in the room for them."""
+        """Ends an optimizer step whose weights lie in `room`: publishes them, and returns what to report."""
         labels, tokens = self.labels, self.tokens
         self._micro_batches.clear()
         self.step += 1
@@ -218,7 +218,7 @@ class TrainingSession:
         return Updated(self.step, loss, labels, norm, rate, self.current.key, tokens)
 
     def not_finite(self, what: str) -> LossNotFinite:
-        """What a step ends with whose numbers are none."""
+        """The error of a step whose loss, gradient or weights are not finite."""
         stays = f"the adapter stays at version {self.current.key}"
         return LossNotFinite(f"job {self.job}: {what} at step {self.step + 1}; {stays}")
 
@@ -271,8 +271,8 @@ class TrainingSession:
 
 
 def _in_order(adapter: AdapterVersion, base: Base) -> AdapterVersion:
-    """With its bypasses in the model's order, whatever a file's was: a gradient's norm depends on it in its
-    last bits."""
+    """Sorts an adapter's bypasses into the model's order: a gradient's norm depends on it in its last
+    bits."""
     order = {path: number for number, path in enumerate(base.sites)}
     parts = (
         replace(part, bypasses=dict(sorted(part.bypasses.items(), key=lambda item: order[item[0].path])))

@@ -17,7 +17,7 @@ _MOST: Final = 1 << 22  # numbers of a slab: 16 MiB in float32. A tensor with mo
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor lies: numbers [start, stop) of slab `slab`."""
+    """Place of a tensor: numbers [start, stop) of slab `slab`."""
 
     slab: int
     start: int
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """How tensors are laid, by name, in their order; `sizes` are the numbers of each slab."""
+    """Layout of tensors in slabs, by name, in their order; `sizes` are the numbers of each slab."""
 
     slots: Mapping[str, Slot]
     sizes: tuple[int, ...]

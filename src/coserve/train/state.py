@@ -1,4 +1,4 @@
-"""Where a job stands: all that it needs to go on from there, as if it had never stopped."""
+"""State of a job: all that it needs to go on as if it had never stopped."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from coserve.errors import JobError
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What decides which examples an optimizer step is made of. A job goes on only where all of it is the
-    same, else examples would be lost or repeated. `data` is `train.example.digest`."""
+    """Identity of a job's data order: what decides which examples an optimizer step is made of. A job goes on
+    only where all of it is the same, else examples would be lost or repeated. `data` is
+    `train.example.digest`."""
 
     data: str
     seed: int

@@ -75,24 +75,24 @@ class SupervisedSteps:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an optimizer step has begun and has not ended."""
+        """Tells whether an optimizer step has begun and has not ended."""
         return bool(self._under_way)
 
     @property
     def optim_step(self) -> OptimStep:
-        """How the optimizer ends the step under way."""
+        """The optimizer step that ends the step under way."""
         return OptimStep(self.job, self._rate.at(self.step), self.config.max_grad_norm)
 
     @property
     def session(self) -> SessionConfig:
-        """What the job asks of its session."""
+        """Settings of the job's session."""
         config = self.config
         optimizer = AdamW(config.betas, config.epsilon, config.weight_decay)
         return SessionConfig(optimizer, config.keep, self._most_rows)
 
     @property
     def _most_rows(self) -> int:
-        """Of any micro-batch of the job, padding included."""
+        """The most rows of any micro-batch of the job, padding included."""
         config, prompt = self.config, self._prompt
         lengths = sorted(map(len, self.examples), reverse=True)
         step, longest = sum(lengths[: config.batch_size]), max(lengths, default=1)

@@ -77,7 +77,7 @@ class Tape:
 
     @property
     def has_given(self) -> bool:
-        """Whether virtual keys and values stand before every example."""
+        """Tells whether virtual keys and values stand before every example."""
         return bool(self._given)
 
     def calls_for(self, window: Window) -> LayerCalls:
@@ -114,7 +114,7 @@ class Tape:
         self.products[path][window.span] = product
 
     def product(self, path: str, window: Window) -> Tensor:
-        """What `keep_product` stored, [window rows, out]."""
+        """The product that `keep_product` stored, [window rows, out]."""
         return self.products[path][window.span]
 
     def keep_sign(self, path: str, window: Window, y: Tensor) -> None:
@@ -138,7 +138,7 @@ class Tape:
             room[window.span] = given[0]
 
     def attended(self, layer: int, window: Window) -> Attended | None:
-        """What `keep_attended` stored; None if nothing."""
+        """The output that `keep_attended` stored; None if nothing."""
         if layer not in self._attended:
             return None
         return Attended(*(room[None, window.span] for room in self._attended[layer]))

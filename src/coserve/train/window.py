@@ -70,7 +70,7 @@ class PastKV:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that are not None, in order: keys, values, keys, values."""
+        """All tensors that are not None, in order: keys, values, keys, values."""
         pairs = (self.given, self.prompt, self.own, self.shared)
         return tuple(tensor for pair in pairs if pair is not None for tensor in pair)
 
@@ -81,7 +81,7 @@ class PastKV:
         return [keys for keys, _ in pairs], [values for _, values in pairs]
 
     def as_leaves(self) -> "PastKV":
-        """The same as leaves of a graph."""
+        """The same tensors as leaves of a graph."""
         return PastKV(*(pair and _leaves(pair) for pair in (self.given, self.prompt, self.own, self.shared)))
 
 

@@ -1,1 +1,1 @@
-"""What of a layer's activations an adapter's gradients need: FlexLLM 5.2, on layers that nobody edited."""
+"""Graph pruning (FlexLLM 5.2): which activations of an unmodified layer an adapter's gradients need."""

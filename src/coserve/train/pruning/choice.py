@@ -24,7 +24,7 @@ _ATTEND: Final = frozenset({"attend", "attend_back", "cat"})
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """What keeping something takes of a row, bytes, and what it saves, operations."""
+    """An activation that can be kept: its bytes a row, and the operations a row that keeping it saves."""
 
     name: str
     fate: Fate
@@ -48,7 +48,7 @@ class Choice:
 
     @cached_property
     def seams(self) -> tuple[Seam, ...]:
-        """What there is to choose from: seams that a gradient depends on, each as it would be kept."""
+        """Seams that a gradient depends on, each as it would be kept."""
         return tuple(self._seams())
 
     def worthwhile(self, dear: float = DEAR) -> frozenset[str]:
@@ -61,7 +61,7 @@ class Choice:
         )
 
     def fates(self, kept: Collection[str]) -> dict[str, Fate]:
-        """Of all seams, where those `kept` are: what of the rest is computed again, and what nobody needs."""
+        """Fates of all seams if those `kept` are kept: the rest is recomputed, or unused."""
         as_kept = {seam.name: seam.fate for seam in self.seams if seam.name in kept}
         need = self.need(kept)
         found = {}
@@ -91,7 +91,7 @@ class Choice:
         return {**products, ATTENTION: Fate.KEPT}
 
     def nbytes(self, fates: Mapping[str, Fate]) -> float:
-        """Of a row, beside the layer's input and its keys and values."""
+        """Bytes a row, without the layer's input and its keys and values."""
         signs = {seam.name: seam.nbytes for seam in self.seams if seam.fate is Fate.SIGN}
         kept = (name for name, fate in fates.items() if fate is Fate.KEPT)
         whole = sum(self.graph.values[value].nbytes for name in kept for value in self._values()[name])

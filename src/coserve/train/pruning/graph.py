@@ -68,7 +68,7 @@ class Graph:
         return {value: operator for operator in self.forward for value in operator.outputs}
 
     def in_type(self, dtype: torch.dtype) -> "Graph":
-        """As if traced in another type than half precision: sizes only."""
+        """The graph with the sizes of another type than half precision."""
         exact = exact_type(dtype).itemsize
         sizes = {2: dtype.itemsize, 4: exact}  # bytes of a number there, and here
         values = {
@@ -81,7 +81,7 @@ class Graph:
 
     @property
     def flops(self) -> float:
-        """Of the forward half."""
+        """Operations of the forward half."""
         return sum(operator.flops for operator in self.forward)
 
     @property
@@ -112,7 +112,8 @@ def prune(graph: Graph) -> tuple[Operator, ...]:
 
 
 def border(graph: Graph, reverse: Iterable[Operator]) -> frozenset[int]:
-    """What a reverse half reads of the forward one: the set to keep (lines 18-22), weights left out."""
+    """Values of the forward half that the reverse half reads: the set to keep (lines 18-22), without
+    weights."""
     kept = {Role.ACTIVATION, Role.INPUT}
     read = {value for operator in reverse for value in operator.inputs}
     return frozenset(value for value in read if graph.values[value].role in kept)
@@ -144,8 +145,8 @@ def _users(operators: Iterable[Operator]) -> dict[int, set[int]]:
 def _with_outputs(
     operator: Operator, outputs: tuple[int, ...], users: dict[int, set[int]], place: int
 ) -> Operator:
-    """With these outputs only, and the inputs that they need: all of them, as torch's operators have it, or
-    none."""
+    """Reduces an operator to these outputs and the inputs that they need: all of them, as torch's
+    operators have it, or none."""
     if outputs:
         return Operator(operator.kind, operator.inputs, outputs, operator.flops)
     for value in operator.inputs:

@@ -54,7 +54,7 @@ def sketch_of(model: Modelled) -> Sketch:
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """What going back asks of the layers that an adapter trains: `lowest` is the stage where it ends (the
+    """Requirements of backward on the layers that an adapter trains: `lowest` is the stage where it ends (the
     number of layers where only what follows them trains), `enters` whether somebody asks for the gradient of
     what the first layer is given, `asks_past` whether keys and values before a sequence's own train."""
 
@@ -113,8 +113,8 @@ choice_of: Final = Once(_choice, _CHOICES)
 def choices(
     model: Modelled, adapter: AdapterVersion, sites: Sites, dtype: torch.dtype
 ) -> dict[int, Choice | None]:
-    """Of each layer that a job goes back through, from the lowest, of a base in `dtype`. `sites` are those
-    where all rows pass."""
+    """Choices for each layer that a job goes back through, from the lowest, on a base in `dtype`. `sites` are
+    those where all rows pass."""
     try:
         sketch = sketch_of(model)
     except RuntimeError:

@@ -48,7 +48,7 @@ _DISPATCHES: Final = 1024
 
 
 class Once(Generic[K, P, V]):
-    """What `make` gives, by the key it was given first; the newest `most` results are kept. What else making
+    """Caches results of `make` by its first argument; the newest `most` results are kept. What else making
     takes is passed on and forgotten: tensors of the job that asked first would stay in memory with the key.
 
     A result that is there is returned at once, whatever other threads are making: whoever runs the steps

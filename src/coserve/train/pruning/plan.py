@@ -1,4 +1,4 @@
-"""What a job's tapes keep: from its adapter, its model's configuration and its setting to `Fates`."""
+"""Derives `Fates` (what a job's tapes keep) from its adapter, its model's configuration and its setting."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -24,8 +24,8 @@ _LARGE: Final = 1 << 24
 
 
 def fates_of(base: Base, adapter: AdapterVersion, keep: SavePolicySetting, rows: int) -> Fates:
-    """For micro-batches of at most `rows` rows. A layer that cannot be traced keeps its input alone, and so
-    do all of a small base where no more is asked for."""
+    """Fates for micro-batches of at most `rows` rows. A layer that cannot be traced keeps its input alone,
+    and so do all of a small base where no more is asked for."""
     model = Modelled.of(type(base.model), base.model.config)
     found = choices(model, adapter, base.sites, base.dtype) if _is_worth_it(base, keep) else {}
     traced = {layer: choice for layer, choice in found.items() if choice is not None}
@@ -60,7 +60,7 @@ def foresee(base: Base, adapter: AdapterVersion, keep: SavePolicySetting) -> Non
 
 
 def _is_worth_it(base: Base, keep: SavePolicySetting) -> bool:
-    """Whether layers are traced."""
+    """Tells whether layers are traced."""
     return keep is not SavePolicy.INPUTS or base.nbytes >= _LARGE
 
 
@@ -98,8 +98,8 @@ def explain_model(
     methods: Sequence[object],
     keep: SavePolicy = SavePolicy.PRUNED,
 ) -> list[Explained]:
-    """What tapes of a model that is not loaded keep for a fresh adapter of these methods (their settings),
-    layer by layer. Raises UnsupportedModel where it cannot be traced."""
+    """Explains what tapes of a model that is not loaded keep for a fresh adapter of these methods (their
+    settings), layer by layer. Raises UnsupportedModel where it cannot be traced."""
     model = Modelled.of(None, config)
     try:
         sketch = sketch_of(model)

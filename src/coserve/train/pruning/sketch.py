@@ -37,7 +37,7 @@ _FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand,
 
 
 class _InType(TorchFunctionMode):
-    """What is made without a type is in `DTYPE`, in this thread. Asked for `DTYPE`, transformers changes
+    """Makes tensors without a given type in `DTYPE`, in this thread. Asked for `DTYPE`, transformers changes
     torch's own default for the whole process, and steps that run meanwhile compute in it."""
 
     def __torch_function__(
@@ -51,7 +51,7 @@ class _InType(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """What a layer is called with beside its hidden state."""
+    """Arguments that a layer is called with beside its hidden state."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -139,7 +139,7 @@ class Sketch:
         return attention
 
     def _learn_calls(self) -> list[Called]:
-        """By running the model's own forward; sites stay where all rows pass, as in a base."""
+        """Learns the layers' arguments by running the model's own forward; sites stay where all rows pass."""
         calls: list[Called] = []
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ class Sketch:
             return AdapterVersion("sketch", 0, parts)
 
     def form(self, layer: int) -> tuple[object, ...]:
-        """What tells layers of different kinds apart: modules and shapes."""
+        """Signature of a layer's kind: its modules and shapes."""
         module = self.layers[list(self.layers)[layer]]
         parts = ((name, type(part)) for name, part in module.named_modules())
         return (*parts, *((name, p.shape) for name, p in module.named_parameters()))

@@ -40,7 +40,7 @@ class Explained:
 
 
 def explain(choices: Sequence[tuple[int, Choice]], kept: Sequence[Collection[str]]) -> list[Explained]:
-    """Of all layers, those that have the same lines together, in order."""
+    """Explains all layers in order; layers with the same lines are told of together."""
     pairs = zip(choices, kept, strict=True)
     each = [(layer, _explained(choice, names)) for (layer, choice), names in pairs]
     return [

@@ -166,8 +166,8 @@ class _Reading:
         self._operator(node, name, place)
 
     def _is_view(self, node: Node, name: str) -> bool:
-        """Of all of its source: a part of a value is another value (a fused product's queries say nothing
-        about its keys)."""
+        """Tells whether a node views all of its source: a part of a value is another value (a fused
+        product's queries say nothing about its keys)."""
         schema = _overload(node)._schema
         first = schema.returns[0].alias_info if schema.returns else None
         if name in _VIEWS:
