@@ -1,4 +1,4 @@
-"""Who is let in, by bytes: the engine's side of the ledger.
+"""Admission by bytes: the engine's side of the ledger.
 
 The base, the pages and what a step needs have theirs for good. A job reserves all it can come to need before
 anything of it is made. One that could not have that if it were alone is refused, with settings that would
@@ -52,7 +52,7 @@ class Stored(Protocol):
 
     @property
     def copies(self) -> int:
-        """Of these, how many are for places in stacks."""
+        """Bytes of these that are for places in stacks."""
         ...
 
     def shed(self, nbytes: int) -> None:
@@ -158,8 +158,8 @@ class Admission:
         )
 
     def enter(self, name: str, size: JobSize, start: Callable[[], None], tell: Callable[[str], None]) -> bool:
-        """Whether a job's bytes are free, and from now on its own. If not it waits: `start` is called when it
-        has them, `tell` with the reason whenever that changes."""
+        """Reserves a job's bytes if they are free, and returns True. If not the job waits: `start` is called
+        when it has them, `tell` with the reason whenever that changes."""
         self._count_adapters()
         if not self._waiting:
             wanted = self._wanted(name, size)
@@ -259,8 +259,8 @@ class Admission:
     # Inside
 
     def _wanted(self, name: str, size: JobSize) -> dict[str, Bytes]:
-        """With what training as such needs: weights laid out for the way back, and room for the rows that go
-        back at a time."""
+        """Bytes of a job, with those that training as such needs: weights laid out for the way back, and room
+        for the rows that go back at a time."""
         needs = size.needs(self._base, self._steps)
         others = (other for job, other in self._jobs.items() if job != name)
         return {
@@ -280,7 +280,8 @@ class Admission:
         self._set_backward()
 
     def _set_backward(self) -> None:
-        """What the jobs that are there need together: never more than before, unless it was reserved."""
+        """Reserves what the jobs that are there need together: never more than before, unless it was
+        reserved."""
         self.ledger.reserve({_BACKWARD: {Account.WORKSPACES: self._backward(self._jobs.values())}})
         self._executor.arena.set_limit(self.ledger.accounts()[Account.TAPES])
 
@@ -328,7 +329,7 @@ class Admission:
 
 
 def _owner(job: str) -> str:
-    """What a job is called in the ledger, where it stands beside the base and the pages."""
+    """Name of a job in the ledger, where it stands beside the base and the pages."""
     return f"job {job}"
 
 
@@ -350,6 +351,6 @@ def device_capacity(device: torch.device) -> Capacity:
 
 
 def _listed(needs: JobNeeds) -> str:
-    """What bytes are needed for, most first."""
+    """Lists what bytes are needed for, most first."""
     parts = {**{account.value: n for account, n in needs.own.items()}, Account.WORKSPACES.value: needs.shared}
     return ", ".join(f"{name} {show_size(n)}" for name, n in sorted(parts.items(), key=lambda item: -item[1]))

@@ -25,7 +25,7 @@ class Arrivals:
             self._executor.pause_training()
 
     def taken(self) -> None:
-        """What was announced has reached the scheduler."""
+        """Withdraws an announcement: it has reached the scheduler."""
         with self._changed:
             self._coming -= 1
             self._changed.notify_all()

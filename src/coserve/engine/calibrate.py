@@ -48,8 +48,8 @@ def measure(executor: LocalExecutor, page_size: int, pages: int, positions: int)
 def measure_lanes(
     executor: LocalExecutor, page_size: int, pages: int, positions: int
 ) -> tuple[float, float] | None:
-    """How many times as long decode steps take on half of the machine, beside training on the other half, as
-    alone on all of it, and the training there. Like `measure`; two seconds on 255M parameters.
+    """Measures how many times as long decode steps take on half of the machine, beside training on the other
+    half, as alone on all of it, and the training there. Like `measure`; two seconds on 255M parameters.
 
     None where there is no room for it, or the executor does one thing after the other.
     """

@@ -1,4 +1,4 @@
-"""Whether a job could ever run here, before it is taken on."""
+"""Checks whether a job could ever run here, before it is taken on."""
 
 from itertools import islice
 from pathlib import Path

@@ -46,11 +46,11 @@ class Compiling:
         return any(id in compiling.waiting for compiling in self._under_way.values())
 
     def __bool__(self) -> bool:
-        """Whether any request waits."""
+        """Tells whether any request waits."""
         return any(compiling.waiting for compiling in self._under_way.values())
 
     def keep(self, command: Submit, arrival: float) -> bool:
-        """Whether a request waits here now, because its grammar is not compiled."""
+        """Keeps a request whose grammar is not compiled, and tells whether it did."""
         text = command.sampling.grammar
         if text is None or self._grammars is None or self._grammars.find(text) is not None:
             return False

@@ -213,7 +213,7 @@ class Engine:
         return self.add_stored(self.look_at_adapter(name, folder))
 
     def look_at_adapter(self, name: str, folder: str | Path, new: bool = False) -> StoredVersion:
-        """What the files in `folder` say of an adapter, ready for `add_stored`. Weights of a `new` one are
+        """Reads the outline of the adapter in `folder`, ready for `add_stored`. Weights of a `new` one are
         looked through, and not kept. Takes no lock. Raises AdapterError for what does not fit this base."""
         return self._outlines.look(name, folder, new)
 
@@ -311,7 +311,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Tells whether a step would do anything."""
         return self.scheduler.has_work
 
     @property
@@ -363,7 +363,7 @@ class Engine:
         return self.bank.find(name)
 
     def _steps(self, policy: Policy) -> Steps:
-        """What a job may have under way at once."""
+        """Limits of what a job may have under way at once."""
         settings = self.scheduler.config
         window = settings.training_window or settings.max_training_rows
         return Steps(settings.micro_batches_in_flight, None if policy.whole else window, self.config.offload)
@@ -447,5 +447,5 @@ class Engine:
 
 
 def _text_of(model: str | Path | PreTrainedModel, special: bool) -> Text | None:
-    """With the tokenizer saved beside a model; a model object brings none."""
+    """Text with the tokenizer saved beside a model; a model object brings none."""
     return None if isinstance(model, PreTrainedModel) else Text.load(model, special)

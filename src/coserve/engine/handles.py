@@ -1,4 +1,4 @@
-"""What a caller holds while an answer or a job is under way.
+"""Handles: what a caller holds while an answer or a job is under way.
 
 Iterating a handle drives the engine where nobody else does; handles of one engine can be iterated in
 turn or from several threads.
@@ -184,7 +184,7 @@ class FineTuning:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the job trains, or is going to."""
+        """Tells whether the job trains, or is going to."""
         return self.status in ("queued", "running")
 
     def cancel(self) -> None:

@@ -51,7 +51,7 @@ def fault_of(error: CoserveError) -> Fault:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What was read for a job."""
+    """Everything that was read for a job."""
 
     training: TrainingConfig
     method: tuple[object, ...]
@@ -256,7 +256,8 @@ class Jobs:
             self._begun(job, job.handle, ready)
 
     def _follow(self, job: _Job) -> None:
-        """Whether a job that waited for bytes has begun, and what went otherwise than was asked for."""
+        """Tells the server if a job that waited for bytes has begun, and what went otherwise than asked
+        for."""
         handle = job.handle
         if handle is None:
             return
@@ -272,7 +273,7 @@ class Jobs:
         job.noted = len(handle.notes)
 
     def _begun(self, job: _Job, handle: FineTuning, ready: _Ready) -> None:
-        """Its first step is under way."""
+        """Tells the server that a job's first step is under way."""
         name = job.command.job
         job.last = self._engine.clock()
         if handle.status == "running":
@@ -325,7 +326,7 @@ class Jobs:
         self._background.do("writing the checkpoint", write, partial(self._written, job, pending))
 
     def _scoring(self, job: _Job) -> Scoring | None:
-        """Of the version that the job has just published."""
+        """Scores the version that the job has just published."""
         if job.ready is None or not job.ready.validation:
             return None
         version = self._engine.bank.find(_adapter_of(job.command.job))
@@ -373,7 +374,7 @@ class Jobs:
             self.start(job.again)
 
     def _is_over(self, name: str) -> bool:
-        """Whether there is news that the job has ended for good."""
+        """Tells whether there is news that the job has ended for good."""
         ends = [n.news for n in self._unacknowledged if isinstance(n.news, JobEnded) and n.news.job == name]
         return bool(ends) and ends[-1].status != "stopped"
 
@@ -385,7 +386,7 @@ class Jobs:
 
 
 def _leave_unscored(job: _Job) -> None:
-    """Its checkpoints become news as soon as they are written."""
+    """Stops scoring a job's checkpoints: they become news as soon as they are written."""
     for pending in job.pending:
         if pending.scoring is not None:
             pending.scoring.cancel()
@@ -393,7 +394,7 @@ def _leave_unscored(job: _Job) -> None:
 
 
 def _adapter_of(job: str) -> str:
-    """What a job's adapter is called while it trains; servers name durable versions only."""
+    """Name of a job's adapter while it trains; servers name durable versions only."""
     return f"training:{job}"
 
 
@@ -413,7 +414,7 @@ def _started(job: str, step: int, steps: int, ready: _Ready) -> JobStarted:
 
 
 def _read(engine: Engine, command: StartJob) -> _Ready:
-    """All that a job needs, read while steps go on."""
+    """Reads all that a job needs, while steps go on."""
     training = convert(command.options, TrainingConfig, "options")
     method = settings_of(command.method)
     data = engine.prepare(Path(command.data), training)

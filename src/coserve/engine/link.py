@@ -66,7 +66,7 @@ Item = Opened | Received | Closed | Drained | Done
 
 
 class Inbox:
-    """What has come for the loop between two steps, in order. Any thread may `put`.
+    """Queue of what has come for the loop between two steps, in order. Any thread may `put`.
 
     Training of the step under way pauses for an item that somebody waits for: any work that is done, and any
     command but an Acknowledge, of which a server sends one for each optimizer step.

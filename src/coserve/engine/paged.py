@@ -50,7 +50,7 @@ class PagedAdapters:
 
     @property
     def copies(self) -> int:
-        """Of these, how many are for places in stacks."""
+        """Bytes of these that are for places in stacks."""
         return sum(item.cost - item.outline.nbytes for item in self._cache.items)
 
     def add(self, stored: StoredVersion) -> None:
@@ -59,7 +59,7 @@ class PagedAdapters:
         self._bank.publish(stored)
 
     def needs(self, key: str) -> bool:
-        """Whether requests for this version have to be kept back until it is in memory."""
+        """Tells whether requests for this version have to be kept back until it is in memory."""
         return key in self._cache
 
     def came(self, sequence: Sequence) -> None:
@@ -80,8 +80,8 @@ class PagedAdapters:
             self._cache.release(key, sequence.key)
 
     def pin(self, key: str, pinned: bool) -> None:
-        """Whether a version is brought in when there is room, and stays. Raises AdapterError for one that is
-        in memory in any case, OutOfMemory where pinned ones would have more than half of the room."""
+        """Has a version brought in when there is room and kept, or no longer. Raises AdapterError for one
+        that is in memory in any case, OutOfMemory where pinned ones would have more than half of the room."""
         if key not in self._cache:
             raise AdapterError(f"the adapter {_name(key)!r} has no files to be read from again: it stays")
         most = int(_MOST_PINNED * self._room())
@@ -180,5 +180,5 @@ class PagedAdapters:
 
 
 def _name(key: str) -> str:
-    """Of the adapter that a version's key belongs to."""
+    """Name of the adapter that a version's key belongs to."""
     return key.rpartition("@")[0]

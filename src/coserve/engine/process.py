@@ -109,7 +109,7 @@ class Loop:
             self._server.finish(_FLUSH)
 
     def _take_in(self) -> None:
-        """All that has come; without work it waits for something, but no longer than until the next beat."""
+        """Takes in all that has come; without work it waits for something, at most until the next beat."""
         item = self._next(wait=not self._worker.has_work and not self._worker.is_drained)
         while item is not None:
             self._take(item)
@@ -175,7 +175,7 @@ def _load(start: EngineStart) -> Engine:
 
 
 def _cost_file(start: EngineStart, engine: Engine) -> CostFile | None:
-    """Where to remember what is measured; None where nothing is."""
+    """The file that remembers what is measured; None where nothing is."""
     if start.calibration is None or not start.config.calibrate:
         return None
     return CostFile(Path(start.calibration), circumstances(engine.base, engine.config))
@@ -211,6 +211,6 @@ def _describe(hello: Hello) -> str:
 
 
 def _memory(engine: Engine) -> str:
-    """What the budget is, and what comes on top of it."""
+    """Describes the budget, and what comes on top of it."""
     admission = engine.admission
     return f"{show_size(admission.ledger.budget)} of memory, beside {show_size(admission.imports)} of imports"

@@ -1,4 +1,4 @@
-"""What steps cost, remembered from one start to the next: a start that finds it need not measure.
+"""Costs of steps, remembered from one start to the next: a start that finds them need not measure.
 
 The file says under which circumstances its costs were learned. Under any others it is as good as none, and
 so is a damaged one: the engine measures, and writes another. A file that cannot be written costs the next
@@ -39,7 +39,8 @@ class CostFile:
         self._circumstances = dict(circumstances)
 
     def read(self) -> Costs | None:
-        """What is remembered; None where there is no file, a damaged one, or one of other circumstances."""
+        """Reads what is remembered; None where there is no file, a damaged one, or one of other
+        circumstances."""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Remembered)
         except FileNotFoundError:
@@ -69,7 +70,8 @@ class CostFile:
 
 
 def circumstances(base: Base, config: EngineConfig) -> Circumstances:
-    """All that what steps cost depends on, as far as one can know it: weights and code, machine, settings.
+    """Everything that costs of steps depend on, as far as one can know it: weights and code, machine,
+    settings.
 
     How a scheduler uses steps is not part of it.
     """
@@ -97,12 +99,12 @@ def _version() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What computes: the graphics card's name, or the processor's."""
+    """Name of the device that computes: the graphics card's, or the processor's."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def processor_name() -> str:
-    """As the system calls it; where it does not, the kind of machine."""
+    """The processor's name in the system; where it has none, the kind of machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # elsewhere than Linux

@@ -1,4 +1,4 @@
-"""Where an engine stands, in numbers."""
+"""Statistics of an engine."""
 
 from coserve.engine.admission import Admission
 from coserve.memory.malloc import resident_bytes

@@ -65,8 +65,8 @@ class Training:
         self._steps: dict[str, SupervisedSteps] = {}  # of jobs that train
 
     def check(self, asked: JobSpec) -> JobSize:
-        """How large a job is. Raises what makes it impossible: AdapterError, DataError, and OutOfMemory where
-        it could not run even if it were alone."""
+        """Returns how large a job is. Raises what makes it impossible: AdapterError, DataError, and
+        OutOfMemory where it could not run even if it were alone."""
         size = self._size(asked)
         check_room(asked.data.examples, self._base.max_positions, size.adapter.virtual.count)
         self._admission.check(asked.job, size)
@@ -141,7 +141,7 @@ class Training:
                 self._forget(job)
 
     def _state(self, job: str) -> TrainingState:
-        """Where a job stands. Raises JobError where there is nothing to tell of."""
+        """State of a job. Raises JobError where there is none."""
         with self._lock:
             if job in self._steps:
                 return self._executor.sessions[job].state()
@@ -164,7 +164,7 @@ class Training:
         return JobSize(sketch(asked.method), lengths, asked.config, _rank_of(asked.method, sketch))
 
     def _start_later(self, asked: JobSpec) -> None:
-        """Its bytes are free now: it begins, or has failed."""
+        """Begins a job whose bytes are free now, or fails it."""
         del self._queued[asked.job]
         try:
             self._open(asked)
@@ -191,7 +191,7 @@ class Training:
         self._steps[asked.job] = steps
 
     def _first(self, asked: JobSpec) -> AdapterVersion:
-        """What training starts from, under a version number that nobody has."""
+        """The adapter that training starts from, under a version number that nobody has."""
         if asked.start is None:
             first = fresh_adapter(self._base, asked.adapter, asked.method, asked.config.seed)
         else:
@@ -218,7 +218,7 @@ class Training:
         self._scheduler.add_training(job, micro_batches, weight, update)
 
     def _goes_on_smaller(self, event: JobFailed) -> bool:
-        """Whether a job that ran out of memory does its step again with less: once, and no more."""
+        """Has a job that ran out of memory do its step again with less, once, and tells whether it does."""
         steps, handle = self._steps[event.job], self.jobs[event.job]
         if not isinstance(event.error, OutOfMemory) or handle.notes or not steps.is_under_way:
             return False

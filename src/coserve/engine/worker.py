@@ -1,4 +1,4 @@
-"""What the engine's process does for a server: commands in, one report a step out."""
+"""The engine's worker for a server: commands in, one report a step out."""
 
 import time
 from dataclasses import replace
@@ -149,12 +149,12 @@ class Worker:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Tells whether a step would do anything."""
         return self._engine.has_work
 
     @property
     def is_drained(self) -> bool:
-        """Whether a drain is over: every job has stopped and every answer has ended."""
+        """Tells whether a drain is over: every job has stopped and every answer has ended."""
         return self.draining and not self._jobs.names and not self._answers and not self._compiling
 
     def step(self) -> None:
@@ -175,7 +175,8 @@ class Worker:
         return max(due - time.monotonic(), 0.0)
 
     def report(self) -> Report | None:
-        """All that is new for the server; None where nothing is, and where it has heard something of late."""
+        """Collects all that is new for the server; None where nothing is, and it has heard something of
+        late."""
         self._compiling.end_overdue()
         tokens, replies, news = tuple(self._tokens), tuple(self._replies), self._jobs.take_news()
         if not (tokens or replies or news or self.is_drained or self.until_report() == 0.0):
@@ -239,8 +240,8 @@ class Worker:
         self._ids[completion.sequence.key] = command.id
 
     def _fitting(self, command: Submit) -> SamplingParams:
-        """As asked for, and no longer than the adapter's virtual tokens leave room: the server, which checked
-        the rest, does not know of them."""
+        """Sampling as asked for, no longer than the adapter's virtual tokens leave room: the server, which
+        checked the rest, does not know of them."""
         if command.adapter is None or command.sampling.max_tokens == 0:
             return command.sampling
         virtual = self._engine.bank.look(command.adapter).virtual.count
@@ -320,8 +321,8 @@ class Worker:
         self._background.do("checking the settings", partial(settings_of, command.method), checked)
 
     def _checked(self, ref: int, connection: int, outcome: Outcome[JobSpec]) -> None:
-        """What its adapter and memory say about a job is told, and what nobody foresaw: anything else is,
-        when the job has been taken on."""
+        """Tells the server what adapter and memory say about a job, and what nobody foresaw: anything else is
+        told when the job has been taken on."""
         error: CoserveError | None = outcome if isinstance(outcome, CoserveError) else None
         try:
             if isinstance(outcome, JobSpec):

@@ -18,8 +18,9 @@ Due = tuple[TrainingSession, OptimStep]
 
 
 def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
-    """Steps the optimizers of sessions that have called `make_room`; returns the outcome of each. A step that
-    is not finite is its own session's alone: nothing that it has published changes, nor anything of others."""
+    """Steps the optimizers of sessions that have called `make_room`; returns the outcome of each. A step
+    that is not finite is its own session's alone: nothing it has published changes, nor anything of
+    others."""
     losses = [session.loss_so_far() for session, _ in due]
     gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.optimizer for s, _ in due)]
     of_gradients = norms(gradients)
