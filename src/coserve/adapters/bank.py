@@ -76,7 +76,7 @@ class AdapterBank:
         return found
 
     def has_weights(self, key: str) -> bool:
-        """Whether the weights of a version are here."""
+        """Tells whether the weights of a version are here."""
         return key in self._versions
 
     def bring_in(self, adapter: AdapterVersion) -> None:

@@ -141,7 +141,7 @@ class Bypasses:
         return Bypasses(_chained(found[Side.INPUT]), _chained(found[Side.OUTPUT]))
 
     def touches(self, paths: Collection[str]) -> bool:
-        """Whether anything stands at one of these modules."""
+        """Tells whether anything stands at one of these modules."""
         return any(path in self.outputs or path in self.inputs for path in paths)
 
 

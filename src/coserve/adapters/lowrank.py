@@ -62,8 +62,8 @@ class LoRABypass(Bypass):
 
 
 def is_plain(bypass: Bypass | None) -> TypeGuard[LoRABypass]:
-    """Whether it is two products of all that the linear is given, and no more: such bypasses are multiplied
-    together, and their gradients do not depend on what the linear gives."""
+    """Tells whether it is two products of all that the linear is given, and no more: such bypasses are
+    multiplied together, and their gradients do not depend on what the linear gives."""
     return type(bypass) is LoRABypass and bypass.bias is None and not bypass.dropout
 
 

@@ -52,7 +52,7 @@ class Method(Protocol):
 
 
 def named(path: str, targets: Container[str]) -> bool:
-    """Whether a path is one of the targets, or ends with one."""
+    """Tells whether a path is one of the targets, or ends with one."""
     while path not in targets:
         _, dot, path = path.partition(".")
         if not dot:

@@ -53,7 +53,7 @@ def take_rows(saved: Saved, count: int, width: int) -> Tensor:
 
 
 def has_encoder(saved: Saved) -> bool:
-    """Whether the file is one of coserve's that holds what the embeddings come out of."""
+    """Tells whether the file is one of coserve's that holds what the embeddings come out of."""
     return any(name.startswith(ENCODER) for name in saved.tensors)
 
 

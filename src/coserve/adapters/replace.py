@@ -170,7 +170,7 @@ def _shape(site: Site) -> Sequence[int]:
 
 
 def _is_within(path: str, name: str) -> bool:
-    """Whether a module is called so, or one that it is in: by how paths end, as in PEFT."""
+    """Tells whether a module is called so, or one that it is in: by how paths end, as in PEFT."""
     parts = path.split(".")
     return any(".".join(parts[:count]).endswith(name) for count in range(1, len(parts) + 1))
 

@@ -100,7 +100,7 @@ class Frame(Protocol):
         ...
 
     def is_own(self, path: str, weight: Tensor) -> bool:
-        """Whether what stands at `path` has this weight, [out, in], or was made of it."""
+        """Tells whether what stands at `path` has this weight, [out, in], or was made of it."""
         ...
 
     def gain(self, path: str) -> Tensor:

@@ -38,7 +38,7 @@ class Watched:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more happens by itself."""
+        """Tells whether nothing more happens by itself."""
         return self.status in OVER
 
     @property

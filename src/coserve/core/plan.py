@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def is_fused(self) -> bool:
-        """Whether inference and training share a pass over the weights."""
+        """Tells whether inference and training share a pass over the weights."""
         return bool(self.inference) and bool(self.training) and self.split is None
 
 

@@ -27,7 +27,7 @@ class Direction(Enum):
 
     @property
     def is_tail(self) -> bool:
-        """Whether rows pass the tail, and no layer."""
+        """Tells whether rows pass the tail, and no layer."""
         return self in (Direction.LOGPROBS, Direction.LOSS)
 
 
@@ -186,7 +186,7 @@ class MicroBatch:
 
     @property
     def is_paused(self) -> bool:
-        """Whether a window rests between two layers; the next one to run is part of it."""
+        """Tells whether a window rests between two layers; the next one to run is part of it."""
         return bool(self.paused)
 
     @property

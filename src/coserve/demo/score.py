@@ -37,7 +37,7 @@ def mark(engine: Engine, step: Step, questions: Sequence[HeldOut], adapter: str 
 
 
 def matches(given: str, expected: str) -> bool:
-    """Whether an answer is the expected one, but for space around it."""
+    """Tells whether an answer is the expected one, but for space around it."""
     return given.strip() == expected.strip()
 
 

@@ -30,7 +30,8 @@ def tile_bias(start: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def attend_tile(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionSpec) -> Tensor:
-    """Of q [heads, QUERIES, dk] over k [groups, reach, dk] and v [groups, reach, dv], with the tile's bias.
+    """Attention of q [heads, QUERIES, dk] over k [groups, reach, dk] and v [groups, reach, dv], with the
+    tile's bias.
 
     Returns [heads, QUERIES, dv]. Keys and values must be finite behind the mask too. No graph.
     """

@@ -23,7 +23,7 @@ from coserve.kernels.cpu import multiplies_bfloat16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
-    """What a layer asks of its attention: `scale` of the scores, sliding `window` in positions (None is
+    """Settings of a layer's attention: `scale` of the scores, sliding `window` in positions (None is
     unlimited), `softcap` of the scores (Gemma 2), `sinks` [heads], a learnt logit that every softmax adds
     (GPT-OSS). Where it `reads` another layer's keys and values (Gemma 4) it is given none of its own."""
 
@@ -46,7 +46,7 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
 
 
 class Attended(NamedTuple):
-    """What attention gave: out [batch, heads, t, dv] and lse [batch, heads, t], in at least float32 (zeros on
+    """Output of attention: out [batch, heads, t, dv] and lse [batch, heads, t], in at least float32 (zeros on
     a GPU, where going back computes both again)."""
 
     out: Tensor
@@ -54,7 +54,8 @@ class Attended(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kept: Attended | None = None) -> Tensor:
-    """Of q [batch, heads, t, dk] over k [batch, groups, length, dk] and v [batch, groups, length, dv].
+    """Attention of q [batch, heads, t, dk] over k [batch, groups, length, dk] and v [batch, groups, length,
+    dv].
 
     Returns [batch, heads, t, dv]: in a graph, if there is one, what was `kept` where it was. Rows beyond an
     example's end (right padding) see only what precedes them, so padding needs no mask.
@@ -151,7 +152,7 @@ def _is_blocked(q: Tensor, spec: AttentionSpec) -> bool:
 
 
 def _flash_mask(q: Tensor, k: Tensor, window: int | None) -> tuple[Tensor | None, bool]:
-    """What torch's attention is told about who sees whom: a mask, or that it is causal."""
+    """Masking arguments for torch's attention: a mask, or that it is causal."""
     queries, keys = q.shape[2], k.shape[2]
     if window is None and (queries == 1 or queries == keys):
         return None, queries > 1

@@ -50,7 +50,7 @@ class Beside:
 
     @property
     def is_added(self) -> bool:
-        """Whether forward there is nothing to do."""
+        """Tells whether forward there is nothing to do."""
         return not self._left
 
     def add_(self, x: Tensor, y: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> None:

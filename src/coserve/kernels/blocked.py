@@ -96,7 +96,7 @@ def _missing(q: Tensor) -> int:
 
 
 def _filled(x: Tensor, missing: int) -> Tensor:
-    """With positions after the last one: no real query sees them."""
+    """Pads keys with positions after the last one: no real query sees them."""
     return F.pad(x, (0, 0, 0, missing))
 
 

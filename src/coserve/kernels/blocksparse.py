@@ -73,7 +73,7 @@ class BlockSparse:
 
     @staticmethod
     def of(layout: Layout, rows: int, device: torch.device) -> "BlockSparse":
-        """For tensors of so many rows."""
+        """Tables for tensors of so many rows."""
         of_rank = sorted(layout, key=lambda block: (_length(block[1]), block[0].start))
         classes: list[Class] = []
         size = 0
@@ -143,7 +143,7 @@ def _class(
 
 
 def _height(lengths: Sequence[int]) -> int:
-    """Of the blocks of segments of these lengths: where reading weights and filling up cost least."""
+    """Height of the blocks for segments of these lengths: where reading weights and filling up cost least."""
     heights = sorted({max(lengths), *(1 << power for power in range(9))})
     return min(heights, key=lambda h: sum(-(-n // h) for n in lengths) * (h + _ROWS_FOR_WEIGHTS))
 

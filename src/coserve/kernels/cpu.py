@@ -1,4 +1,4 @@
-"""What this CPU is good at."""
+"""Capabilities of this CPU."""
 
 from functools import cache
 
@@ -13,5 +13,5 @@ def _has_bfloat16() -> bool:
 
 
 def multiplies_bfloat16(tensor: Tensor) -> bool:
-    """Whether products of this tensor run on a CPU's bfloat16 units."""
+    """Tells whether products of this tensor run on a CPU's bfloat16 units."""
     return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and _has_bfloat16()

@@ -39,8 +39,8 @@ class Approach(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """When a gather beats one adapter after the other: segments of at most `rows` rows, and in a step at
-    least `adapters` of one rank."""
+    """Bounds within which a gather beats one adapter after the other: segments of at most `rows` rows, and in
+    a step at least `adapters` of one rank."""
 
     rows: int
     adapters: int
@@ -75,12 +75,12 @@ class Stack(Protocol):
         ...
 
     def expand(self, linear: int, h: Tensor, owned: Any) -> Tensor:
-        """What `shrink` gave by each row's own B of one linear: [rows, out]."""
+        """Multiplies the result of `shrink` by each row's own B of one linear: [rows, out]."""
         ...
 
 
 def gathering(device: torch.device) -> Gathering | None:
-    """For tensors of a device; None where adapters always go one after the other."""
+    """Bounds for tensors of a device; None where adapters always go one after the other."""
     if device.type == "cuda" and not is_installed():
         return None
     return _GATHERING.get(device.type)
@@ -96,8 +96,8 @@ def choose(layout: Layout, device: torch.device) -> Approach:
 
 
 def make_way(layout: Layout, rows: int, device: torch.device, approach: Approach | None = None) -> Way:
-    """How tensors of so many rows are multiplied, by the fastest approach if none is asked for. Without
-    Triton a device's segments are multiplied one after the other."""
+    """Makes the way in which tensors of so many rows are multiplied, the fastest if none is asked for.
+    Without Triton a device's segments are multiplied one after the other."""
     approach = choose(layout, device) if approach is None else approach
     if approach is Approach.GROUPED:
         return Grouped(layout)
@@ -125,7 +125,8 @@ def make_stack(slots: int, rank: int, inputs: int, outputs: Sequence[int], like:
 
 
 def own_rows(slots: Sequence[int], device: torch.device) -> Any:
-    """For the stacks of a device: rows, one after the other, and the slot of each."""
+    """Makes the layout of rows for the stacks of a device: rows, one after the other, and the slot of
+    each."""
     if device.type == "cuda":
         from coserve.kernels.triton.stack import RowTiles
 

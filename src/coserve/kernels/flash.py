@@ -12,7 +12,7 @@ _ATEN: Final = torch.ops.aten
 
 
 def takes(q: Tensor, v: Tensor) -> bool:
-    """Whether it does these queries [.., dk] and values [.., dv]."""
+    """Tells whether it does these queries [.., dk] and values [.., dv]."""
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 

@@ -48,7 +48,7 @@ class Stack:
         return _bag(table, owned.lines(self.inputs), owned.starts(self.inputs), x.reshape(-1))
 
     def expand(self, linear: int, h: Tensor, owned: "Owned") -> Tensor:
-        """What `shrink` gave by each row's own B of one linear: [rows, out]."""
+        """Multiplies the result of `shrink` by each row's own B of one linear: [rows, out]."""
         table = self._up[linear].flatten(0, 1)
         own = h[:, linear * self.rank : (linear + 1) * self.rank]
         return _bag(table, owned.lines(self.rank), owned.starts(self.rank), own.reshape(-1))
@@ -71,7 +71,7 @@ class Owned:
         return self._lines[height]
 
     def starts(self, height: int) -> Tensor:
-        """Where each row's lines begin among `lines`, [rows]."""
+        """First of each row's lines among `lines`, [rows]."""
         if height not in self._starts:
             count = len(self._slots) * height
             self._starts[height] = torch.arange(

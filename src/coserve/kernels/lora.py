@@ -10,5 +10,5 @@ def add_(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 
 def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The same out of place, differentiable in x, y, a and b."""
+    """`add_` out of place, differentiable in x, y, a and b."""
     return torch.addmm(y, x @ a.t(), b.t(), alpha=scale)

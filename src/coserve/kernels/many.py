@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Way(Protocol):
-    """How the rows of one layout are multiplied with their adapters' matrices. Those lie end to end: A in
+    """Multiplies the rows of one layout with their adapters' matrices. Those lie end to end: A in
     [ranks, in], B transposed (and times its scale) in [ranks, out]. What lies between has a shape of the
     way's own."""
 
@@ -30,7 +30,7 @@ def add_(x: Tensor, y: Tensor, a: Tensor, b: Tensor, way: Way) -> None:
 
 
 def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, way: Way) -> Tensor:
-    """The same out of place, differentiable in x, y, a and b. The twins are `reference.multi_lora` and
+    """`add_` out of place, differentiable in x, y, a and b. The twins are `reference.multi_lora` and
     `multi_lora_backward`."""
     added: Tensor = _Added.apply(x, y, a, b, way)  # type: ignore[no-untyped-call]
     return added

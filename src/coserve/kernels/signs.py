@@ -1,4 +1,4 @@
-"""Where values are positive, a bit each: all that a ReLU's derivative asks of its input (FlexLLM 5.2)."""
+"""Signs of values, a bit each: all that a ReLU's derivative asks of its input (FlexLLM 5.2)."""
 
 from typing import Final
 

@@ -1,1 +1,1 @@
-"""Who owns which bytes."""
+"""Memory: pages, caches, budgets, the ledger of who owns which bytes."""

@@ -1,4 +1,4 @@
-"""How many bytes there are to be had, and how many of them an engine may use."""
+"""Memory budgets: bytes that there are, and how many of them an engine may use."""
 
 import os
 import resource
@@ -33,7 +33,7 @@ def budget_of(memory: str | int | float, capacity: Capacity) -> int:
 
 
 def process_capacity() -> Capacity:
-    """What the system's memory, the process's control group and its own limits leave it."""
+    """Bytes that the system's memory, the process's control group and its own limits leave it."""
     pairs = [*_system(), *_control_group(), *_own_limits()]
     assert pairs, "some system tells how much memory it has"
     return Capacity(min(total for total, _ in pairs), max(min(free for _, free in pairs), 0))
@@ -72,7 +72,7 @@ def _control_group() -> Iterator[tuple[int, int]]:
 
 
 def _number(file: Path) -> int | None:
-    """What a file of the control group says; None where it is not there or sets no limit."""
+    """Number in a file of the control group; None where it is not there or sets no limit."""
     try:
         text = file.read_text().strip()
     except OSError:

@@ -9,7 +9,7 @@ _WORDS: Final = ("can't allocate memory", "not enough memory", "out of memory", 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: of a GPU's memory, of the processor's, or of Python's own."""
+    """Tells whether an allocation failed: of a GPU's memory, of the processor's, or of Python's own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)

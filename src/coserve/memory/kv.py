@@ -88,7 +88,7 @@ class KVPool:
         return (first + torch.arange(self.page_size, device=pages.device)).flatten()
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """What lies in slots `sources` [n] into slots `targets` [n], in every layer."""
+        """Copies slots `sources` [n] into slots `targets` [n], in every layer."""
         for store in self._stores:
             store.copy(sources, targets)
 

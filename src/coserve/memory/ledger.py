@@ -17,7 +17,7 @@ from coserve.errors import OutOfMemory
 
 
 class Account(StrEnum):
-    """What bytes are for."""
+    """Accounts: what bytes are for."""
 
     BASE = "base"  # the frozen weights, in whatever layouts they are held
     PAGES = "pages"  # keys and values of all sequences
@@ -64,7 +64,7 @@ class Ledger:
         return {account: sum(self.of(owner, account) for owner in self._entries) for account in Account}
 
     def of(self, owner: str, account: Account | None = None) -> int:
-        """What an owner has in one account, or in all."""
+        """Bytes that an owner has in one account, or in all."""
         entries = self._entries.get(owner, {})
         return sum(e.counted for a, e in entries.items() if account is None or a is account)
 

@@ -1,4 +1,4 @@
-"""How much memory was in use at most, as the device says: the ledger's figures are held against it."""
+"""Peak memory as the device reports it: the ledger's figures are held against it."""
 
 import threading
 from pathlib import Path
@@ -19,7 +19,7 @@ class Meter(Protocol):
 
     @property
     def name(self) -> str:
-        """What exactly is measured, in words."""
+        """Describes what exactly is measured."""
         ...
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Who reads which page of the key-value cache, and what lies in those that nobody reads.
+"""The page pool: who reads which page of the key-value cache, and what lies in those that nobody reads.
 
 A page holds the keys and values of `page_size` consecutive tokens. It is read by *owners*, any hashable
 values: for now the keys of sequences, whose pages cover every layer. A page may have a *name*, which says
@@ -38,7 +38,7 @@ class PagePool:
 
     @property
     def cached_count(self) -> int:
-        """Of these, how many can still be found."""
+        """Free pages whose contents can still be found."""
         return len(self._idle)
 
     @property
@@ -51,7 +51,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def readers(self, page: int) -> int:
-        """How many owners read a page."""
+        """Number of owners that read a page."""
         return self._readers[page]
 
     def allocate(self, owner: Hashable, count: int, shared: Sequence[int] = ()) -> list[int] | None:
@@ -103,7 +103,7 @@ class PagePool:
             self._lay_down(page)
 
     def is_named(self, page: int) -> bool:
-        """Whether a page can be found, and so must not be written."""
+        """Tells whether a page can be found, and so must not be written."""
         return page in self._names
 
     def _lay_down(self, page: int) -> None:

@@ -1,4 +1,4 @@
-"""How the keys or the values of a layer lie in memory: as they are, or in eight bits each.
+"""Stores for the keys or the values of a layer: as they are, or in eight bits each.
 
 Eight bits are taken token by token and head by head, between the least and the greatest number of the row:
 x = middle + step * q, with q from -127 to 127, and middle and step in the cache's own type. In bfloat16 with
@@ -49,7 +49,7 @@ class Store:
         return self._decode(parts)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """What lies in slots `sources` [n] into slots `targets` [n]."""
+        """Copies slots `sources` [n] into slots `targets` [n]."""
         for tensor in self._tensors:
             tensor.index_copy_(1, targets, tensor.index_select(1, sources))
 

@@ -74,7 +74,7 @@ class Base:
 
     @property
     def hands_on(self) -> bool:
-        """Whether some layers read other layers' keys and values."""
+        """Tells whether some layers read other layers' keys and values."""
         return any(cache.reads is not None for cache in self.caches)
 
     @property
@@ -98,7 +98,7 @@ class Base:
         return placed.values()
 
     def _unplaced(self) -> Iterator[Tensor]:
-        """What stays in the model: embeddings, norms, experts, tables."""
+        """Tensors that stay in the model: embeddings, norms, experts, tables."""
         yield from self.model.parameters()
         yield from self.model.buffers()
 
@@ -108,12 +108,12 @@ class Base:
         return self._arguments
 
     def weights(self, path: str) -> Weights:
-        """What the frozen linear at `path` offers to bypasses, in a pass or outside of any."""
+        """Weights of the frozen linear at `path`, for bypasses to use in a pass or outside of any."""
         placement, block = self.linears[path].placement, self.chain.block_of(path)
         return placement if block is None else VisitedWeights(block, placement)
 
     def bias(self, path: str) -> Tensor | None:
-        """Of the linear or norm at `path`, None where it has none."""
+        """Bias of the linear or norm at `path`, None where it has none."""
         return self.dense(path).bias
 
     def dense(self, path: str) -> Dense:
@@ -134,7 +134,7 @@ class Base:
         return Dense(weight.detach(), bias)
 
     def is_own(self, path: str, weight: Tensor) -> bool:
-        """Whether the linear or embedding at `path` has this weight, or was quantized from it."""
+        """Tells whether the linear or embedding at `path` has this weight, or was quantized from it."""
         module = self.model.get_submodule(path)
         own = self.dense(path).weight
         if weight.shape != own.shape:
@@ -145,7 +145,7 @@ class Base:
         return torch.equal(given, own)
 
     def gain(self, path: str) -> Tensor:
-        """What the norm at `path` multiplies each normalized feature by. Raises AdapterError."""
+        """Factor of the norm at `path` for each normalized feature. Raises AdapterError."""
         if (block := self.chain.block_of(path)) is None:
             return gain_of(self.model.get_submodule(path))
         with block.visit(Direction.INFER):
@@ -153,7 +153,7 @@ class Base:
 
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
-        """What the input embedding gives to token ids [n]: [n, width]."""
+        """Input embeddings [n, width] of token ids [n]."""
         found: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
         return found
 
@@ -211,7 +211,7 @@ class Base:
         return logits[0]
 
     def _begin(self, tokens: Tensor, positions: Tensor, rows: Rows | None) -> tuple[Tensor, list[Call]]:
-        """What the first layer is given, and what each layer is called with."""
+        """Runs the prologue: (the first layer's input, the arguments of each layer)."""
         first: list[Tensor] = []
         calls: list[Call] = []
 
@@ -243,7 +243,7 @@ class Base:
 
 
 class _Elsewhere(KVSharingDict):  # type: ignore[misc]
-    """Where layers would leave keys and values for others, which read the pages of these instead."""
+    """Stand-in for the dict in which layers leave keys and values for others, which read pages instead."""
 
     def __setitem__(self, key: str, item: Any) -> None:
         pass
@@ -257,7 +257,7 @@ _ELSEWHERE = _Elsewhere()  # one for all, so that layers which are called alike 
 
 
 def _reading_pages(call: Call) -> Call:
-    """The same without state that is handed from layer to layer."""
+    """The call without state that is handed from layer to layer."""
     args, kwargs = call
     return args, {k: _ELSEWHERE if isinstance(v, KVSharingDict) else v for k, v in kwargs.items()}
 

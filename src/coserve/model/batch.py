@@ -20,14 +20,14 @@ from coserve.model.placement import Placement
 
 
 class Rows(Protocol):
-    """What the modules of a base ask during a run."""
+    """The rows of a run, as the modules of a base ask for them."""
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         """The frozen linear at `path` with everybody's bypasses; x [..., in]."""
         ...
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
-        """What another module gave, with everybody's bypasses; x and y [1, rows, ...]."""
+        """Adds everybody's bypasses to another module's output; x and y [1, rows, ...]."""
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -60,7 +60,7 @@ class Keeper(Protocol):
         ...
 
     def keep_sum(self, path: str, y: Tensor) -> None:
-        """With all bypasses."""
+        """Sees the product with all bypasses added."""
         ...
 
 
@@ -83,7 +83,7 @@ class Many(Protocol):
     """Adapters that are multiplied together, and know which rows are theirs."""
 
     def add_(self, path: str, given: Tensor, y: Tensor) -> None:
-        """What they add to y [all rows, out] at a linear that is `given` [..., in], in place."""
+        """Adds to y [all rows, out] in place, at a linear that is `given` [..., in]."""
         ...
 
 
@@ -136,7 +136,7 @@ class FusedRows:
         return y
 
     def _entering(self, path: str, x: Tensor) -> Tensor:
-        """What the linear at `path` is given: x, changed for the rows of adapters that change it."""
+        """Input of the linear at `path`: x, changed for the rows of adapters that change it."""
         found = [(rows, b.inputs[path]) for rows, b in self._adapters if path in b.inputs]
         if not found:
             return x
@@ -162,7 +162,7 @@ class FusedRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerCalls:
-    """What the model calls its layers with, for some rows: `calls` are the distinct (args, kwargs),
+    """Arguments of the model's layers for some rows: `calls` are the distinct (args, kwargs),
     `index[layer]` says which one a layer gets (Gemma's local and global layers differ in rotary tables)."""
 
     calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]

@@ -19,7 +19,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Residence(Protocol):
-    """Where a block's parameters are between visits: in memory (`Resident`), or anywhere else."""
+    """Keeps a block's parameters between visits: in memory (`Resident`), or anywhere else."""
 
     def enter(self, direction: Direction) -> None:
         """Has the parameters be there until `leave`; `direction` is where the pass goes on from here."""
@@ -89,7 +89,7 @@ class Block:
         return hidden
 
     def answer_with(self, answer: Callable[[Tensor, Call], Tensor] | None) -> None:
-        """What the model gets for this layer from now on; None is the layer's own output."""
+        """Sets what the model gets for this layer from now on; None is the layer's own output."""
         self._answer = answer
 
     def _stand_aside(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ class Traveller(Protocol):
         ...
 
     def input(self, layer: int) -> Tensor:
-        """What they enter a layer with, [1, rows, width]."""
+        """Input of a layer, [1, rows, width]."""
         ...
 
     def take(self, layer: int, hidden: Tensor) -> None:

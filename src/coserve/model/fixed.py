@@ -100,13 +100,13 @@ class TiledRows:
         return attend_tile(q, keys[:, : bias.shape[1]], values[:, : bias.shape[1]], bias, spec)
 
     def _bias(self, start: int, window: int | None, device: torch.device) -> Tensor:
-        """Of a tile; the same for all layers alike."""
+        """Mask bias of a tile; the same for all layers alike."""
         if (start, window) not in self._biases:
             self._biases[start, window] = tile_bias(start, window, device)
         return self._biases[start, window]
 
     def _pages(self, pages: Tensor, keys: int) -> Tensor:
-        """As many of the sequence's pages as hold `keys` keys, padded with the page of zeros."""
+        """The sequence's pages that hold `keys` keys, padded with the page of zeros."""
         count = -(-keys // self._pool.page_size)
         return F.pad(pages[:count], (0, max(count - len(pages), 0)), value=self._pool.padding_page)
 
@@ -134,7 +134,8 @@ def logits(base: Base, hidden: Tensor, adapters: Sequence[Ranged] = ()) -> Tenso
 
 
 def _part_of(span: slice, start: int) -> slice:
-    """What of a range of rows falls into the pass that begins at `start`, as that pass counts them."""
+    """The part of a range of rows that falls into the pass that begins at `start`, as that pass counts
+    them."""
     return slice(min(max(span.start - start, 0), ROWS), min(max(span.stop - start, 0), ROWS))
 
 

@@ -105,7 +105,7 @@ class Grammars:
 
 
 class Matcher:
-    """Where one answer stands in its grammar.
+    """State of one answer in its grammar.
 
     llguidance gives up on an answer whose parsing outgrows its limits: such an answer ends there.
     """

@@ -53,12 +53,12 @@ class GraphRows:
         raise AssertionError("nothing attends outside of the layers")
 
     def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, Sequence[bool]]:
-        """What stands for the frozen product of x [..., in], which is then not computed, or None; and for
-        each adapter whether what its plain low-rank bypass adds is in there, or needed by nobody."""
+        """Returns what stands for the frozen product of x [..., in], which is then not computed, or None; and
+        for each adapter whether what its plain low-rank bypass adds is in there, or needed by nobody."""
         return None, [False] * len(self.sizes)
 
     def _summed(self, path: str, y: Tensor) -> Tensor:
-        """What takes the place in the graph of y [..., out], the product with its bypasses."""
+        """Returns what takes the place in the graph of y [..., out], the product with its bypasses."""
         return y
 
     def _added(self, bypasses: Sequence[Bypass | None], x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From a folder or hub name to a driven, proven base.
+"""Loads a folder or hub name as a driven, proven base.
 
 Loading ends with a proof (`model/probe.py`): the driven model must give what the model's own `forward` gives.
 What does not agree, and what fails in any way, is refused with the reason, never served approximately.

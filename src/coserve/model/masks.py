@@ -26,7 +26,7 @@ class Masks:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """In here masks are made and compared."""
+        """Context in which masks are made and compared."""
         self._checked = True
         try:
             yield
@@ -34,7 +34,7 @@ class Masks:
             self._checked = False
 
     def make(self, *args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-        """What transformers asks for a mask, with the arguments of its `sdpa_mask`."""
+        """Makes a mask for transformers, with the arguments of its `sdpa_mask`."""
         self.windows.add(local_size)
         if not self._checked:
             return None

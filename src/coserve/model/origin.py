@@ -1,4 +1,4 @@
-"""What a model was before anything in it was replaced."""
+"""Facts of a model from before anything in it was replaced."""
 
 import hashlib
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Origin:
     def of(
         model: PreTrainedModel, layers: Mapping[str, nn.Module], quantized: str, device: torch.device
     ) -> "Origin":
-        """Of a model that is whole."""
+        """Facts of a model in which nothing was replaced."""
         return Origin(
             find_sites(model, layers),
             model.num_parameters(),
@@ -39,8 +39,8 @@ class Origin:
 
 
 def _fingerprint(model: PreTrainedModel, quantized: str) -> str:
-    """From the configuration and the first values of every tensor: it keys everything that is cached, and
-    tells bases apart."""
+    """Content hash of the configuration and the first values of every tensor: it keys everything that is
+    cached, and tells bases apart."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())

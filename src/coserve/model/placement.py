@@ -11,7 +11,7 @@ from coserve.kernels.cpu import multiplies_bfloat16
 
 
 class Placement(Protocol):
-    """Where a frozen linear of the base is computed."""
+    """Computes a frozen linear of the base, wherever its weight is."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], bias included."""
@@ -65,7 +65,7 @@ class PlainPlacement:
 
     @property
     def pointer(self) -> int:
-        """Where the weight's storage lies: a tied head shares it with the embedding."""
+        """Identity of the weight's storage: a tied head shares it with the embedding."""
         pointer: int = self._weight.untyped_storage()._cdata  # there for tensors without data, too
         return pointer
 
@@ -125,7 +125,7 @@ class PackedPlacement:
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """Of a dense weight [out, in], in at least float32."""
+    """Row norms [out] of a dense weight [out, in], in at least float32."""
     norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=exact_type(weight.dtype))
     return norms
 

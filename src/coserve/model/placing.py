@@ -34,8 +34,8 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def leave_file(model: nn.Module) -> None:
-    """What is left of a model that was mapped from a file becomes memory of its own: as long as one norm is
-    read from the file, all of the file counts as memory in use."""
+    """Copies what is left of a model that was mapped from a file into memory of its own: as long as one norm
+    is read from the file, all of the file counts as memory in use."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
 

@@ -37,7 +37,7 @@ _SAME: Final = 1e-5  # relative difference of two forwards that do the same arit
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What the model's own forward made of the probe's prompts, one by one: `hidden` [1, rows, width] behind
+    """Results of the model's own forward on the probe's prompts, one by one: `hidden` [1, rows, width] behind
     each layer, `logits` [rows, vocabulary], and what its routers chose. `returns_tuple` says whether its
     layers wrap their hidden state."""
 
@@ -169,7 +169,8 @@ def _compare(base: Base, own: Own, part: Part, spans: Sequence[slice], at: Tenso
 
 
 def _far_positions(base: Base, masks: Masks) -> list[int]:
-    """Where far probes begin: behind the longest window that can be felt, and as far as the model goes."""
+    """Positions where far probes begin: behind the longest window that can be felt, and as far as the model
+    goes."""
     windows = masks.windows | {cache.window for cache in base.caches}
     end = min(base.max_positions, _FARTHEST) - _FAR_ROWS
     felt = [window + 1 for window in windows if window and window + 1 < end]
@@ -206,7 +207,7 @@ def _expect_same_arguments(base: Base, far: Tensor) -> None:
 
 
 def same_arguments(one: LayerCalls, other: LayerCalls) -> bool:
-    """Whether layers are called with the very same numbers."""
+    """Tells whether layers are called with the very same numbers."""
     pairs = zip(tree_leaves(one.calls), tree_leaves(other.calls), strict=True)
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
 

@@ -9,8 +9,8 @@ from coserve.memory.exhausted import is_out_of_memory
 
 @contextmanager
 def refusing(model: str, doing: str) -> Iterator[None]:
-    """In here every error is a ModelError about `model`: UnsupportedModel with the error as its reason,
-    unless memory ran out. `doing` says what fails, as in "cannot be loaded"."""
+    """Turns every error of its block into a ModelError about `model`: UnsupportedModel with the error as its
+    reason, unless memory ran out. `doing` says what fails, as in "cannot be loaded"."""
     try:
         yield
     except CoserveError:

@@ -52,7 +52,7 @@ class TiesAsBefore(TorchFunctionMode):
         return self._settled(args[0], out, noted, dim)
 
     def _settled(self, scores: Tensor, out: Any, noted: Tensor, dim: int) -> Any:
-        """What `topk` gave, with the noted choice where it ties."""
+        """The result of `topk`, with the noted choice where it ties."""
         values, indices = out
         own = scores.gather(dim, noted)
         lost = values.amin(dim, keepdim=True) - own.amin(dim, keepdim=True)
@@ -66,8 +66,8 @@ class TiesAsBefore(TorchFunctionMode):
 
 
 def of_rows(whole: Sequence[Sequence[Tensor]], spans: Sequence[slice]) -> list[Tensor]:
-    """What was noted for sequences that were forwarded one by one, as one batch of some rows of each would
-    have noted it: call by call, rows end to end. Empty where the calls differ, or do not count rows."""
+    """Choices noted for sequences that were forwarded one by one, as one batch of some rows of each would
+    have noted them: call by call, rows end to end. Empty where the calls differ, or do not count rows."""
     if len({len(calls) for calls in whole}) != 1:
         return []
     joined = []
@@ -81,7 +81,7 @@ def of_rows(whole: Sequence[Sequence[Tensor]], spans: Sequence[slice]) -> list[T
 
 
 def of_window(whole: Sequence[Tensor], rows: int, span: slice) -> list[Tensor]:
-    """What was noted for all of `rows`, for those of a window. Empty where it does not count rows."""
+    """Choices noted for all of `rows`, cut to those of a window. Empty where they do not count rows."""
     dims = [[d for d in range(chosen.ndim) if chosen.shape[d] == rows] for chosen in whole]
     if any(len(found) != 1 for found in dims):
         return []

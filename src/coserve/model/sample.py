@@ -105,7 +105,7 @@ class Logprobs(NamedTuple):
     top_ids: Tensor
 
     def rows(self) -> list[TokenLogprobs]:
-        """As plain data, one per row."""
+        """The log-probabilities as plain data, one per row."""
         chosen, top, ids = self.chosen.tolist(), self.top.tolist(), self.top_ids.tolist()
         return [
             TokenLogprobs(own, tuple(zip(row_ids, row, strict=True)))

@@ -1,4 +1,4 @@
-"""What each request asked of the sampler, as columns of device buffers.
+"""Sampling parameters of each request, as columns of device buffers.
 
 One column per slot, so that a batch is served by indexing and never by a loop over its rows. What only a
 few ask for (biases, tokens held back, penalties) is kept only for them, and the host knows who they are:
@@ -52,7 +52,7 @@ class _Entries:
 
 
 class SamplingTable:
-    """What each of `capacity` slots asked for, on `device`; a slot is free, or belongs to one request.
+    """Sampling parameters of `capacity` slots, on `device`; a slot is free, or belongs to one request.
 
     Every buffer has shape [capacity]; `tail` is 1 - top_p, or negative without a top-p. Token counts, [V]
     per slot, are kept for penalised slots only.
@@ -92,7 +92,7 @@ class SamplingTable:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the logits of every slot stand as they are: nothing added, penalised or held back."""
+        """Tells whether the logits of every slot stand as they are: nothing added, penalised or held back."""
         return not (self._biases or self._held or self._rows or self._matchers)
 
     def set(

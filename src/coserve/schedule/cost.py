@@ -203,7 +203,7 @@ class Costs:
 
     @property
     def is_sound(self) -> bool:
-        """Whether a model could have learned this: exactly its names, and numbers that can be costs."""
+        """Tells whether a model could have learned this: exactly its names, and numbers that can be costs."""
         named = (self.measured.keys(), set(NAMES)), (self.weights.keys(), set(NAMES))
         if any(found != wanted for found, wanted in (*named, (self.factors.keys(), set(_KIND_OF)))):
             return False

@@ -19,7 +19,7 @@ LATELY: Final = 60.0  # seconds in which another newcomer is expected: training 
 
 
 def is_new(sequence: Sequence) -> bool:
-    """Whether this is a newcomer that waits for its first token."""
+    """Tells whether this is a newcomer that waits for its first token."""
     return sequence.request.newcomer and sequence.first_token_at is None
 
 

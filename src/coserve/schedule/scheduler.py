@@ -149,7 +149,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: run rows, release keys, or deliver events."""
+        """Tells whether a step would do anything: run rows, release keys, or deliver events."""
         unreleased = self._requests.released or self._training.released
         return bool(self._sequences or self._events or unreleased) or self._training.has_work
 

@@ -67,13 +67,13 @@ class TrainingPacker:
         return True
 
     def _is_beside(self, chosen: Sequence[MicroBatch], other: MicroBatch) -> bool:
-        """Whether it is another job's, on the same way and at the same layer."""
+        """Tells whether it is another job's, on the same way and at the same layer."""
         if other.direction is not chosen[0].direction or other.job in (batch.job for batch in chosen):
             return False
         return other.next_span(1) == chosen[0].next_span(1)
 
     def has(self, batch: MicroBatch) -> bool:
-        """Whether a piece of a micro-batch is in the step already."""
+        """Tells whether a piece of a micro-batch is in the step already."""
         return any(segment.key == batch.key for segment in self._builder.training)
 
     def window(self, batch: MicroBatch) -> bool:

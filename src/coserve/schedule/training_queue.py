@@ -23,7 +23,7 @@ class Job:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the job has something to run."""
+        """Tells whether the job has something to run."""
         return self.is_due or bool(self.micro_batches)
 
 
@@ -41,7 +41,7 @@ class TrainingQueue:
 
     @property
     def has_work(self) -> bool:
-        """Whether some job has something to run."""
+        """Tells whether some job has something to run."""
         return any(job.is_waiting for job in self._jobs.values())
 
     def add(

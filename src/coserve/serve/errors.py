@@ -207,7 +207,8 @@ class _Complaint:
 
     @property
     def is_mismatch(self) -> bool:
-        """Whether this is another kind of value than was expected, rather than a wrong one of its kind."""
+        """Tells whether this is another kind of value than was expected, rather than a wrong one of its
+        kind."""
         return self.kind == "literal_error" or self.kind.endswith(("_type", "_from_float"))
 
     @property

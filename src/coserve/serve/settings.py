@@ -166,7 +166,7 @@ class ServerSettings:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Tells whether only this machine can reach the server."""
         return is_loopback(self.host.strip("[]"))
 
     @property
@@ -213,7 +213,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, without brackets, or a name is always this machine's own."""
+    """Tells whether an address, without brackets, or a name is always this machine's own."""
     if host == "localhost":
         return True
     try:

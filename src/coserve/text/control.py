@@ -53,7 +53,7 @@ class ControlTokens:
         self._lock = threading.Lock()
 
     def spelled_in(self, text: str) -> bool:
-        """Whether `text` spells a control token."""
+        """Tells whether `text` spells a control token."""
         if self._pattern is not None and self._pattern.search(text):
             return True
         return self._folded is not None and bool(

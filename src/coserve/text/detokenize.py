@@ -79,7 +79,7 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
+        """Tells whether a stop string has ended the text."""
         return self._matcher.stopped
 
     @property

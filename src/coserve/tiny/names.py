@@ -36,7 +36,8 @@ _WORD_PARTS: Final = (
 
 
 def held_out(unit: str) -> bool:
-    """Whether a unit (a name, an operand pair, a list) belongs to the held-out side: a fixed hash decides."""
+    """Tells whether a unit (a name, an operand pair, a list) belongs to the held-out side: a fixed hash
+    decides."""
     return crc32(unit.encode()) % HELD_OUT_SHARE == 0
 
 

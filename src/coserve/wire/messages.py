@@ -81,14 +81,14 @@ class PinAdapter(Message, frozen=True):
 
 
 class CheckMethod(Message, frozen=True):
-    """Whether these are settings of an adapter method; a `Reply` with `ref` follows."""
+    """Tells whether these are settings of an adapter method; a `Reply` with `ref` follows."""
 
     ref: int
     method: Method
 
 
 class CheckJob(Message, frozen=True):
-    """Whether a job could ever run on this engine; a `Reply` with `ref` follows.
+    """Tells whether a job could ever run on this engine; a `Reply` with `ref` follows.
 
     Fields are as in `StartJob`. Of a long file only the beginning is read: what is refused for that is
     refused rightly, and what is not may still fail when it starts.

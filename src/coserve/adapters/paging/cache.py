@@ -132,7 +132,7 @@ class AdapterCache(Generic[I]):
     # Users
 
     def hold(self, key: str, user: int) -> bool:
-        """Whether it is there, and stays until this user releases it."""
+        """Tells whether it is there, and stays until this user releases it."""
         entry = self._entries[key]
         if entry.place is not Place.IN or key in self._closed:
             return False
@@ -220,8 +220,8 @@ class AdapterCache(Generic[I]):
         )
 
     def _make_room(self, entry: _Entry[I], ahead: Collection[str]) -> bool:
-        """Whether there are bytes for it, once those have been dropped that nobody uses. If not it has the
-        claim; `ahead` are wanted more urgently."""
+        """Tells whether there are bytes for it, once those have been dropped that nobody uses. If not it has
+        the claim; `ahead` are wanted more urgently."""
         missing = self.used + entry.item.cost - self._room()
         if missing <= 0:
             return True

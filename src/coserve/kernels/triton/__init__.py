@@ -6,5 +6,5 @@ from importlib.util import find_spec
 
 @cache
 def is_installed() -> bool:
-    """Whether Triton is there."""
+    """Tells whether Triton is there."""
     return find_spec("triton") is not None

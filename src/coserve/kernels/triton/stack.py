@@ -50,7 +50,7 @@ class RowTiles:
         self._made: dict[tuple[int, int], Tiles] = {}
 
     def tiles(self, slots: int, rank: int) -> Tiles:
-        """For tables of so many slots of this rank."""
+        """Tiles for tables of so many slots of this rank."""
         if (slots, rank) not in self._made:
             layout = Layout.of(self._segments, [rank] * slots)
             self._made[slots, rank] = Tiles.of(layout, self._device)

@@ -20,8 +20,9 @@ def tile_rows(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of a layout on a device: tile i has `counts[i]` rows from `starts[i]` on, and ranks from `first[i]` on,
-    `ranks[i]` of them, of adapter `owners[i]`. All int32 [tiles]. `size` is the most rows of one."""
+    """Tiles of a layout on a device: tile i has `counts[i]` rows from `starts[i]` on, and ranks from
+    `first[i]` on, `ranks[i]` of them, of adapter `owners[i]`. All int32 [tiles]. `size` is the most rows of
+    one."""
 
     layout: Layout
     size: int
@@ -60,7 +61,7 @@ class Tiles:
 
     @cached_property
     def rank_spans(self) -> tuple[Tensor, Tensor]:
-        """Of each adapter its first rank and their number, int32."""
+        """First rank and number of ranks of each adapter, int32."""
         found = [(ranks.start, ranks.stop - ranks.start) for ranks in self.layout.ranks]
         first, count = (
             torch.tensor(found, dtype=torch.int32).view(-1, 2).t().contiguous().to(self.starts.device)

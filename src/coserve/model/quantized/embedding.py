@@ -26,7 +26,8 @@ class QuantizedEmbedding(nn.Module):
 
 @torch.no_grad()
 def is_lookup(embedding: nn.Module, factor: float) -> bool:
-    """Whether an embedding gives rows of its weight times `factor` and does nothing else, found by trying."""
+    """Tells whether an embedding gives rows of its weight times `factor` and does nothing else, found by
+    trying."""
     weight = embedding.weight
     assert isinstance(weight, Tensor)
     tokens = torch.arange(min(4, len(weight)), device=weight.device)

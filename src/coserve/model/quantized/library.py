@@ -15,7 +15,7 @@ _BACKEND = "bitsandbytes.backends.cpu.ops"
 
 @cache
 def bitsandbytes() -> ModuleType:
-    """Its functions. Raises ConfigError where it is not installed or cannot be loaded."""
+    """The functions of bitsandbytes. Raises ConfigError where it is not installed or cannot be loaded."""
     try:
         with _without_downloads():
             return importlib.import_module("bitsandbytes.functional")
@@ -28,8 +28,8 @@ def bitsandbytes() -> ModuleType:
 
 @contextmanager
 def _without_downloads() -> Iterator[None]:
-    """Where the package `kernels` is installed, bitsandbytes would fetch and run code from the hub as it is
-    imported. Nobody asked for that: here that package is out of sight, and nothing is said of its absence."""
+    """Hides the package `kernels`: where it is installed, bitsandbytes would fetch and run code from the hub
+    as it is imported. Nothing is said of its absence."""
     missing = object()
     before = sys.modules.get("kernels", missing)
     log = logging.getLogger(_BACKEND)

@@ -55,7 +55,7 @@ class NF4Placement:
         self._data, self._scales = data, scales
 
     def _kept(self) -> tuple[Tensor, Tensor]:
-        """What `_keep` was given."""
+        """The tensor that `_keep` was given."""
         return self._data, self._scales
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
@@ -66,7 +66,7 @@ class NF4Placement:
 
 
 class TiledNF4Placement(NF4Placement):
-    """The same numbers in the order in which a CPU's product of few rows reads them.
+    """An `NF4Placement` whose numbers lie in the order in which a CPU's product of few rows reads them.
 
     That product widens weights as it goes, which is what makes a decode step quick; the order is undone
     before weights are widened for many rows or for gradients, which costs a twentieth of such a product.
@@ -146,7 +146,7 @@ def _code() -> Tensor:
 
 @cache
 def _multiplies_tiles() -> bool:
-    """Whether the product of few rows runs on this CPU, and reads tiles as they are made here."""
+    """Tells whether the product of few rows runs on this CPU, and reads tiles as they are made here."""
     if not bitsandbytes().has_avx512bf16():
         return False
     generator = torch.Generator().manual_seed(0)

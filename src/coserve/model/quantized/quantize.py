@@ -58,7 +58,8 @@ def quantize_model(model: PreTrainedModel, layers: Iterable[str], origin: Origin
 
 
 def _embedding(model: PreTrainedModel, site: Site, device: torch.device) -> QuantizedEmbedding | None:
-    """None where the model's own does more than to look rows up; a head that is tied to it stays as well."""
+    """A quantized embedding; None where the model's own does more than look rows up, and a tied head
+    stays."""
     own = model.get_input_embeddings()
     if not is_lookup(own, site.factor):
         return None

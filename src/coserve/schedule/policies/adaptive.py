@@ -124,7 +124,7 @@ class Adaptive(Hybrid):
         return max(min(patience, longest), config.quantum)
 
     def _cuts(self, view: View) -> bool:
-        """Whether a whole window through one layer takes too long for who may come."""
+        """Tells whether a whole window through one layer takes too long for who may come."""
         bound = min((seen.bound for seen in self._newest), default=0.0)
         return _layer_seconds(view) > max(_PIECE * bound, view.config.quantum)
 
@@ -153,7 +153,8 @@ class Adaptive(Hybrid):
                 self._newest.append(_Seen(arrival, patience, bound))
 
     def _gathers(self, now: float) -> bool:
-        """Whether as many as it takes are expected while one waits; of the first one nothing is known."""
+        """Tells whether as many as it takes are expected while one waits; of the first one nothing is
+        known."""
         if len(self._newest) < 2:
             return True
         patience = sum(seen.patience for seen in self._newest) / len(self._newest)
@@ -191,11 +192,12 @@ def _layer_seconds(view: View) -> float:
 
 
 def _splitting_pays(view: View) -> bool:
-    """Whether two lanes do more than one after the other, and more than riding saves."""
+    """Tells whether two lanes do more than one after the other, and more than riding saves."""
     return view.cost.lanes.gain > _WORTH and _shared(view) < _SHARED
 
 
 def _is_worth_it(steps: int, shared: int, others: float) -> bool:
-    """Whether a request of so many steps should join those who run for `shared` more: it costs fewer steps of
-    its own than waiting for `others` would, who are expected until it is due and would share all of them."""
+    """Tells whether a request of so many steps should join those who run for `shared` more: it costs fewer
+    steps of its own than waiting for `others` would, who are expected until it is due and would share all of
+    them."""
     return shared > 0 and steps - shared < steps / (1 + others)

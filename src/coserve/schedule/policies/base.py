@@ -36,7 +36,7 @@ class View:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is there."""
+        """Tells whether no request is there."""
         return not self.waiting and not self.running
 
     @property
@@ -80,7 +80,7 @@ class Policy(ABC):
     pausable = False
 
     def holds(self, view: View) -> bool:
-        """Whether no inference at all runs in this step. Asked once a step, first."""
+        """Tells whether no inference at all runs in this step. Asked once a step, first."""
         return False
 
     def admit(self, view: View) -> Iterable[Sequence]:

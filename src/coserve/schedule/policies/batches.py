@@ -30,11 +30,11 @@ class StaticBatches:
         return self._rest(view)
 
     def is_under_way(self, view: View) -> bool:
-        """Whether somebody of the batch that left last has no answer yet."""
+        """Tells whether somebody of the batch that left last has no answer yet."""
         return bool(view.running or self._rest(view))
 
     def is_due(self, view: View, most: int | None = None) -> bool:
-        """Whether enough requests wait, or one long enough."""
+        """Tells whether enough requests wait, or one long enough."""
         return bool(view.waiting) and (
             len(view.waiting) >= self._limit(most) or view.now >= self.due_at(view)
         )

@@ -20,7 +20,7 @@ class WholeBatches(Policy):
 
     @abstractmethod
     def begins(self, view: View) -> bool:
-        """Whether the job in turn gets the machine now."""
+        """Tells whether the job in turn gets the machine now."""
 
     def ended(self, view: View) -> None:
         """Called when inference has the machine again."""

@@ -174,7 +174,7 @@ class FairQueue:
         return min((line.counter for line in self._lines.values() if line.is_active), default=self._left)
 
     def _is_newcomer(self, line: _Line) -> bool:
-        """Whether others work, none of whom has had less, and this line holds few places."""
+        """Tells whether others work, none of whom has had less, and this line holds few places."""
         others = [other for other in self._lines.values() if other is not line and other.has_work]
         if not others:
             return False

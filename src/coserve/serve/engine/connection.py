@@ -73,7 +73,7 @@ class Connection:
             task.cancel()
 
     def is_loaded(self, key: str) -> bool:
-        """Whether the engine has this adapter."""
+        """Tells whether the engine has this adapter."""
         load = self.loads.get(key)
         return load is not None and load.done() and load.exception() is None
 

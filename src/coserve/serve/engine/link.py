@@ -82,7 +82,7 @@ class EngineLink:
 
     @property
     def ready(self) -> bool:
-        """Whether an engine is connected. It may hang: see `silence`."""
+        """Tells whether an engine is connected. It may hang: see `silence`."""
         return self._connection is not None
 
     @property
@@ -155,14 +155,14 @@ class EngineLink:
                 return await connection.ask(PinAdapter(next(self._refs), key, pinned))
 
     async def check(self, method: Method) -> None:
-        """Whether these are settings of an adapter method. Raises what they are refused with, and EngineLost
-        where no engine gets to the end of it."""
+        """Tells whether these are settings of an adapter method. Raises what they are refused with, and
+        EngineLost where no engine gets to the end of it."""
         await self._check(lambda ref: CheckMethod(ref, method))
 
     async def check_job(
         self, job: str, data: Path, options: Options, method: Method, start_from: Path | None
     ) -> None:
-        """Whether a job could ever run: what it trains, and the memory that it needs. Raises what it is
+        """Tells whether a job could ever run: what it trains, and the memory that it needs. Raises what it is
         refused with, and EngineLost where no engine gets to the end of it."""
         start = None if start_from is None else str(start_from)
         await self._check(lambda ref: CheckJob(ref, job, str(data), options, method, start))
@@ -311,7 +311,7 @@ class EngineLink:
             self._told.task_done()
 
     async def _hand_on(self, told: Hello | Guilty | tuple[str, Numbered]) -> bool:
-        """Whether the callbacks have taken it, and need not be called again."""
+        """Tells whether the callbacks have taken it, and need not be called again."""
         try:
             if isinstance(told, Hello):
                 for callback in self.on_connect:

@@ -56,7 +56,7 @@ class Probation:
         self._changed = asyncio.Event()
 
     def is_open(self, thing: Thing) -> bool:
-        """Whether it may be handed to the engine now."""
+        """Tells whether it may be handed to the engine now."""
         suspect = self.suspects.get(thing)
         if self._trial is not None and self._trial != thing and suspect is not None:
             return False

@@ -100,7 +100,7 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
 
 
 async def serves_without_keys(state: State) -> bool:
-    """Whether everybody who reaches the server is the tenant `local`."""
+    """Tells whether everybody who reaches the server is the tenant `local`."""
     settings = state.settings
     may_be_open = (settings.is_loopback or settings.allow_insecure) and not settings.require_keys
     return may_be_open and await state.store.tenants.is_open()

@@ -79,7 +79,8 @@ class Origins:
 
 
 def is_own_host(given: str, settings: ServerSettings) -> bool:
-    """Whether a `Host` header names this server: loopback, the bound address, this machine, an allowed host.
+    """Tells whether a `Host` header names this server: loopback, the bound address, this machine, an allowed
+    host.
 
     Where the server listens on all addresses, any address is its own: a page cannot have a foreign one that
     leads here.

@@ -57,7 +57,8 @@ class Connections:
         return len(self._open)
 
     def enter(self, connection: "Connection", host: str | None) -> bool:
-        """Whether there is room for one more; where there is none, an idle one has to go if there is one."""
+        """Tells whether there is room for one more; where there is none, an idle one has to go if there is
+        one."""
         owner = owner_of(host)
         share = self.limits.most_address * (_LOOPBACK_SHARE if owner == LOOPBACK else 1)
         if self._count[owner] >= share and not self._make_room(owner):
@@ -145,7 +146,7 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being read or answered."""
+        """Tells whether no request is being read or answered."""
         return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -219,7 +220,7 @@ class Connection(H11Protocol):
         return ("headers", self.cycle) if self.conn.their_state is h11.IDLE and has_begun else None
 
     def _reads_too_slowly(self, now: float) -> bool:
-        """Whether what is written, and not added to, goes out at less than the least rate."""
+        """Tells whether what is written, and not added to, goes out at less than the least rate."""
         left = self.transport.get_write_buffer_size()
         is_stuck = self.transport.is_closing() or self.is_idle or self.flow.write_paused
         if not left or not is_stuck:

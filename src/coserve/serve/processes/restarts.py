@@ -25,7 +25,7 @@ class Restarts:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether another start would be one too many."""
+        """Tells whether another start would be one too many."""
         return self.failed_starts >= self.policy.attempts
 
     def died_at_start(self) -> float:

@@ -1,4 +1,4 @@
-"""Whether a database can be used, found out without changing it, and what to do where it cannot."""
+"""Tells whether a database can be used, found out without changing it, and what to do where it cannot."""
 
 import sqlite3
 from contextlib import closing

@@ -22,7 +22,7 @@ def draw() -> str:
 
 
 def is_shaped(secret: str | None) -> bool:
-    """Whether this looks like what `draw` makes."""
+    """Tells whether this looks like what `draw` makes."""
     return secret is not None and _SHAPE.fullmatch(secret) is not None
 
 
@@ -37,5 +37,5 @@ def digest_of(secret: str) -> bytes:
 
 
 def matches(secret: str, digest: bytes) -> bool:
-    """Whether `digest` was made from this secret."""
+    """Tells whether `digest` was made from this secret."""
     return hmac.compare_digest(digest_of(secret), digest)

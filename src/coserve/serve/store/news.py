@@ -41,7 +41,7 @@ class NewsStore:
         self._database, self._clock, self._folder = database, clock, folder
 
     async def seen(self, mark: Mark) -> bool:
-        """Whether this piece has been written down."""
+        """Tells whether this piece has been written down."""
         found = select(news.c.number).where(news.c.generation == mark.generation)
         number = await self._database.read(lambda connection: connection.execute(found).scalar())
         return number is not None and mark.number <= number

@@ -27,7 +27,8 @@ class Quotas:
     def check_storage(
         self, connection: Connection, folder: Path, tenant: str, size: int, number: int = 1
     ) -> None:
-        """Whether `number` more uploads of `size` bytes in all have room; `folder` is the state folder."""
+        """Tells whether `number` more uploads of `size` bytes in all have room; `folder` is the state
+        folder."""
         uploaded = _uploaded_adapters(connection, folder, tenant)
         owned = select(func.count(), func.coalesce(func.sum(files.c.bytes), 0)).where(
             files.c.tenant == tenant
@@ -48,7 +49,7 @@ class Quotas:
             )
 
     def check_jobs(self, connection: Connection, tenant: str) -> None:
-        """Whether the tenant may have one more job."""
+        """Tells whether the tenant may have one more job."""
         found = select(func.count()).where(jobs.c.tenant == tenant, jobs.c.status.not_in(FINAL))
         has = connection.execute(found).scalar_one()
         if has >= self.jobs:

@@ -32,7 +32,7 @@ class TenantStore:
         return await self._database.read(lambda connection: _of_key(connection, secret))
 
     async def is_open(self) -> bool:
-        """Whether there never was a key: only then may this machine ask without one.
+        """Tells whether there never was a key: only then may this machine ask without one.
 
         Revoking the last key opens nothing; `forget_keys` is the way back.
         """
@@ -55,7 +55,7 @@ class TenantStore:
         return await self._database.write(write)
 
     async def any_keys(self) -> bool:
-        """Whether any key is in force."""
+        """Tells whether any key is in force."""
         found = select(keys.c.number).where(keys.c.revoked.is_(None)).limit(1)
         return await self._database.read(lambda connection: connection.execute(found).first() is not None)
 
