@@ -24,7 +24,7 @@ class Abreast:
                 self.rest.append((rows, Bypasses(own.inputs, others)))
 
     def add_(self, path: str, given: Tensor, y: Tensor) -> None:
-        """What they add to y [all rows, out], in place; `given` [..., in] is what the linear is given."""
+        """Adds the bypasses to y [all rows, out] in place; `given` [..., in] is the linear's input."""
         segments = plain_segments((rows, own.outputs.get(path), False) for rows, own in self._ranged)
         if segments:
             beside = Beside(segments, self._ways)
@@ -32,7 +32,7 @@ class Abreast:
 
 
 def plain_segments(ranged: Iterable[tuple[slice, Bypass | None, bool]]) -> list[Segment]:
-    """Of the plain low-rank ones among bypasses of a range of rows, which may have been added already."""
+    """Segments of the plain low-rank bypasses of a range of rows, which may have been added already."""
     return [
         Segment(rows.start, rows.stop, b.a, b.b, b.scale, added) for rows, b, added in ranged if is_plain(b)
     ]

@@ -25,12 +25,12 @@ class AdapterVersion:
 
     @cached_property
     def bypasses(self) -> Bypasses:
-        """What stands where, all parts together."""
+        """Bypasses by place, of all parts together."""
         return Bypasses.of(self.placed())
 
     @cached_property
     def virtual(self) -> Virtual:
-        """What stands before every sequence."""
+        """Virtual tokens, which stand before every sequence."""
         return Virtual.of(self.placed())
 
     def placed(self) -> Iterator[tuple[Place, Bypass]]:
@@ -39,7 +39,8 @@ class AdapterVersion:
             yield from part.bypasses.items()
 
     def parameters(self) -> dict[str, Tensor]:
-        """All that trains, by name; where there are several parts, the names begin with the part's number."""
+        """Parameters that train, by name; where there are several parts, the names begin with the part's
+        number."""
         return {
             f"{self._prefix(number)}{name}": tensor
             for number, part in enumerate(self.parts)
@@ -47,7 +48,7 @@ class AdapterVersion:
         }
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "AdapterVersion":
-        """The same adapter with other tensors under the same names."""
+        """Returns the adapter with other tensors under the same names."""
         parts = []
         for number, part in enumerate(self.parts):
             prefix = self._prefix(number)
@@ -56,7 +57,8 @@ class AdapterVersion:
         return replace(self, parts=tuple(parts))
 
     def in_type(self, dtype: torch.dtype, copy: bool = False) -> "AdapterVersion":
-        """The same adapter for a base in `dtype`; tensors that are in it already are copied where asked."""
+        """Returns the adapter for a base in `dtype`; tensors that are in it already are copied where
+        asked."""
         parts = (
             replace(part, bypasses={p: b.in_type(dtype, copy) for p, b in part.bypasses.items()})
             for part in self.parts

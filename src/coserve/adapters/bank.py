@@ -133,8 +133,8 @@ class AdapterBank:
         self._forgetters.append(tell)
 
     def _forget_names(self) -> None:
-        """Of names that are gone the oldest ones, where there are too many: every job brings one. New names
-        then begin above all their numbers."""
+        """Forgets the oldest of the names that are gone, where there are too many: every job brings one. New
+        names then begin above all their numbers."""
         while len(self._newest) > len(self._current) + _REMEMBERED:
             oldest = next(name for name in self._newest if name not in self._current)
             self._floor = max(self._floor, 1 + self._newest.pop(oldest))

@@ -20,7 +20,7 @@ _Self = TypeVar("_Self", bound="Bypass")
 
 
 class Side(Enum):
-    """Where at a module of the base a bypass stands.
+    """Side of a module of the base at which a bypass stands.
 
     INPUT: x and y are what the module is given. OUTPUT: x is what it is given (for a norm or a sublayer what
     it gives), y what it gives. PAST: keys and values before a layer's own, at its attention. PROMPT: rows of
@@ -61,14 +61,14 @@ class Bypass(ABC):
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
-        """What trains, by names that are unique at the place."""
+        """Parameters that train, by names that are unique at the place."""
 
     @abstractmethod
     def with_parameters(self: _Self, parameters: Mapping[str, Tensor]) -> _Self:
-        """The same bypass with other tensors under the same names."""
+        """Returns the bypass with other tensors under the same names."""
 
     def in_type(self: _Self, dtype: torch.dtype, copy: bool = False) -> _Self:
-        """The same bypass for a base in `dtype`."""
+        """Returns the bypass for a base in `dtype`."""
         own = exact_type(dtype) if self.exact else dtype
         return self.with_parameters({n: p.to(own, copy=copy) for n, p in self.parameters().items()})
 
@@ -77,11 +77,11 @@ class Bypass(ABC):
         """y + f(x, y), differentiable; x [rows, in], y [rows, out]."""
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        """The same in place and without a graph. Methods replace it where they know a faster way."""
+        """`add` in place and without a graph. Methods replace it where they know a faster way."""
         y.copy_(self.add(x, y))
 
     def dropping(self, mask: Mask) -> "Bypass":
-        """The same bypass with its input dropped out, for some rows of a training step."""
+        """Returns the bypass with its input dropped out, for some rows of a training step."""
         raise NotImplementedError(f"{type(self).__name__} has no dropout")
 
     def merged(self, dense: Dense, side: Side) -> Dense:
@@ -151,7 +151,7 @@ def _chained(by_path: Mapping[str, list[Bypass]]) -> dict[str, Bypass]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one method adds: `config` are its settings, a dataclass of the method's file.
+    """Part of an adapter that one method adds: `config` are its settings, a dataclass of the method's file.
 
     An adapter is an ordered list of these; a prefix and a LoRA together are one adapter.
     """
@@ -161,13 +161,13 @@ class Part:
     bypasses: Mapping[Place, Bypass]
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """All that trains, under names that a checkpoint can keep."""
+        """Parameters that train, under names that a checkpoint can keep."""
         for place, bypass in self.bypasses.items():
             for name, tensor in bypass.parameters().items():
                 yield f"{place.path}.{name}", tensor
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "Part":
-        """The same part with other tensors under the same names."""
+        """Returns the part with other tensors under the same names."""
         made = {
             place: bypass.with_parameters({n: parameters[f"{place.path}.{n}"] for n in bypass.parameters()})
             for place, bypass in self.bypasses.items()

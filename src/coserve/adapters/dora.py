@@ -98,7 +98,7 @@ class DoRABypass(Bypass):
         return replace(self, lora=lora, magnitude=magnitude, norms=Norms(self.norms.weights, lora))
 
     def with_norms(self, values: Tensor) -> "DoRABypass":
-        """The same with the norms [out] that are given, until its parameters change."""
+        """Returns the bypass with the norms [out] that are given, until its parameters change."""
         return replace(self, norms=GivenNorms(self.norms.weights, self.lora, values))
 
     def dropping(self, mask: Mask) -> "DoRABypass":

@@ -67,7 +67,7 @@ def read_adapter(
 
 
 def read_outline(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype) -> AdapterVersion:
-    """What `read_adapter` would give, with tensors that have no values: no weights are read.
+    """Reads an adapter as `read_adapter` does, with tensors that have no values: no weights are read.
 
     Raises what `read_adapter` would raise, but for what the values would show.
     """

@@ -166,5 +166,5 @@ def expect_product(saved: Saved, path: str, a: Tensor, b: Tensor, factor: float)
 
 
 def _rank(a: Tensor) -> int:
-    """Of a matrix A; 0 for a tensor that is none, which then has not the shape that is expected."""
+    """Rank of a matrix A; 0 for a tensor that is no matrix, whose shape is refused later."""
     return len(a) if a.ndim == 2 else 0

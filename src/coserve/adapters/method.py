@@ -1,4 +1,4 @@
-"""What a file in `methods/` has to offer."""
+"""Protocol of the files in `methods/`."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
@@ -43,11 +43,12 @@ class Method(Protocol):
         ...
 
     def read(self, saved: Saved, frame: Frame) -> Part:
-        """What a file holds. Whatever it does not take from `saved` is refused. Raises AdapterError."""
+        """Reads a part from a file. Whatever it does not take from `saved` is refused. Raises
+        AdapterError."""
         ...
 
     def write(self, part: Part) -> Written:
-        """The same the other way."""
+        """Writes a part into a file."""
         ...
 
 

@@ -39,7 +39,7 @@ def check_patterns(field: str, patterns: Iterable[str]) -> None:
 
 
 def full_matches(field: str, pattern: str, names: Iterable[str]) -> frozenset[str]:
-    """Those of the names that `pattern` matches from end to end. Raises what `check_patterns` does."""
+    """Returns the names that `pattern` matches from end to end. Raises what `check_patterns` does."""
     given = tuple(names)
     found = _first_matches(field, (pattern,), given)
     return frozenset(name for name, first in zip(given, found, strict=True) if first is not None)

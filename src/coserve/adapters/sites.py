@@ -20,7 +20,7 @@ EMBEDDED = -1  # the stage before the first layer
 
 
 class Kind(Enum):
-    """What a site is. ATTENTION and FEED_FORWARD are the outputs of a layer's two sublayers, before anything
+    """Kinds of sites. ATTENTION and FEED_FORWARD are the outputs of a layer's two sublayers, before anything
     else (a norm, the residual) happens to them."""
 
     LINEAR = "linear"
@@ -50,7 +50,7 @@ Sites = Mapping[str, Site]
 
 
 class Weights(Protocol):
-    """What methods may ask about a frozen weight [out, in], wherever it is kept and in whatever precision."""
+    """Frozen weight [out, in] as methods may ask about it, wherever it is kept and in whatever precision."""
 
     @property
     def bias(self) -> Tensor | None: ...
@@ -65,11 +65,11 @@ class Weights(Protocol):
 
 
 class Frame(Protocol):
-    """What methods may ask about the base they are made for."""
+    """The base as methods may ask about it."""
 
     @property
     def sites(self) -> Sites:
-        """In the order of the model's modules."""
+        """Sites in the order of the model's modules."""
         ...
 
     @property
@@ -84,15 +84,15 @@ class Frame(Protocol):
         ...
 
     def weights(self, path: str) -> Weights:
-        """Of the linear at `path`."""
+        """Weights of the linear at `path`."""
         ...
 
     def bias(self, path: str) -> Tensor | None:
-        """Of the linear or norm at `path`, None where it has none."""
+        """Bias of the linear or norm at `path`, None where it has none."""
         ...
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """What the input embedding gives to token ids [n]: [n, width]."""
+        """Input embeddings [n, width] of token ids [n]."""
         ...
 
     def dense(self, path: str) -> Dense:
@@ -104,7 +104,7 @@ class Frame(Protocol):
         ...
 
     def gain(self, path: str) -> Tensor:
-        """What the norm at `path` multiplies each normalized feature by, [width]. Raises AdapterError."""
+        """Factor of the norm at `path` for each normalized feature, [width]. Raises AdapterError."""
         ...
 
 

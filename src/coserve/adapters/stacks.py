@@ -225,7 +225,7 @@ def _member(bypasses: Bypasses, paths: Collection[str]) -> SlotEntry:
 
 
 def _stack(slots: int, rank: int, paths: Sequence[str], member: SlotEntry) -> Stack:
-    """For the linears at `paths`, which are given the same input."""
+    """Makes the stack for the linears at `paths`, which are given the same input."""
     a = member.plain[paths[0]].a
     return make_stack(slots, rank, a.shape[1], [len(member.plain[path].b) for path in paths], a)
 
@@ -241,7 +241,7 @@ def _alike(groups: Iterable[Sequence[str]], ranks: Mapping[str, int]) -> Iterato
 
 
 def _plain(outputs: Mapping[str, Bypass]) -> Iterator[tuple[str, LoRABypass]]:
-    """Those that are two products and no more."""
+    """Bypasses that are two products and no more."""
     for path, bypass in outputs.items():
         if type(bypass) is LoRABypass and bypass.bias is None and not bypass.a.requires_grad:
             yield path, bypass

@@ -36,7 +36,7 @@ class Given(VirtualTokens):
 
     @abstractmethod
     def caches(self) -> list[Pair]:
-        """By layer, differentiable."""
+        """Virtual keys and values by layer, differentiable."""
 
 
 class Prompt(VirtualTokens):
@@ -88,12 +88,12 @@ class Virtual:
 
     @property
     def given_count(self) -> int:
-        """How many are keys and values."""
+        """Number of tokens that are given as keys and values."""
         return sum(given.count for given in self.givens)
 
     @property
     def prompt_count(self) -> int:
-        """How many have to pass through the model."""
+        """Number of tokens that have to pass through the model."""
         return sum(prompt.count for prompt in self.prompts)
 
     @property

@@ -1,4 +1,4 @@
-"""What a step brought about, for whoever asked. Plain data, no tensors."""
+"""Events: what a step brought about, for whoever asked. Plain data, no tensors."""
 
 from dataclasses import dataclass
 

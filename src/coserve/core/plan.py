@@ -11,7 +11,7 @@ from coserve.errors import CoserveError
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """What an executor has to know, once, of a sequence that it holds no state of.
+    """Describes a sequence, once, to an executor that holds no state of it.
 
     `output` are the tokens of the answer that are known already. Its block table begins with `shared` pages
     that it only reads; they and the beginning of its first own page hold the `virtual` tokens of its adapter
@@ -51,7 +51,7 @@ class InferenceSegment:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchStart:
-    """What an executor has to know, once, of a micro-batch.
+    """Describes a micro-batch, once, to an executor.
 
     `lengths` are the rows of its examples, those of the adapter's prompt first and `padding` rows last;
     `layers` is the model's depth. `tokens` and `labels` are those of all rows; label -100 is none, and each
@@ -117,7 +117,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What runs on a `share` (up to 1) of the machine, in one pass over the weights."""
+    """Work that runs on a `share` (up to 1) of the machine, in one pass over the weights."""
 
     share: float
     inference: tuple[InferenceSegment, ...]
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """What runs side by side."""
+        """The lanes that run side by side."""
         if self.split is None:
             return (Lane(1.0, self.inference, self.training),)
         return Lane(self.split, self.inference, ()), Lane(1 - self.split, (), self.training)
@@ -188,8 +188,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What one optimizer step did: mean loss per label, its labels, the gradient's norm before clipping, and
-    how many rows passed there and back."""
+    """Outcome of one optimizer step: mean loss per label, its labels, the gradient's norm before clipping,
+    and how many rows passed there and back."""
 
     step: int
     loss: float

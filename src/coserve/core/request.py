@@ -1,4 +1,4 @@
-"""What a caller asks for: text, and how soon."""
+"""Requests: the text that a caller asks for, and how soon."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What a request may be made to wait, all in seconds; None where the caller does not mind.
+    """Service-level objective: what a request may be made to wait, in seconds; None where it does not matter.
 
     `deferral` is FineInfer's bound (algorithm 1): the sum of all delay that training may cause this
     request, checked when it is admitted and while it runs.
@@ -41,7 +41,7 @@ class SLO:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. The defaults are greedy decoding of at most 256 tokens."""
+    """Sampling of the next token. The defaults are greedy decoding of at most 256 tokens."""
 
     max_tokens: int = 256  # 0 only scores the prompt: with prompt_logprobs, and no answer follows
     min_tokens: int = 0  # end-of-sequence and stop tokens are held back before this many

@@ -231,7 +231,8 @@ class MicroBatch:
             self._turn()
 
     def _next_whole(self) -> PausedWindow:
-        """What the next window is taken from: the last one put down, else the rows that have not set out."""
+        """The window that the next one is taken from: the last one paused, else the rows that have not set
+        out."""
         if self.paused:
             return self.paused[-1]
         if self.direction is Direction.BACKWARD:

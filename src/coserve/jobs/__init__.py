@@ -1,1 +1,1 @@
-"""What a fine-tuning job is and the data it eats. No torch here."""
+"""Fine-tuning data. No torch here."""

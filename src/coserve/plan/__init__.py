@@ -1,1 +1,1 @@
-"""How much memory a model will take, known before it is loaded, and measured where that is asked for."""
+"""Memory plans: what a model will take, known before it is loaded, and measured where that is asked for."""

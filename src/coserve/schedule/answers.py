@@ -1,4 +1,4 @@
-"""What a sampled token means for its sequence."""
+"""Takes sampled tokens into their sequences."""
 
 from coserve.core.events import TokenEvent
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs

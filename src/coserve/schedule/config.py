@@ -1,4 +1,4 @@
-"""What the scheduler may be told."""
+"""Settings of the scheduler."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -1,4 +1,4 @@
-"""How long a plan will take: FlexLLM's latency estimate f(c, s) (section 6.2), in more detail.
+"""Cost model: how long a plan will take, FlexLLM's latency estimate f(c, s) (section 6.2), in more detail.
 
 The seconds of a step are a weighted sum of what is in it. The features come from the plan alone, the
 weights are measured at start-up (`fit`) and corrected after every step (`observe`). Everything that
@@ -67,7 +67,7 @@ _OUTLIER = 4.0  # a step this many times slower or faster teaches no more than o
 
 
 class Features:
-    """What is in a step, counted as it is put together. `values` follows `NAMES`."""
+    """Features of a step, counted as it is put together. `values` follows `NAMES`."""
 
     __slots__ = ("_adapters", "_covered", "_fills", "_returned", "answers", "trains", "values")
 
@@ -103,7 +103,7 @@ class Features:
         return features
 
     def copy(self) -> "Features":
-        """The same counts, to try something on."""
+        """A copy of the counts, to try something on."""
         twin = Features.__new__(Features)
         twin.values = self.values.copy()
         twin.trains, twin.answers = self.trains, self.answers
@@ -189,7 +189,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a cost model has learned, plain enough for JSON.
+    """Parameters that a cost model has learned, plain enough for JSON.
 
     `measured` and `weights` are seconds per unit of each feature, as they were measured and as steps have
     corrected them since; `factors` are those of the kinds of work, `error` is the running error.
@@ -252,7 +252,7 @@ class CostModel:
         return self.predict_features(features)
 
     def margin(self, config: SchedulerConfig, trains: bool) -> float:
-        """What to add to the prediction of a step that trains, or does not, relative to it."""
+        """Relative margin to add to the prediction of a step that trains, or does not."""
         return min(self.misses.covering(config.reliability, trains), config.max_margin)
 
     def fit(self, samples: Iterable[tuple[Plan | Features, float]]) -> None:
@@ -307,7 +307,7 @@ class CostModel:
 
     @property
     def learned(self) -> Costs:
-        """All that it knows of the machine; what steps took of late (`misses`) is not part of it."""
+        """Parameters learned about the machine; what steps took of late (`misses`) is not part of it."""
         return Costs(
             dict(zip(NAMES, self._measured, strict=True)),
             dict(zip(NAMES, self._weights, strict=True)),

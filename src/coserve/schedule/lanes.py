@@ -1,4 +1,4 @@
-"""What lanes cost: how much longer each kind of work takes beside the other than on the whole machine."""
+"""Costs of lanes: how much longer each kind of work takes beside the other than on the whole machine."""
 
 from typing import Final
 
@@ -24,8 +24,8 @@ class LaneCosts:
 
     @property
     def gain(self) -> float:
-        """What both lanes do beside each other more than one after the other, as a share of what the machine
-        does."""
+        """Work that both lanes do beside each other beyond what they do one after the other, as a share of
+        what the machine does."""
         return 1 / self.inference + 1 / self.training - 1
 
     def observe_inference(self, factor: float) -> None:
@@ -33,7 +33,7 @@ class LaneCosts:
         self.inference += _MEMORY * (_within(factor) - self.inference)
 
     def observe_training(self, factor: float) -> None:
-        """The same for training beside inference."""
+        """Takes in how long training took beside inference."""
         self.training += _MEMORY * (_within(factor) - self.training)
 
 

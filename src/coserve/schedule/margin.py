@@ -1,4 +1,4 @@
-"""How far a predicted time can be trusted: a high quantile of what the newest steps took beyond it."""
+"""Margin of predicted times: a high quantile of what the newest steps took beyond it."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Margin:
         self._newest.append((trains, ratio))
 
     def covering(self, share: float, trains: bool) -> float:
-        """What to add to a prediction, relative to it, so that `share` of all such steps take no longer."""
+        """Relative margin with which `share` of all such steps take no longer than predicted."""
         alike = [ratio for kind, ratio in self._newest if kind is trains]
         known = alike if len(alike) >= _FEWEST else [ratio for _, ratio in self._newest]
         return max(quantile(known, share) - 1.0, 0.0) if len(known) >= _FEWEST else _UNKNOWN

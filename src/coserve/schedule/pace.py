@@ -1,4 +1,4 @@
-"""How long a step may take while prompts wait: between two bounds, the smaller relative violation counts.
+"""Pace of steps while prompts wait: between two bounds, the smaller relative violation counts.
 
 A step that is short enough for the next tokens of those who are being answered takes few prompt rows, and
 prompts pile up (Sarathi-Serve's trade-off). While every prompt still meets its bound on the first token that
@@ -71,7 +71,7 @@ def prefill_limit(
 
 
 def _row_seconds(builder: PlanBuilder, sequence: Sequence, cost: CostModel, config: SchedulerConfig) -> float:
-    """What a prompt row of the first in line adds to the step."""
+    """Seconds that a prompt row of the first in line adds to the step."""
     rows = min(sequence.remaining, config.max_prefill_rows)
     features = builder.features.copy()
     start = sequence.virtual + sequence.computed

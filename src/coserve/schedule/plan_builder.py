@@ -26,7 +26,7 @@ class PlanBuilder:
 
     @property
     def trained(self) -> Features:
-        """Where training is counted."""
+        """Features in which training is counted."""
         return self.features if self.split is None else self.beside
 
     def predict(self, cost: CostModel) -> float:
@@ -49,7 +49,7 @@ class PlanBuilder:
         _count(self.features, sequence, segment, filled)
 
     def with_rows(self, sequence: Sequence, rows: int, filled: int) -> Features:
-        """What the step would hold with these rows too."""
+        """Features of the step with these rows too."""
         features = self.features.copy()
         _count(features, sequence, inference_segment(sequence, sequence.computed, rows), filled)
         return features

@@ -1,4 +1,4 @@
-"""What sequences have in common at their beginnings, and the pages it lies in once.
+"""Prefix sharing: what sequences have in common at their beginnings, and the pages it lies in once.
 
 It is of two kinds. *Virtual tokens* belong to an adapter version; whichever of its sequences comes first has
 them filled. *Found tokens* are a sequence's first ones, where others like them have been computed before: in

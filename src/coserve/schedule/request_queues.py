@@ -1,4 +1,5 @@
-"""Who waits, who runs, and their pages; and who is kept back until somebody else lets it in."""
+"""Request queues: who waits, who runs, and their pages; and who is kept back until somebody else lets it
+in."""
 
 from bisect import insort
 from collections.abc import Iterator

@@ -171,7 +171,7 @@ class Scheduler:
     # One step
 
     def plan(self, now: float) -> Plan:
-        """What the next step does: inference first, then the training that the policy lets ride along."""
+        """Plans the next step: inference first, then the training that the policy lets ride along."""
         builder = PlanBuilder(now)
         self._requests.look_up()
         jobs, starving = self._training.turns(now, self.config.starvation)
@@ -262,7 +262,7 @@ class Scheduler:
 
     @property
     def _slowness(self) -> float:
-        """How much longer inference takes than on the whole machine."""
+        """Factor by which inference takes longer than on the whole machine."""
         return self.cost.lanes.inference if self._underway else 1.0
 
     def _chunk(self, builder: PlanBuilder, sequence: Sequence, filled: int, most: int, limit: float) -> int:
@@ -324,7 +324,7 @@ class Scheduler:
                 self._training.serve(job.name, builder.now)
 
     def _idle(self, view: View) -> float:
-        """How long the policy lets everybody wait for nothing that this step could do."""
+        """Seconds that the policy lets everybody wait for nothing that this step could do."""
         if not view.waiting:
             return _NAP if self._requests.blocked_on_adapter else 0.0
         return max(self.policy.wake(view) - view.now, 0.0)

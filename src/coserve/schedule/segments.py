@@ -1,4 +1,4 @@
-"""What plans say of sequences and micro-batches, which stay the scheduler's own."""
+"""Descriptions of sequences and micro-batches in plans; the objects stay the scheduler's own."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -70,7 +70,7 @@ def _start(sequence: Sequence) -> SequenceStart:
 
 
 def announce_batches(batches: Iterable[MicroBatch]) -> tuple[MicroBatchStart, ...]:
-    """Those that no plan has named, for the plan that does so first."""
+    """Starts of micro-batches that no plan has named, for the plan that does so first."""
     fresh = [batch for batch in batches if not batch.told]
     for batch in fresh:
         batch.told = True
@@ -78,7 +78,7 @@ def announce_batches(batches: Iterable[MicroBatch]) -> tuple[MicroBatchStart, ..
 
 
 def batch_start(batch: MicroBatch) -> MicroBatchStart:
-    """What an executor has to know of a micro-batch."""
+    """Describes a micro-batch to an executor."""
     return MicroBatchStart(
         key=batch.key,
         job=batch.job,
@@ -99,7 +99,8 @@ def causal_pairs(start: int, rows: int) -> int:
 
 
 def window_pairs(batch: MicroBatch, start: int, rows: int) -> int:
-    """The same for a window of a micro-batch; its examples see what is virtual and nothing of each other."""
+    """Counts pairs in a window of a micro-batch; its examples see what is virtual and nothing of each
+    other."""
     pairs, begin, end = 0, 0, start + rows
     for length in batch.lengths:
         low, high = max(start, begin), min(end, begin + length)

@@ -1,4 +1,4 @@
-"""How much training the requests can bear: FlexLLM's SLO (6.2) and FineInfer's deferral bound (3.2).
+"""Slack: how much training the requests can bear, FlexLLM's SLO (6.2) and FineInfer's deferral bound (3.2).
 
 Both are one question here, how many seconds the rest of the world may take out of a request's time, and
 the answer of a step is the smallest answer of its requests.
@@ -17,7 +17,7 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Slack:
-    """What a step's inference takes, and the training it can bear (see `policies.base.View`); seconds."""
+    """Seconds of a step's inference, and of the training it can bear (see `policies.base.View`); seconds."""
 
     inference: float
     training: float
@@ -52,8 +52,8 @@ def measure(builder: PlanBuilder, queues: RequestQueues, cost: CostModel, config
 def limits(
     sequence: Sequence, now: float, ahead: float, step: float, margin: float
 ) -> list[tuple[float, float]]:
-    """What each bound that still applies leaves for training, in this step and in all to come together, when
-    the next token is `ahead` seconds off."""
+    """Seconds that each bound that still applies leaves for training, in this step and in all to come
+    together, when the next token is `ahead` seconds off."""
     slo, arrival = sequence.request.slo, sequence.request.arrival
     found: list[float] = []
     shared: list[tuple[float, float]] = []

@@ -140,7 +140,7 @@ class TrainingPacker:
         return low
 
     def _seconds(self, batches: Iterable[MicroBatch], rows: int, layers: int) -> float:
-        """What a piece of each would add to the step."""
+        """Seconds that a piece of each would add to the step."""
         features = self._builder.trained.copy()
         for batch in batches:
             features.add_training(self._segment(batch, rows, layers))

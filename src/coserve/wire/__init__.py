@@ -1,1 +1,1 @@
-"""What the server and the engine's process say to each other: messages in msgpack on a local socket."""
+"""The protocol between the server and the engine's process: messages in msgpack on a local socket."""

@@ -1,4 +1,4 @@
-"""What the supervisor and its children tell each other: lines of JSON on a child's stdin and stdout.
+"""The protocol between the supervisor and its children: lines of JSON on a child's stdin and stdout.
 
 A child's first line in says what it has to do (`EngineStart`, or the server's `ApiStart`). Its stdin stays
 open for as long as the supervisor lives, which then sends an empty line twice a second; end of file means
@@ -35,7 +35,7 @@ class EngineStart(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a child stands.
+    """Status of a child.
 
     `standby`: everything is imported, waiting for the line that says what to load. `loading`, then
     `measuring` where the machine's speed is not known yet (`text` says so to people), then `ready`:

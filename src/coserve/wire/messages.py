@@ -201,7 +201,7 @@ class Token(Message, frozen=True):
 
 
 class Reply(Message, frozen=True):
-    """What became of a command that carried a `ref`."""
+    """Outcome of a command that carried a `ref`."""
 
     ref: int
     fault: Fault | None = None
@@ -295,7 +295,7 @@ class Paging(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Where the engine stands; counters are since its start. Sent with a report about once a second."""
+    """Statistics of the engine; counters are since its start. Sent with a report about once a second."""
 
     steps: int
     fused_steps: int
@@ -324,7 +324,7 @@ class Stats(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """All that one step brought about for the server."""
+    """Everything that one step brought about for the server."""
 
     tokens: tuple[Token, ...] = ()
     replies: tuple[Reply, ...] = ()

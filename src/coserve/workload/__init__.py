@@ -1,1 +1,1 @@
-"""What a machine is asked to do: arrivals, traces, prompts, mixes of requests and jobs, and model shapes."""
+"""Workloads: arrivals, traces, prompts, mixes of requests and jobs, and model shapes."""

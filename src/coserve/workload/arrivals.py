@@ -1,4 +1,4 @@
-"""When requests arrive: the processes of the papers; seeded, the same everywhere."""
+"""Arrival processes of requests: those of the papers; seeded, the same everywhere."""
 
 import random
 from itertools import accumulate

@@ -91,7 +91,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True)
 class Strengths:
-    """What a configuration says of each path; `ranks` and `alphas` are those that patterns choose."""
+    """Ranks and scales by path; `ranks` and `alphas` are those that patterns choose."""
 
     config: LoRAConfig
     ranks: Mapping[str, int]
@@ -209,7 +209,7 @@ def _draw(strengths: Strengths, site: Site, generator: torch.Generator) -> LowRa
 
 
 def _weights(frame: Frame, site: Site) -> Weights:
-    """With a row for each output, which an embedding's own have not."""
+    """Weights with a row for each output, which an embedding's own have not."""
     if site.kind is Kind.EMBEDDING:
         return DenseWeights(Dense(frame.dense(site.path).weight.t(), None))
     return frame.weights(site.path)

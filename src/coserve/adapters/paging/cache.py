@@ -49,7 +49,7 @@ class Mover(Protocol[M]):
 
 
 class Place(Enum):
-    """Where an item is."""
+    """Places of an item."""
 
     OUT = "disk"
     COMING = "loading"
@@ -82,22 +82,22 @@ class AdapterCache(Generic[I]):
         return len(self._entries)
 
     def place(self, key: str) -> Place:
-        """Where an item is."""
+        """The place of an item."""
         return self._entries[key].place
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """Those in memory, the least recently used first."""
+        """Items in memory, the least recently used first."""
         return tuple(key for key, entry in self._inside.items() if entry.place is Place.IN)
 
     @property
     def items(self) -> tuple[I, ...]:
-        """All that have bytes: those in memory, and those on their way."""
+        """Items that have bytes: those in memory, and those on their way."""
         return tuple(entry.item for entry in self._inside.values())
 
     @property
     def pinned(self) -> tuple[str, ...]:
-        """Those that stay once they are there."""
+        """Items that stay once they are in memory."""
         return tuple(self._pinned)
 
     def pinned_with(self, key: str) -> int:
@@ -177,7 +177,7 @@ class AdapterCache(Generic[I]):
         return refused
 
     def arrived(self, key: str) -> bool:
-        """What was loaded is in memory; False if nobody wants it any more, and it is to be dropped."""
+        """Notes that an item is in memory; False if nobody wants it any more, and it is to be dropped."""
         entry = self._inside[key]
         if self._entries.get(key) is not entry:
             self._leave(entry)
@@ -187,7 +187,7 @@ class AdapterCache(Generic[I]):
         return True
 
     def failed(self, key: str) -> None:
-        """It could not be loaded. It may be tried again."""
+        """Notes that an item could not be loaded. It may be tried again."""
         entry = self._inside[key]
         self._leave(entry)
         entry.failed = True
@@ -250,7 +250,7 @@ class AdapterCache(Generic[I]):
             missing -= self._inside[key].item.cost
 
     def _idle(self, ahead: Collection[str]) -> Sequence[_Entry[I]]:
-        """Those that could leave now, the least recently used first."""
+        """Items that could leave now, the least recently used first."""
         return [
             entry
             for key, entry in self._inside.items()

@@ -1,4 +1,4 @@
-"""From the files to the device: on a CPU in one move, on a GPU by way of pinned host memory.
+"""Ways of weights from files to the device: on a CPU in one move, on a GPU through pinned host memory.
 
 What leaves a GPU stays in host memory for a while, up to a number of bytes, so that it need not be read
 again. The GPU's way is written and has not been run on one.
@@ -23,7 +23,7 @@ _SHARE: Final = 0.25  # of the host's free memory that adapters of a GPU may hav
 
 
 def reads_for(frame: Frame, dtype: torch.dtype, device: torch.device) -> Read:
-    """How weights come to a device."""
+    """Chooses how weights are read onto a device."""
     if device.type != "cuda":
         buffer, pace = Buffer(), Pace()
         return lambda stored: stored.read(frame, dtype, device, buffer, pace)

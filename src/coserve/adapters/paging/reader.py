@@ -24,7 +24,7 @@ class Reads(Protocol):
         ...
 
     def take(self) -> list[tuple[StoredVersion, Outcome]]:
-        """Those that have been read since the last time, or could not be."""
+        """Returns adapters that have been read since the last time, or could not be."""
         ...
 
 

@@ -25,7 +25,7 @@ Stamp = tuple[tuple[int, int, int], ...]  # of each file: size, time of its last
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of an adapter's virtual tokens, as `Virtual` has them: all, and those that are a prompt's rows."""
+    """Counts of an adapter's virtual tokens: all, and those that are a prompt's rows."""
 
     count: int
     prompt_count: int
@@ -33,7 +33,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What is known of an adapter before its weights are: `cost` are its bytes in memory, with those of its
+    """Facts of an adapter whose weights are not read: `cost` are its bytes in memory, with those of its
     place in a stack (`nbytes` are without)."""
 
     virtual: Counts
@@ -57,7 +57,7 @@ class StoredVersion:
 
     @property
     def virtual(self) -> Counts:
-        """How many virtual tokens stand before every sequence."""
+        """Counts of the virtual tokens that stand before every sequence."""
         return self.outline.virtual
 
     @property

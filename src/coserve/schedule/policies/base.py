@@ -1,4 +1,4 @@
-"""What a policy is asked, what it may look at, and what it answers."""
+"""The policy protocol: what a policy is asked, may look at, and answers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -41,13 +41,13 @@ class View:
 
     @property
     def preempted(self) -> tuple[Sequence, ...]:
-        """Those who had entered and lost their pages: their answers are under way, though they wait."""
+        """Sequences that had entered and lost their pages: their answers are under way, though they wait."""
         return tuple(sequence for sequence in self.waiting if sequence.admitted_at is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How much training one step may hold, and its grain.
+    """Allowance of training in one step, and its grain.
 
     `rows` is the largest window; None makes a whole micro-batch the unit. `cut` says whether windows may have
     fewer to fit: each part reads the weights of all layers that are left for itself. If the first piece in
@@ -92,7 +92,7 @@ class Policy(ABC):
         """The training of this step. Asked only if there is some."""
 
     def wake(self, view: View) -> float:
-        """When to ask again, where it lets nothing run although requests wait."""
+        """Time at which to ask again, where it lets nothing run although requests wait."""
         return view.now
 
 

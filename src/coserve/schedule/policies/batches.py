@@ -20,7 +20,7 @@ class StaticBatches:
         self._batch: frozenset[int] = frozenset()  # keys of the one that left last
 
     def next(self, view: View, most: int | None = None) -> tuple[Sequence, ...]:
-        """Who leaves now, first come first served, at most `most`.
+        """The requests that leave now, first come first served, at most `most`.
 
         Or who belongs to the batch under way and has no pages: a step takes only so many prompt rows.
         """
@@ -40,7 +40,7 @@ class StaticBatches:
         )
 
     def due_at(self, view: View) -> float:
-        """When the first of those who wait has waited long enough."""
+        """Time at which the first of those who wait has waited long enough."""
         return min(sequence.request.arrival for sequence in view.waiting) + self.delay
 
     def _rest(self, view: View) -> tuple[Sequence, ...]:

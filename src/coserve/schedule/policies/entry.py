@@ -1,4 +1,4 @@
-"""How long a request can be pushed out, by its own bounds: FineInfer's deferral (3.2), known beforehand."""
+"""Latest entry of a request by its own bounds: FineInfer's deferral (3.2), known beforehand."""
 
 from itertools import accumulate
 from typing import Final
@@ -11,7 +11,7 @@ _SURE: Final = 0.9  # of a bound: who enters last has nothing left to make up fo
 
 
 class LatestEntry:
-    """How long each request can be left where it is, if all who are there then go on together.
+    """Seconds that each request can be left where it is, if all who are there then go on together.
 
     `slowness` is how many times longer a step takes then: 1.0, or what it does beside training in a lane of
     its own. `prompts` is how many seconds all prompts that wait take; `can_follow` says that each of them can
