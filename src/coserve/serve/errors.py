@@ -1,4 +1,4 @@
-"""What goes wrong, said as OpenAI says it: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Errors as OpenAI's API shapes them: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 import errno
 import logging
@@ -112,7 +112,7 @@ def not_found(message: str, param: str | None = None, code: str | None = None) -
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: these statuses, and those that any route may answer."""
+    """The `responses` of a route: these statuses, and those that any route may answer."""
     every = sorted({400, 401, 413, 414, 429, 431, 503, *statuses})
     return {
         status: {
@@ -230,8 +230,8 @@ def _in_body(loc: Sequence[str | int], body: Any, is_missing: bool) -> list[str 
 
 
 def _most_telling(complaints: Sequence[_Complaint]) -> _Complaint:
-    """Of what is said about the first field. One that takes several kinds of values brings a complaint for
-    each, and all but one are about kinds that were not meant."""
+    """Picks one complaint about the first field. One that takes several kinds of values brings a complaint
+    for each, and all but one are about kinds that were not meant."""
     rivals = [complaint for complaint in complaints if complaint.field == complaints[0].field]
     meant = next((complaint for complaint in rivals if not complaint.is_mismatch), None)
     if meant is not None:
@@ -244,7 +244,7 @@ def _most_telling(complaints: Sequence[_Complaint]) -> _Complaint:
 
 
 def _said(text: str) -> str:
-    """What an answer repeats of a request: not all of a long text, and nothing that is no Unicode."""
+    """Quotes a request in an answer: not all of a long text, and nothing that is no Unicode."""
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     return shown.encode(errors="backslashreplace").decode()
 

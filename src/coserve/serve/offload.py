@@ -20,8 +20,8 @@ class Offload:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def run(self, tenant: str, work: Callable[[*Given], T], *given: *Given) -> T:
-        """What `work` returns or raises. A caller that is cancelled does not end work that has begun, and the
-        tenant's turn lasts until that has ended."""
+        """Runs `work` in a thread; returns or raises what it does. A caller that is cancelled does not end
+        work that has begun, and the tenant's turn lasts until that has ended."""
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         await turn.acquire()
         loop = asyncio.get_running_loop()

@@ -161,7 +161,7 @@ class ServerSettings:
 
     @property
     def base_name(self) -> str:
-        """What clients call the base model."""
+        """Name of the base model for clients."""
         return self.name or (Path(self.model).resolve().name if Path(self.model).exists() else self.model)
 
     @property
@@ -191,17 +191,17 @@ class ServerSettings:
 
     @property
     def scratch(self) -> Path:
-        """Where engines put what is too large for memory; nothing in it has to outlive them."""
+        """Folder for what is too large for engines' memory; nothing in it has to outlive them."""
         return self.state / "scratch"
 
     @property
     def calibration(self) -> Path:
-        """Where engines remember what steps cost on this machine."""
+        """File in which engines remember what steps cost on this machine."""
         return self.state / "calibration.json"
 
     @property
     def socket(self) -> Path:
-        """Where the engine listens: in the state folder, or in a short one of this user's own if that path
+        """Path of the engine's socket: in the state folder, or in a short one of this user's own if that path
         is longer than a socket's may be."""
         path = self.state.absolute() / "engine.sock"
         if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
@@ -225,7 +225,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ApiStart:
-    """What the API's process is started with: the settings, and an inherited socket that listens already.
+    """Start line of the API's process: the settings, and an inherited socket that listens already.
 
     The supervisor owns the socket, so connections wait while the API starts again, and the port stays.
     """

@@ -1,4 +1,4 @@
-"""What the routes share: one object, made when the server starts."""
+"""Shared state of the routes: one object, made when the server starts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

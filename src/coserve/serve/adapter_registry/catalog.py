@@ -22,7 +22,7 @@ class Model:
 
     @property
     def key(self) -> str | None:
-        """What the engine calls the adapter version."""
+        """Key of the adapter version in the engine."""
         return None if self.adapter is None else self.adapter.id
 
     @property

@@ -72,7 +72,7 @@ async def _remove_copy(state: State, key: str, folder: Path, copying: "asyncio.F
 
 
 def base_warning(state: State, adapter: Adapter) -> str | None:
-    """What to tell of an adapter that was brought in and names another base, though it fits; else None.
+    """Warning about an adapter that was imported and names another base, though it fits; else None.
     Reads a file, the first time."""
     if adapter.job is not None:  # trained here
         return None

@@ -1,1 +1,1 @@
-"""From a request for text to its answer: checked, priced, queued, followed, shaped."""
+"""Answering: a request for text is checked, priced, queued, followed and shaped into its answer."""

@@ -32,7 +32,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of answer `index`. The last piece has a `finish`, and no other has one.
+    """New piece of answer `index`. The last piece has a `finish`, and no other has one.
 
     `tokens` are all tokens, those at the end included that are not part of the text; `scored` are those of
     the text, if log-probabilities were asked for, and `prompt_scores` those of the prompt but its first. The

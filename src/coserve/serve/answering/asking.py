@@ -1,4 +1,4 @@
-"""From what a client sent to what the engine is asked: tokens, checked parameters, a price."""
+"""Translates what a client sent into what the engine is asked: tokens, checked parameters, a price."""
 
 import hashlib
 import json
@@ -68,7 +68,7 @@ class GenerationRequest:
         return self.prompts[index // self.choices]
 
     def request(self, index: int, newcomer: bool = False) -> AnswerRequest:
-        """What the engine is asked for answer `index`. The server looks for stop strings, not the engine."""
+        """The engine's request for answer `index`. The server looks for stop strings, not the engine."""
         assert self.sampling.seed is not None
         sampling = replace(
             self.sampling,
@@ -213,7 +213,7 @@ class Asker:
             raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
     async def _grammar(self, body: ChatRequest) -> str | None:
-        """What the answer must match, in llguidance's words."""
+        """Grammar that the answer must match, in llguidance's format."""
         match body.response_format:
             case JsonObjectFormat():
                 schema: JsonObject = {"type": "object"}

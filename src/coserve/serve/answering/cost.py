@@ -1,4 +1,4 @@
-"""What a request costs, and what is more than one request may ask for: all limits on answers are here.
+"""Costs of requests, and all limits on what one may ask for.
 
 The unit is one prompt token through the model. A generated token counts twice, for it takes a step of its
 own; what comes beside tokens (log-probabilities, a grammar's masks, biases) counts in proportion to the work
@@ -41,7 +41,7 @@ LONGEST_NAME = 256  # characters, of a model
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this server and its engine can do at most."""
+    """Limits of this server and its engine."""
 
     positions: int  # tokens of one sequence
     cache_tokens: int  # tokens of all running sequences
@@ -113,7 +113,7 @@ def _at_most(param: str, what: str, given: int, most: int) -> None:
 
 
 def _most_tokens(length: int, size: RequestSize, limits: Limits) -> int:
-    """How long an answer to a prompt of `length` tokens may be: as asked for, or what room there is."""
+    """Most tokens of an answer to a prompt of `length` tokens: as asked for, or what room there is."""
     most = min(limits.positions, limits.cache_tokens)
     room = most - length
     wanted = max(size.max_tokens if size.max_tokens is not None else 1, 0 if size.scores_prompt else 1)

@@ -1,4 +1,4 @@
-"""Who is let into the engine next, when more want in than it runs at once.
+"""The fair queue: who is let into the engine next, when more want in than it runs at once.
 
 Virtual token counters ("Fairness in Serving Large Language Models", OSDI 2024): each tenant's counter
 grows with the work done for it, divided by its weight, and the tenant whose counter is lowest goes first.

@@ -23,10 +23,10 @@ _GONE = 499  # what proxies log for a client that left; nobody reads it
 
 
 class Shape(Protocol):
-    """How one endpoint says things. Made for one request; chunks are asked for in order."""
+    """Shape of one endpoint's answers. Made for one request; chunks are asked for in order."""
 
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        """What a stream says of a piece; fields that were not set are left out."""
+        """Chunks of a stream for a piece; fields that were not set are left out."""
         ...
 
     def usage_chunk(self, usage: Usage) -> BaseModel:
@@ -39,7 +39,7 @@ class Shape(Protocol):
 
 
 def common_fields(wanted: GenerationRequest) -> dict[str, Any]:
-    """What each answer, and each chunk of one, says of its request."""
+    """Fields about the request in each answer, and in each chunk of one."""
     return {
         "id": wanted.id,
         "created": wanted.created,

@@ -1,4 +1,4 @@
-"""How long one answer takes, told to the metrics as it happens."""
+"""Times of one answer, told to the metrics as it happens."""
 
 from time import monotonic
 

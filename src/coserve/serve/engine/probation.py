@@ -1,4 +1,4 @@
-"""Who brought an engine down: what was under way in one that crashed is tried again, one thing at a time.
+"""Probation: what was under way in an engine that crashed is tried again, one thing at a time.
 
 An engine that crashes was doing many things, and one of them is to blame. All of them are *suspects* then.
 The next engine gets suspects one after the other; each is on *trial* until it goes beyond where it was when
@@ -41,7 +41,7 @@ class Suspect:
 
 
 class Probation:
-    """What is under way in the engine that is there, and what is suspected of having ended those before.
+    """Tracks what is under way in the present engine, and what is suspected of having ended earlier ones.
 
     `progress` is any number that grows: tokens of an answer, optimizer steps of a job.
     """
@@ -82,14 +82,15 @@ class Probation:
             self._changed.set()
 
     def enter(self, thing: Thing, progress: int = -1) -> None:
-        """It is handed to the engine now. A suspect is on trial from here on: wait for its `turn` first."""
+        """Notes that a task is handed to the engine now. A suspect is on trial from here on: wait for its
+        `turn` first."""
         self._under_way[thing] = progress
         if thing in self.suspects:
             self._trial = thing
             self._alone_until = self._clock() + ALONE_SECONDS
 
     def moved(self, thing: Thing, progress: int) -> None:
-        """It has come this far."""
+        """Notes how far a task has come."""
         if thing not in self._under_way:
             return
         self._under_way[thing] = progress
@@ -98,7 +99,7 @@ class Probation:
             self._clear(thing)
 
     def left(self, thing: Thing) -> None:
-        """It has ended, or nobody wants it any more."""
+        """Notes that a task has ended, or nobody wants it any more."""
         self._under_way.pop(thing, None)
         self._clear(thing)
 

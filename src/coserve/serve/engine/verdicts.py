@@ -1,4 +1,4 @@
-"""What is quarantined because it brought engines down, as far as this process has found out itself."""
+"""Verdicts: what is quarantined because it brought engines down, as far as this process has found out."""
 
 import logging
 from collections import Counter
@@ -31,7 +31,7 @@ class Verdicts:
         self._blamed: Counter[str] = Counter()  # adapters, by their requests that are guilty
 
     def find(self, thing: Thing, request: AnswerRequest | None, crash: str) -> list[Guilty]:
-        """It is guilty of `crash`, and maybe the adapter that it asked for with it."""
+        """Finds a task guilty of `crash`, and maybe the adapter that it asked for with it."""
         why = f"the engine crashed again while it worked on this {thing.kind}"
         found = [self._find(thing, request, why, crash)]
         adapter = None if request is None else request.adapter

@@ -1,1 +1,1 @@
-"""What surrounds a request, whichever it is: who asks, limits, uploads, streams."""
+"""HTTP around every request: authentication, limits, uploads, streams."""

@@ -1,4 +1,4 @@
-"""Who asks: an API key's tenant, or, on a machine of one's own without keys, the tenant `local`."""
+"""Authentication: an API key's tenant, or, on a machine of one's own without keys, the tenant `local`."""
 
 import asyncio
 from typing import Annotated

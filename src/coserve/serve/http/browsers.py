@@ -1,4 +1,5 @@
-"""What keeps web pages of other sites out: the names this server answers to, and the origins it lets in.
+"""Browsers: web pages of other sites are kept out by the names this server answers to, and the origins it
+lets in.
 
 A browser on this machine reaches a loopback server for any page it shows. Two headers tell whom it works
 for, and no page can forge them: `Host` is the name in the address that the page asked, so a name that was

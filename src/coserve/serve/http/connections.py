@@ -34,7 +34,7 @@ _AMBIGUOUS: Final = re.compile(rb"(?<!\r)\n|\n[ \t]")  # lines without a carriag
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections there may be, and how patient the server is with each."""
+    """Limits on the number of connections, and on the time that each may take."""
 
     most: int = 1024
     most_address: int = 256  # of one address that is not this machine's
@@ -185,7 +185,7 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn answers to what is no HTTP, in the shape of all our errors."""
+        """Answers what is no HTTP, in the shape of all our errors."""
         self._end(400, "The request is not valid HTTP.")
 
     def check(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What happens to every request before its route: an id, limits on its size, and no new work while draining.
+"""Middleware before every route: an id, limits on size, and no new work while draining.
 
 Plain ASGI: FastAPI's own kind of middleware puts a task and a queue between a stream and its socket.
 """
@@ -111,6 +111,6 @@ def _given_id(scope: Scope) -> str:
 
 
 def content_length(scope: Scope) -> int:
-    """What a request says of its body's bytes; 0 where it says nothing."""
+    """Length of the body as the request states it, bytes; 0 where it states none."""
     given = _header(scope, b"content-length")
     return int(given) if given.isascii() and given.isdigit() and len(given) < 19 else 0

@@ -1,4 +1,5 @@
-"""What one tenant may ask for and bring in, before a body is read. Stands behind `Authentication`."""
+"""Quotas of what one tenant may ask for and bring in, before a body is read. Stands behind
+`Authentication`."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""How often somebody may do something: token buckets, in memory."""
+"""Rate limits: token buckets, in memory."""
 
 from collections import OrderedDict
 from collections.abc import Callable

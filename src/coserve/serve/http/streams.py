@@ -16,7 +16,7 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Raises ClientGone, with the work cancelled, once the client has left.
+    """Returns what `work` returns. Raises ClientGone, with the work cancelled, once the client has left.
 
     The whole body must have been read: all that comes after it is the disconnect.
     """

@@ -18,7 +18,7 @@ _MOST_PARTS: Final = 16
 
 
 class Upload:
-    """What comes in: text `fields`, and one file in the field `file`, which goes to `path`.
+    """An upload: text `fields`, and one file in the field `file`, which goes to `path`.
 
     Raises ApiError 400 for what is no such form, and 413 for a file of more than `most` bytes. Whatever is
     raised, `path` is the caller's to remove.

@@ -1,4 +1,4 @@
-"""What the supervisor tells people: one line after the other, on the console and in a log."""
+"""Announcements of the supervisor: one line after the other, on the console and in a log."""
 
 import logging
 import socket
@@ -52,11 +52,11 @@ class Announcer:
             self.say(f"  | {line}", "dim")
 
     def begin(self, settings: ServerSettings) -> None:
-        """What is being started. Nobody answers yet."""
+        """Announces what is being started. Nobody answers yet."""
         self.say(f"coserve: starting {settings.base_name}; logs are in {settings.logs}")
 
     def ready(self, settings: ServerSettings, listener: socket.socket, seconds: float) -> None:
-        """What is served, and where: requests are answered from now on."""
+        """Announces what is served, and where: requests are answered from now on."""
         url = url_of(listener)
         self.say(f"coserve: {settings.base_name} on {url}", "bold")
         rows = [("openai base url", f"{url}/v1")]
@@ -75,7 +75,7 @@ class Announcer:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where clients on this machine reach a listening socket."""
+    """URL at which clients on this machine reach a listening socket."""
     host, port = listener.getsockname()[:2]
     host = ANY_ADDRESS.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

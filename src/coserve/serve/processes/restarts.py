@@ -1,4 +1,4 @@
-"""How soon a process that died is started again, and when that is given up."""
+"""Restarts: how soon a process that died is started again, and when that is given up."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What `coserve serve` runs: keeps the API and an engine alive, with a second engine imported and waiting.
+"""The supervisor (`coserve serve`): keeps the API and an engine alive, with a second engine in waiting.
 
 Everything that can fail happens in the children. This process holds the lock of the state folder and the
 listening socket, starts again what dies, and takes the server down in order: first the API (answers finish),
@@ -43,7 +43,7 @@ _LAUNCH = (sys.executable, "-m", "coserve.wire.launch")
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """What is run as a child. Standing by, an engine imports at low priority, so that nobody notices."""
+    """Commands of the children. Standing by, an engine imports at low priority, so that nobody notices."""
 
     api: Sequence[str] = (*_LAUNCH, "coserve.serve.main")
     engine: Sequence[str] = (*_LAUNCH, "coserve.engine.process")

@@ -33,7 +33,7 @@ class Watchdog:
         self._looked = self.clock()
 
     def look(self, children: Iterable[Process]) -> list[tuple[Process, str]]:
-        """Those that hang, with the reason. Each is told once, for it is to be ended then."""
+        """Returns children that hang, with the reason. Each is told once, for it is to be ended then."""
         now = self.clock()
         late = max(now - self._looked - 2 * LOOK_SECONDS, 0.0)
         self._looked = now

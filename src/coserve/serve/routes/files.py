@@ -68,7 +68,7 @@ async def list_files(
 
 @router.get("/v1/files/{file_id}", responses=error_responses(404), summary="Retrieve a file")
 async def retrieve_file(file_id: str, caller: Caller, state: Shared) -> FileObject:
-    """What is known of a file."""
+    """Describes a file."""
     return _shown(await find_file(state, caller, file_id, "file_id"))
 
 
@@ -111,7 +111,7 @@ def unknown_cursor(after: str | None) -> ApiError:
 
 
 def _described(upload: Upload, id: str, tenant: Tenant) -> File:
-    """What the form says that the upload is. Raises ApiError 400."""
+    """Purpose that the form states for the upload. Raises ApiError 400."""
     purpose = upload.fields.pop("purpose", None)
     if purpose is None:
         message = "Missing required parameter: 'purpose'."
@@ -128,7 +128,7 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
 
 
 def _count(path: Path, name: str) -> int:
-    """How many examples a file holds. Raises ApiError 400, which names the first line that is none."""
+    """Counts the examples of a file. Raises ApiError 400, which names the first line that is none."""
     try:
         return sum(1 for _ in datasets.read(path, name))
     except DataError as error:

@@ -19,7 +19,7 @@ router = APIRouter(tags=["Health"])
 
 
 class Health(BaseModel):
-    """How the server is. `engine` is `away` from its death to its successor's start, and `silent` where it
+    """Health of the server. `engine` is `away` from its death to its successor's start, and `silent` where it
     hangs or is in a very long step; then it is soon ended and replaced. While the `supervisor` is `silent`
     (it hangs, or a signal has stopped it) all goes on, but nothing that ends is started again."""
 

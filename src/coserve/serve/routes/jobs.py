@@ -118,7 +118,7 @@ async def list_jobs(
 
 @router.get("/{job_id}", responses=error_responses(404), summary="Retrieve a fine-tuning job")
 async def retrieve_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
-    """Where a job stands."""
+    """Describes a job and how far it is."""
     return _shown(state, await _find(state, caller, job_id))
 
 
@@ -144,7 +144,8 @@ async def resume_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
 async def list_events(
     job_id: str, caller: Caller, state: Shared, after: After = None, limit: Limit = 20
 ) -> EventList:
-    """What happened to a job, the newest first. Events of type `metrics` hold an optimizer step's figures."""
+    """Lists what happened to a job, the newest first. Events of type `metrics` hold an optimizer step's
+    figures."""
     job = await _find(state, caller, job_id)
     page = await state.store.jobs.events(job.id, after, limit)
     if page is None:

@@ -1,1 +1,1 @@
-"""What clients may send and what they get, as OpenAI's API has it; the documentation is made from it."""
+"""Schemas of requests and answers, as OpenAI's API has them; the documentation is made from it."""

@@ -161,7 +161,7 @@ class ChatCompletion(BaseModel):
 
 
 class Delta(BaseModel):
-    """What is new."""
+    """New part of a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

@@ -1,4 +1,4 @@
-"""What chats and plain completions share."""
+"""Schemas that chats and plain completions share."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -60,7 +60,7 @@ Biases = Annotated[
 
 
 class StreamOptions(Asked):
-    """What a stream tells beside its text."""
+    """Options of a stream: what it tells beside its text."""
 
     include_usage: bool | None = Field(None, description="One more chunk at the end tells the usage.")
     include_obfuscation: bool | None = Field(None, description="Accepted; chunks are never padded.")
@@ -131,7 +131,7 @@ class Generation(Asked):
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the tokens that were read, those whose keys and values were there already."""
+    """Prompt tokens whose keys and values were in the cache already."""
 
     cached_tokens: int
 

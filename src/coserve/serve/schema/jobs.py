@@ -66,7 +66,7 @@ class Supervised(Named):
 
 
 class Method(Asked):
-    """How to train; only `supervised` is there."""
+    """Training method; only `supervised` is there."""
 
     type: Literal["supervised"]
     supervised: Supervised | None = None

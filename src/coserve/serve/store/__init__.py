@@ -1,1 +1,1 @@
-"""What the server must not forget: tenants, keys, files, jobs and adapters, in one SQLite file."""
+"""The store: tenants, keys, files, jobs and adapters, in one SQLite file."""

@@ -53,7 +53,7 @@ class Database:
             raise
 
     async def read(self, work: Callable[[Connection], R]) -> R:
-        """What `work` finds, all of it as it was at one moment."""
+        """Runs `work` on the database as it is at one moment."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, _run, self._reads, work)
 
     async def write(self, work: Callable[[Connection], R]) -> R:

@@ -26,7 +26,7 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> int:
 
 
 def partial_of(path: Path) -> Path:
-    """What `path` is called until it is whole."""
+    """Name of `path` until it is whole."""
     return path.with_name(f".{path.name}")
 
 

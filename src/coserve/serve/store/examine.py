@@ -38,7 +38,7 @@ def examine(path: Path) -> None:
 
 
 def explain(path: Path | str, error: BaseException | None) -> StateError:
-    """What SQLite says, with what to do about it."""
+    """Explains an error of SQLite's, with what to do about it."""
     said = str(error)
     if "locked" in said or "busy" in said:
         return cannot_be_used(path, f"{said}: another process holds it, and has to end first")

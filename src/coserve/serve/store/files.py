@@ -17,7 +17,7 @@ _FIELDS: Final = tuple(field.name for field in fields(File))
 
 
 class FileStore:
-    """Who owns which file. The bytes are on disk before `add`, and deleted after `remove`."""
+    """Files and their owners. The bytes are on disk before `add`, and deleted after `remove`."""
 
     def __init__(self, database: Database, clock: Callable[[], float], folder: Path, quotas: Quotas) -> None:
         self._database, self._clock, self._folder, self._quotas = database, clock, folder, quotas

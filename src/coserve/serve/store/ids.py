@@ -14,5 +14,5 @@ def new_id(kind: str) -> str:
 
 
 def tail_of(id: str) -> str:
-    """What of an id is random."""
+    """Random part of an id."""
     return id.rpartition("-")[2]

@@ -27,12 +27,12 @@ def is_shaped(secret: str | None) -> bool:
 
 
 def prefix_of(secret: str) -> str:
-    """What of a key may be shown."""
+    """Prefix of a key, which may be shown."""
     return secret[: len(MARK) + _SHOWN]
 
 
 def digest_of(secret: str) -> bytes:
-    """What of a key is kept."""
+    """Digest of a key, which is what is kept."""
     return hashlib.sha256(secret.encode()).digest()
 
 

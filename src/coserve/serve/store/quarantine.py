@@ -1,4 +1,4 @@
-"""What brought engines down, kept for the operator; and what is suspected, for the next start of the API."""
+"""Quarantine: what brought engines down, kept for the operator, and what is suspected, for the next API."""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -25,7 +25,7 @@ class QuarantineStore:
         self._database, self._clock, self._adapters = database, clock, adapters
 
     async def list(self) -> tuple[Quarantined, ...]:
-        """All that is quarantined, the oldest first."""
+        """Lists what is quarantined, the oldest first."""
         found = columns_of(quarantine, _FIELDS).order_by(quarantine.c.number)
         return await self._database.read(
             lambda connection: tuple(Quarantined(**row) for row in connection.execute(found).mappings())
@@ -79,7 +79,7 @@ class QuarantineStore:
         return await self._database.write(write)
 
     async def suspects(self) -> Suspects:
-        """What is on probation."""
+        """Lists what is on probation."""
 
         def read(connection: Connection) -> Suspects:
             rows = connection.execute(select(suspects))

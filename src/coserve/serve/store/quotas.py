@@ -1,4 +1,4 @@
-"""How much one tenant may keep, and how many jobs it may have that are not over."""
+"""Quotas of a tenant: what it may keep, and how many unfinished jobs it may have."""
 
 import sys
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the store hands out: plain, frozen records. Times are whole Unix seconds."""
+"""Records of the store: plain and frozen. Times are whole Unix seconds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who owns things. Its share of the machine is `weight` over the sum of all that want some."""
+    """Tenant: an owner of keys, files, jobs and adapters. Its share of the machine is `weight` over the sum
+    of all that want some."""
 
     id: str
     name: str

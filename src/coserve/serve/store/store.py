@@ -55,19 +55,19 @@ class Store:
         self.quarantine = QuarantineStore(self._database, clock, self.adapters)
 
     async def tenant_of(self, secret: str) -> Tenant | None:
-        """Whose API key this is; None for one that is wrong or revoked."""
+        """Tenant of an API key; None for one that is wrong or revoked."""
         return await self.tenants.of_key(secret)
 
     def file_path(self, file: File) -> Path:
-        """Where a file's bytes are."""
+        """Path of a file's bytes."""
         return self.folder / "files" / f"{file.id}{file.suffix}"
 
     def job_folder(self, job: str) -> Path:
-        """Where the engine puts a job's checkpoints."""
+        """Folder for a job's checkpoints."""
         return self.folder / "jobs" / job
 
     def adapter_folder(self, adapter: str) -> Path:
-        """Where a finished or imported adapter lies."""
+        """Folder of a finished or imported adapter."""
         return self.folder / "adapters" / adapter
 
     def close(self) -> None:

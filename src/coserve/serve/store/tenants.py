@@ -19,7 +19,7 @@ LOCAL: Final = Tenant("local", "local")  # owns what is made while no key exists
 
 
 class TenantStore:
-    """Who may ask, and how much of the machine is theirs."""
+    """Tenants and their keys, with their shares of the machine."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database, self._clock = database, clock

@@ -1,1 +1,1 @@
-"""From a job in the database to a trained adapter."""
+"""Training: from a job in the database to a trained adapter."""

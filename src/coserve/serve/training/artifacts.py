@@ -1,4 +1,4 @@
-"""What a finished job leaves: its adapter, copied out of its last checkpoint, and a file of its figures."""
+"""Artifacts of a finished job: its adapter, copied out of its last checkpoint, and a file of its figures."""
 
 import asyncio
 import csv

@@ -105,7 +105,7 @@ class JobController:
         return await self._change(job, ("paused",), "queued", "resumed")
 
     def reason(self, job: Job) -> str | None:
-        """What a queued job waits for."""
+        """Reason why a queued job waits."""
         if job.status != "queued":
             return None
         return self._waiting.get(job.id, f"waits until one of {self._settings.max_jobs} jobs that train ends")
@@ -180,7 +180,7 @@ class JobController:
                 await self._bring_in()
 
     def _follow(self, news: JobNews) -> None:
-        """How far a job has come in the engine that is there."""
+        """Follows how far a job has come in the present engine."""
         thing = Thing("job", news.job)
         match news:
             case JobWaiting():  # for memory, and for as long as that takes: nobody waits for it

@@ -1,4 +1,4 @@
-"""From what was asked for to what the engine is told: "auto" filled in, every field in its place."""
+"""Translates a job's settings into what the engine is told: "auto" filled in, every field in its place."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -52,7 +52,7 @@ def recipe_of(asked: JobRequest, examples: int, width: int, seed: int, continues
 
 
 def auto_epochs(examples: int) -> int:
-    """How often to go through a file of this many examples."""
+    """Epochs for a file of this many examples."""
     if examples * _EPOCHS < _FEWEST:
         return min(_MOST_EPOCHS, -(-_FEWEST // examples))
     if examples * _EPOCHS > _MOST:
@@ -70,7 +70,7 @@ def usual_rate(width: int) -> float:
 
 
 def auto_batch_size(examples: int, epochs: int) -> int:
-    """How many examples make one optimizer step."""
+    """Examples of one optimizer step."""
     most = min(_LARGEST_BATCH, examples * epochs // _STEPS)
     return 1 << max(0, most.bit_length() - 1)
 

@@ -7,7 +7,7 @@ from coserve.serve.store.records import Job
 
 
 def next_job(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | None:
-    """Of the queued jobs the oldest one of the tenant that has the least running for its weight.
+    """The next job: the oldest queued one of the tenant that has the least running for its weight.
 
     `jobs` are all that are not over, the oldest first; `weights` are by tenant.
     """

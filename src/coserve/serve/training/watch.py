@@ -1,4 +1,4 @@
-"""What training costs, told to the metrics and the fair queue: trained tokens count as answered ones do."""
+"""Tells the metrics and the fair queue what training costs: trained tokens count as answered ones do."""
 
 from collections.abc import Collection
 
