@@ -175,7 +175,7 @@ def test_answers_alone_that_run_out_are_nobody_s_job(monkeypatch: pytest.MonkeyP
     def no_memory(*_: object, **__: object) -> None:
         raise RuntimeError(WORDS)
 
-    monkeypatch.setattr(engine.base, "layer", no_memory)
+    monkeypatch.setattr(engine.base.chain, "layer", no_memory)
     with pytest.raises(RuntimeError, match="allocate"):
         engine.run()
 
