@@ -114,24 +114,34 @@ class Base:
 
     def bias(self, path: str) -> Tensor | None:
         """Bias of the linear or norm at `path`, None where it has none."""
-        return self.dense(path).bias
+        return self._outside(path, self._bias)
 
     def dense(self, path: str) -> Dense:
         """The weights of the linear, norm or embedding at `path`, in the base's type."""
-        if (block := self.chain.block_of(path)) is None:
-            return self._dense(path)
-        with block.visit(Direction.INFER):
-            dense = self._dense(path)
-            bias = None if dense.bias is None else block.residence.outside(dense.bias)
-            return Dense(block.residence.outside(dense.weight), bias)
-
-    def _dense(self, path: str) -> Dense:
-        if path in self.linears:
-            return Dense(self.linears[path].placement.weight(), self.linears[path].placement.bias)
-        module = self.model.get_submodule(path)
-        weight, bias = module.weight, getattr(module, "bias", None)
+        weight = self._outside(path, self._weight)
         assert isinstance(weight, Tensor)
-        return Dense(weight.detach(), bias)
+        return Dense(weight, self.bias(path))
+
+    def _outside(self, path: str, read: Callable[[str], Tensor | None]) -> Tensor | None:
+        """A parameter of the module at `path`, read in a visit, as it may be used outside of any."""
+        if (block := self.chain.block_of(path)) is None:
+            return read(path)
+        with block.visit(Direction.INFER):
+            found = read(path)
+            return None if found is None else block.residence.outside(found)
+
+    def _bias(self, path: str) -> Tensor | None:
+        if path in self.linears:
+            return self.linears[path].placement.bias
+        bias: Tensor | None = getattr(self.model.get_submodule(path), "bias", None)
+        return bias
+
+    def _weight(self, path: str) -> Tensor:
+        if path in self.linears:
+            return self.linears[path].placement.weight()
+        weight = self.model.get_submodule(path).weight
+        assert isinstance(weight, Tensor)
+        return weight.detach()
 
     def is_own(self, path: str, weight: Tensor) -> bool:
         """Tells whether the linear or embedding at `path` has this weight, or was quantized from it."""
@@ -146,10 +156,9 @@ class Base:
 
     def gain(self, path: str) -> Tensor:
         """Factor of the norm at `path` for each normalized feature. Raises AdapterError."""
-        if (block := self.chain.block_of(path)) is None:
-            return gain_of(self.model.get_submodule(path))
-        with block.visit(Direction.INFER):
-            return block.residence.outside(gain_of(self.model.get_submodule(path)))
+        gain = self._outside(path, lambda path: gain_of(self.model.get_submodule(path)))
+        assert gain is not None
+        return gain
 
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:

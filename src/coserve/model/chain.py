@@ -70,7 +70,6 @@ class Chain:
         travellers: Sequence[T],
         compose: Callable[[Sequence[T]], Composed],
         passed: Callable[[int, Sequence[T]], object] = lambda layer, there: None,
-        direction: Direction = Direction.INFER,
     ) -> None:
         """Takes travellers up: each joins at its first layer and leaves after its last, and those that are at
         a layer pass it in one run. `compose` is asked again whenever others are there than at the layer
@@ -87,7 +86,7 @@ class Chain:
             inputs = [traveller.input(layer) for traveller in there]
             with self._cell.set(rows):
                 hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
-                out = self.layer(layer, hidden, calls, direction)
+                out = self.layer(layer, hidden, calls)
             # Rows that only fill up a batch are part of what the first traveller entered with.
             parts = torch.split(out, [x.shape[1] for x in inputs], 1)
             for traveller, part in zip(there, parts, strict=True):

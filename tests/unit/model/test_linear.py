@@ -8,7 +8,9 @@ from transformers.pytorch_utils import Conv1D
 
 from coserve.model.batch import BatchCell
 from coserve.model.linear import FrozenLinear, frozen
+from coserve.model.load import load_base
 from coserve.model.placement import PackedPlacement, PlainPlacement, place_locally
+from models import tiny
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -115,3 +117,16 @@ def test_only_exact_linears_are_replaced() -> None:
     site = base.sites["model.layers.1.mlp.gate_proj"]
     assert (site.outputs, site.inputs, site.stage) == (96, 64, 1)
     assert base.sites["lm_head"].stage == base.depth
+
+
+def test_a_bias_is_read_without_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a packed or quantized linear the dense weight takes as long to make as it is large."""
+    base = load_base(tiny("gpt2"))
+    path = next(path for path in base.linears if base.chain.block_of(path) is not None)
+
+    def dense(*_: object) -> None:
+        raise AssertionError("nobody asked for the weight")
+
+    wanted = base.linears[path].placement.bias
+    monkeypatch.setattr(type(base.linears[path].placement), "weight", dense)
+    assert wanted is not None and base.bias(path) is wanted

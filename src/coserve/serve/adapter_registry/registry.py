@@ -65,7 +65,7 @@ async def import_adapter(
 
 async def _remove_copy(state: State, key: str, folder: Path, copying: "asyncio.Future[None]") -> None:
     """Removes what an import that failed has left, once nothing is written there any more."""
-    await asyncio.wait([copying])
+    await asyncio.gather(copying, return_exceptions=True)
     with suppress(CoserveError):
         await state.link.unload(key)
     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

@@ -109,3 +109,29 @@ def test_what_two_threads_ask_for_is_made_once() -> None:
     assert results == ["7", "7"] and made == [7]
     assert [once(8), once(9), once(8), once(7)] == ["8", "9", "8", "7"]
     assert made == [7, 8, 9, 7]  # the oldest of three was forgotten
+
+
+def test_a_main_thread_that_traces_says_that_it_lives(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that waits for a trace; another thread's trace goes on beside a loop that hangs."""
+    beats: list[None] = []
+    monkeypatch.setattr(TRACING, "on_progress", lambda: beats.append(None))
+    tracing = threading.Thread(target=fates, args=(base, "q_proj", 4))
+    tracing.start()
+    tracing.join()
+    assert not beats
+    fates(base, "o_proj", 4)
+    assert beats
+    beats.clear()
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with TRACING:
+            held.set()
+            done.wait(0.8)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    held.wait(30)
+    with TRACING:
+        holding.join()
+    assert beats
