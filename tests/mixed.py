@@ -128,7 +128,7 @@ def start(engine: Engine, kind: str, start_from: str | None = None) -> FineTunin
 
 
 def trained(engine: Engine, kind: str) -> dict[str, Tensor]:
-    return engine.bank.find(f"tuned {kind}").parameters()
+    return engine.weights(f"tuned {kind}").parameters()
 
 
 @dataclass

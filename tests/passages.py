@@ -132,7 +132,7 @@ class Passage:
         (shuffled,) = epochs(count, count, 1, config.seed)
         placed = dict(zip(shuffled, range(count) if order is None else order, strict=True))
         data = [case.examples[placed[i]] for i in range(count)]
-        self.run = TrainingRun(case.engine.base, case.engine.bank, "probe", case.adapter, data, config)
+        self.run = TrainingRun(case.engine.base, case.engine.executor.loaded, "probe", case.adapter, data, config)
         self.executor.sessions["probe"] = self.run.session
         self.before = self.run.state().adapter.parameters()
         (self.micro_batch,) = self.run.next_step(itertools.count(1))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import Updated
 from coserve.core.sequence import MicroBatch
 from coserve.errors import LossNotFinite
@@ -28,7 +28,7 @@ class TrainingRun:
     def __init__(
         self,
         base: Base,
-        bank: AdapterBank,
+        loaded: LoadedAdapters,
         job: str,
         start: AdapterVersion,
         examples: Sequence[Example],
@@ -49,7 +49,7 @@ class TrainingRun:
         if resume is not None:
             identity.expect(resume.identity)
         self.session = TrainingSession(
-            base, bank, job, start, self.supervised.session, arena, identity, resume, make_offload
+            base, loaded, job, start, self.supervised.session, arena, identity, resume, make_offload
         )
 
     def __getattr__(self, name: str) -> Any:

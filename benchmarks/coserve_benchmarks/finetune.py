@@ -8,7 +8,7 @@ from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve_benchmarks.ours import Bench, batch_tokens, make_engine, seconds_of_steps, start_training
 from coserve_benchmarks.peers import PeftTraining
-from coserve_benchmarks.plans import watch_plans
+from coserve_benchmarks.plans import local_sessions, watch_plans
 from coserve_benchmarks.timing import Timing, alternate, speedup
 
 
@@ -75,10 +75,10 @@ def _tape_bytes(engine: Engine, vocabulary: int) -> tuple[int, int]:
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            length = sum(engine.executor.sessions[segment.job].lengths(segment.key))
+            length = sum(local_sessions(engine)[segment.job].lengths(segment.key))
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers
             if segment.direction is Direction.TRAIN_FORWARD and is_last:
-                tape = engine.executor.sessions[segment.job].tape(segment.key)
+                tape = local_sessions(engine)[segment.job].tape(segment.key)
                 logits = sum(t.nbytes for t in tape.products.values() if t.shape[-1] == vocabulary)
                 found.append((tape.nbytes - logits, logits))
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from coserve.core.plan import Plan, StepResult
 from coserve.core.sequence import Direction, Span
 from coserve.engine.engine import Engine
+from coserve.executors.local import LocalExecutor
+from coserve.train.session import TrainingSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,12 @@ def watch_plans(engine: Engine, look: Callable[[Plan], None]) -> Iterator[None]:
         yield
     finally:
         del engine.executor.run  # the class's own is found again
+
+
+def local_sessions(engine: Engine) -> Mapping[str, TrainingSession]:
+    """Training sessions of an engine whose executor is in this process, by job."""
+    assert isinstance(engine.executor, LocalExecutor), "what a session holds is looked at here"
+    return engine.executor.sessions
 
 
 @contextmanager

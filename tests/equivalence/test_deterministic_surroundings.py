@@ -41,7 +41,7 @@ def default_type(dtype: torch.dtype) -> Iterator[None]:
 def bits_of(engine: Engine, handles: list[FineTuning]) -> Bits:
     """Every step's loss and gradient norm, each step once, and the weights they led to."""
     steps = {update.step: update for handle in handles for update in handle.history}
-    weights = {n: p.view(torch.uint8) for n, p in engine.bank.find("job").parameters().items()}
+    weights = {n: p.view(torch.uint8) for n, p in engine.weights("job").parameters().items()}
     return [(u.step, u.loss, u.grad_norm) for _, u in sorted(steps.items())], weights
 
 

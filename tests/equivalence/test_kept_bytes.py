@@ -35,7 +35,7 @@ class Fused:
         example = Example(tuple(tokens), (*tokens[1:], -100))
         start = fresh_adapter(self.engine.base, "mine", LoRAConfig(rank=4), 0)
         config = TrainingConfig(batch_size=1, keep=keep)
-        self.run = TrainingRun(self.engine.base, self.engine.bank, "job", start, [example], config)
+        self.run = TrainingRun(self.engine.base, self.engine.executor.loaded, "job", start, [example], config)
         self.executor.sessions["job"] = self.run.session
         self.keys = itertools.count(1)
         (self.micro_batch,) = self.run.next_step(self.keys)

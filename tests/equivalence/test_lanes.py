@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
-from coserve.adapters.bank import AdapterBank
 from coserve.core.plan import Plan
 from coserve.train.example import Example
 from coserve_benchmarks.plans import watch_plans
@@ -117,7 +116,7 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
     assert all(job.status == "succeeded" for job in jobs)
     losses = [update.loss for job in jobs for update in job.history]
     return Done(
-        [handle.tokens for handle in handles], weights(engine.bank) if data else {}, losses, split, fused
+        [handle.tokens for handle in handles], weights(engine) if data else {}, losses, split, fused
     )
 
 
@@ -136,8 +135,8 @@ def exactly(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return exact
 
 
-def weights(bank: AdapterBank) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in bank.find("trained").parameters().items()}
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights("trained").parameters().items()}
 
 
 def worst_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

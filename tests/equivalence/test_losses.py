@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.events import JobFailed, StepDone
 from coserve.core.sequence import LossSpec, MicroBatch
@@ -94,7 +94,7 @@ def test_a_prompt_is_no_example() -> None:
     engine = Engine(tiny("llama", torch.float64), EngineConfig(calibrate=False, cache_tokens=64))
     start = fresh_adapter(engine.base, "mine", PromptTuningConfig(tokens=3), 0)
     example = Example((1, 2, 3, 4), (2, 3, 4, -100))
-    run = TrainingRun(engine.base, AdapterBank(), "job", start, [example] * 2, TrainingConfig(batch_size=2))
+    run = TrainingRun(engine.base, LoadedAdapters(), "job", start, [example] * 2, TrainingConfig(batch_size=2))
     (batch,) = run.next_step(iter([1]))
     assert run.session.tail(batch.key)._examples.tolist()[:11] == [-1] * 3 + [0] * 4 + [1] * 4
 
@@ -142,7 +142,7 @@ def test_a_scheduler_sends_a_coupled_loss_through_the_tail_twice() -> None:
             tiny("llama", torch.float64), EngineConfig(calibrate=False, cache_tokens=64, scheduler=settings)
         )
         start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2), 0)
-        run = TrainingRun(engine.base, engine.bank, "j", start, examples, TrainingConfig(batch_size=4))
+        run = TrainingRun(engine.base, engine.executor.loaded, "j", start, examples, TrainingConfig(batch_size=4))
         engine.executor.sessions["j"] = run.session
         (batch,) = run.supervised.next_step(iter([1]))
         batch.loss = loss_spec("dpo", {"reference": (-3.0,) * batch.length})

@@ -122,7 +122,7 @@ def test_numbers_that_are_none_harm_their_own_adapter_only(llama: Alone) -> None
     broken = []
     for kind in alone:
         if kind is not None:
-            adapter = engine.bank.find(kind)
+            adapter = engine.weights(kind)
             spoilt = {name: torch.full_like(t, torch.nan) for name, t in adapter.parameters().items()}
             engine.add_adapter(replace(adapter.with_parameters(spoilt), name=f"broken {kind}"))
             broken.append(f"broken {kind}")

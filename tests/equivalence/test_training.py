@@ -169,11 +169,11 @@ def test_steps_are_those_of_peft(name: str, dtype: torch.dtype, steps: int, tole
         asked = [(lora, replace(training, max_steps=steps)) for lora, training in JOBS]
         for i, (lora, training) in enumerate(asked):
             jobs.append(engine.finetune(data[i], f"tuned-{i}", lora, training))
-            starts.append(matrices(engine.bank.find(f"tuned-{i}")))
+            starts.append(matrices(engine.weights(f"tuned-{i}")))
         run_beside_inference(engine, jobs, random.Random(f"beside/{name}"), steps)
         for i, (lora, training) in enumerate(asked):
             wanted = by_peft(name, dtype, starts[i], lora, training, data[i])
-            got = matrices(engine.bank.find(f"tuned-{i}"))
+            got = matrices(engine.weights(f"tuned-{i}"))
             assert worst_error(got, wanted) <= tolerance
             assert worst_error(starts[i], wanted) > 0.01, "nothing was learnt, so nothing was shown"
             # It learns: the mean loss of the last ten steps is below that of the first ten.
@@ -260,7 +260,7 @@ def train_with_dropout(dropout: float, beside: bool, keep: SavePolicy, **schedul
             engine.generate(prompts(draws, [20])[0], "mine", SamplingParams(max_tokens=9, ignore_eos=True))
         engine.step()
     job.result()
-    return matrices(engine.bank.find("mine"))
+    return matrices(engine.weights("mine"))
 
 
 def test_dropout_does_not_depend_on_windows_or_company() -> None:
@@ -290,5 +290,5 @@ def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
     before = matrices(loaded)
     job = engine.finetune(data, "second", training=TrainingConfig(batch_size=4), start_from="first").result()
     assert job.history[0].loss == pytest.approx(wanted / count, rel=1e-5)
-    assert engine.bank.find("second").parts[0].config == loaded.parts[0].config
-    assert worst_error(matrices(engine.bank.find("first")), before) == 0.0
+    assert engine.weights("second").parts[0].config == loaded.parts[0].config
+    assert worst_error(matrices(engine.weights("first")), before) == 0.0

@@ -129,7 +129,7 @@ class Passage:
             rows=sum(LENGTHS) + case.adapter.virtual.prompt_count,
             keep=keep,
         )
-        self.run = TrainingRun(base, case.engine.bank, "probe", case.adapter, case.examples, config)
+        self.run = TrainingRun(base, case.engine.executor.loaded, "probe", case.adapter, case.examples, config)
         case.engine.executor.sessions["probe"] = self.run.session
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
 
@@ -163,7 +163,7 @@ class Passage:
     def error(self) -> float:
         """The worst relative error of any gradient, and of the loss."""
         result = self.case.engine.executor.run(Plan(updates=(self.run.supervised.optim_step,)))
-        before, after = self.case.adapter.parameters(), self.case.engine.bank.find("probe").parameters()
+        before, after = self.case.adapter.parameters(), self.case.engine.weights("probe").parameters()
         errors = [abs(result.updated["probe"].loss - self.case.loss) / self.case.loss]
         assert before.keys() == self.case.wanted.keys()
         for name, wanted in self.case.wanted.items():

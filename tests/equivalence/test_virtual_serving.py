@@ -106,7 +106,7 @@ def test_prefix_prompt_and_lora_are_one_adapter(
     engine = engine_of(name, folders, deterministic=deterministic, scheduler=scheduler)
     configs = (PrefixTuningConfig(5), PromptTuningConfig(18))
     adapter = fresh_adapter(engine.base, "both", configs, 7)
-    lora = engine.bank.find("lora").parts
+    lora = engine.weights("lora").parts
     engine.add_adapter(AdapterVersion("both", 0, (*adapter.parts, *lora)))
     prefix, prompt = adapter.parameters().values()
     oracle = with_lora(tiny(name), 1, 0.6)
@@ -162,7 +162,7 @@ def test_a_nan_in_virtual_tokens_harms_nobody_else(
     scheduler = {"training_window": 16} if deterministic else {}
     engine = engine_of("llama", folders, cache_tokens=48, deterministic=deterministic, scheduler=scheduler)
     for kind in ("prefix", "prompt"):
-        broken = engine.bank.find(kind)
+        broken = engine.weights(kind)
         nan = {name: torch.full_like(tensor, float("nan")) for name, tensor in broken.parameters().items()}
         engine.add_adapter(broken.with_parameters(nan))
     prompt = (3, 1, 4, 1, 5)

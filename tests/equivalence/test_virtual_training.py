@@ -50,7 +50,7 @@ def examples(count: int = 12, longest: int = 40) -> list[Example]:
 
 
 def weights(engine: Engine, adapter: str) -> dict[str, Tensor]:
-    return engine.bank.find(adapter).parameters()
+    return engine.weights(adapter).parameters()
 
 
 def train_alone(engine: Engine, method: object) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ def examples(job: Job) -> list[Example]:
 
 def begin(engine: Engine, name: str, job: Job) -> MicroBatch:
     config = TrainingConfig(batch_size=len(job.lengths), keep=job.keep)
-    run = TrainingRun(engine.base, engine.bank, name, drawn(engine, name, job), examples(job), config)
+    run = TrainingRun(engine.base, engine.executor.loaded, name, drawn(engine, name, job), examples(job), config)
     engine.executor.sessions[name] = run.session
     (micro_batch,) = run.next_step(itertools.count(secrets.randbits(30)))
     return micro_batch
@@ -253,7 +253,7 @@ def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> Non
             if cancelled is not None and len(handles[cancelled].history) == 2 and passes:
                 handles[cancelled].cancel()
                 cancelled = None
-        return {n: dict(engine.bank.find(n).parameters()) for n in names}
+        return {n: dict(engine.weights(n).parameters()) for n in names}
 
     with Exact():
         together = learn(list(data), cancelled="job 1")

@@ -14,7 +14,7 @@ from coserve.workload.requests import Tokens, training_tokens
 from coserve_benchmarks.memory.peers import OURS, peer_of
 from coserve_benchmarks.ours import Bench, endless, examples, make_engine, seconds_of_steps
 from coserve_benchmarks.peers import TorchTraining
-from coserve_benchmarks.plans import watch_plans
+from coserve_benchmarks.plans import local_sessions, watch_plans
 from coserve_benchmarks.timing import alternate, speedup
 
 # Rows, where training goes by token windows. Larger ones owe less to earlier keys and values (float32, in
@@ -103,7 +103,7 @@ def held_bytes(engine: Engine) -> Held:
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            session = engine.executor.sessions[segment.job]
+            session = local_sessions(engine)[segment.job]
             peak.append(session.held[Account.TAPES])  # none where the micro-batch is through
             length = sum(session.lengths(segment.key))
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers

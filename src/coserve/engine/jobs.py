@@ -329,7 +329,7 @@ class Jobs:
         """Scores the version that the job has just published."""
         if job.ready is None or not job.ready.validation:
             return None
-        version = self._engine.bank.find(_adapter_of(job.command.job))
+        version = self._engine.bank.look(_adapter_of(job.command.job))
         return Scoring(self._engine, version.key, job.ready.validation)
 
     def _written(self, job: _Job, pending: _Pending, outcome: Outcome[Checkpoint]) -> None:

@@ -65,8 +65,7 @@ class Worker:
         self.draining = False
         self._engine, self._hello, self._background = engine, hello, background
         self._jobs = Jobs(engine, background)
-        grammars = engine.executor.table.sampling.grammars
-        self._compiling = Compiling(grammars, background, self._generate, self._fail)
+        self._compiling = Compiling(engine.grammars, engine.executor, background, self._generate, self._fail)
         self._connection = 0  # counts servers, so that a late reply never reaches the next one
         self._answers: dict[str, Completion] = {}
         self._ids: dict[int, str] = {}  # of the answers, by their sequences' keys

@@ -14,6 +14,7 @@ from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.engine import Engine
 from coserve.errors import ConfigError, OutOfMemory
+from coserve.executors.executor import FreshAdapter, OpenSession, ReadMemory
 from coserve.memory.ledger import Account
 from coserve.plan.nodata import without_data
 from coserve.plan.stages import Load, Program, Stage
@@ -21,9 +22,8 @@ from coserve.plan.subject import Subject
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
-from coserve.train.fresh import fresh_adapter
+from coserve.train.fresh import sketch_adapter
 from coserve.train.save_policy import save_policy
-from coserve.train.session import TrainingSession
 from coserve.train.supervised import SupervisedSteps
 
 _JOB: Final = "plan"
@@ -44,18 +44,18 @@ class OurRun:
     def go(self) -> Iterator[Stage]:
         load = self._program.load
         engine = Engine(self._subject.load(), self.config(_NO_LIMIT))
-        self.cache = engine.executor.pool.nbytes
+        self.cache = engine.executor.spec.cache_nbytes
         yield Stage.LOADED
         self._answer(engine, load)
         yield Stage.INFERENCE
         if not self._program.trains:
             return
-        session, steps = self._start(engine)
+        steps = self._start(engine)
         for step in range(2):
             for group in _groups(steps.next_step(count()), engine.scheduler.config.micro_batches_in_flight):
                 for micro_batch in group:
                     self._pass(engine, micro_batch, Direction.TRAIN_FORWARD)
-                self.optimizer = session.held[Account.OPTIMIZERS] + session.held[Account.ADAPTERS]
+                self.optimizer = _held(engine)
                 if not step:
                     yield Stage.FORWARD
                 for micro_batch in group:
@@ -63,9 +63,9 @@ class OurRun:
                     self._pass(engine, micro_batch, Direction.BACKWARD)
             if not step:
                 yield Stage.BACKWARD
-            self.optimizer = session.held[Account.OPTIMIZERS] + session.held[Account.ADAPTERS]
-            engine.executor.run(Plan(updates=(steps.optim_step,)))
-            steps.ended(session.current.key)
+            self.optimizer = _held(engine)
+            (updated,) = engine.executor.run(Plan(updates=(steps.optim_step,))).updated.values()
+            steps.ended(updated.version)
         yield Stage.STEP
 
     def config(self, memory: int) -> EngineConfig:
@@ -96,12 +96,15 @@ class OurRun:
             engine.executor.run(inference_plan((answer, 0, load.length) for answer in answers))
             engine.executor.run(Plan(released=tuple(answer.key for answer in answers)))
 
-    def _start(self, engine: Engine) -> tuple[TrainingSession, SupervisedSteps]:
+    def _start(self, engine: Engine) -> SupervisedSteps:
         examples, config = self.job()
-        adapter = fresh_adapter(engine.base, _JOB, settings_of(self._program.parts), 0)
-        virtual = adapter.virtual.given_count, adapter.virtual.prompt_count
-        steps = SupervisedSteps(_JOB, adapter.key, examples, config, engine.base.depth, *virtual)
-        return engine.executor.open_session(_JOB, adapter, steps.session), steps
+        methods = settings_of(self._program.parts)
+        virtual = sketch_adapter(engine.base, _JOB, methods, 0).virtual
+        counts = virtual.given_count, virtual.prompt_count
+        steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, config, engine.base.depth, *counts)
+        fresh = FreshAdapter.of(methods, 0)
+        engine.executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=fresh))
+        return steps
 
     def _pass(self, engine: Engine, micro_batch: MicroBatch, direction: Direction) -> None:
         """All its rows in one window."""
@@ -127,6 +130,12 @@ def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True
         except (ConfigError, OutOfMemory) as error:
             return str(error)
     return ""
+
+
+def _held(engine: Engine) -> int:
+    """Bytes that the session holds beside its tapes."""
+    held = engine.executor.call(ReadMemory()).sessions[_JOB]
+    return held[Account.OPTIMIZERS] + held[Account.ADAPTERS]
 
 
 def _groups(micro_batches: Sequence[MicroBatch], size: int) -> Iterator[Sequence[MicroBatch]]:

@@ -32,7 +32,7 @@ def train(engine: Engine, name: str = "tuned", steps: int = 2) -> FineTuning:
 
 
 def weights(engine: Engine, name: str = "tuned") -> dict[str, torch.Tensor]:
-    return engine.bank.find(name).parameters()
+    return engine.weights(name).parameters()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import Plan, Updated
 from coserve.core.sequence import MicroBatch
 from coserve.errors import JobError
@@ -51,7 +51,7 @@ def run_of(
     start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2, dropout=0.2), 0)
     training = TrainingConfig(**{**FIELDS, **fields})
     run = TrainingRun(
-        engine.base, AdapterBank(), "job", start, data, training, digest=digest(data), resume=resume
+        engine.base, LoadedAdapters(), "job", start, data, training, digest=digest(data), resume=resume
     )
     engine.executor.sessions["job"] = run.session
     return run
