@@ -115,9 +115,7 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
             engine.run()
     assert all(job.status == "succeeded" for job in jobs)
     losses = [update.loss for job in jobs for update in job.history]
-    return Done(
-        [handle.tokens for handle in handles], weights(engine) if data else {}, losses, split, fused
-    )
+    return Done([handle.tokens for handle in handles], weights(engine) if data else {}, losses, split, fused)
 
 
 def in_exact_threads(engine: Engine) -> None:

@@ -28,7 +28,7 @@ from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
 from models import Exact, lora_parameters, prompts, tiny, with_lora
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 from virtual import KINDS, encoder_of, logits_behind, own_logits, with_virtual
 
 TOLERANCE = 1e-10
@@ -129,8 +129,10 @@ class Passage:
             rows=sum(LENGTHS) + case.adapter.virtual.prompt_count,
             keep=keep,
         )
-        self.run = TrainingRun(base, case.engine.executor.loaded, "probe", case.adapter, case.examples, config)
-        case.engine.executor.sessions["probe"] = self.run.session
+        self.run = TrainingRun(
+            base, case.engine.executor.loaded, "probe", case.adapter, case.examples, config
+        )
+        adopt(case.engine, self.run)
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:

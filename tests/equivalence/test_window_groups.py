@@ -28,7 +28,7 @@ from coserve.train.backward import BackwardWindow, LayerGradients
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import VOCABULARY, Exact, tiny
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 TOLERANCE = 1e-10
 
@@ -94,8 +94,10 @@ def examples(job: Job) -> list[Example]:
 
 def begin(engine: Engine, name: str, job: Job) -> MicroBatch:
     config = TrainingConfig(batch_size=len(job.lengths), keep=job.keep)
-    run = TrainingRun(engine.base, engine.executor.loaded, name, drawn(engine, name, job), examples(job), config)
-    engine.executor.sessions[name] = run.session
+    run = TrainingRun(
+        engine.base, engine.executor.loaded, name, drawn(engine, name, job), examples(job), config
+    )
+    adopt(engine, run)
     (micro_batch,) = run.next_step(itertools.count(secrets.randbits(30)))
     return micro_batch
 

@@ -14,8 +14,6 @@ from coserve.errors import ConfigError
 from coserve.jobs import datasets
 from coserve.train.config import TrainingConfig
 from coserve.train.example import prepare
-from coserve.train.fresh import sketch_adapter
-from coserve.train.pruning.plan import foresee
 from coserve.wire.messages import CheckJob
 
 _FIRST: Final = 512  # examples that are looked at: a job needs at least the bytes that some of its data need
@@ -32,9 +30,8 @@ def read_beginning(engine: Engine, command: CheckJob) -> JobSpec:
         exact = torch.promote_types(engine.base.dtype, torch.float32)
         start = read_adapter(Path(command.start_from), command.job, engine.base, exact, engine.base.device)
     method = settings_of(command.method)
-    first = sketch_adapter(engine.base, command.job, method, config.seed) if start is None else start
     records = islice(datasets.read(Path(command.data)), _FIRST)
     text = engine.text
     data = prepare(records, text.tokenizer, config.loss_on, config.max_length, text.allow_special_tokens)
-    foresee(engine.base, first, config.keep)
+    engine.foresee(method if start is None else start, config)
     return JobSpec(command.job, command.job, data, method, config, start)

@@ -29,7 +29,6 @@ from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpo
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared
 from coserve.train.fresh import sketch_adapter
-from coserve.train.pruning.plan import foresee
 from coserve.train.state import TrainingState
 from coserve.wire.messages import (
     Fault,
@@ -435,5 +434,5 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
         first = start = read_adapter(Path(command.start_from), name, base, exact, base.device)
     else:
         first = sketch_adapter(base, name, method, training.seed)
-    foresee(base, first, training.keep)
+    engine.foresee(first if start or resume else method, training)
     return _Ready(training, method, data, validation, start, checkpoint, resume)

@@ -77,7 +77,8 @@ def main(pipes: Supervised) -> None:
     hello = _hello(start, engine, seconds)
     inbox.pauses(engine.arrivals)
     worker = Worker(engine, hello, Background(inbox), costs)
-    engine.base.chain.on_layer = TRACING.on_progress = pipes.beat
+    engine.executor.on_progress(pipes.beat)
+    TRACING.on_progress = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()
     pipes.say(Status("ready", f"{_describe(hello)}; {_memory(engine)}", seconds))

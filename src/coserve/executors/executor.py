@@ -4,9 +4,11 @@ Plans, results and commands are immutable and serialisable (`executors.codec`): 
 weight, page, tape or session, and reaches none of them but through an `Executor`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods import method_of
@@ -24,7 +26,8 @@ R = TypeVar("R")
 class ExecutorSpec:
     """Facts of an executor that never change. `sequences` is the most it holds state of at once, `eos_ids`
     end an answer; `cache_nbytes` is what keys and values take, `grown` what loading took beside the weights
-    and keeps, both in bytes; `fingerprint` is the base's content hash."""
+    and keeps, both in bytes; `fingerprint` is the base's content hash, `dtype`
+    the name of its type."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -32,6 +35,7 @@ class ExecutorSpec:
     grown: int
     fingerprint: str
     parameters: int
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,26 @@ class TraceLayers(Command[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class ReadParameter(Command[Tensor | None]):
+    """Reads a frozen parameter of the base: the `weight`, `bias` or `gain` (of a norm) at a path, or the
+    `row_norms` of its weight. None where there is none. Raises AdapterError."""
+
+    path: str
+    what: str
+    reply = Tensor
+    beside = True
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedTokens(Command[Tensor]):
+    """Returns the input embeddings [n, width] of token ids."""
+
+    tokens: tuple[int, ...]
+    reply = Tensor
+    beside = True
+
+
+@dataclass(frozen=True, slots=True)
 class CompileGrammar(Command[None]):
     """Compiles a grammar before a sequence needs it. Raises RequestError."""
 
@@ -210,6 +234,11 @@ class Executor(Protocol):
 
     def call(self, command: Command[R]) -> R:
         """Does what a command says, and returns its reply."""
+        ...
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """Has `beat` called while plans run, as often as there is progress (a layer at least), at most some
+        times a second from afar: by whoever collects."""
         ...
 
     def run(self, plan: Plan) -> StepResult:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.loaded import LoadedAdapters
@@ -19,6 +20,7 @@ from coserve.executors.executor import (
     CompileGrammar,
     DeviceMemory,
     DropAdapters,
+    EmbedTokens,
     FetchAdapter,
     FreshAdapter,
     LoadAdapter,
@@ -26,6 +28,7 @@ from coserve.executors.executor import (
     R,
     ReadAdapter,
     ReadMemory,
+    ReadParameter,
     RestartStep,
     SaveState,
     SetLimits,
@@ -86,6 +89,10 @@ class HeldState:
                 return self.sessions[command.job].state()
             case TraceLayers():
                 return foresee(self.base, self._shapes(command.start, command.fresh), command.keep)
+            case ReadParameter():
+                return self._parameter(command.path, command.what)
+            case EmbedTokens():
+                return self.base.embedded(torch.tensor(command.tokens, dtype=torch.long))
             case CompileGrammar():
                 if self._grammars is not None:
                     self._grammars.compile(command.text)
@@ -146,6 +153,16 @@ class HeldState:
             return start
         assert fresh is not None, "an adapter has shapes"
         return sketch_adapter(self.base, "sketch", settings_of(fresh.methods), fresh.seed)
+
+    def _parameter(self, path: str, what: str) -> Tensor | None:
+        match what:
+            case "weight":
+                return self.base.dense(path).weight
+            case "bias":
+                return self.base.bias(path)
+            case "gain":
+                return self.base.gain(path)
+        return self.base.weights(path).row_norms()
 
     def _restart(self, command: RestartStep) -> None:
         session = self.sessions[command.job]

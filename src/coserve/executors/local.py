@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,6 +128,7 @@ class LocalExecutor(Executor):
             grown=self._grown,
             fingerprint=self.base.fingerprint,
             parameters=self.base.parameters,
+            dtype=str(self.base.dtype).removeprefix("torch."),
         )
 
     def launch(self, plan: Plan) -> None:
@@ -138,6 +139,10 @@ class LocalExecutor(Executor):
     def collect(self, wait: bool = True) -> StepResult | None:
         """See `Executor`."""
         return self._run(self._launched.popleft()) if wait and self._launched else None
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """See `Executor`."""
+        self.base.chain.on_layer = beat
 
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""

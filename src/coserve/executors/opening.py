@@ -3,25 +3,30 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.stacks import Stacks
 from coserve.config import EngineConfig
 from coserve.errors import ConfigError
 from coserve.executors.deterministic import DeterministicExecutor
 from coserve.executors.executor import Executor
 from coserve.executors.local import LocalExecutor
+from coserve.executors.remote import RemoteExecutor
 from coserve.executors.sequence_table import SequenceTable
 from coserve.memory.kv import KVPool
 from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
+from coserve.memory.nodata import without_data
 from coserve.memory.store import Int8Store, Store
 from coserve.model.base import Base
 from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
+from coserve.model.together import linears_together
 from coserve.train.optimizer_offload import offload_for
 from coserve.train.proof import prove_training
 
@@ -53,6 +58,29 @@ def open_local(model: Model, config: EngineConfig, tokenizer: Any = None) -> Ope
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
     executor = _make(base, config, grammars, grown)
     return Opened(executor, base, executor.stacks.slot_nbytes, grammars)
+
+
+def open_remote(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:
+    """An executor in a process of its own. A model or tokenizer that is an object gets there by way of a
+    folder. Raises what `open_local` does."""
+    with TemporaryDirectory(prefix="coserve-") as folder:
+        if isinstance(model, PreTrainedModel):
+            model.save_pretrained(folder)
+            model = folder
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        executor = RemoteExecutor(str(model), config, None if tokenizer is None else folder)
+    base, spec = executor.base, executor.spec
+    with without_data():
+        stacks = Stacks(linears_together(base), spec.sequences, base.device)
+    grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, spec.eos_ids)
+    return Opened(executor, base, stacks.slot_nbytes, grammars)
+
+
+def open_executor(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:
+    """The executor that the settings ask for."""
+    opens = open_remote if config.executor == "remote" else open_local
+    return opens(model, config, tokenizer)
 
 
 def dtype_of(config: EngineConfig) -> torch.dtype | str:

@@ -94,7 +94,7 @@ class ScriptedExecutor(Executor):
     @property
     def spec(self) -> ExecutorSpec:
         """See `Executor`. There is no model, and no bound on sequences."""
-        return ExecutorSpec(sys.maxsize, (), 0, 0, "", 0)
+        return ExecutorSpec(sys.maxsize, (), 0, 0, "", 0, "")
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`. The plan is carried out, and the clock moved, when its result is collected."""
@@ -103,6 +103,9 @@ class ScriptedExecutor(Executor):
     def collect(self, wait: bool = True) -> StepResult | None:
         """See `Executor`."""
         return self._run(self._launched.popleft()) if wait and self._launched else None
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """See `Executor`. Steps take no time here."""
 
     def call(self, command: Command[R]) -> R:
         """Raises NotImplementedError: there is no model, and nothing that a command could change or tell."""

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from coserve.plan.nodata import without_data
+from coserve.memory.nodata import without_data
 from coserve.plan.ours import OurRun
 from coserve.plan.plain import PlainRun
 from coserve.plan.stages import Peaks, Program, Run, Stage, System

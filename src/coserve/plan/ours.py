@@ -16,7 +16,7 @@ from coserve.engine.engine import Engine
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.executors.executor import FreshAdapter, OpenSession, ReadMemory
 from coserve.memory.ledger import Account
-from coserve.plan.nodata import without_data
+from coserve.memory.nodata import without_data
 from coserve.plan.stages import Load, Program, Stage
 from coserve.plan.subject import Subject
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment

@@ -9,10 +9,10 @@ import torch
 from coserve.errors import PromptTooLong
 from coserve.memory.compiled import BUILT_BYTES
 from coserve.memory.malloc import resident_bytes
+from coserve.memory.nodata import without_data
 from coserve.model.load import load_base
 from coserve.plan.estimate import Estimate, estimated
 from coserve.plan.measure import measured
-from coserve.plan.nodata import without_data
 from coserve.plan.ours import refusal
 from coserve.plan.recipes import Fields
 from coserve.plan.stages import Load, Loss, Peaks, Program, System

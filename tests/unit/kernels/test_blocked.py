@@ -5,7 +5,7 @@ import torch
 
 from coserve.kernels import blocked, reference
 from coserve.kernels.attention import causal_mask
-from coserve.plan.nodata import without_data
+from coserve.memory.nodata import without_data
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from coserve.train.example import Example, digest
 from coserve.train.fresh import fresh_adapter
 from coserve.train.state import TrainingState
 from models import prompts, tiny
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 DEPTH = 3
 FIELDS = {"batch_size": 3, "epochs": 2, "learning_rate": 3e-2, "rows": 40, "seed": 5, "max_grad_norm": 0.05}
@@ -53,7 +53,7 @@ def run_of(
     run = TrainingRun(
         engine.base, LoadedAdapters(), "job", start, data, training, digest=digest(data), resume=resume
     )
-    engine.executor.sessions["job"] = run.session
+    adopt(engine, run)
     return run
 
 

@@ -17,7 +17,7 @@ from coserve.schedule.segments import training_segment
 from coserve.train.example import Example, pack
 from coserve.train.fresh import fresh_adapter
 from models import Exact, prompts, tiny
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 DEPTH = 3
 
@@ -40,7 +40,7 @@ def start_run(
 ) -> TrainingRun:
     start = fresh_adapter(engine.base, "mine", lora, 0)
     run = TrainingRun(engine.base, LoadedAdapters(), "job", start, data, TrainingConfig(**fields))
-    engine.executor.sessions["job"] = run.session
+    adopt(engine, run)
     return run
 
 
@@ -154,11 +154,11 @@ def test_weights_that_are_not_finite_stop_the_job_where_it_stood(engine: Engine)
     bad = TrainingRun(
         engine.base, LoadedAdapters(), "job", spoilt, examples("nan", 2), TrainingConfig(batch_size=2)
     )
-    engine.executor.sessions["job"] = bad.session
+    adopt(engine, bad)
     with pytest.raises(LossNotFinite, match=r"job job: the loss became nan .* step 1.* version bad@0"):
         one_step(engine, bad)
     assert bad.current.key == "bad@0" and bad.step == 0
-    engine.executor.sessions["job"] = run.session
+    adopt(engine, run)
     assert torch.equal(matrices(good), copy)
     assert one_step(engine, run).step == 2
 

@@ -16,7 +16,7 @@ from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import logits_of, tiny
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 TOKENS = (5, 0, 7, 0, 0, 9)
 EXAMPLE = Example(TOKENS, (*TOKENS[1:], -100))
@@ -63,7 +63,7 @@ def test_a_run_counts_masters_gradients_and_moments() -> None:
     engine = make_engine()
     start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2), 0)
     run = TrainingRun(engine.base, LoadedAdapters(), "job", start, [EXAMPLE], TrainingConfig(batch_size=1))
-    engine.executor.sessions["job"] = run.session
+    adopt(engine, run)
     assert run.nbytes == start.nbytes
     (batch,) = run.next_step(itertools.count(1))
     while not batch.done:

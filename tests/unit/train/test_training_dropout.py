@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
-from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.lowrank import DroppingLoRA
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from coserve.plan.nodata import without_data
+from coserve.memory.nodata import without_data
 
 MB = 1 << 20
 
