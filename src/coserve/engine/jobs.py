@@ -429,10 +429,8 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
     resume = start = None
     if checkpoint is not None:
         resume = read_checkpoint(checkpoint.path, name, base, exact)
-        first = resume.adapter
     elif command.start_from is not None:
-        first = start = read_adapter(Path(command.start_from), name, base, exact, base.device)
-    else:
-        first = sketch_adapter(base, name, method, training.seed)
-    engine.foresee(first if start or resume else method, training)
+        start = read_adapter(Path(command.start_from), name, base, exact, base.device)
+    first = start if resume is None else resume.adapter
+    engine.foresee(method if first is None else first, training)
     return _Ready(training, method, data, validation, start, checkpoint, resume)

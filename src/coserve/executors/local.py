@@ -104,6 +104,7 @@ class LocalExecutor(Executor):
         self.sessions, self.arena = self.held.sessions, self.held.arena
         self.sampler = self.sampler_type(base, self.loaded, table)
         self._launched: deque[Plan] = deque()
+        self._results: deque[StepResult] = deque()  # that nobody has collected
         self._grown = grown
         self._lanes = Lanes(base.device)
         self._beside: Future[tuple[float, list[TrainingSegment]]] | None = (
@@ -138,7 +139,9 @@ class LocalExecutor(Executor):
 
     def collect(self, wait: bool = True) -> StepResult | None:
         """See `Executor`."""
-        return self._run(self._launched.popleft()) if wait and self._launched else None
+        if wait and not self._results:
+            self._run_next()
+        return self._results.popleft() if self._results else None
 
     def on_progress(self, beat: Callable[[], object]) -> None:
         """See `Executor`."""
@@ -146,9 +149,16 @@ class LocalExecutor(Executor):
 
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
+        if not command.beside:
+            while self._launched:
+                self._run_next()
         if isinstance(command, CloseSession | RestartStep):
             self.settle()
         return self.held.do(command)
+
+    def _run_next(self) -> None:
+        if self._launched:
+            self._results.append(self._run(self._launched.popleft()))
 
     @torch.no_grad()
     def _run(self, plan: Plan) -> StepResult:

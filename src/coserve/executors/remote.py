@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import torch
@@ -35,6 +35,28 @@ _ENDING: Final = 5.0  # seconds that the process has to end by itself
 _POLL: Final = 500  # milliseconds between two looks at a process that answers nothing
 
 
+class Process(Protocol):
+    """An executor's process, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start_process(descriptors: Sequence[int]) -> Process:
+    """Starts a process that serves an executor on sockets with these descriptors."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "coserve.executors.service", *map(str, descriptors)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what a library prints there is for people
+    )
+
+
 class RemoteExecutor(Executor):
     """The `Executor` whose device belongs to another process of this machine.
 
@@ -48,12 +70,7 @@ class RemoteExecutor(Executor):
         pairs = [socket.socketpair() for _ in range(2 + _BESIDE)]
         theirs = [other for _, other in pairs]
         descriptors = [sock.fileno() for sock in theirs]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "coserve.executors.service", *map(str, descriptors)],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a library prints there is for people
-        )
+        self.process = start_process(descriptors)
         for sock in theirs:
             sock.close()
         self._steps, self._signals, *beside = (own for own, _ in pairs)
@@ -216,7 +233,7 @@ def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Ba
     return base
 
 
-def _end(process: subprocess.Popen[bytes], sockets: Sequence[socket.socket]) -> None:
+def _end(process: Process, sockets: Sequence[socket.socket]) -> None:
     """Closes the sockets, which ends the process; one that does not end by itself is killed."""
     for sock in sockets:
         sock.close()
