@@ -25,8 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--executor",
         choices=["local", "remote"],
         default="local",
-        help="where engines of the tests compute: in this process, or each in one of its own; tests that look "
-        "into this process's executor are skipped then",
+        help="where engines compute: in the tests' process, or each in one of its own; tests that look "
+        "into their executor are skipped then",
     )
 
 

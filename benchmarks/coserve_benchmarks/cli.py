@@ -41,6 +41,10 @@ def engine(
     plans: Annotated[
         Path | None, typer.Option(help="File for the training in the co-serving run's plans.")
     ] = None,
+    executor: Annotated[
+        str,
+        typer.Option(help="local; or remote: what steps cost in a process of their own."),
+    ] = "local",
 ) -> None:
     """Serving, training, and both at once, beside their floors and other programs."""
     check_writable("--json", json_file)
@@ -48,7 +52,7 @@ def engine(
     from coserve_benchmarks.engine import run_engine
     from coserve_benchmarks.report import print_report
 
-    print_report(run_engine(shape, quick, only or None, json_file, plans))
+    print_report(run_engine(shape, quick, only or None, json_file, plans, executor))
 
 
 @app.command()

@@ -38,6 +38,13 @@ BARS = {
     "coserve.fused_share": Bar(0.5),
 }
 
+# Of an executor in a process of its own: a step's seconds over those of one in the engine's process.
+REMOTE_BARS: Mapping[str, Bar | None] = {
+    "remote.decode_one": Bar(1.05, at_most=True),
+    "remote.decode_many": Bar(1.05, at_most=True),
+    "remote.training": Bar(1.05, at_most=True),
+}
+
 # Of the server; None where a figure is only reported. A restart may also take as long as the model's loading.
 SERVER_BARS: Mapping[str, Bar | None] = {
     "overhead.ratio": Bar(0.9),

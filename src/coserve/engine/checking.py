@@ -6,14 +6,18 @@ from typing import Final
 
 import torch
 
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.engine.engine import Engine
 from coserve.engine.training import JobSpec
 from coserve.errors import ConfigError
+from coserve.executors.executor import FreshAdapter, TraceLayers
 from coserve.jobs import datasets
 from coserve.train.config import TrainingConfig
 from coserve.train.example import prepare
+from coserve.train.fresh import sketch_adapter
+from coserve.train.pruning.plan import foresee
 from coserve.wire.messages import CheckJob
 
 _FIRST: Final = 512  # examples that are looked at: a job needs at least the bytes that some of its data need
@@ -33,5 +37,17 @@ def read_beginning(engine: Engine, command: CheckJob) -> JobSpec:
     records = islice(datasets.read(Path(command.data)), _FIRST)
     text = engine.text
     data = prepare(records, text.tokenizer, config.loss_on, config.max_length, text.allow_special_tokens)
-    engine.foresee(method if start is None else start, config)
+    foresee_job(engine, method if start is None else start, config)
     return JobSpec(command.job, command.job, data, method, config, start)
+
+
+def foresee_job(engine: Engine, start: AdapterVersion | tuple[object, ...], training: TrainingConfig) -> None:
+    """Finds out what tapes of a job that trains an adapter, or a fresh one of these methods, will keep: most
+    of a second, once for each shape of layers. Takes no lock: steps go on meanwhile."""
+    if isinstance(start, AdapterVersion):
+        first, trace = start, TraceLayers(training.keep, start=start)
+    else:
+        first = sketch_adapter(engine.base, "sketch", start, training.seed)
+        trace = TraceLayers(training.keep, fresh=FreshAdapter.of(start, training.seed))
+    foresee(engine.base, first, training.keep)  # for whoever counts its bytes, here
+    engine.executor.call(trace)

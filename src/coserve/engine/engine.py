@@ -34,10 +34,8 @@ from coserve.executors.executor import (
     CompileGrammar,
     DropAdapters,
     FetchAdapter,
-    FreshAdapter,
     LoadAdapter,
     ReadAdapter,
-    TraceLayers,
 )
 from coserve.executors.opening import open_executor
 from coserve.jobs import datasets
@@ -50,9 +48,7 @@ from coserve.schedule.scheduler import Scheduler
 from coserve.text import Text
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
-from coserve.train.fresh import sketch_adapter
 from coserve.train.needs import Steps
-from coserve.train.pruning.plan import foresee
 from coserve.train.state import TrainingState
 from coserve.wire.messages import Stats
 
@@ -301,17 +297,6 @@ class Engine:
             prepared = prepare(records, text.tokenizer, *options)
         check_fit(prepared, self.base.max_positions, self.base.vocabulary)
         return prepared
-
-    def foresee(self, start: AdapterVersion | tuple[object, ...], training: TrainingConfig) -> None:
-        """Finds out what tapes of a job that trains an adapter, or a fresh one of these methods, will keep:
-        most of a second, once for each shape of layers. Takes no lock: steps go on meanwhile."""
-        if isinstance(start, AdapterVersion):
-            first, trace = start, TraceLayers(training.keep, start=start)
-        else:
-            first = sketch_adapter(self.base, "sketch", start, training.seed)
-            trace = TraceLayers(training.keep, fresh=FreshAdapter.of(start, training.seed))
-        foresee(self.base, first, training.keep)  # for whoever counts its bytes, here
-        self.executor.call(trace)
 
     def check_job(self, asked: JobSpec) -> None:
         """Raises what makes a job impossible: AdapterError, DataError, OutOfMemory (alone too)."""

@@ -21,6 +21,7 @@ from coserve.core.contained import contained
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.plan import Updated
 from coserve.engine.background import Background, Outcome
+from coserve.engine.checking import foresee_job
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning, Keeping
 from coserve.engine.scoring import Scoring, check_lengths
@@ -432,5 +433,5 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
     elif command.start_from is not None:
         start = read_adapter(Path(command.start_from), name, base, exact, base.device)
     first = start if resume is None else resume.adapter
-    engine.foresee(method if first is None else first, training)
+    foresee_job(engine, method if first is None else first, training)
     return _Ready(training, method, data, validation, start, checkpoint, resume)

@@ -10,7 +10,8 @@ from coserve.errors import ConfigError
 from coserve_benchmarks.engine import run_engine
 from coserve_benchmarks.plans import load_plans, whole_journeys
 from coserve_benchmarks.report import draw, print_report
-from coserve_benchmarks.results import BARS
+from coserve_benchmarks.results import BARS, REMOTE_BARS
+from forked_executors import fork_executors
 
 
 def test_the_whole_table_on_a_tiny_shape(tmp_path: Path) -> None:
@@ -33,3 +34,11 @@ def test_the_whole_table_on_a_tiny_shape(tmp_path: Path) -> None:
 def test_unknown_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match="there are inference, finetune, blocking, coserve"):
         run_engine("tiny", only=["speed"])
+
+
+def test_what_a_remote_executor_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_executors(monkeypatch)
+    results = run_engine("tiny", quick=True, json_path=tmp_path / "bench.json", executor="remote")
+    assert all(0.1 < results[key] < 10.0 for key in REMOTE_BARS)
+    with pytest.raises(ConfigError, match="executor must be local or remote"):
+        run_engine("tiny", quick=True, executor="elsewhere")
