@@ -7,8 +7,9 @@ from operator import itemgetter
 
 from coserve.core.events import StepDone, TokenEvent, TrainingProgress
 from coserve.core.request import SLO
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.handles import Completion, FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.workload.requests import TimedRequest, Workload
 from coserve_benchmarks.ours import greedy, start_job
 

@@ -11,7 +11,7 @@ from coserve.config import EngineConfig
 from coserve.core.events import StepDone, TrainingProgress
 from coserve.core.request import SamplingParams
 from coserve.engine.engine import Engine
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example
 from coserve.train.save_policy import SavePolicy

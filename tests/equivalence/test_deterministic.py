@@ -11,7 +11,8 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import Plan, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction
-from coserve.engine.handles import Completion, FineTuning
+from coserve.engine.completion import Completion
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import ConfigError, UnsupportedModel
 from coserve.executors.local import LocalExecutor
 from coserve.train.example import Example

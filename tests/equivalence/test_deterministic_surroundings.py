@@ -13,7 +13,7 @@ from test_deterministic import Told, crowd, engine_of, examples
 
 from coserve import Engine, SavePolicy, TrainingConfig
 from coserve.adapters.settings import settings_of
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 
 METHODS: dict[str, object] = {
     "lora": {"peft_type": "LORA", "r": 5, "lora_dropout": 0.1, "target_modules": ["q_proj", "embed_tokens"]},

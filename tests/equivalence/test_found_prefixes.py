@@ -10,7 +10,7 @@ import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import TokenLogprobs
-from coserve.engine.handles import Completion
+from coserve.engine.completion import Completion
 from coserve.train.example import Example
 from models import prompts, tiny, with_lora
 from virtual import KINDS, with_virtual

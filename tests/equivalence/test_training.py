@@ -14,7 +14,7 @@ from transformers import get_scheduler
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.train.example import Example, epochs
 from models import VOCABULARY, Exact, logits_of, lora_parameters, make_eager, prompts, tiny, with_lora
 from rounding import allowed, both_ways, error

@@ -13,7 +13,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.engine.handles import Completion
+from coserve.engine.completion import Completion
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import Exact, logits_of, prompts, tiny, with_lora

@@ -12,7 +12,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.engine.handles import Keeping
+from coserve.engine.finetuning import Keeping
 from coserve.errors import DataError
 from coserve.train.checkpoint import read_checkpoint, write_checkpoint
 from coserve.train.example import Example

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coserve import Engine, LoRAConfig
 from coserve.core.sequence import Direction
-from coserve.engine.handles import Completion
+from coserve.engine.completion import Completion
 from coserve.model.block import Block, Resident
 from coserve.model.linear import FrozenLinear
 from methods import SMALL, engine_of

@@ -10,8 +10,9 @@ import torch
 
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.config import EngineConfig
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.handles import Completion, FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import OutOfMemory
 from coserve.memory.malloc import keep_freed_memory
 from coserve.memory.measured import make_meter

@@ -10,8 +10,8 @@ from coserve.core.events import Event, Finished, TokenEvent
 from coserve.core.request import SLO, SamplingParams
 from coserve.demo.latency import Latencies
 from coserve.demo.lessons import Lesson
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine, Prompt
-from coserve.engine.handles import Completion
 from coserve.tiny.world import KINDS
 
 LONGEST_ANSWER: Final = 128

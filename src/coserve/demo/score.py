@@ -6,8 +6,8 @@ from typing import Final
 
 from coserve.core.request import SamplingParams
 from coserve.demo.lessons import HeldOut
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine, Prompt
-from coserve.engine.handles import Completion
 from coserve.train.example import IGNORED, Example
 
 LONGEST_ANSWER: Final = 64

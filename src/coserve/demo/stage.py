@@ -17,7 +17,7 @@ from coserve.demo.crowd import Crowd, Source
 from coserve.demo.figures import Meter, Phase, phase
 from coserve.demo.view import Frame, Job, View
 from coserve.engine.engine import Engine
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 
 NEWEST: Final = 1500  # times between tokens that the figures on screen look back on
 _TRIES: Final = 7

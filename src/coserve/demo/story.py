@@ -19,7 +19,7 @@ from coserve.demo.stage import Stage, open_engine
 from coserve.demo.tables import milliseconds
 from coserve.demo.trace import read_load
 from coserve.demo.view import View
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import ModelNotFound
 from coserve.train.config import TrainingConfig
 from coserve.train.save_policy import SavePolicy

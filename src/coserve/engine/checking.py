@@ -10,7 +10,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.engine.engine import Engine
-from coserve.engine.training import JobSpec
+from coserve.engine.finetuning import JobSpec
 from coserve.errors import ConfigError
 from coserve.executors.executor import FreshAdapter, TraceLayers
 from coserve.jobs import datasets

@@ -25,10 +25,11 @@ from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.engine.admission import Admission
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.calibrate import measure, measure_lanes
-from coserve.engine.handles import Completion, FineTuning, Keeping
+from coserve.engine.completion import Completion
+from coserve.engine.finetuning import FineTuning, JobSpec, Keeping
 from coserve.engine.paged import PagedAdapters
 from coserve.engine.stats import count
-from coserve.engine.training import JobSpec, Training
+from coserve.engine.training import Training
 from coserve.errors import AdapterError, ConfigError, CoserveError, RequestError
 from coserve.executors.executor import (
     CompileGrammar,

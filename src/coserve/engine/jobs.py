@@ -23,7 +23,7 @@ from coserve.core.plan import Updated
 from coserve.engine.background import Background, Outcome
 from coserve.engine.checking import foresee_job
 from coserve.engine.engine import Engine
-from coserve.engine.handles import FineTuning, Keeping
+from coserve.engine.finetuning import FineTuning, Keeping
 from coserve.engine.scoring import Scoring, check_lengths
 from coserve.errors import CoserveError, DataError, JobError
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint

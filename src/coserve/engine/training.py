@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from coserve.core.contained import contained
 from coserve.core.events import JobFailed, StepDone
 from coserve.core.sequence import MicroBatch
 from coserve.engine.admission import Admission
-from coserve.engine.handles import FineTuning, Keeping
+from coserve.engine.finetuning import FineTuning, JobSpec, Keeping
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
 from coserve.executors.executor import (
     CloseSession,
@@ -25,8 +25,7 @@ from coserve.executors.executor import (
 )
 from coserve.model.base import Base
 from coserve.schedule.scheduler import Scheduler
-from coserve.train.config import TrainingConfig
-from coserve.train.example import Prepared, check_room
+from coserve.train.example import check_room
 from coserve.train.fitting import JobSize, Rank
 from coserve.train.fresh import sketch_adapter
 from coserve.train.save_policy import SavePolicy
@@ -34,20 +33,6 @@ from coserve.train.state import TrainingState
 from coserve.train.supervised import SupervisedSteps, count_steps
 
 Methods = object | Sequence[object]  # settings of an adapter's method, or of several
-
-
-@dataclass(frozen=True, slots=True)
-class JobSpec:
-    """A fine-tuning job as it was asked for. `start` is the version that training begins with, None for a
-    fresh one; `resume` where the same job stood before."""
-
-    job: str
-    adapter: str
-    data: Prepared
-    method: Methods
-    config: TrainingConfig
-    start: AdapterVersion | None = None
-    resume: TrainingState | None = None
 
 
 class Training:
@@ -88,12 +73,8 @@ class Training:
         if asked.job in self.jobs:
             raise JobError(f"there is a job {asked.job!r} already, and it has not ended")
         size = self.check(asked)
-        handle = FineTuning(
-            asked.job, asked.adapter, count_steps(len(asked.data.examples), asked.config),
-            self._drive, partial(self._end, asked.job), partial(self._save, asked.adapter),
-            partial(self._state, asked.job), asked.data.truncated, asked.data.dropped, keeping,
-        )  # fmt: skip
-        handle.weight = asked.config.weight
+        steps = count_steps(len(asked.data.examples), asked.config)
+        handle = FineTuning(asked, steps, self, keeping)
         if self._admission.enter(asked.job, size, partial(self._start_later, asked), handle.wait):
             try:
                 self._open(asked)
@@ -143,15 +124,23 @@ class Training:
 
     # For handles
 
-    def _end(self, job: str, status: str) -> None:
-        """Ends a job that has not ended; all it held is free."""
+    def drive(self) -> bool:
+        """See `Trainer`."""
+        return self._drive()
+
+    def save(self, adapter: str, folder: str | Path) -> None:
+        """See `Trainer`."""
+        self._save(adapter, folder)
+
+    def end(self, job: str, status: str) -> None:
+        """See `Trainer`."""
         with self._lock:
             if (handle := self.jobs.get(job)) is not None:
                 handle.end(status)
                 self._forget(job)
 
-    def _state(self, job: str) -> TrainingState:
-        """State of a job. Raises JobError where there is none."""
+    def state(self, job: str) -> TrainingState:
+        """See `Trainer`."""
         with self._lock:
             if job in self._steps:
                 return self._executor.call(SaveState(job))
@@ -203,7 +192,7 @@ class Training:
             for _, bypass in start.placed():
                 if bypass.note:
                     warnings.warn(f"{start.name}: {bypass.note}", stacklevel=5)
-        fresh = FreshAdapter.of(_listed(asked.method), asked.config.seed) if start is None else None
+        fresh = FreshAdapter.of(asked.methods, asked.config.seed) if start is None else None
         outline = self._executor.call(
             OpenSession(
                 asked.job, asked.adapter, version, steps.session, start, fresh, steps.identity, resume
@@ -222,7 +211,7 @@ class Training:
         if micro_batches:
             self._add(job, micro_batches)
         else:
-            self._end(job, "succeeded")
+            self.end(job, "succeeded")
 
     def _add(self, job: str, micro_batches: Sequence[MicroBatch]) -> None:
         weight, update = self.jobs[job].weight, self._steps[job].optim_step
@@ -256,10 +245,6 @@ class Training:
         self._steps.pop(job, None)
         self.jobs.pop(job, None)
         self._admission.leave(job)
-
-
-def _listed(methods: Methods) -> tuple[object, ...]:
-    return tuple(methods) if isinstance(methods, Sequence) else (methods,)
 
 
 def _rank_of(method: Methods, sketch: Callable[[Methods], AdapterVersion]) -> Rank | None:

@@ -12,11 +12,11 @@ from coserve.core.request import SamplingParams
 from coserve.engine.background import Background, Outcome
 from coserve.engine.checking import read_beginning
 from coserve.engine.compiling import Compiling
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.handles import Completion
+from coserve.engine.finetuning import JobSpec
 from coserve.engine.jobs import Jobs, fault_of
 from coserve.engine.remembered import CostFile
-from coserve.engine.training import JobSpec
 from coserve.errors import (
     AdapterError,
     ConfigError,

@@ -7,7 +7,7 @@ import pytest
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.size import show_size
 from coserve.engine import admission
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import AdapterNotFound, ConfigError, JobError, OutOfMemory
 from coserve.memory.compiled import BUILT_BYTES
 from coserve.memory.ledger import Account

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.train.example import Example
 from models import greedy, prompts, tiny
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import JobError, OutOfMemory
 from coserve.train.backward import Backward, BackwardWindow
 from coserve.train.example import Example
