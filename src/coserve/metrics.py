@@ -1,6 +1,6 @@
-"""What a server counts and times, for Prometheus: vLLM's names and units, under `coserve_`.
+"""Prometheus metrics of a server: vLLM's names and units, with the prefix `coserve_`.
 
-`finetune_` tells of jobs, `slo_` of promises kept.
+Metrics of jobs begin with `finetune_`, those of kept and missed bounds with `slo_`.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,14 +14,14 @@ _MODEL = ("model_name",)
 
 
 class Followed:
-    """A counter that goes up with one elsewhere, which begins at zero again when its process does."""
+    """Mirrors another process's counter, which starts at zero again whenever that process does."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter, self._seen = counter, 0
         self.total = 0  # what the counter stands at
 
     def reach(self, count: int) -> None:
-        """The other one stands at `count` now."""
+        """Sets the mirrored counter's present value; a lower one than before means that it was restarted."""
         more = count - self._seen if count >= self._seen else count
         self._counter.inc(more)
         self.total += more

@@ -1,4 +1,4 @@
-"""`coserve plan`: what a model will take, before it is loaded."""
+"""`coserve plan`: the memory that a model will take, before it is loaded."""
 
 import json
 import shlex
@@ -88,7 +88,7 @@ def plan(
 
 
 def _subject(model: str, dtype: str) -> "Subject":
-    """Raises ConfigError or ModelNotFound for what is no model."""
+    """Finds the model that `model` names. Raises ConfigError or ModelNotFound where it names none."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -132,7 +132,7 @@ def _asked(
     device: str,
     measure: bool,
 ) -> "Asked":
-    """Raises ConfigError for what is out of its range."""
+    """Checks the options of a plan. Raises ConfigError for one that is out of range."""
     import torch
 
     from coserve.engine.admission import device_capacity
@@ -158,7 +158,7 @@ def _asked(
 
 
 def _keep(text: str) -> "SavePolicySetting":
-    """The name of a setting, or a number of bytes."""
+    """Parses --keep: the name of a setting, or a number of bytes."""
     from coserve.core.size import read_size
     from coserve.train.save_policy import SavePolicy, save_policy
 
@@ -166,7 +166,7 @@ def _keep(text: str) -> "SavePolicySetting":
 
 
 def _print(results: dict[str, Any]) -> None:
-    """The table of a plan, what does not fit and what would, and how far measured and estimated are apart."""
+    """Prints a plan's table, programs that do not fit and settings that would, and the error of estimates."""
     from coserve.cli.output import print_table
     from coserve.core.size import show_size
 
@@ -204,7 +204,7 @@ def _measured(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _say(message: str) -> None:
-    """On a terminal only: what is under way."""
+    """Prints progress to stderr, on a terminal only."""
     if sys.stderr.isatty():
         print(message, file=sys.stderr)
 

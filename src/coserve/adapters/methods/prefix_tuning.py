@@ -31,8 +31,9 @@ from coserve.errors import AdapterError, AdapterMismatch
 
 @dataclass(frozen=True, slots=True)
 class PrefixTuningConfig:
-    """`tokens` virtual tokens, at random or, with `zero`, all zeros. With `projection` they come out of a
-    two-layer network of inner width `hidden` (0 takes that of a layer's keys)."""
+    """Settings of prefix tuning: `tokens` virtual tokens, random or, with `zero`, all zeros. With
+    `projection` a two-layer network of inner width `hidden` (0 takes that of a layer's keys) computes
+    them."""
 
     tokens: int = 20
     projection: bool = False
@@ -47,8 +48,7 @@ class PrefixTuningConfig:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a row holds all keys and values, as PEFT has it: each layer's keys, then its values, group by
-    group."""
+    """Layout of a row of all keys and values, PEFT's: each layer's keys, then its values, group by group."""
 
     layers: int
     groups: int
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def token_width(self) -> int:
-        """Of a layer's keys."""
+        """Width of one layer's keys of one token."""
         return self.groups * self.width
 
     @property
@@ -134,9 +134,8 @@ class ProjectedPrefix(Given):
 
 
 class PrefixTuning:
-    """Given keys and values. PEFT's files hold these and not the projection they may have come out of, so
-    training that goes on from one of those trains them as they are; coserve's checkpoints keep the
-    projection."""
+    """Trained keys and values. PEFT's files hold these and not the projection that may have computed them, so
+    training that starts from such a file trains them directly; coserve's checkpoints keep the projection."""
 
     name, peft_type, config = "prefix_tuning", "PREFIX_TUNING", PrefixTuningConfig
     aliases: Final = {
@@ -146,7 +145,7 @@ class PrefixTuning:
     }
 
     def fresh(self, config: PrefixTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """As PEFT draws it: torch's defaults for an embedding and linears; zeros where asked for."""
+        """Draws it as PEFT does: torch's defaults for an embedding and linears; zeros where asked for."""
         layout = Layout.of(frame)
         if not config.projection:
             rows = torch.randn(config.tokens, layout.row_width, generator=generator, dtype=torch.float32)
