@@ -1,4 +1,4 @@
-"""Everybody who is asking: keeps the engine's answers going and notes how long each token took."""
+"""Clients of the demo: submit requests to the engine and time every token."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ STORY: Final = "Tell me a story."
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of one seat. `at` is when it arrived where that is not now; `question` is for the eye."""
+    """One request of one seat. `at` is its arrival, None for now; `question` is the text shown on screen."""
 
     seat: int
     prompt: Prompt
@@ -32,14 +32,14 @@ class Ask:
 
 
 class Source(Protocol):
-    """Who asks what, and when."""
+    """Source of the demo's requests."""
 
     def due(self, now: float) -> Iterator[Ask]:
-        """Those who ask now."""
+        """Requests that arrive by `now`, engine's clock, seconds."""
         ...
 
     def answered(self, ask: Ask, text: str) -> None:
-        """An answer is complete."""
+        """Takes in a complete answer."""
         ...
 
 
@@ -52,7 +52,7 @@ class _Person:
 
 
 class Conversations:
-    """`seats` people who talk all the time: when one has no more questions, the next one sits down.
+    """Simulates `seats` simultaneous conversations; a new one starts as soon as one has no more questions.
 
     The last seats talk to the adapters of `lessons`, one each, also while these are being trained; everyone
     else asks the base for stories and about the small world, turn after turn.
@@ -100,7 +100,7 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A question and what has been answered so far, by the base or a version of an adapter."""
+    """A question and its answer so far, by the base or a version of an adapter."""
 
     who: str
     question: str
@@ -121,7 +121,7 @@ class _Talk:
 
 
 class Crowd:
-    """Puts what a source asks to an engine, and measures the answers."""
+    """Submits a source's requests to an engine, and measures the answers."""
 
     def __init__(self, engine: Engine, source: Source, slo: float | None = None) -> None:
         self._engine, self._source = engine, source
@@ -131,7 +131,7 @@ class Crowd:
         self._ended: deque[Heard] = deque(maxlen=8)  # newest answers, for the eye
 
     def submit(self) -> None:
-        """Asks what is to be asked now."""
+        """Submits the requests that are due."""
         for ask in self._source.due(self._engine.clock()):
             handle = self._engine.generate(ask.prompt, ask.adapter, ask.sampling, self._slo, ask.at)
             key = handle.sequence.key
@@ -139,7 +139,7 @@ class Crowd:
             self.latencies.asked(key, handle.sequence.request.arrival)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Notes what a step brought to those who asked, at the time the caller has it."""
+        """Takes in the events of a step; tokens count at the time when the caller has them."""
         now = self._engine.clock()
         for event in events:
             if isinstance(event, TokenEvent) and event.token is not None and event.key in self._talks:
@@ -153,13 +153,13 @@ class Crowd:
                 self._source.answered(talk.ask, talk.handle.text)
 
     def leave(self) -> None:
-        """Everybody goes, and what they held is free."""
+        """Cancels all requests, which frees their pages."""
         for talk in self._talks.values():
             talk.handle.cancel()
         self._talks.clear()
 
     def under_way(self) -> tuple[Heard, ...]:
-        """What is being said now, those who talk to an adapter first."""
+        """Answers under way, those of adapters first."""
         talks = sorted(self._talks.values(), key=lambda talk: (talk.ask.adapter is None, talk.ask.seat))
         return tuple(talk.heard() for talk in talks)
 

@@ -1,4 +1,4 @@
-"""Who asks in which act: people who talk all the time, or the requests of a trace."""
+"""Request sources for the demo's acts: conversations, or the requests of a trace."""
 
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
@@ -15,14 +15,14 @@ OFFERED: Final = 0.25
 
 
 class Crowds(Protocol):
-    """The askers of every act."""
+    """Makes the request source of each act."""
 
     def alone(self) -> Source:
-        """Nobody asks an adapter: there is none yet."""
+        """Requests for the base alone."""
         ...
 
     def taught(self, lessons: Sequence[Lesson]) -> Source:
-        """Some ask the adapters of these lessons, while they are being trained."""
+        """Requests of which some name the adapters of these lessons, which train meanwhile."""
         ...
 
 
@@ -40,7 +40,7 @@ class Talks:
 
 
 class Replays:
-    """A trace. Its arrivals are fitted to the machine once the capacity is known."""
+    """Requests of a trace, whose arrivals are scaled to the machine once its capacity is known."""
 
     def __init__(self, load: Load, text: Sequence[int], seats: int) -> None:
         self._load, self._text, self._seats = load, text, seats

@@ -1,4 +1,4 @@
-"""What the demo measured: counted while it runs, closed into tables and JSON at the end."""
+"""Figures of the demo: counted while it runs, reported as tables and JSON at the end."""
 
 from collections import deque
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +21,7 @@ class Rates:
 
 
 def rates(before: Stats, after: Stats, seconds: float) -> Rates:
-    """What happened between two readings of the scheduler's counters."""
+    """Rates between two readings of the scheduler's counters, `seconds` apart."""
     if seconds <= 0:
         return Rates()
     rows = after.kept_rows + after.backward_rows - before.kept_rows - before.backward_rows
@@ -74,7 +74,7 @@ class Phase:
 
 
 def phase(latencies: Latencies, measured: Rates, seconds: float) -> Phase:
-    """Closes an act."""
+    """Figures of an act that is over."""
     slo = latencies.slo
     return Phase(
         seconds=seconds,
@@ -113,7 +113,7 @@ class Learned:
 
 @dataclass(slots=True)
 class Report:
-    """Everything measured so far."""
+    """All figures measured so far."""
 
     model: str = ""
     dtype: str = ""
@@ -127,5 +127,5 @@ class Report:
     adapters: list[Learned] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """The figures for JSON."""
         return asdict(self)

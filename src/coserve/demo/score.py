@@ -16,7 +16,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What one model made of a set of questions. `loss` is per token of the expected answers."""
+    """Score of one model on a set of questions. `loss` is per token of the expected answers, in nats."""
 
     answers: tuple[str, ...]
     right: int

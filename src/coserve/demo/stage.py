@@ -1,4 +1,4 @@
-"""Where the acts take place: an engine, whoever asks it, and the one loop that drives both."""
+"""Drives the demo's acts: one loop that submits requests, steps the engine and updates the view."""
 
 import signal
 import time
@@ -32,7 +32,7 @@ class Stage:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Ctrl-C is noticed between two steps, so that nothing is left half done; a second one is not."""
+        """Has the first Ctrl-C take effect between two steps; a second one interrupts at once."""
         before = signal.signal(signal.SIGINT, self._stop)
         try:
             yield
@@ -57,7 +57,7 @@ class Stage:
         slo: float | None = None,
         jobs: Sequence[FineTuning] = (),
     ) -> Phase:
-        """Lets everybody ask for so long, or until all of `jobs` have ended, and says what was measured.
+        """Runs an act for `seconds`, or until all of `jobs` have ended, and gives its figures.
 
         It goes on until each job has made a step: where bounds leave training little, a short act had none.
         `slo` is the bound between tokens that each request states. Ctrl-C ends the act, not the figures.

@@ -41,7 +41,7 @@ _GRACE: Final = 5.0  # seconds of overtime at least
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may be chosen about the demo. `seconds` is the time for training; the rest is in proportion."""
+    """Options of the demo. `seconds` is the time for training; the other acts are in proportion."""
 
     data: Path | None = None
     trace: Path | None = None
@@ -57,13 +57,13 @@ class Options:
 
 
 class Story:
-    """Told once. What has been measured so far is in `report` at any time."""
+    """Runs the demo once. `report` holds the figures measured so far."""
 
     def __init__(self, options: Options, view: View) -> None:
         self.options, self.view, self.report = options, view, Report()
 
     def tell(self) -> Report:
-        """All acts, or as many as there are before Ctrl-C; then the closing tables."""
+        """Runs all acts, or those before Ctrl-C, then shows the closing tables."""
         started = time.monotonic()
         try:
             self._say_what_comes()
@@ -115,7 +115,7 @@ class Story:
         self.view.say(f"{report.model} is ready after {took:.1f} s, on {threads} threads. {why}.")
 
     def _listen(self) -> None:
-        """Answers only: what they take without training, and hence what they may take with it."""
+        """Answers requests without training, and derives the bound between tokens for the acts that train."""
         if isinstance(self.crowds, Replays):
             capacity = self.stage.play("Capacity", self.crowds.backlog(), self._share(12))
             self.stage.go_on()
@@ -134,7 +134,7 @@ class Story:
             )
 
     def _ask_before(self) -> None:
-        """The base's marks; adapters that were not trained yet would give the same answers."""
+        """Scores the base, whose answers untrained adapters would give, too."""
         self.before = {lesson.adapter: self._mark(lesson, None) for lesson in self.lessons}
         for lesson, learned in zip(self.lessons, self.report.adapters, strict=True):
             marks = self.before[lesson.adapter]
@@ -144,7 +144,7 @@ class Story:
         self.view.say(f"Held-out questions before training, asked of the base: {', '.join(told)}.")
 
     def _teach(self) -> None:
-        """Both adapters at once, while everybody goes on asking, some of them the adapters themselves."""
+        """Trains both adapters at once while requests go on, some of them to these adapters."""
         plans = self._plan_training()
         engine = self.stage.engine
         jobs = [
@@ -163,7 +163,7 @@ class Story:
         self.stage.go_on()
 
     def _ask_after(self) -> None:
-        """The same questions again, to base and both adapters."""
+        """Scores the base and both adapters on the same questions."""
         models = {"base": None, **{lesson.adapter: lesson.adapter for lesson in self.lessons}}
         asked = (
             self.lessons if self._exact else self.lessons[:1]
@@ -216,9 +216,10 @@ class Story:
         return mark(self.stage.engine, self.stage.step, lesson.held_out, adapter)
 
     def _plan_training(self) -> list[TrainingConfig]:
-        """As many steps as fit into the time at the pace of a short rehearsal with adapters that are dropped.
+        """Plans as many optimizer steps as fit into the time, at the pace of a rehearsal with throw-away
+        adapters.
 
-        The number must be known beforehand: the learning rate is to have come down to zero at the end.
+        The number must be known beforehand, for the learning rate's schedule to end at zero.
         """
         engine = self.stage.engine
         tried = [replace(lesson, adapter=f"try-{lesson.adapter}") for lesson in self.lessons]
@@ -257,7 +258,7 @@ def _result(lesson: Lesson, marks: Marks) -> str:
 
 
 def _note(job: FineTuning, learned: Learned) -> None:
-    """What a job came to, whether or not it was ended early."""
+    """Writes a job's steps and losses into its figures, whether or not it ended early."""
     losses = [updated.loss for updated in job.history]
     learned.steps = len(losses)
     if losses:

@@ -1,4 +1,4 @@
-"""A recorded trace as load: its arrivals and lengths, made to fit this machine and model."""
+"""A recorded trace as a request source: arrivals and lengths scaled to this machine and model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -113,7 +113,7 @@ class _Replay:
 
 
 class Backlog(_Replay):
-    """As many requests at once as there are seats: what the machine can do when nobody pauses."""
+    """Keeps `seats` requests under way at any time, to measure the machine's capacity."""
 
     def __init__(self, scaled: ScaledTrace, text: Sequence[int], seats: int) -> None:
         super().__init__(scaled, text)
@@ -129,7 +129,7 @@ class Backlog(_Replay):
 
 
 class Arrivals(_Replay):
-    """Requests at the times of the scaled trace, whoever is still being answered."""
+    """Requests at the times of the scaled trace, independent of answers under way."""
 
     def __init__(self, scaled: ScaledTrace, text: Sequence[int], adapters: Sequence[str] = ()) -> None:
         super().__init__(scaled, text, adapters)
@@ -143,7 +143,7 @@ class Arrivals(_Replay):
             yield self._next(at)
 
     def answered(self, ask: Ask, text: str) -> None:
-        """Nobody waits for an answer before asking."""
+        """Arrivals do not depend on answers."""
 
     def _at(self) -> float:
         rounds, index = divmod(self._number, len(self._rows))

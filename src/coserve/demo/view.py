@@ -1,4 +1,4 @@
-"""How the demo is shown: live on a terminal, line by line where output is piped, or the tables only."""
+"""Views of the demo: live on a terminal, line by line where output is piped, or the tables only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What there is to see at one moment. Times in seconds."""
+    """State of the demo at one moment, for display. Times in seconds."""
 
     act: str
     elapsed: float
@@ -50,24 +50,24 @@ class Frame:
 
 
 class View(Protocol):
-    """Where the story is told. `period` is the time between two frames, seconds."""
+    """Output of the demo. `period` is the time between two calls of `show`, seconds."""
 
     period: float
 
     def say(self, text: str) -> None:
-        """A sentence."""
+        """Prints a sentence."""
         ...
 
     def show(self, frame: Frame) -> None:
-        """How things stand."""
+        """Displays the present state."""
         ...
 
     def sheet(self, sheet: Sheet, closing: bool = False) -> None:
-        """A finished table; `closing` ones are the result."""
+        """Prints a finished table; `closing` ones are the result."""
         ...
 
     def close(self) -> None:
-        """Nothing moves any more."""
+        """Ends the display."""
         ...
 
 
@@ -80,7 +80,7 @@ def make_view(plain: bool, quiet: bool, file: TextIO | None = None) -> View:
 
 
 class QuietView:
-    """The closing tables, nothing else."""
+    """Prints the closing tables, nothing else."""
 
     period = float("inf")
 
@@ -101,7 +101,7 @@ class QuietView:
 
 
 class PlainView(QuietView):
-    """A line every few seconds, and with it an answer that has just been completed."""
+    """Prints a line every few seconds, with an answer that has just been completed."""
 
     period = 5.0
 
@@ -212,7 +212,7 @@ def _figures(frame: Frame) -> Text:
 
 
 def _bar(value: float, bound: float) -> Text:
-    """How much of the bound a latency uses."""
+    """A bar of the share of the bound that a latency uses."""
     cells = 16
     used = min(round(value / bound * cells), cells)
     colour = "green" if value <= bound else "red"

@@ -1,4 +1,4 @@
-"""A program measured in a process of its own: python -m coserve.plan.child, told on stdin what to run."""
+"""Measures a program in a process of its own: python -m coserve.plan.child, with an `Order` on stdin."""
 
 import gc
 import sys
@@ -18,8 +18,8 @@ from coserve.wire.control import decode_line, encode_line
 def main() -> None:
     """Answers one `Order` with one line, a `Measured`.
 
-    On a CPU the C library is made to give back what is freed, also where the engine would have it kept: what
-    is kept for later is no need of the program's, and the resident size shall be what is in use.
+    On a CPU the C library is made to return freed memory to the system, also where the engine would have it
+    kept, so that the resident size is the memory in use.
     """
     order = decode_line(sys.stdin.readline(), Order)
     device = torch.device(order.device)
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _peaks_of(order: Order, device: torch.device, meter: Meter) -> dict[Stage, int]:
-    """Most bytes in use until each stage was reached, loading left out."""
+    """Peak bytes in use until each stage was reached, without those of loading."""
     peaks = {}
     for stage in make_run(order.subject(), order.program(), device).go():
         if stage is Stage.LOADED:
@@ -45,7 +45,8 @@ def _peaks_of(order: Order, device: torch.device, meter: Meter) -> dict[Stage, i
 
 
 def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """What libraries read and set up when they are first used belongs to no model."""
+    """Runs a small model once, so that buffers that libraries set up at first use are not counted as a
+    model's."""
     network = nn.Sequential(nn.Embedding(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())
     network.to(device, dtype)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)

@@ -1,4 +1,4 @@
-"""Peaks of a program and what they are made of, by running it on tensors without data."""
+"""Estimates a program's peaks and their components, by running it on tensors without data."""
 
 from dataclasses import asdict, dataclass
 
@@ -46,7 +46,7 @@ def make_run(subject: Subject, program: Program, device: torch.device) -> Run:
 
 
 def estimated(subject: Subject, program: Program) -> Estimate:
-    """Most bytes alive until each stage of the program was reached, and the weights' alone."""
+    """Peak bytes until each stage of the program was reached, and their components."""
     peaks: dict[Stage, int] = {}
     with without_data() as counted:
         run = make_run(subject.without_weights(), program, torch.device("cpu"))
@@ -62,8 +62,8 @@ def estimated(subject: Subject, program: Program) -> Estimate:
 
 
 def _components(peaks: Peaks, weights: int, run: Run, early: int) -> Components:
-    """Each takes what it needs of the total, as long as there is some left: what is let go before the peak
-    is not there at the peak."""
+    """Splits the last stage's peak into components. Each takes what it needs as long as bytes are left:
+    memory freed before the peak is not part of it."""
     left = list(peaks.values())[-1]
     no_grad = peaks[Stage.INFERENCE] - weights - run.cache
     forward = peaks.get(Stage.FORWARD, peaks[Stage.INFERENCE]) - peaks[Stage.INFERENCE] - early

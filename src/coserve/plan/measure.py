@@ -1,4 +1,4 @@
-"""Peaks of a program, by running it in a fresh process."""
+"""Measures a program's peaks by running it in a fresh process."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ _PATIENCE: Final = 600.0  # seconds that one measurement may take
 
 
 def measured(subject: Subject, program: Program, device: str) -> tuple[Peaks, str]:
-    """Peaks above what a process takes that has imported everything and loaded nothing, and what these are in
-    words. Raises ServerError where the process fails."""
+    """Peaks above the memory of a process that has imported everything and loaded nothing, and the name of
+    what was measured. Raises ServerError where the process fails."""
     found = _run(Order.of(subject, program, device, torch.get_num_threads()))
     return found.peaks, found.how
 

@@ -1,4 +1,4 @@
-"""What a measuring process is told, and what it tells."""
+"""Messages to and from a measuring process."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from coserve.plan.subject import Subject
 
 
 class Order(msgspec.Struct, frozen=True):
-    """A program, and the model as JSON can say it."""
+    """A program to measure, and its model, as JSON."""
 
     model: str
     program_name: str
@@ -54,7 +54,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Bytes by stage, and what was measured in words."""
+    """Peak bytes by stage, and the name of what was measured."""
 
     peaks: dict[Stage, int]
     how: str

@@ -1,4 +1,5 @@
-"""The report's measurements: transformers' own model under autograd, trained whole or beside an adapter."""
+"""Runs programs by plain torch, as the multi-LoRA report measured: transformers' own model under autograd,
+trained whole or beside an adapter."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
@@ -91,7 +92,7 @@ class _Plain:
                     _hook(frame, place, bypass)
 
     def parameters(self) -> list[Tensor]:
-        """Of the adapter."""
+        """Parameters of the adapter."""
         return [] if self._adapter is None else list(self._adapter.parameters().values())
 
     def logits(self, ids: Tensor, labels: Tensor | None = None, cached: bool = False) -> Any:
@@ -113,7 +114,7 @@ class _Plain:
         return self._model(**given, labels=labels, use_cache=cached)
 
     def loss(self, ids: Tensor, loss: Loss) -> Tensor:
-        """What the backward pass begins with."""
+        """Scalar that the backward pass starts from, as `loss` says."""
         out: Tensor = self.logits(ids, ids).loss if loss is Loss.LABELS else self.logits(ids).logits.sum()
         return out
 
@@ -132,7 +133,7 @@ class _Whole(WholeModel):
 
 @torch.no_grad()
 def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
-    """Of each layer, found by letting one token through."""
+    """Cache shape of each layer, found by running one token."""
     one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     past = DynamicCache(config=model.config)
     model(input_ids=one, past_key_values=past, use_cache=True)
@@ -166,8 +167,8 @@ def _after(bypass: Bypass, sees_input: bool, module: nn.Module, args: tuple[Any,
 
 
 def _without_masks(model: PreTrainedModel) -> None:
-    """Where a causal mask is all there is to mask, torch's attention needs none. transformers leaves it out,
-    too, but for tensors without data, of which it cannot tell."""
+    """Lets causal attention run without a mask tensor. transformers leaves it out, too, except on tensors
+    without data, whose padding it cannot inspect."""
     if model.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
@@ -176,7 +177,8 @@ def _without_masks(model: PreTrainedModel) -> None:
 
 
 def _mask(*_: Any, q_length: int = 0, kv_length: int = 0, device: Any = None, **__: Any) -> Tensor | None:
-    """None where rows look at themselves and those before; [1, 1, rows, tokens] behind others' keys."""
+    """Attention mask: None where queries are all the keys there are; [1, 1, rows, tokens] behind earlier
+    keys."""
     if kv_length <= q_length or q_length == 1:
         return None
     ones = torch.ones(q_length, kv_length, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""A plan: what is asked about, what it takes, what was measured, and whether it fits."""
+"""Rows of a plan: programs with their estimated and measured bytes, and whether they fit the budget."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,7 +43,7 @@ class Row:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON; sizes in bytes."""
+        """The row for JSON; sizes in bytes."""
         program, estimate = self.program, self.estimate
         return {
             "name": program.name,
@@ -74,8 +74,8 @@ def programs(load: Load, recipes: Recipes, keep: str | int) -> Iterator[Program]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a plan is to say. `keep` is what coserve's tapes keep, `budget` the bytes there are; `device` is
-    where everything is measured, None where it is only estimated."""
+    """Request for a plan. `keep` is what coserve's tapes keep, `budget` the bytes available; programs are
+    measured on `device`, or with None only estimated."""
 
     recipes: Recipes
     batches: Sequence[int] = (4,)
@@ -87,15 +87,15 @@ class Asked:
     device: str | None = None
 
     def programs(self) -> Iterator[Program]:
-        """Of all batches."""
+        """Programs of all batch sizes."""
         keep = self.keep.value if isinstance(self.keep, SavePolicy) else self.keep
         for batch in self.batches:
             yield from programs(Load(batch, self.length, self.cache_tokens, self.loss), self.recipes, keep)
 
 
 def make_plan(subject: Subject, asked: Asked, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """The whole plan, ready for JSON. `tell` hears what is under way. Raises ModelError or AdapterError for
-    what no engine could run, and ServerError where measuring fails."""
+    """The whole plan, for JSON. `tell` is called with progress messages. Raises ModelError or AdapterError
+    for programs that no engine could run, and ServerError where measuring fails."""
     imports = resident_bytes()  # so far they are all that there is
     check(subject, asked.length)
     rows = list(plan_rows(subject, list(asked.programs()), asked.budget, asked.device, tell))
@@ -126,7 +126,7 @@ def check(subject: Subject, length: int) -> None:
 def plan_rows(
     subject: Subject, asked: Sequence[Program], budget: int, device: str | None, tell: Tell = lambda _: None
 ) -> Iterator[Row]:
-    """One row after the other. On a `device` they are measured, too; None only estimates."""
+    """Rows one by one. With a `device` programs are measured, too; None only estimates."""
     on_cpu = device is None or torch.device(device).type == "cpu"
     for program in asked:
         tell(f"estimating {program.system}, {program.name}")

@@ -1,4 +1,4 @@
-"""One tokenizer, and all that is done with it outside training: the engine and the server share this."""
+"""Text and tokens of one model outside training: used by the engine and the server."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,11 +26,12 @@ class Text:
 
     @classmethod
     def load(cls, model: str | Path, allow_special_tokens: bool = False) -> "Text":
-        """With the tokenizer saved beside a model, in a folder or on the hub; raises ConfigError."""
+        """Loads the tokenizer saved beside a model, in a folder or on the hub; raises ConfigError."""
         return cls(load_tokenizer(model), allow_special_tokens)
 
     def prepare(self) -> None:
-        """Makes what the first text that spells a control token needs: a second for large vocabularies."""
+        """Builds the tokenizer copy that texts with spelled control tokens need: a second for large
+        vocabularies."""
         if not self.allow_special_tokens:
             control_tokens(self.tokenizer).prepare()
 
@@ -64,7 +65,7 @@ class Text:
         )
 
     def starts(self, tokens: Iterable[int]) -> list[int]:
-        """Where in `decode(tokens)` the text of each token begins, in characters."""
+        """Offset of each token's text in `decode(tokens)`, in characters."""
         stream, found = self.stream(), []
         for token in tokens:
             found.append(stream.length)
@@ -72,9 +73,9 @@ class Text:
         return found
 
     def piece_bytes(self, token: int) -> bytes:
-        """What a token stands for, special tokens included; it may be part of a character only."""
+        """Bytes of a token, special tokens included; they may be part of a character only."""
         return self._pieces.bytes_of(token)
 
     def piece(self, token: int) -> str:
-        """The same as text, with backslashes (`\\xf0\\x9f`) for what is no whole character."""
+        """Text of a token, with backslash escapes (`\\xf0\\x9f`) for bytes that are no whole character."""
         return self._pieces.bytes_of(token).decode(errors="backslashreplace")

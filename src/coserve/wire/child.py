@@ -1,4 +1,4 @@
-"""A child's end of the pipes to its supervisor: orders in, status lines and heartbeats out."""
+"""A child's end of the pipes to its supervisor: start line in, status lines and heartbeats out."""
 
 import os
 import select
@@ -67,7 +67,7 @@ class Supervised:
         return decode_line(line, kind)
 
     def say(self, status: Status) -> None:
-        """Tells the supervisor; nobody listening is no error."""
+        """Sends a status to the supervisor; that nobody listens is no error."""
         if status.state in ("ready", "draining", "drained"):
             self._starting = False
         with self._lock:

@@ -47,7 +47,7 @@ class Submit(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Nobody waits for this request any more, or the server found its stop string. Not reported back."""
+    """Ends a request: its client has gone, or the server found its stop string. Not reported back."""
 
     id: str
 
@@ -215,7 +215,7 @@ class JobWaiting(Message, frozen=True):
 
 
 class JobNote(Message, frozen=True):
-    """Something went otherwise than was asked for; the job goes on."""
+    """A remark about a job that goes on in another way than was asked for."""
 
     job: str
     text: str
@@ -324,7 +324,7 @@ class Stats(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """Everything that one step brought about for the server."""
+    """All outcomes of one step that concern the server."""
 
     tokens: tuple[Token, ...] = ()
     replies: tuple[Reply, ...] = ()

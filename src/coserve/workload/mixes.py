@@ -1,4 +1,4 @@
-"""What workloads are made of, and how: requests for given arrivals, jobs, adapters, tiers."""
+"""Builds workloads: requests for given arrivals, jobs, adapters, service tiers."""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ ENDLESS: Final = 1_000_000  # epochs: more than any run takes
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What every workload is built from."""
+    """Settings that all workloads of a run share."""
 
     vocabulary: int  # token ids are below it
     seconds: float  # that requests arrive in
@@ -120,7 +120,7 @@ def _named(adapters: Adapters, count: int, seed: int) -> Sequence[str | None]:
 
 
 def of_one_shape(times: Sequence[float], prompt: int, answer: int) -> list[TraceRow]:
-    """Requests at these times that are all alike."""
+    """Requests of one shape at these times."""
     if prompt < 1 or answer < 1:
         raise ConfigError(f"a prompt and its answer have at least one token, not {prompt} and {answer}")
     return [TraceRow(at, prompt, answer) for at in times]
@@ -141,13 +141,13 @@ def shared_out(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
 
 
 def asking(given: Given, prompt: int, answer: int) -> str:
-    """What is said in a prompt and how long it and its answer are."""
+    """Describes the contents of prompts, and the lengths of prompts and answers."""
     most = f"at most {prompt} tokens of one of {len(given.prompts)} texts"
     return f"{most if given.prompts else f'{prompt} random tokens'} in, {answer} out"
 
 
 def serving(adapters: Adapters) -> str:
-    """Which adapters are asked for, and by what law."""
+    """Describes the adapters that requests name, and the law of their popularity."""
     if not adapters.count:
         return "no adapters"
     synthetic = f"by a synthetic power law of exponent {adapters.exponent:g}"
@@ -156,7 +156,7 @@ def serving(adapters: Adapters) -> str:
 
 
 def bounds(slo: SLO) -> str:
-    """Those that are set, in words."""
+    """Describes the bounds that are set."""
     names = {
         "first_token": "first token",
         "between_tokens": "between tokens",

@@ -1,4 +1,4 @@
-"""What requests say and whom they ask: prompts from a file, and adapters some of which are popular."""
+"""Prompts from a file, and adapters of unequal popularity, for the requests of a workload."""
 
 import csv
 import random

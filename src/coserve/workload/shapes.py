@@ -1,4 +1,4 @@
-"""The models that are measured: their shapes, their weights from a seed, what their work costs at least.
+"""Model shapes for measurements: weights from a seed, and lower bounds of bytes and operations.
 
 Importing this loads no torch; a model's configuration and its weights do.
 """
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def config(self) -> "LlamaConfig":
-        """As transformers has it."""
+        """The shape as a transformers configuration."""
         import torch
         from transformers import LlamaConfig
 
@@ -118,12 +118,12 @@ _SHAPES = {
 
 
 def shape_names() -> tuple[str, ...]:
-    """Of all there are."""
+    """Names of all shapes."""
     return tuple(_SHAPES)
 
 
 def shape_named(name: str) -> Shape:
-    """The shape called `name`; ConfigError names those there are."""
+    """The shape called `name`. Raises ConfigError, with the known names, for any other."""
     if name not in _SHAPES:
         raise ConfigError(f"there is no shape {name!r}; there are {', '.join(_SHAPES)}")
     return _SHAPES[name]

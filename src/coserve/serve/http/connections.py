@@ -260,7 +260,8 @@ def _written(error: ApiError) -> bytes:
 
 @functools.lru_cache(_MOST_OWNERS)
 def owner_of(host: str | None) -> str:
-    """Whom an address counts for: `LOOPBACK`, itself, or its network. A host has 2^64 addresses of IPv6."""
+    """Key under which an address's connections are counted: `LOOPBACK`, the IPv4 address, or the /64 network
+    of an IPv6 address, as one host has 2^64 of these."""
     try:
         address = ipaddress.ip_address((host or "127.0.0.1").partition("%")[0])
     except ValueError:

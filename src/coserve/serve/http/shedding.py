@@ -20,7 +20,7 @@ _APPLICATIONS: Final = frozenset({b"origin", b"x-request-id"})  # the applicatio
 
 
 class LoadShedder:
-    """What a connection asks before a request is given to the application, from its headers alone.
+    """Admission check that a connection makes from a request's headers, before the application sees it.
 
     Requests for text are counted by their `Authorization` header: more of one than a tenant may have are
     refused whoever that is, so no key is looked up. Tenants with several keys, and totals, are left to

@@ -218,7 +218,7 @@ def _add_validation(connection: Connection, told: JobCheckpoint) -> None:
 
 
 def _lost(told: JobStarted) -> str | None:
-    """What of the data is not learned from."""
+    """A sentence about examples that were cut or dropped; None where all of the data is learned from."""
     parts = []
     if told.truncated:
         parts.append(f"{told.truncated} examples are longer than the model or max_length allows and were cut")

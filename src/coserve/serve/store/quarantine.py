@@ -32,7 +32,7 @@ class QuarantineStore:
         )
 
     async def reason(self, kind: str, subject: str) -> str | None:
-        """Why something is quarantined; None where it is not."""
+        """Reason that something is quarantined; None where it is not."""
         found = select(quarantine.c.reason).where(_is(kind, subject))
         return await self._database.read(lambda connection: connection.execute(found).scalar())
 

@@ -28,7 +28,7 @@ from coserve.serve.store.tenants import TenantStore
 
 
 class Store:
-    """Everything that is kept, by kind. Opening it creates or upgrades the database.
+    """The durable state of a server, by kind of record. Opening it creates or upgrades the database.
 
     Methods are asynchronous and take the tenant's id where something is owned; what belongs to another
     tenant is answered exactly as what does not exist.
