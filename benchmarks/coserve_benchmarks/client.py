@@ -1,6 +1,6 @@
 """Clients in a process of their own, `python -m coserve_benchmarks.client`, so that they share no interpreter
-with what they measure. It is told a `Load` in one line and says a line when that has come far enough, and one
-with everything it heard when it is over. Free of torch."""
+with what they measure. The process reads a `Load` in one line, writes a line once that many pieces have come,
+and one with all results at the end. Free of torch."""
 
 import asyncio
 import subprocess
@@ -17,7 +17,7 @@ from coserve_benchmarks.streams import Ask, Heard, Streams
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What to ask of which server. After `pieces` pieces of answers the client says so, if that is not 0."""
+    """Requests to a server. After `pieces` pieces of answers, if not 0, the client reports `reached`."""
 
     url: str
     model: str
@@ -26,7 +26,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the client says: `up` before it begins, `reached`, and at the end `heard` or `failed`."""
+    """Status line of the client: `up` before it begins, `reached`, and at the end `heard` or `failed`."""
 
     kind: Literal["up", "reached", "heard", "failed"]
     heard: list[Heard] = []
@@ -59,11 +59,11 @@ class Clients:
         self._process.communicate()
 
     def wait_reached(self) -> None:
-        """Returns when so many pieces have come. Raises ServerError where a stream failed before."""
+        """Returns when `pieces` pieces have come. Raises ServerError where a stream failed before."""
         self._expect("reached")
 
     def result(self) -> list[Heard]:
-        """What every stream brought, once all have ended. Raises ServerError where one failed."""
+        """Results of all streams, once they have ended. Raises ServerError where one failed."""
         line = self._expect("heard")
         self.processor_seconds = line.processor_seconds
         return line.heard

@@ -1,4 +1,4 @@
-"""Row `first_byte_p99_ms`: how long callers wait for the first byte of a stream while two jobs train."""
+"""Row `first_byte_p99_ms`: time to the first byte of a stream while two jobs train."""
 
 import time
 
@@ -17,7 +17,7 @@ _NAP = 0.05  # seconds
 
 
 def run(bench: Bench, served: Served) -> None:
-    """The same arrivals without training, and with it."""
+    """Measures the same arrivals without training and with it."""
     settings, results = bench.settings, bench.results
     alone = _first_bytes(bench, served)
     ledger = Ledger(served.url, served.name)
@@ -57,7 +57,7 @@ def _first_bytes(bench: Bench, served: Served) -> list[float]:
 
 
 def _start_jobs(bench: Bench, ledger: Ledger) -> list[str]:
-    """Two jobs, past their first steps."""
+    """Starts two jobs; returns when both are past their first step."""
     settings = bench.settings
     examples = settings.server_batch * _EXAMPLES
     data = ledger.upload(training_file(bench.shape, examples, settings.server_length, settings.seed))

@@ -13,7 +13,7 @@ from coserve.workload.shapes import Shape
 
 
 def save_shape(shape: Shape, folder: Path) -> Path:
-    """The model and a tokenizer in which every token is a word; the folder that holds them."""
+    """Saves the model and a tokenizer in which every token is a word; returns their folder."""
     path = folder / f"shape-{shape.name}"
     logging.disable_progress_bar()
     shape.build().save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Row `overhead.ratio`: what HTTP, the server and its processes cost beside the engine called directly."""
+"""Row `overhead.ratio`: throughput through HTTP and the server over that of the engine called directly."""
 
 from coserve.errors import ServerError
 from coserve.serve.settings import DEFAULT_SLO
@@ -12,7 +12,7 @@ from coserve_benchmarks.timing import alternate, speedup, timed
 
 
 def run(bench: Bench, served: Served) -> None:
-    """The same answers through both, in turn. Both engines are there all the time; one is idle."""
+    """Measures the same answers through both, alternating. Both engines stay loaded; one is idle."""
     settings, shape = bench.settings, bench.shape
     prompts = fixed_prompts(settings.streams, settings.streams_prompt, shape.vocabulary, settings.seed)
     asks = [Ask(prompt, settings.streams_answer) for prompt in prompts]

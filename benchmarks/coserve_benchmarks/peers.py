@@ -44,7 +44,7 @@ class StaticGenerate:
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What transformers' continuous batching lets one choose on a CPU."""
+    """Settings of transformers' continuous batching that apply on a CPU."""
 
     attention: str
     batch_tokens: int  # rows in one pass; attention costs their square, whoever they belong to
@@ -120,7 +120,7 @@ def best_batch_settings(
 
 
 class TorchTraining:
-    """A training step as anybody would write it: forward with labels, backward, clipping, AdamW.
+    """A plain training step: forward with labels, backward, clipping, AdamW.
 
     `model` is the `base` with whatever trains in it; all examples are of one length.
     """
@@ -135,7 +135,7 @@ class TorchTraining:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of what trains."""
+        """Number types of the trained parameters."""
         return {p.dtype for p in self._trained}
 
     def step(self, checkpointing: bool) -> float:
@@ -188,5 +188,5 @@ class PeftTraining(TorchTraining):
 
 
 def _quiet() -> None:
-    """Its warning that a kept manager is sized for its requests is known here, and would come every round."""
+    """Silences a warning of every round, that a kept manager is sized for its requests."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)

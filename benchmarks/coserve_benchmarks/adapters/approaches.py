@@ -30,8 +30,8 @@ _SPREAD: Final = 0.02  # of the adapters' random numbers
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Who is in a batch: adapter i has `ranks[i]` ranks and `shares[i]` rows of `length` tokens each, at
-    least one; those of one adapter lie together."""
+    """A batch of rows of several adapters: adapter i has `ranks[i]` ranks and `shares[i]` rows, at least one,
+    of `length` tokens each. Rows of one adapter are adjacent."""
 
     ranks: tuple[int, ...]
     shares: tuple[int, ...]
@@ -56,7 +56,7 @@ class Pass:
 
 
 def passes_of(batch: Batch, approach: str) -> Iterator[Pass]:
-    """One for each adapter in the naive approach, else one for all."""
+    """Passes of a batch: one for each adapter in the naive approach, else one for all."""
     row_ends, rank_ends = list(accumulate(batch.shares)), list(accumulate(batch.ranks))
     rows = [slice(end - share, end) for end, share in zip(row_ends, batch.shares, strict=True)]
     if approach != NAIVE:
@@ -87,7 +87,8 @@ class SharedModel:
                     self.linears.append(linear)
 
     def use(self, own: Pass, leaves: Sequence[Tensor] | None = None) -> None:
-        """What every linear adds from now on: by `leaves` [A, B, A, B, ...], or the tables themselves."""
+        """Sets what every linear adds: the products of `leaves` [A, B, A, B, ...], or of the tables
+        themselves."""
         for number, linear in enumerate(self.linears):
             linear.way = own.way
             linear.own = (

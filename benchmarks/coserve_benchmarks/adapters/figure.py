@@ -30,8 +30,8 @@ _FEW: Final = 4  # adapters that the series' ranks need to be a quarter each
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What is swept in one task: numbers of adapters at `rows` rows, and batches with `default` adapters.
-    Rows have `length` tokens; a round has `steps` of ours, after one round that does not count."""
+    """Sweep of one task: over `counts` of adapters at `rows` rows, and over `batches` with `default`
+    adapters. Rows have `length` tokens; a round has `steps` steps of the engine, after one warm-up round."""
 
     counts: tuple[int, ...]
     batches: tuple[int, ...]
@@ -49,7 +49,7 @@ class Extent:
 
 
 def extents(shape: str, quick: bool) -> dict[str, Extent]:
-    """By task; all of it, or a check that everything runs."""
+    """Sweeps by task; `quick` ones and those of the tiny shape only check that everything runs."""
     if shape == "tiny":
         return {
             INFERENCE: Extent((1, 4), (2, 4), rows=4, length=1, steps=1, rounds=1, default=4),
@@ -67,7 +67,7 @@ def extents(shape: str, quick: bool) -> dict[str, Extent]:
 
 
 def run(bench: Bench, sizes: Sizes, quick: bool) -> None:
-    """All points, as the section `figure`, written down after each."""
+    """Measures all points into the section `figure`, which is written after each."""
     swept = extents(bench.shape.name, quick)
     points: list[dict[str, Any]] = []
     for task, extent in swept.items():
@@ -89,7 +89,7 @@ def run(bench: Bench, sizes: Sizes, quick: bool) -> None:
 def _point(
     task: str, sweep: str, adapters: int, batch: Batch, approach: str, taken: Timing
 ) -> dict[str, Any]:
-    """As it stands in the JSON; `present` are the adapters that have a row."""
+    """A point as the JSON has it; `present` is the number of adapters with a row."""
     return {
         "task": task,
         "sweep": sweep,
@@ -104,7 +104,7 @@ def _point(
 
 
 def ranks_for(count: int) -> list[int]:
-    """Of so many adapters: the series', and its mean where there are too few to have a quarter each."""
+    """Ranks of `count` adapters: the series', or its mean where there are fewer than four."""
     return ranks_of(SERIES, count) if count >= _FEW else [mean_rank(SERIES)] * count
 
 
@@ -144,7 +144,7 @@ class _Inference:
         return made
 
     def clear(self) -> None:
-        """Nothing lasts from one point to the next."""
+        """Does nothing: no state lasts from one point to the next."""
 
     def _adapters(self, batch: Batch) -> Iterator[str]:
         """Names of adapters of these ranks, different ones, added when first asked for."""

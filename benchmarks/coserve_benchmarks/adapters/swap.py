@@ -1,4 +1,4 @@
-"""Row `swap.others_p99_ratio`: what loading cold adapters does to those who ask for others.
+"""Row `swap.others_p99_ratio`: the effect of loading cold adapters on requests for resident ones.
 
 Thousands of adapters lie on disk, and there is memory for some. Requests come at random times, and the
 popularity of their adapters falls as a power of their rank. *Others* are requests for the most popular ones
@@ -39,8 +39,8 @@ ARMS: Final = (*TIMED, "alone")
 
 @dataclass(frozen=True, slots=True)
 class SwapSizes:
-    """Of one run: `adapters` on disk, of which `files` have weights of their own; memory for `resident`; the
-    first `popular` are the others'. `rate` is requests a second."""
+    """Sizes of one run: `adapters` on disk, of which `files` have weights of their own; memory for
+    `resident`; the first `popular` are the others'. `rate` is requests a second."""
 
     adapters: int = 2000
     files: int = 16
@@ -61,7 +61,7 @@ class SwapSizes:
 
 
 def run(bench: Bench, quick: bool) -> None:
-    """The row, and what it is made of."""
+    """Measures the row and its figures."""
     sizes = SwapSizes.of(bench, quick)
     with tempfile.TemporaryDirectory() as scratch, _switching():
         engine = _engine(bench, sizes, Path(scratch))
@@ -82,7 +82,7 @@ def run(bench: Bench, quick: bool) -> None:
 
 @contextmanager
 def _switching() -> Iterator[None]:
-    """Threads take turns as they do in an engine's process."""
+    """Sets the interpreter's switch interval to that of an engine's process."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH)
     try:
@@ -92,7 +92,7 @@ def _switching() -> Iterator[None]:
 
 
 def _engine(bench: Bench, sizes: SwapSizes, scratch: Path) -> Engine:
-    """With all adapters registered, and memory for so many."""
+    """An engine with all adapters registered, and memory for `sizes.resident` of them."""
     sample = make_engine(bench, max_running=sizes.running, calibrate=False)
     folders = _folders(sample, sizes, scratch)
     cost = sample.register_adapter("sample", folders[0]).cost
@@ -126,7 +126,7 @@ def _name(number: int) -> str:
 
 
 def _warm(engine: Engine, bench: Bench, sizes: SwapSizes) -> None:
-    """The popular ones are in memory, and in their stacks."""
+    """Brings the popular adapters into memory and into their stacks."""
     prompts = fixed_prompts(sizes.popular, sizes.prompt, bench.shape.vocabulary, bench.settings.seed)
     for number, prompt in enumerate(prompts):
         engine.generate(prompt, _name(number), greedy(4))
@@ -154,7 +154,7 @@ def _workload(bench: Bench, sizes: SwapSizes, number: int, arm: str) -> Workload
 
 
 def _others(sizes: SwapSizes, workload: Workload, loads: dict[str, Load]) -> dict[str, list[Answered]]:
-    """Of each arm, the answers to those who asked for a popular adapter and found it in memory."""
+    """By arm, the answers to requests for a popular adapter that was in memory."""
     popular = {_name(number) for number in range(sizes.popular)}
     ours = [request.adapter in popular for request in workload.requests]
     found = [not answered.kept for answered in loads["cold"].answers]
@@ -165,7 +165,7 @@ def _others(sizes: SwapSizes, workload: Workload, loads: dict[str, Load]) -> dic
 
 
 def _tell(bench: Bench, sizes: SwapSizes, rounds: Sequence[dict[str, Load]]) -> None:
-    """The row is of all rounds together, its spread of single ones."""
+    """Reports the row: its value is of all rounds together, its spread of single ones."""
     others = [
         _others(sizes, _workload(bench, sizes, number, "cold"), loads) for number, loads in enumerate(rounds)
     ]
@@ -189,7 +189,7 @@ def _tell(bench: Bench, sizes: SwapSizes, rounds: Sequence[dict[str, Load]]) -> 
 
 
 def _gap(answers: Sequence[Answered], share: float = 0.99) -> float:
-    """Seconds between two tokens that so many of all such times do not exceed."""
+    """Seconds between two tokens: the quantile `share`."""
     return percentile([gap for answered in answers for gap in answered.gaps], share)
 
 
@@ -200,7 +200,7 @@ def _first_tokens(bench: Bench, name: str, answers: Sequence[Answered]) -> None:
 
 
 def _tell_paging(bench: Bench, moved: Sequence[tuple[Paging, Paging]]) -> None:
-    """What was found and what was loaded in the cold rounds."""
+    """Reports hits, misses and loads of the cold rounds."""
     results = bench.results
     hits = sum(after.hits - before.hits for before, after in moved)
     misses = sum(after.misses - before.misses for before, after in moved)

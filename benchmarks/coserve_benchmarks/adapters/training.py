@@ -37,7 +37,7 @@ class Trainers:
 
 
 def run(bench: Bench, sizes: Sizes) -> None:
-    """Both rows."""
+    """Measures both rows."""
     _against_one(bench, sizes)
     _against_sequential(bench, sizes)
 
@@ -77,7 +77,8 @@ def _against_sequential(bench: Bench, sizes: Sizes) -> None:
 
 
 def _one_after_the_other(peer: PeftTraining, sizes: Sizes) -> float:
-    """As many steps as all jobs take; that it is one adapter's weights again and again helps the peer."""
+    """Seconds of as many steps as all jobs take. All of them use one adapter's weights, which favours the
+    peer."""
     return sum(peer.step(checkpointing=False) for _ in range(sizes.jobs * sizes.job_steps))
 
 

@@ -1,4 +1,4 @@
-"""Rows `activations.*`: bytes held for the way back, and the speed of holding so many, beside the peers'."""
+"""Rows `activations.*`: bytes held for the backward pass, and the speed at these bytes, beside peers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Held:
 
 
 def run(bench: Bench) -> None:
-    """Each method with the pruned set, with two budgets, and with token windows and inputs alone."""
+    """Measures each method with the pruned set, with two budgets, and with token windows and inputs alone."""
     for method in OURS:
         tokens = held_tokens(bench)
         peer = peer_of(method, bench.shape, tokens)
@@ -97,7 +97,7 @@ def training_engine(bench: Bench, method: str, keep: SavePolicySetting, window: 
 
 
 def held_bytes(engine: Engine) -> Held:
-    """Of the next micro-batch, on its way there and back."""
+    """Bytes of the next micro-batch's tape, forward and backward."""
     border: list[int] = []
     peak: list[int] = []
 

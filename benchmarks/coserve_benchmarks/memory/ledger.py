@@ -1,4 +1,4 @@
-"""Rows `ledger.*`: what the ledger says is used against what is, in a process that may have no more.
+"""Rows `ledger.*`: bytes that the ledger declares against bytes in use, in a process with a limit.
 
 A child answers and trains at once under a limit of the system (RLIMIT_DATA): what it had mapped when it had
 imported everything, and its budget. Two jobs fit one after the other, a third one never. Another child, which
@@ -23,7 +23,7 @@ _PATIENCE: Final = 600.0  # seconds
 
 
 def run(bench: Bench) -> None:
-    """The error at the peak, and whether the limit was one."""
+    """Measures the error at the peak, and that the limit is enforced. Raises ServerError where it is not."""
     settings = bench.settings
     order = Order(
         shape=bench.shape.name,
@@ -49,7 +49,7 @@ def run(bench: Bench) -> None:
 
 
 def _limit(nbytes: int) -> int:
-    """What a process that uses so many bytes may map."""
+    """Limit of mapped bytes for a process that uses `nbytes`."""
     return int(_SLACK * nbytes) + _BESIDE
 
 
@@ -71,7 +71,7 @@ def _report(bench: Bench, told: Told, budget: int, died: "subprocess.CompletedPr
 
 
 def _tell(order: Order) -> Told:
-    """What a child answers; ServerError if it does not."""
+    """Runs a child and gives its answer. Raises ServerError where it fails."""
     ended = _run(order)
     if ended.returncode != 0:
         lines = ended.stderr.strip().splitlines()[-3:]

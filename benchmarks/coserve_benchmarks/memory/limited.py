@@ -1,4 +1,4 @@
-"""A process under a limit: python -m coserve_benchmarks.memory.limited, told on stdin what to do."""
+"""A process under a memory limit: python -m coserve_benchmarks.memory.limited, with an `Order` on stdin."""
 
 import resource
 import sys
@@ -26,9 +26,9 @@ _HUGE = 64  # times the batch of the others: more than there ever is
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Which `act`: `size` says how large everything is; `serve` answers and trains with a `budget`, under a
-    `limit`; `control` takes `control` bytes under the same limit and asks nobody. Bytes are above those of
-    the process before its model was there."""
+    """An act to perform: `size` measures how large everything is; `serve` answers and trains with a `budget`,
+    under a `limit`; `control` takes `control` bytes under the same limit and asks nobody. Bytes are above
+    those of the process before its model was there."""
 
     shape: str
     threads: int
@@ -110,7 +110,7 @@ def _serve(order: Order, shape: Shape) -> Told:
 
 
 def _engine(order: Order, shape: Shape, memory: int | str) -> Engine:
-    """With as many pages as the answers take: all of them are touched then."""
+    """An engine with exactly the pages that the answers take, so that all of them are touched."""
     tokens = order.prompts * (order.prompt + order.answer)
     config = EngineConfig(cache_tokens=tokens, max_running=order.prompts, memory=memory, calibrate=False)
     return Engine(shape.build(), config)
@@ -136,7 +136,7 @@ def _refusal(engine: Engine, order: Order, shape: Shape) -> str:
 
 
 def _load(engine: Engine, order: Order, shape: Shape, job: FineTuning) -> int:
-    """Answers, as many at once as the cache holds, for as long as the job trains; how many there were."""
+    """Generates answers, as many at once as the cache holds, while the job trains; returns their number."""
     answered = 0
     waiting: list[Completion] = []
     while job.is_under_way:
@@ -151,7 +151,7 @@ def _load(engine: Engine, order: Order, shape: Shape, job: FineTuning) -> int:
 
 
 def _mapped() -> int:
-    """Bytes that count for RLIMIT_DATA so far."""
+    """Bytes of this process that count for RLIMIT_DATA."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 

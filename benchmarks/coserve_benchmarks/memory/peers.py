@@ -1,4 +1,4 @@
-"""Whom held activations are compared with: PEFT, and where it has no such method plain torch on the model."""
+"""Peers for held activations: PEFT, or plain torch on the model for methods that PEFT does not have."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""Row `plan.error`: how far what is planned is from what is measured, for the worst stage of all programs."""
+"""Row `plan.error`: relative error of planned against measured bytes, for the worst stage of all programs."""
 
 from typing import Final
 
@@ -13,8 +13,8 @@ _CACHE_TOKENS: Final = 8192
 
 
 def run(bench: Bench) -> None:
-    """Answers, full fine-tuning and adapters of three kinds, by plain torch and by the engine, on 1,024-token
-    examples: each stage estimated without data and run in a process of its own."""
+    """Plans and measures answers, full fine-tuning and adapters of three kinds, by plain torch and by the
+    engine, on 1,024-token examples: each stage estimated without data and run in a process of its own."""
     tiny = bench.shape.name == "tiny"
     asked = Asked(
         {name: [METHODS[name]] for name in (_COMPARED[:1] if tiny else _COMPARED)},

@@ -1,5 +1,5 @@
-"""What a process takes that holds one base, told on stdin which: python -m
-coserve_benchmarks.memory.resident."""
+"""Memory of a process that holds one base: python -m coserve_benchmarks.memory.resident, with an `Order` on
+stdin."""
 
 import gc
 import sys
@@ -17,7 +17,7 @@ from coserve.wire.control import decode_line, encode_line
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The folder of a model and how its weights are kept."""
+    """A model's folder and the quantization of its weights."""
 
     model: str
     quantize: str
@@ -25,7 +25,8 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes that the process grew by: in the end, and at most. `counted` is what the base says of itself."""
+    """Growth of the process in bytes: at the end (`resident`) and at most (`peak`). `counted` is the base's
+    own count."""
 
     resident: int
     peak: int

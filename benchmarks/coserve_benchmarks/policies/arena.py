@@ -1,5 +1,5 @@
-"""Where workloads are run, under one policy after another: one engine, with the same weights and cost model
-for all. A server is in `replay`."""
+"""Runs workloads under one policy after another, on one engine with the same weights and cost model for all.
+`replay` does so on servers."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -24,7 +24,7 @@ RELIABILITY: Final = 0.9995
 
 
 def patience_for(workload: Workload) -> float:
-    """Seconds after a load in which answers still count: nobody is given up within a bound of his own."""
+    """Seconds after a load in which answers still count: longer than every bound that a request states."""
     slos = [request.slo for request in workload.requests]
     bounds = [bound for slo in slos for bound in (slo.first_token, slo.end_to_end, slo.deferral)]
     return _PATIENCE + max((bound for bound in bounds if bound is not None), default=0.0)
@@ -35,11 +35,12 @@ class Arena(ABC):
 
     @abstractmethod
     def run(self, policy: str, workload: Workload, patience: float | None = None) -> Load:
-        """One round. Who has no answer `patience` seconds (`patience_for`) after the load is given up."""
+        """Runs one round. Requests without an answer `patience` seconds (`patience_for`) after the load are
+        cancelled."""
 
     def alone(self, workload: Workload) -> Load:
-        """The workload's requests without its jobs, and without bounds: what they take by themselves. Nobody
-        is given up, though there be more of them than the machine keeps up with."""
+        """Runs the workload's requests without its jobs and without bounds. None is cancelled, even where the
+        machine cannot keep up."""
         requests = tuple(replace(request, slo=SLO()) for request in workload.requests)
         return self.run("hybrid", replace(workload, requests=requests, jobs=()), patience=float("inf"))
 
@@ -50,8 +51,8 @@ class Arena(ABC):
         return load.training_rate(0.2)
 
     def isolated(self, workload: Workload, judge: Judge) -> tuple[Load, str] | None:
-        """The fewest processors that keep the bounds serve, the others train: the round, and a sentence about
-        it. None where there is no such topology."""
+        """Runs a round in which the fewest processors that keep the bounds serve and the others train; gives
+        its load and a sentence about it. None where there is no such topology."""
         return None
 
 
@@ -73,8 +74,8 @@ class EngineArena(Arena):
             torch.set_num_threads(self._threads)  # lanes have had threads of their own
 
     def isolated(self, workload: Workload, judge: Judge) -> tuple[Load, str] | None:
-        """See `Arena.isolated`. Training holds answers up there too, by the processors that they have not:
-        that is charged to them."""
+        """See `Arena.isolated`. Training delays answers there, too, by the processors that they lack: the
+        delay is charged to them."""
         undisturbed = self.alone(workload) if bounds_deferral(workload) else None
         self.engine.scheduler.policy = make_policy("hybrid")
         self._load_adapters(workload)

@@ -1,4 +1,4 @@
-"""What a user would do instead, on the same weights: two processes, or one that stops serving to train."""
+"""Alternatives to coserve on the same weights: two processes, or one that stops serving to train."""
 
 from dataclasses import replace
 from typing import Final

@@ -25,7 +25,7 @@ _SOON = 0.2  # seconds from an agreement to begin until the beginning
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """What the training engine did."""
+    """Results of the training engine."""
 
     trained: list[tuple[float, float]]
     losses: list[float]

@@ -1,4 +1,4 @@
-"""The papers' own experiments, scaled to this machine: what they found, and what is found here."""
+"""The papers' own experiments, scaled to this machine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -82,7 +82,7 @@ class _Scene:
 
 
 def _scene(rounds: Rounds) -> _Scene:
-    """As much inference and as much fine-tuning as there."""
+    """Scales the report's workload: the same shares of inference and fine-tuning as there."""
     given, arena = rounds.sizes.given(), rounds.arena
     adapters = Adapters(32, 32)
     training = Training(batch=2, length=64, rank=32)

@@ -1,4 +1,4 @@
-"""Workloads replayed against `coserve serve` over HTTP, as its users would put them there."""
+"""Replays workloads against `coserve serve` over HTTP."""
 
 import re
 import time
@@ -79,7 +79,7 @@ class ServerArena(Arena):
         return self._undisturbed[workload.requests]
 
     def _make_adapters(self, workload: Workload) -> None:
-        """Folders of those that requests name."""
+        """Writes folders of the adapters that requests name."""
         missing = [(name, rank) for name, rank in workload.served if name not in self._adapters]
         if missing:
             base = Engine(self._bench.shape.build(), EngineConfig(calibrate=False)).base
@@ -155,7 +155,7 @@ class _Replay:
 
 
 class _Training:
-    """The jobs of a workload, and how far they are."""
+    """Starts the jobs of a workload on a server and follows their progress."""
 
     def __init__(self, served: Served, jobs: Sequence[TimedJob]) -> None:
         self._jobs = sorted(jobs, key=lambda job: -job.at)  # the next one last
@@ -166,7 +166,7 @@ class _Training:
         self._served = served
 
     def __enter__(self) -> "_Training":
-        """Jobs that are there from the beginning have begun before anything else does."""
+        """Starts the jobs of time 0 and waits until they have begun."""
         self._start_due(0.0)
         self._served.wait(lambda: all(map(self._has_begun, self._started)), "to begin with its jobs")
         return self
@@ -196,7 +196,7 @@ class _Training:
         return found
 
     def losses(self) -> list[float]:
-        """Of optimizer steps, by their number in each job."""
+        """Losses of optimizer steps, ordered by step number."""
         steps = [step for job in self._started for step in self._ledger.losses(job)]
         return [loss for _, loss in sorted(steps, key=lambda step: step[0])]
 

@@ -37,7 +37,7 @@ _OWN: Final = "own bounds"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How long each round takes, and what it is made from."""
+    """Length and contents of rounds."""
 
     seconds: float
     vocabulary: int
@@ -47,13 +47,13 @@ class Sizes:
     again: int = 0  # further rounds of those that one round does not tell apart
 
     def given(self, slo: SLO = SLO()) -> Given:
-        """What the workloads of `traffic` are built from."""
+        """Settings for the workloads of `traffic`."""
         return Given(self.vocabulary, self.seconds, slo, self.seed, self.prompts)
 
 
 @dataclass(slots=True)
 class Rounds:
-    """Runs contests in one arena; `done` are those that are over, as JSON has them, `sweeps` runs by one
+    """Runs contests in one arena. `done` are finished ones, as JSON has them; `sweeps` are runs over one
     quantity."""
 
     bench: Bench
@@ -71,8 +71,8 @@ class Rounds:
         named: Mapping[str, str] = MappingProxyType({}),
         latency_bounds: Mapping[str, float] = MappingProxyType({}),
     ) -> Contest:
-        """Every policy on a workload, and isolation where there is such a thing; those that are close to ours
-        some times more, in turn. `named` are policies with options, by shorter names."""
+        """Runs every policy on a workload, and isolation where the arena has it; those close to ours run
+        again, in turn. `named` are policies with options, by shorter names."""
         peak = self.peak(workload)
         contest = Contest(workload, bounds, judges, peak, latency_bounds)
         everybody = {**named, **{policy: policy for policy in policies}, ISOLATED: ISOLATED}
@@ -94,16 +94,16 @@ class Rounds:
         return contest
 
     def peak(self, workload: Workload) -> float:
-        """What the workload's jobs train without its requests, tokens/s."""
+        """Fine-tuning rate of the workload's jobs without its requests, tokens/s."""
         return self.arena.peak(workload, _PEAK_SHARE * self.sizes.seconds)
 
     def keep(self, contest: Contest) -> None:
-        """Writes down what has been found."""
+        """Writes a finished contest into the results."""
         self.done[contest.workload.name] = contest.as_dict()
         self.bench.results.section("workloads", self.done)
 
     def sweep(self, name: str, points: list[dict[str, Any]]) -> None:
-        """Writes down what has been found by one quantity."""
+        """Writes a sweep's points into the results."""
         self.sweeps[name] = points
         self.bench.results.section("sweeps", self.sweeps)
 
@@ -120,12 +120,12 @@ class Rounds:
         return self._bounded(lambda given: traffic.flexllm(given, rate=rate, adapters=SOME))
 
     def poisson(self) -> Contest:
-        """Independent users."""
+        """Poisson arrivals: independent users."""
         rate = _SHARE * self.capacity(128, 32)
         return self._bounded(lambda given: traffic.poisson(given, rate=rate, adapters=SOME))
 
     def bursty(self) -> Contest:
-        """Users that come together."""
+        """Bursts: users that come together."""
         rate = _SHARE * self.capacity(128, 32)
         return self._bounded(lambda given: traffic.bursty(given, rate=rate, adapters=SOME))
 
@@ -151,7 +151,7 @@ class Rounds:
         return self.own(workload, "enhanced-temporal:16,0.5", "deferred:0.5", "deferred:0.5,together=1")
 
     def flex(self) -> Contest:
-        """Mostly requests that can wait, as those of batch tiers do; rounds are twice as long."""
+        """Mostly patient requests, as in batch tiers; rounds are twice as long."""
         given = replace(self.sizes.given(), seconds=2 * self.sizes.seconds)
         patience = _PATIENT * given.seconds
         workload = self._tiers(given, _MOSTLY_FLEX, deferral=patience)
@@ -171,7 +171,7 @@ class Rounds:
         return traffic.tiers(given, classes, rate=rate, adapters=_FEW)
 
     def answers(self) -> Contest:
-        """Whole answers wanted in time, not single tokens: what a bound on the end allows to push out."""
+        """Bounds on whole answers, not on single tokens."""
         rate = _SHARE * self.capacity(64, 32)
         alone = self._alone(lambda given: traffic.poisson(given, rate=rate, prompt=64, adapters=SOME))
         given = self.sizes.given(SLO(end_to_end=4.0 * alone.latency + 1.0))
@@ -194,7 +194,8 @@ class Rounds:
         return Alone.of(self.arena.alone(make(self.sizes.given())))
 
     def bounded(self, make: Callable[[Given], Workload]) -> Workload:
-        """With bounds on the first token and between tokens: what they take without training, and room."""
+        """A workload with bounds on the first token and between tokens: their values without training, and
+        room."""
         alone = self._alone(make)
         return make(self.sizes.given(SLO(_ROOM * alone.first + 0.5, 3 * alone.between)))
 
@@ -205,7 +206,7 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What requests take without training: 99th percentiles, seconds."""
+    """Latencies of requests without training: 99th percentiles, seconds."""
 
     latency: float
     first: float
@@ -213,14 +214,14 @@ class Alone:
 
     @classmethod
     def of(cls, load: Load) -> "Alone":
-        """Of a load without jobs."""
+        """Percentiles of a load without jobs."""
         latencies = [answer.latency for answer in load.answers]
         first = percentile(load.first_tokens, 0.99)
         return cls(percentile(latencies, 0.99), first, percentile(load.gaps, 0.99))
 
 
 def _pushed_out(seconds: float) -> tuple[str, ...]:
-    """The policies that let requests wait, told how long they may."""
+    """Policies that defer requests, with `seconds` as their bound."""
     return (
         f"enhanced-temporal:16,{seconds:.3f}",
         f"deferred:{seconds:.3f}",

@@ -135,7 +135,8 @@ def _switch(rounds: Rounds) -> None:
 
 
 def _earlier(path: str | Path | None, shape: str, against: str) -> dict[str, Any]:
-    """What an earlier run wrote down, if there was one."""
+    """Results of an earlier run, empty where there is none. Raises ConfigError for results of another
+    kind."""
     if path is None or not Path(path).exists():
         return {}
     foreign = f"{path} holds no results of this bench to go on with"
@@ -178,7 +179,7 @@ def _compare(rounds: Rounds) -> None:
 
 
 def _judged(run: Mapping[str, Any]) -> tuple[float, float]:
-    """A run's share of requests that the first judge is content with, and its fine-tuning tokens/s."""
+    """A run's attainment by the first judge, and its fine-tuning tokens/s."""
     return next(iter(run["attainment"].values())), run["training"]
 
 

@@ -1,4 +1,4 @@
-"""What it costs to change from answering to training and back (FineInfer, table 1)."""
+"""Cost of switching between answering and training (FineInfer, table 1)."""
 
 import gc
 import time
@@ -19,11 +19,10 @@ _Ran = tuple[bool, float, float]  # whether a step trained, and its beginning an
 
 
 def measure(bench: Bench, arena: EngineArena, workload: Workload, rounds: int) -> None:
-    """Requests and fine-tuning iterations by turns, against the same ones in two blocks.
+    """Measures requests and fine-tuning iterations in alternation against the same ones in two blocks.
 
-    Whatever takes longer by turns is what the switches cost: what they move, the adapter that computes, is
-    resident. What is done between two steps where the kind of work changes, beyond what is done between two
-    of one kind, is initialisation and clean-up.
+    The difference is the cost of switches; there is no data movement, as adapters are resident. The time
+    between two steps of different kinds, beyond that between two of one kind, is initialisation and clean-up.
     """
     turns = _Turns(arena, workload)
     by_turns, in_blocks = timed(turns.by_turns), timed(turns.in_blocks)
@@ -70,7 +69,7 @@ class _Turns:
             self._iterate()
 
     def watching(self, work: Callable[[], float], ran: list[_Ran]) -> float:
-        """What `work` returns; every step that it runs goes into `ran`."""
+        """Runs `work` and returns its result; every step that it runs is appended to `ran`."""
         executor = self._engine.executor
         run = executor.run
 

@@ -1,4 +1,4 @@
-"""What the cells of the page's tables say, made from the dictionary of a run."""
+"""Cells of the page's tables, made from the dictionary of a run."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,7 +84,7 @@ def keys(results: Mapping[str, Any]) -> list[Key]:
 
 
 def glance(results: Mapping[str, Any]) -> dict[str, list[Cell | None]]:
-    """Fine-tuning tokens/s of everybody on every workload, and the share of requests within the first
+    """Fine-tuning tokens/s of every contestant on every workload, and the share of requests within the first
     bound."""
     everywhere = [runs_of(workload) for workload in workloads_of(results).values()]
     most = [max([1e-9, *(run.get("training") or 0.0 for run in runs.values())]) for runs in everywhere]
@@ -109,7 +109,7 @@ def contestants(workload: Mapping[str, Any]) -> Contest:
 
 
 def switch(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """What a switch between the two kinds of work costs, beside FineInfer's table 1 as published."""
+    """Cost of a switch between the two kinds of work, beside FineInfer's table 1 as published."""
     names = [*_SWITCH, *(key for key in found if key not in _SWITCH)] if found else []
     rows: list[tuple[str, ...]] = []
     for name in names:
@@ -134,12 +134,12 @@ def absolute(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def number(value: float) -> str:
-    """Whole above a hundred, three digits that mean something below."""
+    """A number: whole from a hundred on, three significant digits below."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _columns(runs: Mapping[str, Run]) -> list[_Column]:
-    """Those of which at least one contestant has a figure."""
+    """Columns for which at least one contestant has a figure."""
     found = []
     for key, group in (("latency", "latency"), ("first_token", "first token"), ("between", "between tokens")):
         unit, text = _time_unit(key, runs)
@@ -211,6 +211,6 @@ def _glanced(run: Run | None, most: float) -> Cell | None:
 
 
 def _percent(share: float) -> str:
-    """Never 100% unless it is."""
+    """A share in percent; 100% only where it is exact."""
     shown = f"{share:.1%}"
     return "100%" if share >= 1 else "99.9%" if shown == "100.0%" else shown

@@ -93,7 +93,8 @@ class Contestant:
         self._tell(Stop())
 
     def outcome(self, patience: float = 0.0) -> Outcome:
-        """What it did, when it is done; `patience` is what a round takes, beside the usual one."""
+        """Waits for the round's end and gives its outcome; `patience`, the round's length, adds to the usual
+        one."""
         found = self._hear("done", patience).outcome
         assert found is not None
         return found
@@ -135,7 +136,7 @@ def start_soon() -> float:
 
 
 def as_load(workload: Workload, started: float, outcomes: Sequence[Outcome]) -> Load:
-    """What the processes of one contestant did together."""
+    """Load of all processes of one contestant together."""
     requests = sorted(workload.requests, key=lambda request: request.at)
     stamps = [found for outcome in outcomes for found in outcome.stamps]
     pairs = zip(requests, stamps, strict=True)

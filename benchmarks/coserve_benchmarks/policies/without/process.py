@@ -1,5 +1,5 @@
-"""A contestant's process, `python -m coserve_benchmarks.policies.without.process`. See `messages` for what it
-is told and says."""
+"""A contestant's process, `python -m coserve_benchmarks.policies.without.process`; its protocol is in
+`messages`."""
 
 import os
 import queue
@@ -30,7 +30,7 @@ class Orders:
 
     @property
     def has_next(self) -> bool:
-        """Whether a line waits to be read."""
+        """Tells whether a line waits to be read."""
         return not self._requests.empty()
 
     def next(self, kind: type[T]) -> T:

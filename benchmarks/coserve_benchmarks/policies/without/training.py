@@ -36,7 +36,8 @@ class PeftTrainer:
             self._begin(job, bool(self.matched))
 
     def has_work(self, elapsed: float) -> bool:
-        """Whether a job that was there `elapsed` seconds after the load's beginning has mini-batches left."""
+        """Tells whether a job that had arrived `elapsed` seconds after the load's beginning has mini-batches
+        left."""
         while self._next is None and self._jobs and self._jobs[0].at <= elapsed:
             job = self._jobs.popleft()
             self._begin(job, bool(self.matched))
@@ -104,7 +105,7 @@ class PeftTrainer:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What makes adapters alike."""
+    """Properties by which jobs share an adapter."""
 
     rank: int
     targets: tuple[str, ...] | None
@@ -121,7 +122,7 @@ class _Adapter:
 
 
 def mini_batches(job: TimedJob) -> Iterator[Sequence[Tokens]]:
-    """What each of its optimizer steps takes: the examples in their order, `epochs` times."""
+    """Mini-batches of a job's optimizer steps: the examples in order, `epochs` times."""
     for _ in range(job.epochs):
         for start in range(0, len(job.examples), job.batch):
             yield job.examples[start : start + job.batch]

@@ -13,7 +13,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """How a setting did: share of requests within their own bounds, seconds to the last token at the 50th and
+    """Result of a trial: share of requests within their own bounds, seconds to the last token at the 50th and
     99th percentile (0 without requests), output tokens/s and fine-tuning tokens/s."""
 
     attainment: float
@@ -24,7 +24,7 @@ class Tried:
 
 
 def measure(load: Load) -> Tried:
-    """What counts of a load."""
+    """Figures of a load by which settings are compared."""
     latencies = [answer.latency for answer in load.answers] or [0.0]
     kept = [answer.keeps(answer.slo) for answer in load.answers]
     return Tried(

@@ -78,8 +78,8 @@ def two_processes(shape: Shape, workload: Workload, split: Split) -> Load:
 
 
 def splits(threads: int) -> list[Split]:
-    """What one would try on so many cores: shares of them that add up, and more threads than cores, with
-    the trainer stepping back or not."""
+    """Settings to try on `threads` cores: shares that add up, and more threads than cores, each with and
+    without a niced trainer."""
     half = max(1, threads // 2)
     shared = [Split(serve, max(1, threads - serve)) for serve in sorted({1, half, max(1, threads - 1)})]
     pairs = sorted({(1, threads), (half, threads), (threads, half), (threads, threads)})

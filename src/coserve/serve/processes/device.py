@@ -72,5 +72,5 @@ def _torch_version() -> str:
 
 
 def _builds(version: str) -> set[str]:
-    """Those of "cuda" and "hip" that torch was built for."""
+    """Platforms that torch was built for, of "cuda" and "hip"."""
     return set(re.findall(r"^(cuda|hip)\b[^=]*=\s*['\"]", version, re.MULTILINE))
