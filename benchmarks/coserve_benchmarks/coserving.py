@@ -12,7 +12,7 @@ from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Workload, poisson_requests
 from coserve_benchmarks import finetune, inference
-from coserve_benchmarks.drive import Load, serve
+from coserve_benchmarks.drive import LoadResult, serve
 from coserve_benchmarks.ours import Bench, make_engine, start_training, warm_training
 from coserve_benchmarks.plans import RecordedStep, record_plans, save_plans
 from coserve_benchmarks.results import BARS
@@ -42,7 +42,7 @@ class _Scored:
     name: str
     attainment: float
     efficiency: float
-    load: Load
+    load: LoadResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class _Terms:
     capacity: float
     peak: float
 
-    def efficiency(self, load: Load, begin: float = 0.0, end: float = 1.0) -> float:
+    def efficiency(self, load: LoadResult, begin: float = 0.0, end: float = 1.0) -> float:
         """Sum of both kinds of work between two parts of the load's time, each as a share of its rate
         alone."""
         return load.output_rate(begin, end) / self.capacity + load.training_rate(begin, end) / self.peak
 
-    def score(self, name: str, load: Load) -> _Scored:
+    def score(self, name: str, load: LoadResult) -> _Scored:
         """Score of a policy under that load."""
         return _Scored(name, load.attainment(self.slo), self.efficiency(load), load)
 
@@ -86,7 +86,7 @@ def run(bench: Bench, plans: str | Path | None = None) -> None:
     _time_slicing_row(bench, terms, ours, terms.score("no training at all", alone))
 
 
-def _serve(bench: Bench, engine: Engine, rate: float, slo: SLO = SLO()) -> Load:
+def _serve(bench: Bench, engine: Engine, rate: float, slo: SLO = SLO()) -> LoadResult:
     """Serves the workload: the same arrivals and prompts for all policies."""
     settings = bench.settings
     requests = poisson_requests(
@@ -96,7 +96,7 @@ def _serve(bench: Bench, engine: Engine, rate: float, slo: SLO = SLO()) -> Load:
     return serve(engine, Workload("half", title, settings.seconds, tuple(requests), ()))
 
 
-def _bounds(bench: Bench, alone: Load) -> SLO:
+def _bounds(bench: Bench, alone: LoadResult) -> SLO:
     """Bounds: twice the 99th percentile of the same load without training, between tokens as the bar says,
     and for the first token by the same rule, so that queueing is bounded as strictly."""
     between, first = percentile(alone.gaps, 0.99), percentile(alone.first_tokens, 0.99)
@@ -163,7 +163,7 @@ def _start_jobs(bench: Bench, engine: Engine, examples: int) -> None:
     warm_training(engine, jobs)
 
 
-def _note(bench: Bench, alone: Load, together: Load, terms: _Terms) -> None:
+def _note(bench: Bench, alone: LoadResult, together: LoadResult, terms: _Terms) -> None:
     """Absolute figures with and without training, and the points to draw them from."""
     results = bench.results
     for name, load in (("alone", alone), ("together", together)):

@@ -16,7 +16,7 @@ _NAP = 0.001  # seconds; the wait for an arrival is cut into so many
 
 
 @dataclass(slots=True)
-class Answered:
+class AnswerTimes:
     """Times of a request: its arrival, and when the caller could see each token; engine's clock, seconds."""
 
     arrival: float
@@ -51,12 +51,12 @@ class Answered:
 
 
 @dataclass(slots=True)
-class Load:
+class LoadResult:
     """Result of a load that ran from `started` for `seconds`, and until its last answer was complete."""
 
     started: float
     seconds: float
-    answers: list[Answered] = field(default_factory=list)
+    answers: list[AnswerTimes] = field(default_factory=list)
     trained: list[tuple[float, float]] = field(default_factory=list)  # (when, tokens)
     losses: list[float] = field(default_factory=list)  # of optimizer steps, in order, over all jobs
     is_apart: bool = False  # whether training had processors of its own, and ended with the load's time
@@ -120,7 +120,7 @@ class Load:
         return begin * self.seconds <= at - self.started < end * self.seconds
 
 
-def serve(engine: Engine, workload: Workload, patience: float = float("inf")) -> Load:
+def serve(engine: Engine, workload: Workload, patience: float = float("inf")) -> LoadResult:
     """Runs the engine until every request has its answer; training goes on meanwhile if there is some.
 
     A request counts as arrived at its instant, even where a step was under way: what that step still took
@@ -138,11 +138,11 @@ class _Run:
         self._engine, self._workload = engine, workload
         self._requests = sorted(workload.requests, key=lambda request: -request.at)  # the next one last
         self._jobs = sorted(workload.jobs, key=lambda job: -job.at)
-        self._open: dict[int, tuple[Answered, Completion]] = {}
+        self._open: dict[int, tuple[AnswerTimes, Completion]] = {}
         self._started_jobs: list[FineTuning] = []
-        self._load = Load(engine.clock(), workload.seconds)
+        self._load = LoadResult(engine.clock(), workload.seconds)
 
-    def until(self, end: float) -> Load:
+    def until(self, end: float) -> LoadResult:
         """Runs until the load is over, or until `end` seconds after its beginning."""
         engine, load = self._engine, self._load
         used = time.process_time()
@@ -179,7 +179,7 @@ class _Run:
             request.prompt, request.adapter, greedy(request.answer), request.slo, arrival
         )
         kept = handle.sequence in self._engine.scheduler.blocked_on_adapter
-        answered = Answered(arrival, slo=request.slo, kept=kept)
+        answered = AnswerTimes(arrival, slo=request.slo, kept=kept)
         self._load.answers.append(answered)
         self._open[handle.sequence.key] = answered, handle
 

@@ -5,10 +5,10 @@ import time
 from coserve.workload.requests import poisson_requests
 from coserve_benchmarks.client import Clients
 from coserve_benchmarks.folder import training_file
-from coserve_benchmarks.ledger import Ledger
+from coserve_benchmarks.ledger import RecordingClient
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.served import Served
-from coserve_benchmarks.streams import Ask
+from coserve_benchmarks.streams import StreamRequest
 from coserve_benchmarks.timing import percentile
 
 _EXAMPLES = 16  # batches of different data before they repeat
@@ -20,7 +20,7 @@ def run(bench: Bench, served: Served) -> None:
     """Measures the same arrivals without training and with it."""
     settings, results = bench.settings, bench.results
     alone = _first_bytes(bench, served)
-    ledger = Ledger(served.url, served.name)
+    ledger = RecordingClient(served.url, served.name)
     try:
         jobs = _start_jobs(bench, ledger)
         began, before = time.monotonic(), _trained(ledger, jobs)
@@ -51,12 +51,12 @@ def _first_bytes(bench: Bench, served: Served) -> list[float]:
         settings.arrivals, settings.arrivals_seconds, settings.arrivals_prompt, settings.arrivals_answer,
         bench.shape.vocabulary, settings.seed,
     )  # fmt: skip
-    asks = [Ask(request.prompt, request.answer, request.at) for request in requests]
+    asks = [StreamRequest(request.prompt, request.answer, request.at) for request in requests]
     with Clients(served.url, served.name, asks) as clients:
         return [one.first_byte - one.asked for one in clients.result()]
 
 
-def _start_jobs(bench: Bench, ledger: Ledger) -> list[str]:
+def _start_jobs(bench: Bench, ledger: RecordingClient) -> list[str]:
     """Starts two jobs; returns when both are past their first step."""
     settings = bench.settings
     examples = settings.server_batch * _EXAMPLES
@@ -68,5 +68,5 @@ def _start_jobs(bench: Bench, ledger: Ledger) -> list[str]:
     return jobs
 
 
-def _trained(ledger: Ledger, jobs: list[str]) -> float:
+def _trained(ledger: RecordingClient, jobs: list[str]) -> float:
     return sum(ledger.trained_tokens(job) for job in jobs)

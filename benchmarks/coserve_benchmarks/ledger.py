@@ -17,7 +17,7 @@ JSONObject = dict[str, Any]
 Seen = dict[tuple[str, str], str]  # (kind, id): what must never change
 
 
-class Ledger:
+class RecordingClient:
     """A client of a server that records every answer about its files and jobs.
 
     Methods raise httpx.HTTPError where the connection breaks (nothing is acknowledged then) and ServerError

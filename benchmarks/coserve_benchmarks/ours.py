@@ -16,7 +16,7 @@ from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import TimedJob, Tokens, training_tokens
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.machine import Machine
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.settings import Settings
@@ -30,7 +30,7 @@ _EXAMPLES = 16  # batches of different data before they repeat
 class Bench:
     """Context of all groups of rows: shape, sizes, machine, and results to fill."""
 
-    shape: Shape
+    shape: ModelShape
     settings: Settings
     machine: Machine
     results: Results

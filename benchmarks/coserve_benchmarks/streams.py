@@ -24,7 +24,7 @@ _AWAY = (429, 502, 503)  # asked again, as OpenAI's client does
 _DONE = b"data: [DONE]"
 
 
-class Ask(msgspec.Struct, frozen=True):
+class StreamRequest(msgspec.Struct, frozen=True):
     """One completion of exactly `answer` tokens; `at` is seconds after the load begins. Greedy at temperature
     0. `tells_tokens` has the server say their ids, each in a chunk of its own. `model` is whom to ask, the
     load's where it is empty; `tier` is the service tier."""
@@ -54,7 +54,7 @@ class Ask(msgspec.Struct, frozen=True):
         return json.dumps(fields | ({"return_token_ids": True} if self.tells_tokens else {})).encode()
 
 
-class Heard(msgspec.Struct):
+class StreamResult(msgspec.Struct):
     """Result of one stream; times are of `time.monotonic`, which all processes of a machine share.
 
     `asked` is when it was due. `tokens` and `stamps` go by position: a token that is sent again after a
@@ -93,7 +93,7 @@ class Streams:
         self._model, self._on_piece, self._patience = model, on_piece, patience
         self.processor_seconds = 0.0  # that the last run took, without reading what had come
 
-    async def run(self, asks: Sequence[Ask]) -> list[Heard]:
+    async def run(self, asks: Sequence[StreamRequest]) -> list[StreamResult]:
         """Runs all requests, each at its time. Raises ServerError where the server refuses one, and
         Unreachable."""
         began, used = time.monotonic(), time.process_time()
@@ -101,7 +101,7 @@ class Streams:
         self.processor_seconds = time.process_time() - used
         return [_heard(one) for one in attempts]
 
-    async def _one(self, ask: Ask, began: float) -> list["_Attempt"]:
+    async def _one(self, ask: StreamRequest, began: float) -> list["_Attempt"]:
         due = began + ask.at
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         request = _Request(ask.body(self._model), self._host)
@@ -217,8 +217,8 @@ class _Attempt:
             self.tokens.extend((token, stamp) for token in choice.get("token_ids") or ())
 
 
-def _heard(attempts: Sequence[_Attempt]) -> Heard:
-    heard = Heard(attempts[0].asked, attempts=len(attempts))
+def _heard(attempts: Sequence[_Attempt]) -> StreamResult:
+    heard = StreamResult(attempts[0].asked, attempts=len(attempts))
     for attempt in attempts:
         attempt.read()
         for place, (token, stamp) in enumerate(attempt.tokens):

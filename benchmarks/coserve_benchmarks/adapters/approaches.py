@@ -20,7 +20,7 @@ from coserve.kernels.layout import Layout
 from coserve.kernels.many import Way
 from coserve.model.linear import frozen
 from coserve.model.placement import Placement, place_locally
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.adapters.peers import Context
 
 NAIVE: Final = "naive"
@@ -76,7 +76,7 @@ def passes_of(batch: Batch, approach: str) -> Iterator[Pass]:
 class SharedModel:
     """A model with room for adapters of `ranks` ranks in all beside every linear of its layers."""
 
-    def __init__(self, shape: Shape, ranks: int) -> None:
+    def __init__(self, shape: ModelShape, ranks: int) -> None:
         self.shape, self.model = shape, shape.build().requires_grad_(False)
         layers = {id(module) for module in self.model.model.layers.modules()}
         self.linears: list[Linear] = []
@@ -130,7 +130,7 @@ class Linear:
         return y
 
 
-class Decoding:
+class DecodeStep:
     """A call decodes one token for every row of a batch and returns the seconds that took."""
 
     def __init__(self, shared: SharedModel, batch: Batch, approach: str, context: int) -> None:
@@ -152,7 +152,7 @@ class Decoding:
         return seconds
 
 
-class Training:
+class TrainStep:
     """A call is one optimizer step of every adapter of a batch, and returns the seconds that took."""
 
     def __init__(self, shared: SharedModel, batch: Batch, approach: str) -> None:

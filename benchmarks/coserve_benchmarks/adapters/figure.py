@@ -15,10 +15,10 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.kernels.dispatch import Approach
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import training_tokens
-from coserve_benchmarks.adapters.approaches import APPROACHES, Batch, Decoding, SharedModel, Training
+from coserve_benchmarks.adapters.approaches import APPROACHES, Batch, DecodeStep, SharedModel, TrainStep
 from coserve_benchmarks.adapters.decode import add_random, decode_seconds
 from coserve_benchmarks.adapters.peers import AtBestThreads
-from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, Sizes, mean_rank, ranks_of
+from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, AdapterSizes, mean_rank, ranks_of
 from coserve_benchmarks.ours import Bench, endless, examples, make_engine, seconds_of_tokens
 from coserve_benchmarks.timing import Timing, alternate
 
@@ -66,7 +66,7 @@ def extents(shape: str, quick: bool) -> dict[str, Extent]:
     }
 
 
-def run(bench: Bench, sizes: Sizes, quick: bool) -> None:
+def run(bench: Bench, sizes: AdapterSizes, quick: bool) -> None:
     """Measures all points into the section `figure`, which is written after each."""
     swept = extents(bench.shape.name, quick)
     points: list[dict[str, Any]] = []
@@ -121,7 +121,7 @@ def drawn(extent: Extent, adapters: int, rows: int) -> Batch:
 class _Inference:
     """Decode steps: the engine, and the approaches on the shared model. `rows` is the largest batch."""
 
-    def __init__(self, bench: Bench, shared: SharedModel, sizes: Sizes, rows: int) -> None:
+    def __init__(self, bench: Bench, shared: SharedModel, sizes: AdapterSizes, rows: int) -> None:
         self._bench, self._shared, self._sizes = bench, shared, sizes
         self._engine = make_engine(bench, max_running=rows)
         self._names: dict[tuple[int, int], str] = {}
@@ -130,7 +130,7 @@ class _Inference:
         """By approach: seconds of a step."""
         threads = self._bench.machine.threads
         made: dict[str, Callable[[], float]] = {
-            name: Decoding(self._shared, batch, name, self._sizes.prompt) for name in APPROACHES
+            name: DecodeStep(self._shared, batch, name, self._sizes.prompt) for name in APPROACHES
         }
         grouped = str(Approach.GROUPED)  # of the three, the one whose products are too small to be shared
         made[grouped] = AtBestThreads(made[grouped], threads)
@@ -161,7 +161,7 @@ class _Inference:
 class _FineTuning:
     """Optimizer steps of all adapters of a batch, each on its own examples."""
 
-    def __init__(self, bench: Bench, shared: SharedModel, sizes: Sizes, rows: int) -> None:
+    def __init__(self, bench: Bench, shared: SharedModel, sizes: AdapterSizes, rows: int) -> None:
         self._bench, self._shared = bench, shared
         self._engine = make_engine(bench, cache_tokens=1024, scheduler=NOBODY_WAITS)
         self._jobs: list[Any] = []
@@ -169,7 +169,7 @@ class _FineTuning:
     def contestants(self, batch: Batch) -> Mapping[str, Callable[[], float]]:
         """By approach: seconds of a step."""
         made: dict[str, Callable[[], float]] = {
-            name: Training(self._shared, batch, name) for name in APPROACHES
+            name: TrainStep(self._shared, batch, name) for name in APPROACHES
         }
         self._jobs = [
             self._job(f"figure-{i}", rank, share, batch.length)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.settings import Settings
 
 _BYTES: Final = 2  # of a bfloat16
@@ -17,7 +17,7 @@ RANKS: Final[Mapping[str, tuple[int, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class AdapterSizes:
     """Sizes of one run: `rows` that decode, `counts` of adapters they belong to, `steps` in a timed round,
     tokens of the prompts; then those of training."""
 
@@ -34,11 +34,11 @@ class Sizes:
     train_rounds: int = 3
 
     @staticmethod
-    def of(settings: Settings, shape: Shape, quick: bool) -> "Sizes":
+    def of(settings: Settings, shape: ModelShape, quick: bool) -> "AdapterSizes":
         """Sizes for a shape; on the tiny one they only check that everything runs."""
         if shape.name == "tiny":
-            return Sizes(8, (2, 4), 2, 4, 2, 64, 2, 16, 1, 1, 1)
-        return Sizes(rounds=2, train_rounds=1) if quick else Sizes(rounds=settings.rounds)
+            return AdapterSizes(8, (2, 4), 2, 4, 2, 64, 2, 16, 1, 1, 1)
+        return AdapterSizes(rounds=2, train_rounds=1) if quick else AdapterSizes(rounds=settings.rounds)
 
 
 def ranks_of(series: str, count: int) -> list[int]:
@@ -53,6 +53,6 @@ def mean_rank(series: str) -> int:
     return sum(kinds) // len(kinds)
 
 
-def adapter_bytes(shape: Shape, ranks: list[int]) -> int:
+def adapter_bytes(shape: ModelShape, ranks: list[int]) -> int:
     """Bytes of adapters of these ranks beside every linear of the layers."""
     return _BYTES * sum(map(shape.lora_weights, ranks))

@@ -27,7 +27,7 @@ from coserve.engine.process import SWITCH
 from coserve.train.fresh import fresh_adapter
 from coserve.wire.messages import Paging
 from coserve.workload.requests import TimedRequest, Workload, fixed_prompts
-from coserve_benchmarks.drive import Answered, Load, serve
+from coserve_benchmarks.drive import AnswerTimes, LoadResult, serve
 from coserve_benchmarks.ours import Bench, greedy, make_engine
 from coserve_benchmarks.timing import percentile
 
@@ -65,7 +65,7 @@ def run(bench: Bench, quick: bool) -> None:
     sizes = SwapSizes.of(bench, quick)
     with tempfile.TemporaryDirectory() as scratch, _switching():
         engine = _engine(bench, sizes, Path(scratch))
-        rounds: list[dict[str, Load]] = []
+        rounds: list[dict[str, LoadResult]] = []
         moved = []
         serve(engine, _workload(bench, sizes, -1, "cold"))  # what every step makes the first time
         for number in range(sizes.rounds):
@@ -153,7 +153,9 @@ def _workload(bench: Bench, sizes: SwapSizes, number: int, arm: str) -> Workload
     )
 
 
-def _others(sizes: SwapSizes, workload: Workload, loads: dict[str, Load]) -> dict[str, list[Answered]]:
+def _others(
+    sizes: SwapSizes, workload: Workload, loads: dict[str, LoadResult]
+) -> dict[str, list[AnswerTimes]]:
     """By arm, the answers to requests for a popular adapter that was in memory."""
     popular = {_name(number) for number in range(sizes.popular)}
     ours = [request.adapter in popular for request in workload.requests]
@@ -164,7 +166,7 @@ def _others(sizes: SwapSizes, workload: Workload, loads: dict[str, Load]) -> dic
     return {arm: list(compress(load.answers, among[arm])) for arm, load in loads.items()}
 
 
-def _tell(bench: Bench, sizes: SwapSizes, rounds: Sequence[dict[str, Load]]) -> None:
+def _tell(bench: Bench, sizes: SwapSizes, rounds: Sequence[dict[str, LoadResult]]) -> None:
     """Reports the row: its value is of all rounds together, its spread of single ones."""
     others = [
         _others(sizes, _workload(bench, sizes, number, "cold"), loads) for number, loads in enumerate(rounds)
@@ -188,12 +190,12 @@ def _tell(bench: Bench, sizes: SwapSizes, rounds: Sequence[dict[str, Load]]) -> 
     bench.results.row("swap.others_p99_ratio", value, (min(ratios), max(ratios)), note)
 
 
-def _gap(answers: Sequence[Answered], share: float = 0.99) -> float:
+def _gap(answers: Sequence[AnswerTimes], share: float = 0.99) -> float:
     """Seconds between two tokens: the quantile `share`."""
     return percentile([gap for answered in answers for gap in answered.gaps], share)
 
 
-def _first_tokens(bench: Bench, name: str, answers: Sequence[Answered]) -> None:
+def _first_tokens(bench: Bench, name: str, answers: Sequence[AnswerTimes]) -> None:
     times = [answered.first_token for answered in answers]
     for share in (50, 99):
         bench.results.figure(f"swap.{name}_p{share}", 1e3 * percentile(times, share / 100), "ms")

@@ -41,7 +41,7 @@ def logits_of(base: Base, texts: Iterable[Tokens]) -> Tensor:
     return torch.cat([_logits(base, torch.tensor(text, device=base.device)).float().cpu() for text in texts])
 
 
-class _Whole:
+class _WholeSequence:
     """A sequence from its beginning to its end."""
 
     keeper = None
@@ -54,7 +54,7 @@ class _Whole:
 
 
 def _logits(base: Base, tokens: Tensor) -> Tensor:
-    rows = FusedRows([_Whole(len(tokens))], [])
+    rows = FusedRows([_WholeSequence(len(tokens))], [])
     hidden, calls = base.prologue(tokens, torch.arange(len(tokens), device=tokens.device))
     with base.cell.set(rows):
         for layer in range(base.depth):

@@ -23,7 +23,7 @@ from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.inference import answer_all
 from coserve_benchmarks.memory.logits import LogitError, logits_of
-from coserve_benchmarks.memory.resident import Held, Order
+from coserve_benchmarks.memory.resident import ResidentBytes, ResidentOrder
 from coserve_benchmarks.ours import Bench, make_engine, seconds_of_steps, start_training
 from coserve_benchmarks.timing import alternate, timed
 
@@ -66,11 +66,11 @@ def _bytes(bench: Bench) -> None:
                 results.row(f"quantized.bytes_{kind}", held.counted / dense, note=note)
 
 
-def _measure(model: Path, kind: str) -> Held:
+def _measure(model: Path, kind: str) -> ResidentBytes:
     command = (sys.executable, "-m", "coserve_benchmarks.memory.resident")
-    order = encode_line(Order(str(model), kind))
+    order = encode_line(ResidentOrder(str(model), kind))
     done = subprocess.run(command, input=order + "\n", stdout=subprocess.PIPE, text=True, check=True)
-    return decode_line(done.stdout.splitlines()[-1], Held)
+    return decode_line(done.stdout.splitlines()[-1], ResidentBytes)
 
 
 def _errors(bench: Bench) -> None:

@@ -1,5 +1,5 @@
-"""Memory of a process that holds one base: python -m coserve_benchmarks.memory.resident, with an `Order` on
-stdin."""
+"""Memory of a process that holds one base: python -m coserve_benchmarks.memory.resident, with an
+`ResidentOrder` on stdin."""
 
 import gc
 import sys
@@ -16,7 +16,7 @@ from coserve.wire.control import decode_line, encode_line
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ResidentOrder:
     """A model's folder and the quantization of its weights."""
 
     model: str
@@ -24,7 +24,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ResidentBytes:
     """Growth of the process in bytes: at the end (`resident`) and at most (`peak`). `counted` is the base's
     own count."""
 
@@ -35,8 +35,8 @@ class Held:
 
 
 def main() -> None:
-    """Answers one `Order` with one line, a `Held`."""
-    order = decode_line(sys.stdin.readline(), Order)
+    """Answers one `ResidentOrder` with one line, a `ResidentBytes`."""
+    order = decode_line(sys.stdin.readline(), ResidentOrder)
     # Code is no weights, nor is what libraries set up when they first see these shapes: 8 MB of scratch and
     # compiled products for a model of 34 MB on a processor with AMX. So the model was here once before.
     bitsandbytes()
@@ -51,7 +51,7 @@ def main() -> None:
         peak = meter.peak()
     gc.collect()
     return_freed_memory()
-    print(encode_line(Held(resident_bytes() - before, peak, base.nbytes, "resident memory")))
+    print(encode_line(ResidentBytes(resident_bytes() - before, peak, base.nbytes, "resident memory")))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 
 from coserve.core.request import SLO
 from coserve.workload.requests import Workload
-from coserve_benchmarks.drive import Answered, Load
+from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.timing import percentile
 
 OURS: Final = "adaptive"
@@ -18,7 +18,7 @@ ISOLATED: Final = "isolated"
 PROMISED: Final = 0.99  # share of requests within their bounds
 _CLOSE: Final = (0.1, 0.3)  # in attainment, and in fine-tuning, relative
 
-Judge = Callable[[Answered], bool]
+Judge = Callable[[AnswerTimes], bool]
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Contest:
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     _rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def add(self, name: str, load: Load, note: str = "") -> dict[str, Any]:
+    def add(self, name: str, load: LoadResult, note: str = "") -> dict[str, Any]:
         """Adds a round."""
         found = summary(load, self.workload, self.judges, self.peak, note)
         self._rounds.setdefault(name, []).append(found)
@@ -78,7 +78,7 @@ class Contest:
         }
 
 
-def own_bounds(answer: Answered) -> bool:
+def own_bounds(answer: AnswerTimes) -> bool:
     """Tells whether an answer kept the bounds that its request stated."""
     return answer.keeps(answer.slo)
 
@@ -93,7 +93,7 @@ def bounds_deferral(workload: Workload) -> bool:
     return any(request.slo.deferral is not None for request in workload.requests)
 
 
-def charge_deferral(load: Load, undisturbed: Load) -> None:
+def charge_deferral(load: LoadResult, undisturbed: LoadResult) -> None:
     """Sets the delay by training where the engine does not report it: the difference in latency to
     `undisturbed`, a load of the same requests on the whole machine without training."""
     for answer, other in zip(load.answers, undisturbed.answers, strict=True):
@@ -101,13 +101,13 @@ def charge_deferral(load: Load, undisturbed: Load) -> None:
             answer.deferred = max(answer.latency - other.latency, 0.0)
 
 
-def attained(load: Load, workload: Workload, judge: Judge) -> float:
+def attained(load: LoadResult, workload: Workload, judge: Judge) -> float:
     """Share of a workload's requests whose answers pass a judge."""
     return sum(map(judge, load.answers)) / max(1, len(workload.requests))
 
 
 def summary(
-    load: Load, workload: Workload, judges: Mapping[str, Judge], peak: float, note: str
+    load: LoadResult, workload: Workload, judges: Mapping[str, Judge], peak: float, note: str
 ) -> dict[str, Any]:
     """All figures of a round."""
     answered = [answer for answer in load.answers if answer.tokens]
@@ -142,7 +142,7 @@ def _middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**middle, "attainment": attained, "rounds": len(rounds), "training_spread": spread}
 
 
-def _flow(load: Load, workload: Workload) -> list[list[float]]:
+def _flow(load: LoadResult, workload: Workload) -> list[list[float]]:
     """(second, output tokens/s, fine-tuning tokens/s, arrivals/s) of each second."""
     arrivals = [0] * max(1, int(workload.seconds))
     for request in workload.requests:

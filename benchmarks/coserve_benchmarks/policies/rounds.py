@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from coserve.core.request import SLO
 from coserve.workload import traffic
-from coserve.workload.mixes import Adapters, Given, bounds
+from coserve.workload.mixes import ServedAdapters, WorkloadSettings, bounds
 from coserve.workload.requests import Tokens, Workload
 from coserve.workload.traces import TraceRow
-from coserve_benchmarks.drive import Load
+from coserve_benchmarks.drive import LoadResult
 from coserve_benchmarks.ours import Bench
-from coserve_benchmarks.policies.arena import Arena
+from coserve_benchmarks.policies.arena import Testbed
 from coserve_benchmarks.policies.contest import ISOLATED, OURS, Contest, Judge, own_bounds
 from coserve_benchmarks.timing import percentile
 
@@ -26,8 +26,8 @@ EVERYWHERE: Final = (
     OURS,
 )
 _ROOM: Final = 1.5  # bounds over what requests take without training, where a workload's source has none
-SOME: Final = Adapters()  # requests ask for the base: what adapters cost is not the question here
-_FEW: Final = Adapters(count=2, rank=8, exponent=1.0)
+SOME: Final = ServedAdapters()  # requests ask for the base: what adapters cost is not the question here
+_FEW: Final = ServedAdapters(count=2, rank=8, exponent=1.0)
 _PEAK_SHARE: Final = 0.3  # of a round's length: what training alone is watched for
 _SHARE: Final = 0.12  # of the requests that the machine answers 16 at once; few at once take much more of it
 _MOSTLY_FLEX: Final = (0.1, 0.3, 0.6)  # of the requests: priority, default, flex
@@ -36,7 +36,7 @@ _OWN: Final = "own bounds"
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class RoundSettings:
     """Length and contents of rounds."""
 
     seconds: float
@@ -46,19 +46,19 @@ class Sizes:
     seed: int = 0
     again: int = 0  # further rounds of those that one round does not tell apart
 
-    def given(self, slo: SLO = SLO()) -> Given:
+    def given(self, slo: SLO = SLO()) -> WorkloadSettings:
         """Settings for the workloads of `traffic`."""
-        return Given(self.vocabulary, self.seconds, slo, self.seed, self.prompts)
+        return WorkloadSettings(self.vocabulary, self.seconds, slo, self.seed, self.prompts)
 
 
 @dataclass(slots=True)
-class Rounds:
+class ContestRunner:
     """Runs contests in one arena. `done` are finished ones, as JSON has them; `sweeps` are runs over one
     quantity."""
 
     bench: Bench
-    arena: Arena
-    sizes: Sizes
+    arena: Testbed
+    sizes: RoundSettings
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
     sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -158,7 +158,9 @@ class Rounds:
         workload = replace(workload, name="flex", title="Mostly requests that can wait")
         return self.own(workload, *_pushed_out(patience))
 
-    def _tiers(self, given: Given, shares: tuple[float, float, float], deferral: float) -> Workload:
+    def _tiers(
+        self, given: WorkloadSettings, shares: tuple[float, float, float], deferral: float
+    ) -> Workload:
         rate = _SHARE * self.capacity(128, 32)
         alone = self._alone(lambda given: traffic.poisson(given, rate=rate, adapters=_FEW))
         classes = traffic.service_tiers(
@@ -190,16 +192,16 @@ class Rounds:
         loads = [self.arena.alone(burst) for _ in range(3)]
         return 16 / median(load.finished_at - load.started for load in loads)
 
-    def _alone(self, make: Callable[[Given], Workload]) -> "Alone":
+    def _alone(self, make: Callable[[WorkloadSettings], Workload]) -> "Alone":
         return Alone.of(self.arena.alone(make(self.sizes.given())))
 
-    def bounded(self, make: Callable[[Given], Workload]) -> Workload:
+    def bounded(self, make: Callable[[WorkloadSettings], Workload]) -> Workload:
         """A workload with bounds on the first token and between tokens: their values without training, and
         room."""
         alone = self._alone(make)
         return make(self.sizes.given(SLO(_ROOM * alone.first + 0.5, 3 * alone.between)))
 
-    def _bounded(self, make: Callable[[Given], Workload]) -> Contest:
+    def _bounded(self, make: Callable[[WorkloadSettings], Workload]) -> Contest:
         workload = self.bounded(make)
         return self.own(workload, *_pushed_out(0.5 * (workload.requests[0].slo.first_token or 0.0)))
 
@@ -213,7 +215,7 @@ class Alone:
     between: float
 
     @classmethod
-    def of(cls, load: Load) -> "Alone":
+    def of(cls, load: LoadResult) -> "Alone":
         """Percentiles of a load without jobs."""
         latencies = [answer.latency for answer in load.answers]
         first = percentile(load.first_tokens, 0.99)

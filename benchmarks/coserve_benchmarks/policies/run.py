@@ -11,17 +11,17 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from coserve.errors import ConfigError
-from coserve.workload.mixes import Training
+from coserve.workload.mixes import TrainingSpec
 from coserve.workload.prompts import encoded, read_prompts, word_ids
 from coserve.workload.traces import read_trace
 from coserve.workload.traffic import poisson
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import instead, papers, switching
-from coserve_benchmarks.policies.arena import Arena, EngineArena
+from coserve_benchmarks.policies.arena import EngineTestbed, Testbed
 from coserve_benchmarks.policies.contest import OURS, PROMISED
-from coserve_benchmarks.policies.replay import ServerArena
-from coserve_benchmarks.policies.rounds import Rounds, Sizes
+from coserve_benchmarks.policies.replay import ServerTestbed
+from coserve_benchmarks.policies.rounds import ContestRunner, RoundSettings
 from coserve_benchmarks.results import Bar
 
 TRACED: Final = ("azure", "azure-arrivals")
@@ -82,9 +82,9 @@ def run_policies(
     texts = () if prompts is None else encoded(read_prompts(prompts), word_ids(vocabulary), _LONGEST)
     rows = () if trace is None else read_trace(trace)
     length = seconds or (_QUICK_SECONDS if quick else _SECONDS)
-    sizes = Sizes(length, vocabulary, rows, texts, again=0 if quick else _AGAIN)
+    sizes = RoundSettings(length, vocabulary, rows, texts, again=0 if quick else _AGAIN)
     with _arena(bench, server) as arena:
-        rounds = Rounds(bench, arena, sizes)
+        rounds = ContestRunner(bench, arena, sizes)
         if earlier:
             bench.results.take_over(earlier)
             rounds.done.update(earlier.get("workloads", {}))
@@ -100,15 +100,15 @@ def run_policies(
 
 
 @contextmanager
-def _arena(bench: Bench, server: bool) -> Iterator[Arena]:
+def _arena(bench: Bench, server: bool) -> Iterator[Testbed]:
     if not server:
-        yield EngineArena(bench)
+        yield EngineTestbed(bench)
         return
     with TemporaryDirectory(prefix="coserve-bench-") as folder:
-        yield ServerArena(bench, Path(folder))
+        yield ServerTestbed(bench, Path(folder))
 
 
-def _runs(rounds: Rounds) -> Mapping[str, Callable[[], object]]:
+def _runs(rounds: ContestRunner) -> Mapping[str, Callable[[], object]]:
     return {
         "switch": partial(_switch, rounds),
         "report": partial(papers.report, rounds),
@@ -127,10 +127,10 @@ def _runs(rounds: Rounds) -> Mapping[str, Callable[[], object]]:
     }
 
 
-def _switch(rounds: Rounds) -> None:
-    training = Training(batch=4, length=128)
+def _switch(rounds: ContestRunner) -> None:
+    training = TrainingSpec(batch=4, length=128)
     workload = poisson(replace(rounds.sizes.given(), seconds=1.0), rate=1.0, prompt=64, training=training)
-    assert isinstance(rounds.arena, EngineArena), "it looks into an engine"
+    assert isinstance(rounds.arena, EngineTestbed), "it looks into an engine"
     switching.measure(rounds.bench, rounds.arena, workload, rounds=5)
 
 
@@ -154,7 +154,7 @@ def _earlier(path: str | Path | None, shape: str, against: str) -> dict[str, Any
     return found
 
 
-def _compare(rounds: Rounds) -> None:
+def _compare(rounds: ContestRunner) -> None:
     """Ours against the best of the others on every workload: where it is beaten, and by how much it leads."""
     dominated: list[str] = []
     leads: dict[str, tuple[float, str]] = {}

@@ -11,14 +11,14 @@ from coserve.core.plan import Plan, StepResult
 from coserve.schedule.policies import make_policy
 from coserve.workload.requests import Workload
 from coserve_benchmarks.ours import Bench, greedy, seconds_of_steps, start_job
-from coserve_benchmarks.policies.arena import EngineArena
+from coserve_benchmarks.policies.arena import EngineTestbed
 from coserve_benchmarks.timing import timed
 
 _TURNS: Final = 6  # requests and iterations in one round
 _Ran = tuple[bool, float, float]  # whether a step trained, and its beginning and end
 
 
-def measure(bench: Bench, arena: EngineArena, workload: Workload, rounds: int) -> None:
+def measure(bench: Bench, arena: EngineTestbed, workload: Workload, rounds: int) -> None:
     """Measures requests and fine-tuning iterations in alternation against the same ones in two blocks.
 
     The difference is the cost of switches; there is no data movement, as adapters are resident. The time
@@ -50,7 +50,7 @@ def measure(bench: Bench, arena: EngineArena, workload: Workload, rounds: int) -
 class _Turns:
     """A job and requests, one piece of either at a time."""
 
-    def __init__(self, arena: EngineArena, workload: Workload) -> None:
+    def __init__(self, arena: EngineTestbed, workload: Workload) -> None:
         self._engine = arena.engine
         self._prompt = workload.requests[0].prompt
         self._answering(False)

@@ -38,7 +38,7 @@ class _Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class KeyRow:
     """One key against its bar; `met` is None where there is nothing to meet."""
 
     key: str
@@ -61,7 +61,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class ContestTable:
     """Every figure of every contestant of one workload: `groups` of columns with their widths, and rows by
     contestant."""
 
@@ -70,16 +70,16 @@ class Contest:
     rows: Mapping[str, Sequence[Cell]]
 
 
-def keys(results: Mapping[str, Any]) -> list[Key]:
+def keys(results: Mapping[str, Any]) -> list[KeyRow]:
     """Each key against its bar, and whether it is met."""
     rows = []
     for key, bar in results.get("bars", {}).items():
         if key not in results:
-            rows.append(Key(key, "not run", "", str(bar), None))
+            rows.append(KeyRow(key, "not run", "", str(bar), None))
             continue
         spread = results.get("spreads", {}).get(key)
         between = "" if spread is None else " – ".join(number(end) for end in spread)
-        rows.append(Key(key, number(results[key]), between, str(bar), results.get("met", {}).get(key)))
+        rows.append(KeyRow(key, number(results[key]), between, str(bar), results.get("met", {}).get(key)))
     return rows
 
 
@@ -95,7 +95,7 @@ def glance(results: Mapping[str, Any]) -> dict[str, list[Cell | None]]:
     }
 
 
-def contestants(workload: Mapping[str, Any]) -> Contest:
+def contestants(workload: Mapping[str, Any]) -> ContestTable:
     """Every figure of every contestant of one workload; the best of each column is marked."""
     runs = runs_of(workload)
     columns = _columns(runs)
@@ -105,7 +105,7 @@ def contestants(workload: Mapping[str, Any]) -> Contest:
         name: [_figure(column, run, best[column], most[column]) for column in columns]
         for name, run in runs.items()
     }
-    return Contest(list(Counter(column.group for column in columns).items()), columns, rows)
+    return ContestTable(list(Counter(column.group for column in columns).items()), columns, rows)
 
 
 def switch(found: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -13,7 +13,7 @@ from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from coserve.plan.rows import Asked, Recipes
+    from coserve.plan.rows import PlanRequest, Recipes
     from coserve.plan.subject import Subject
     from coserve.train.save_policy import SavePolicySetting
 
@@ -131,26 +131,26 @@ def _asked(
     memory: str,
     device: str,
     measure: bool,
-) -> "Asked":
+) -> "PlanRequest":
     """Checks the options of a plan. Raises ConfigError for one that is out of range."""
     import torch
 
     from coserve.engine.admission import device_capacity
     from coserve.memory.budget import budget_of
-    from coserve.plan.rows import Asked
-    from coserve.plan.stages import Loss
+    from coserve.plan.rows import PlanRequest
+    from coserve.plan.stages import PlainLoss
 
-    if loss not in set(Loss):
-        raise ConfigError(f"--loss must be {' or '.join(Loss)}, not {loss!r}")
+    if loss not in set(PlainLoss):
+        raise ConfigError(f"--loss must be {' or '.join(PlainLoss)}, not {loss!r}")
     where = torch.device(device if measure else "cpu")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {device}: torch finds no such device")
-    return Asked(
+    return PlanRequest(
         recipes,
         tuple(batches or (4,)),
         length,
         cache_tokens,
-        Loss(loss),
+        PlainLoss(loss),
         _keep(keep),
         budget_of(memory, device_capacity(where)),
         device if measure else None,

@@ -20,7 +20,7 @@ STORY: Final = "Tell me a story."
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DemoRequest:
     """One request of one seat. `at` is its arrival, None for now; `question` is the text shown on screen."""
 
     seat: int
@@ -31,14 +31,14 @@ class Ask:
     at: float | None = None
 
 
-class Source(Protocol):
+class RequestSource(Protocol):
     """Source of the demo's requests."""
 
-    def due(self, now: float) -> Iterator[Ask]:
+    def due(self, now: float) -> Iterator[DemoRequest]:
         """Requests that arrive by `now`, engine's clock, seconds."""
         ...
 
-    def answered(self, ask: Ask, text: str) -> None:
+    def answered(self, ask: DemoRequest, text: str) -> None:
         """Takes in a complete answer."""
         ...
 
@@ -65,25 +65,25 @@ class Conversations:
         taught = lessons[: max(seats - 1, 0)]
         self._taught = {seats - 1 - i: lesson for i, lesson in enumerate(taught)}
 
-    def due(self, now: float) -> Iterator[Ask]:
+    def due(self, now: float) -> Iterator[DemoRequest]:
         while self._free:
             seat = self._free.popleft()
             yield self._pupil(seat) if seat in self._taught else self._next_turn(seat)
 
-    def answered(self, ask: Ask, text: str) -> None:
+    def answered(self, ask: DemoRequest, text: str) -> None:
         self._free.append(ask.seat)
         person = self._people.get(ask.seat)
         if person is not None:
             person.messages.append({"role": "assistant", "content": text})
 
-    def _pupil(self, seat: int) -> Ask:
+    def _pupil(self, seat: int) -> DemoRequest:
         """A held-out question to an adapter, whatever it has learned so far."""
         lesson = self._taught[seat]
         question = self._random.choice(lesson.held_out)
         sampling = SamplingParams(max_tokens=LONGEST_ANSWER)
-        return Ask(seat, question.prompt, question.text, sampling, lesson.adapter)
+        return DemoRequest(seat, question.prompt, question.text, sampling, lesson.adapter)
 
-    def _next_turn(self, seat: int) -> Ask:
+    def _next_turn(self, seat: int) -> DemoRequest:
         draw = self._random
         person = self._people.get(seat)
         if person is None or not person.left:
@@ -95,11 +95,11 @@ class Conversations:
             turns = KINDS[draw.choice(list(KINDS))](draw, "held_out").prompt
         person.messages += turns
         sampling = SamplingParams(max_tokens=LONGEST_ANSWER, temperature=0.7, top_p=0.95)
-        return Ask(seat, tuple(person.messages), turns[-1]["content"], sampling)
+        return DemoRequest(seat, tuple(person.messages), turns[-1]["content"], sampling)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Exchange:
     """A question and its answer so far, by the base or a version of an adapter."""
 
     who: str
@@ -112,23 +112,23 @@ class Heard:
 class _Talk:
     """An answer under way."""
 
-    ask: Ask
+    ask: DemoRequest
     handle: Completion
 
-    def heard(self) -> Heard:
+    def heard(self) -> Exchange:
         version = self.handle.sequence.request.adapter
-        return Heard(version or "base", self.ask.question, self.handle.text, version is not None)
+        return Exchange(version or "base", self.ask.question, self.handle.text, version is not None)
 
 
-class Crowd:
+class LoadGenerator:
     """Submits a source's requests to an engine, and measures the answers."""
 
-    def __init__(self, engine: Engine, source: Source, slo: float | None = None) -> None:
+    def __init__(self, engine: Engine, source: RequestSource, slo: float | None = None) -> None:
         self._engine, self._source = engine, source
         self._slo = SLO(between_tokens=slo)
         self.latencies = Latencies(slo)
         self._talks: dict[int, _Talk] = {}
-        self._ended: deque[Heard] = deque(maxlen=8)  # newest answers, for the eye
+        self._ended: deque[Exchange] = deque(maxlen=8)  # newest answers, for the eye
 
     def submit(self) -> None:
         """Submits the requests that are due."""
@@ -158,11 +158,11 @@ class Crowd:
             talk.handle.cancel()
         self._talks.clear()
 
-    def under_way(self) -> tuple[Heard, ...]:
+    def under_way(self) -> tuple[Exchange, ...]:
         """Answers under way, those of adapters first."""
         talks = sorted(self._talks.values(), key=lambda talk: (talk.ask.adapter is None, talk.ask.seat))
         return tuple(talk.heard() for talk in talks)
 
-    def just_said(self) -> tuple[Heard, ...]:
+    def just_said(self) -> tuple[Exchange, ...]:
         """The newest complete answers, newest first."""
         return tuple(reversed(self._ended))

@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from coserve.config import EngineConfig
 from coserve.core.events import Event
-from coserve.demo.crowd import Crowd, Source
-from coserve.demo.figures import Meter, Phase, phase
-from coserve.demo.view import Frame, Job, View
+from coserve.demo.crowd import LoadGenerator, RequestSource
+from coserve.demo.figures import Phase, RateMeter, phase
+from coserve.demo.view import DemoView, JobProgress, Snapshot
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning
 
@@ -23,10 +23,10 @@ NEWEST: Final = 1500  # times between tokens that the figures on screen look bac
 _TRIES: Final = 7
 
 
-class Stage:
+class ActRunner:
     """Drives an engine act by act and shows it. Ctrl-C ends the act under way, and then the story."""
 
-    def __init__(self, engine: Engine, view: View) -> None:
+    def __init__(self, engine: Engine, view: DemoView) -> None:
         self.engine, self._view = engine, view
         self._stopped = False
 
@@ -52,7 +52,7 @@ class Stage:
     def play(
         self,
         act: str,
-        source: Source,
+        source: RequestSource,
         seconds: float,
         slo: float | None = None,
         jobs: Sequence[FineTuning] = (),
@@ -62,9 +62,9 @@ class Stage:
         It goes on until each job has made a step: where bounds leave training little, a short act had none.
         `slo` is the bound between tokens that each request states. Ctrl-C ends the act, not the figures.
         """
-        engine, crowd = self.engine, Crowd(self.engine, source, slo)
+        engine, crowd = self.engine, LoadGenerator(self.engine, source, slo)
         started = engine.clock()
-        meter = Meter(engine.scheduler.stats, started)
+        meter = RateMeter(engine.scheduler.stats, started)
         now, shown = started, started
         while not self._stopped and not _all_ended(jobs):
             if now >= started + seconds and _all_begun(jobs):
@@ -85,15 +85,15 @@ class Stage:
     def _frame(
         self,
         act: str,
-        crowd: Crowd,
-        meter: Meter,
+        crowd: LoadGenerator,
+        meter: RateMeter,
         now: float,
         seconds: float,
         slo: float | None,
         jobs: Sequence[FineTuning],
-    ) -> Frame:
+    ) -> Snapshot:
         elapsed = now - meter.started
-        return Frame(
+        return Snapshot(
             act=act,
             elapsed=elapsed,
             left=min(seconds - elapsed, time_left(jobs, elapsed)),
@@ -101,7 +101,9 @@ class Stage:
             gap_p50=crowd.latencies.gap(0.5, NEWEST),
             gap_p99=crowd.latencies.gap(0.99, NEWEST),
             slo=slo,
-            jobs=tuple(Job(j.adapter, len(j.history), j.steps, [u.loss for u in j.history]) for j in jobs),
+            jobs=tuple(
+                JobProgress(j.adapter, len(j.history), j.steps, [u.loss for u in j.history]) for j in jobs
+            ),
             under_way=crowd.under_way(),
             just_said=crowd.just_said(),
         )

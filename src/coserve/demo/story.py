@@ -11,14 +11,14 @@ from coserve import tiny
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.demo import lessons as material
 from coserve.demo import tables
-from coserve.demo.crowds import Crowds, Replays, Talks
-from coserve.demo.figures import Learned, Report
+from coserve.demo.crowds import ConversationSources, RequestSources, TraceSources
+from coserve.demo.figures import AdapterFigures, DemoReport
 from coserve.demo.lessons import Lesson
-from coserve.demo.score import Marks, mark
-from coserve.demo.stage import Stage, open_engine
+from coserve.demo.score import Score, mark
+from coserve.demo.stage import ActRunner, open_engine
 from coserve.demo.tables import milliseconds
 from coserve.demo.trace import read_load
-from coserve.demo.view import View
+from coserve.demo.view import DemoView
 from coserve.engine.handles import FineTuning
 from coserve.errors import ModelNotFound
 from coserve.train.config import TrainingConfig
@@ -59,10 +59,10 @@ class Options:
 class Story:
     """Runs the demo once. `report` holds the figures measured so far."""
 
-    def __init__(self, options: Options, view: View) -> None:
-        self.options, self.view, self.report = options, view, Report()
+    def __init__(self, options: Options, view: DemoView) -> None:
+        self.options, self.view, self.report = options, view, DemoReport()
 
-    def tell(self) -> Report:
+    def tell(self) -> DemoReport:
         """Runs all acts, or those before Ctrl-C, then shows the closing tables."""
         started = time.monotonic()
         try:
@@ -104,19 +104,19 @@ class Story:
         """Loads the model, the questions, and the trace."""
         started = time.monotonic()
         engine, why = open_engine(self.options.model or _embedded(), self.options.device)
-        self.stage = Stage(engine, self.view)
+        self.stage = ActRunner(engine, self.view)
         report, threads = self.report, torch.get_num_threads()
         report.model = self.options.model or "coserve-tiny"
         report.dtype, report.threads = str(engine.base.dtype).removeprefix("torch."), threads
         self.lessons = self._lessons()
-        report.adapters = [Learned(lesson.adapter, lesson.about) for lesson in self.lessons]
+        report.adapters = [AdapterFigures(lesson.adapter, lesson.about) for lesson in self.lessons]
         self.crowds = self._crowds()
         took = time.monotonic() - started
         self.view.say(f"{report.model} is ready after {took:.1f} s, on {threads} threads. {why}.")
 
     def _listen(self) -> None:
         """Answers requests without training, and derives the bound between tokens for the acts that train."""
-        if isinstance(self.crowds, Replays):
+        if isinstance(self.crowds, TraceSources):
             capacity = self.stage.play("Capacity", self.crowds.backlog(), self._share(12))
             self.stage.go_on()
             said, self.report.trace = self.crowds.fit(capacity)
@@ -205,14 +205,14 @@ class Story:
         self.view.say(said)
         return found
 
-    def _crowds(self) -> Crowds:
+    def _crowds(self) -> RequestSources:
         engine, seats = self.stage.engine, self.options.conversations
         if self.options.trace is None:
-            return Talks(seats)
+            return ConversationSources(seats)
         text = [token for t in material.texts(self.lessons) for token in engine.tokenize(t)]
-        return Replays(read_load(self.options.trace, engine.base.max_positions), text, seats)
+        return TraceSources(read_load(self.options.trace, engine.base.max_positions), text, seats)
 
-    def _mark(self, lesson: Lesson, adapter: str | None) -> Marks:
+    def _mark(self, lesson: Lesson, adapter: str | None) -> Score:
         return mark(self.stage.engine, self.stage.step, lesson.held_out, adapter)
 
     def _plan_training(self) -> list[TrainingConfig]:
@@ -252,12 +252,12 @@ def _embedded() -> Path:
         raise ModelNotFound(str(error)) from error
 
 
-def _result(lesson: Lesson, marks: Marks) -> str:
+def _result(lesson: Lesson, marks: Score) -> str:
     loss = f"loss {marks.loss:.2f} per token"
     return f"{marks.right} of {len(marks.answers)} right, {loss}" if lesson.exact else loss
 
 
-def _note(job: FineTuning, learned: Learned) -> None:
+def _note(job: FineTuning, learned: AdapterFigures) -> None:
     """Writes a job's steps and losses into its figures, whether or not it ended early."""
     losses = [updated.loss for updated in job.history]
     learned.steps = len(losses)

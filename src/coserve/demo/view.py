@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from coserve.demo.crowd import Heard
-from coserve.demo.figures import Rates
+from coserve.demo.crowd import Exchange
+from coserve.demo.figures import TokenRates
 from coserve.demo.tables import Sheet, milliseconds, short
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -24,7 +24,7 @@ _ECHOED = len("^C^C")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobProgress:
     """A fine-tuning job: steps done and planned, and the loss of every step."""
 
     adapter: str
@@ -34,22 +34,22 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Snapshot:
     """State of the demo at one moment, for display. Times in seconds."""
 
     act: str
     elapsed: float
     left: float  # expected, to the end of the act
-    rates: Rates
+    rates: TokenRates
     gap_p50: float | None
     gap_p99: float | None
     slo: float | None
-    jobs: tuple[Job, ...] = ()
-    under_way: tuple[Heard, ...] = ()
-    just_said: tuple[Heard, ...] = ()
+    jobs: tuple[JobProgress, ...] = ()
+    under_way: tuple[Exchange, ...] = ()
+    just_said: tuple[Exchange, ...] = ()
 
 
-class View(Protocol):
+class DemoView(Protocol):
     """Output of the demo. `period` is the time between two calls of `show`, seconds."""
 
     period: float
@@ -58,7 +58,7 @@ class View(Protocol):
         """Prints a sentence."""
         ...
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: Snapshot) -> None:
         """Displays the present state."""
         ...
 
@@ -71,7 +71,7 @@ class View(Protocol):
         ...
 
 
-def make_view(plain: bool, quiet: bool, file: TextIO | None = None) -> View:
+def make_view(plain: bool, quiet: bool, file: TextIO | None = None) -> DemoView:
     """The live view on a terminal, else the plain one; `quiet` shows the closing tables only."""
     console = Console(file=file)
     if quiet:
@@ -91,7 +91,7 @@ class QuietView:
 
     def say(self, text: str) -> None: ...
 
-    def show(self, frame: Frame) -> None: ...
+    def show(self, frame: Snapshot) -> None: ...
 
     def sheet(self, sheet: Sheet, closing: bool = False) -> None:
         if closing:
@@ -108,7 +108,7 @@ class PlainView(QuietView):
     def say(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: Snapshot) -> None:
         self._console.print(Text(progress_line(frame)), soft_wrap=True)
         # An adapter's answer is the more telling one.
         for heard in sorted(frame.just_said, key=lambda heard: not heard.adapted)[:1]:
@@ -132,7 +132,7 @@ class LiveView(PlainView):
         self._pause()
         self._console.print(Text(text, style="bold"))
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: Snapshot) -> None:
         if self._live is None:
             # Redrawn here only: a thread of its own would take the interpreter from the engine.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -163,7 +163,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[min(int(mean / top * len(BARS)), len(BARS) - 1)] for mean in means)
 
 
-def progress_line(frame: Frame) -> str:
+def progress_line(frame: Snapshot) -> str:
     """A frame in one line."""
     r = frame.rates
     parts = [f"{frame.elapsed:5.1f} s", f"decode {r.decode:.0f}/s, prefill {r.prefill:.0f}/s"]
@@ -180,7 +180,7 @@ def progress_line(frame: Frame) -> str:
     return " | ".join([*parts, f"{max(frame.left, 0):.0f} s left"])
 
 
-def panel(frame: Frame, width: int, height: int) -> RenderableType:
+def panel(frame: Snapshot, width: int, height: int) -> RenderableType:
     """A frame as a panel for a terminal of that size."""
     inside = max(width - _ECHOED - 4, 20)
     parts: list[RenderableType] = [_figures(frame)]
@@ -193,7 +193,7 @@ def panel(frame: Frame, width: int, height: int) -> RenderableType:
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", width=inside + 4)
 
 
-def _figures(frame: Frame) -> Text:
+def _figures(frame: Snapshot) -> Text:
     r = frame.rates
     speeds = Text.assemble(("tokens/s   ", "dim"), (f"decode {r.decode:.0f}", "green"))
     speeds.append(f"   prefill {r.prefill:.0f}", "blue")
@@ -221,7 +221,7 @@ def _bar(value: float, bound: float) -> Text:
     )
 
 
-def _job(job: Job, width: int) -> Text:
+def _job(job: JobProgress, width: int) -> Text:
     cells = 20
     done = cells * job.steps // max(job.planned, 1)
     line = Text.assemble(
@@ -232,11 +232,11 @@ def _job(job: Job, width: int) -> Text:
     return line
 
 
-def _loss(job: Job) -> str:
+def _loss(job: JobProgress) -> str:
     return f" loss {job.losses[-1]:.3f}" if job.losses else ""
 
 
-def _heard(heard: Heard, width: int) -> Text:
+def _heard(heard: Exchange, width: int) -> Text:
     """One conversation on one line; a long answer shows its newest words."""
     question = short(heard.question, max(width // 3, 10))
     room = max(width - len(question) - 19, 8)

@@ -1,4 +1,5 @@
-"""Measures a program in a process of its own: python -m coserve.plan.child, with an `Order` on stdin."""
+"""Measures a program in a process of its own: python -m coserve.plan.child, with a `MeasureOrder` on
+stdin."""
 
 import gc
 import sys
@@ -10,18 +11,18 @@ from torch import nn
 from coserve.memory.malloc import keep_no_freed_memory
 from coserve.memory.measured import Meter, SamplingMeter, make_meter
 from coserve.plan.estimate import make_run
-from coserve.plan.messages import Measured, Order
+from coserve.plan.messages import Measured, MeasureOrder
 from coserve.plan.stages import Stage
 from coserve.wire.control import decode_line, encode_line
 
 
 def main() -> None:
-    """Answers one `Order` with one line, a `Measured`.
+    """Answers one `MeasureOrder` with one line, a `Measured`.
 
     On a CPU the C library is made to return freed memory to the system, also where the engine would have it
     kept, so that the resident size is the memory in use.
     """
-    order = decode_line(sys.stdin.readline(), Order)
+    order = decode_line(sys.stdin.readline(), MeasureOrder)
     device = torch.device(order.device)
     torch.set_num_threads(order.threads)
     keep_no_freed_memory()
@@ -32,7 +33,7 @@ def main() -> None:
     print(encode_line(Measured(peaks, meter.name)))
 
 
-def _peaks_of(order: Order, device: torch.device, meter: Meter) -> dict[Stage, int]:
+def _peaks_of(order: MeasureOrder, device: torch.device, meter: Meter) -> dict[Stage, int]:
     """Peak bytes in use until each stage was reached, without those of loading."""
     peaks = {}
     for stage in make_run(order.subject(), order.program(), device).go():

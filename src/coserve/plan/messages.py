@@ -8,11 +8,11 @@ import msgspec
 import torch
 from transformers import AutoConfig
 
-from coserve.plan.stages import Load, Program, Stage, System
+from coserve.plan.stages import Program, ProgramSize, Stage, System
 from coserve.plan.subject import Subject
 
 
-class Order(msgspec.Struct, frozen=True):
+class MeasureOrder(msgspec.Struct, frozen=True):
     """A program to measure, and its model, as JSON."""
 
     model: str
@@ -21,7 +21,7 @@ class Order(msgspec.Struct, frozen=True):
     dtype: str
     folder: str | None
     system: System
-    load: Load
+    load: ProgramSize
     trains: bool
     parts: list[dict[str, Any]]
     keep: str | int
@@ -29,8 +29,8 @@ class Order(msgspec.Struct, frozen=True):
     threads: int
 
     @staticmethod
-    def of(subject: Subject, program: Program, device: str, threads: int) -> "Order":
-        return Order(
+    def of(subject: Subject, program: Program, device: str, threads: int) -> "MeasureOrder":
+        return MeasureOrder(
             model=subject.name,
             program_name=program.name,
             config=subject.config.to_dict(),

@@ -17,7 +17,7 @@ from coserve.engine.engine import Engine
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.memory.ledger import Account
 from coserve.plan.nodata import without_data
-from coserve.plan.stages import Load, Program, Stage
+from coserve.plan.stages import Program, ProgramSize, Stage
 from coserve.plan.subject import Subject
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 from coserve.train.config import TrainingConfig
@@ -85,7 +85,7 @@ class OurRun:
         keep = save_policy(self._program.keep)
         return examples, TrainingConfig(learning_rate=1e-6, batch_size=load.batch, keep=keep)
 
-    def _answer(self, engine: Engine, load: Load) -> None:
+    def _answer(self, engine: Engine, load: ProgramSize) -> None:
         """Runs all prompts in one step, as many as the cache holds."""
         pages = -(-(load.length + 1) // engine.config.page_size)
         answers = []

@@ -18,7 +18,7 @@ from coserve.adapters.settings import settings_of
 from coserve.adapters.sites import Kind
 from coserve.adapters.virtual import VirtualTokens
 from coserve.memory.kv import CacheShape
-from coserve.plan.stages import Load, Loss, Program, Stage
+from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage
 from coserve.plan.subject import Subject
 
 _ATTENTION: Final = "coserve-plan"
@@ -67,7 +67,7 @@ class PlainRun:
         past = plain.logits(ids, cached=True).past_key_values
         self.cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
 
-    def _ids(self, load: Load) -> Tensor:
+    def _ids(self, load: ProgramSize) -> Tensor:
         return torch.zeros(load.batch, load.length, dtype=torch.long, device=self._device)
 
 
@@ -78,7 +78,7 @@ class _Plain:
         self._model: Any = model
         self._adapter: AdapterVersion | None = None
         if parts:
-            frame = _Whole(model)
+            frame = _ModelFrame(model)
             generator = torch.Generator().manual_seed(0)
             made = [method_of(c).fresh(c, frame, generator) for c in settings_of(parts)]
             drawn = AdapterVersion("plan", 0, tuple(made)).in_type(model.dtype)
@@ -113,13 +113,15 @@ class _Plain:
             given["past_key_values"] = past
         return self._model(**given, labels=labels, use_cache=cached)
 
-    def loss(self, ids: Tensor, loss: Loss) -> Tensor:
+    def loss(self, ids: Tensor, loss: PlainLoss) -> Tensor:
         """Scalar that the backward pass starts from, as `loss` says."""
-        out: Tensor = self.logits(ids, ids).loss if loss is Loss.LABELS else self.logits(ids).logits.sum()
+        out: Tensor = (
+            self.logits(ids, ids).loss if loss is PlainLoss.LABELS else self.logits(ids).logits.sum()
+        )
         return out
 
 
-class _Whole(WholeModel):
+class _ModelFrame(WholeModel):
     """A whole model that tells the shapes of its keys and values, too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -142,7 +144,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
     ]
 
 
-def _hook(frame: _Whole, place: Place, bypass: Bypass) -> None:
+def _hook(frame: _ModelFrame, place: Place, bypass: Bypass) -> None:
     """Lets a bypass stand at its side of a module."""
     module: nn.Module = frame.model.get_submodule(place.path)
     if place.side is Side.INPUT:

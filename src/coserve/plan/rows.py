@@ -15,7 +15,7 @@ from coserve.plan.measure import measured
 from coserve.plan.nodata import without_data
 from coserve.plan.ours import refusal
 from coserve.plan.recipes import Fields
-from coserve.plan.stages import Load, Loss, Peaks, Program, System
+from coserve.plan.stages import Peaks, PlainLoss, Program, ProgramSize, System
 from coserve.plan.subject import Subject
 from coserve.train.save_policy import SavePolicy, SavePolicySetting
 
@@ -61,7 +61,7 @@ class Row:
         }
 
 
-def programs(load: Load, recipes: Recipes, keep: str | int) -> Iterator[Program]:
+def programs(load: ProgramSize, recipes: Recipes, keep: str | int) -> Iterator[Program]:
     """Answers alone, everything trained, and each of the adapters, by plain torch and by the engine, which
     trains no whole models."""
     for system in System:
@@ -73,7 +73,7 @@ def programs(load: Load, recipes: Recipes, keep: str | int) -> Iterator[Program]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """Request for a plan. `keep` is what coserve's tapes keep, `budget` the bytes available; programs are
     measured on `device`, or with None only estimated."""
 
@@ -81,7 +81,7 @@ class Asked:
     batches: Sequence[int] = (4,)
     length: int = 512
     cache_tokens: int = 32768
-    loss: Loss = Loss.LABELS
+    loss: PlainLoss = PlainLoss.LABELS
     keep: SavePolicySetting = SavePolicy.INPUTS
     budget: int = 0
     device: str | None = None
@@ -90,10 +90,12 @@ class Asked:
         """Programs of all batch sizes."""
         keep = self.keep.value if isinstance(self.keep, SavePolicy) else self.keep
         for batch in self.batches:
-            yield from programs(Load(batch, self.length, self.cache_tokens, self.loss), self.recipes, keep)
+            yield from programs(
+                ProgramSize(batch, self.length, self.cache_tokens, self.loss), self.recipes, keep
+            )
 
 
-def make_plan(subject: Subject, asked: Asked, tell: Tell = lambda _: None) -> dict[str, Any]:
+def make_plan(subject: Subject, asked: PlanRequest, tell: Tell = lambda _: None) -> dict[str, Any]:
     """The whole plan, for JSON. `tell` is called with progress messages. Raises ModelError or AdapterError
     for programs that no engine could run, and ServerError where measuring fails."""
     imports = resident_bytes()  # so far they are all that there is

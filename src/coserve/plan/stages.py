@@ -30,7 +30,7 @@ class System(StrEnum):
     COSERVE = "coserve"
 
 
-class Loss(StrEnum):
+class PlainLoss(StrEnum):
     """Scalar whose gradient plain torch computes: the model's own loss of labels, or the sum of all logits,
     with which the report measured."""
 
@@ -39,14 +39,14 @@ class Loss(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ProgramSize:
     """Size of a program: `batch` sequences of `length` tokens; the cache holds keys and values of
     `cache_tokens`."""
 
     batch: int = 4
     length: int = 512
     cache_tokens: int = 32768
-    loss: Loss = Loss.LABELS
+    loss: PlainLoss = PlainLoss.LABELS
 
     @property
     def rows(self) -> int:
@@ -60,7 +60,7 @@ class Program:
 
     name: str
     system: System
-    load: Load
+    load: ProgramSize
     trains: bool
     parts: Sequence[Fields] = ()
     keep: str | int = "inputs"

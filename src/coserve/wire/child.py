@@ -23,7 +23,7 @@ _PATIENCE: Final = 5.0  # seconds that a status line waits for room in the pipe
 _LONGEST: Final = 500  # characters of an exception in a status line
 
 
-class Supervised:
+class SupervisorPipes:
     """The pipes of a child process.
 
     Take it before anything else writes to stdout: from then on what is printed goes to stderr, so that no

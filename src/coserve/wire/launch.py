@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Final
 
-from coserve.wire.child import Supervised
+from coserve.wire.child import SupervisorPipes
 
 LOWEST: Final = 19  # niceness
 LOW_PRIORITY: Final = "--low-priority"
@@ -29,7 +29,7 @@ def launch(arguments: Sequence[str]) -> None:
     _die_with_parent()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes is no reason to end
     faulthandler.enable()
-    pipes = Supervised()
+    pipes = SupervisorPipes()
     pipes.own_crashes()
     if LOW_PRIORITY in arguments:
         import_gently([module])

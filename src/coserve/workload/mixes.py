@@ -15,7 +15,7 @@ ENDLESS: Final = 1_000_000  # epochs: more than any run takes
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class WorkloadSettings:
     """Settings that all workloads of a run share."""
 
     vocabulary: int  # token ids are below it
@@ -26,7 +26,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingSpec:
     """The fine-tuning beside a workload's requests: LoRA, on random tokens."""
 
     batch: int = 4  # examples an optimizer step
@@ -40,7 +40,7 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapters:
+class ServedAdapters:
     """LoRA adapters that are there already, and how unevenly requests ask for them (synthetic)."""
 
     count: int = 0  # none: requests ask for the base
@@ -62,12 +62,12 @@ class Tier:
 
 
 def make_workload(
-    given: Given,
+    given: WorkloadSettings,
     name: str,
     title: str,
     rows: Sequence[TraceRow],
-    training: Training,
-    adapters: Adapters,
+    training: TrainingSpec,
+    adapters: ServedAdapters,
     scale: str,
     exact: bool = False,
 ) -> Workload:
@@ -78,7 +78,7 @@ def make_workload(
     return Workload(name, title, given.seconds, requests, jobs, adapters.served, said)
 
 
-def make_job(given: Given, training: Training, number: int, at: float = 0.0) -> TimedJob:
+def make_job(given: WorkloadSettings, training: TrainingSpec, number: int, at: float = 0.0) -> TimedJob:
     """The `number`-th job: an adapter and data of its own."""
     lengths = [training.length] * training.examples
     return TimedJob(
@@ -95,7 +95,7 @@ def make_job(given: Given, training: Training, number: int, at: float = 0.0) -> 
 
 
 def make_requests(
-    given: Given, rows: Sequence[TraceRow], adapters: Adapters, exact: bool = False
+    given: WorkloadSettings, rows: Sequence[TraceRow], adapters: ServedAdapters, exact: bool = False
 ) -> tuple[TimedRequest, ...]:
     """A request for each row, in order. Texts that are shorter than a row asks for stay so, or with `exact`
     are said again until they are long enough."""
@@ -113,7 +113,7 @@ def make_requests(
     return tuple(found)
 
 
-def _named(adapters: Adapters, count: int, seed: int) -> Sequence[str | None]:
+def _named(adapters: ServedAdapters, count: int, seed: int) -> Sequence[str | None]:
     if not adapters.count:
         return [None] * count
     return popular([name for name, _ in adapters.served], count, adapters.exponent, seed + 2)
@@ -140,13 +140,13 @@ def shared_out(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
     return found
 
 
-def asking(given: Given, prompt: int, answer: int) -> str:
+def asking(given: WorkloadSettings, prompt: int, answer: int) -> str:
     """Describes the contents of prompts, and the lengths of prompts and answers."""
     most = f"at most {prompt} tokens of one of {len(given.prompts)} texts"
     return f"{most if given.prompts else f'{prompt} random tokens'} in, {answer} out"
 
 
-def serving(adapters: Adapters) -> str:
+def serving(adapters: ServedAdapters) -> str:
     """Describes the adapters that requests name, and the law of their popularity."""
     if not adapters.count:
         return "no adapters"

@@ -11,10 +11,10 @@ from typing import Final
 from coserve.core.request import SLO
 from coserve.workload.arrivals import gamma_times, poisson_times, spread_times, steady_times
 from coserve.workload.mixes import (
-    Adapters,
-    Given,
+    ServedAdapters,
     Tier,
-    Training,
+    TrainingSpec,
+    WorkloadSettings,
     asking,
     bounds,
     make_job,
@@ -32,15 +32,15 @@ MLP: Final = ("gate_proj", "up_proj", "down_proj")  # the linears that FlexLLM a
 
 
 def report(
-    given: Given,
+    given: WorkloadSettings,
     *,
     every: float = 0.1,
     tune_every: float = 20.0,
     examples: int = 512,
     prompt: int = 64,
     answer: int = 32,
-    training: Training = Training(batch=32, rank=32),
-    adapters: Adapters = Adapters(32, 32),
+    training: TrainingSpec = TrainingSpec(batch=32, rank=32),
+    adapters: ServedAdapters = ServedAdapters(32, 32),
 ) -> Workload:
     """The multi-LoRA report's (5.2.1, table 5.1): a request every `every` seconds, and every `tune_every`
     seconds, from the beginning on, a job that passes `examples` examples once."""
@@ -64,14 +64,14 @@ def report(
 
 
 def fineinfer(
-    given: Given,
+    given: WorkloadSettings,
     *,
     deferral: float,
     spread: float = 2.0,
     prompt: int = 64,
     answer: int = 32,
-    training: Training = Training(),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """FineInfer's (4.1): each request within `spread` seconds of the last one, with this bound on how long
     training may defer it; fine-tuning without end."""
@@ -92,13 +92,13 @@ def fineinfer(
 
 
 def flexllm(
-    given: Given,
+    given: WorkloadSettings,
     *,
     rate: float,
     prompt: int = 256,
     answer: int = 64,
-    training: Training = Training(batch=1, length=1024, rank=8, targets=MLP),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(batch=1, length=1024, rank=8, targets=MLP),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """FlexLLM's (8.1): `rate` requests a second, and long examples that train the linears of the MLP."""
     rows = of_one_shape(poisson_times(rate, given.seconds, given.seed), prompt, answer)
@@ -117,13 +117,13 @@ def flexllm(
 
 
 def poisson(
-    given: Given,
+    given: WorkloadSettings,
     *,
     rate: float,
     prompt: int = 128,
     answer: int = 32,
-    training: Training = Training(),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """Requests that know nothing of each other."""
     rows = of_one_shape(poisson_times(rate, given.seconds, given.seed), prompt, answer)
@@ -132,14 +132,14 @@ def poisson(
 
 
 def bursty(
-    given: Given,
+    given: WorkloadSettings,
     *,
     rate: float,
     variation: float = 3.0,
     prompt: int = 128,
     answer: int = 32,
-    training: Training = Training(),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """Requests in bursts: Gamma gaps with this coefficient of variation (a Poisson process has 1)."""
     rows = of_one_shape(gamma_times(rate, given.seconds, variation, given.seed), prompt, answer)
@@ -151,7 +151,7 @@ def bursty(
 
 
 def azure(
-    given: Given,
+    given: WorkloadSettings,
     trace: Sequence[TraceRow],
     *,
     rate: float,
@@ -159,8 +159,8 @@ def azure(
     length: float = 360.0,
     longest_prompt: int = 1024,
     longest_answer: int = 128,
-    training: Training = Training(),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """`length` recorded seconds of an Azure trace from `begin` on: arrivals, prompts and answers, scaled.
 
@@ -183,7 +183,7 @@ def azure(
 
 
 def azure_arrivals(
-    given: Given,
+    given: WorkloadSettings,
     trace: Sequence[TraceRow],
     *,
     rate: float,
@@ -191,8 +191,8 @@ def azure_arrivals(
     length: float = 360.0,
     prompt: int = 64,
     answer: int = 32,
-    training: Training = Training(batch=1, length=1024, rank=8, targets=MLP),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(batch=1, length=1024, rank=8, targets=MLP),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """FlexLLM's case study (8.4): the arrivals of `length` recorded seconds of an Azure trace, every request
     of one shape, and mini-batches of 1,024 tokens."""
@@ -235,14 +235,14 @@ def service_tiers(
 
 
 def tiers(
-    given: Given,
+    given: WorkloadSettings,
     classes: Sequence[Tier],
     *,
     rate: float,
     prompt: int = 128,
     answer: int = 32,
-    training: Training = Training(weights=(3.0, 1.0)),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(weights=(3.0, 1.0)),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """Poisson arrivals of which exactly these shares, in random order, are in these tiers; jobs share what
     is left by weight. `given.slo` is not used: each tier has its own."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from coserve.core.events import Event, Finished, TokenEvent
 from coserve.core.request import FinishReason
-from coserve.demo.crowd import Ask, Conversations, Crowd
+from coserve.demo.crowd import Conversations, DemoRequest, LoadGenerator
 from coserve.demo.lessons import HeldOut, Lesson
 from coserve.train.example import Example
 
@@ -72,23 +72,23 @@ class Engine:
 class Once:
     """A source that asks a list of things and remembers the answers."""
 
-    def __init__(self, asks: Iterable[Ask]) -> None:
+    def __init__(self, asks: Iterable[DemoRequest]) -> None:
         self._asks = list(asks)
         self.heard: list[tuple[int, str]] = []
 
-    def due(self, now: float) -> Iterable[Ask]:
+    def due(self, now: float) -> Iterable[DemoRequest]:
         while self._asks:
             yield self._asks.pop()
 
-    def answered(self, ask: Ask, text: str) -> None:
+    def answered(self, ask: DemoRequest, text: str) -> None:
         self.heard.append((ask.seat, text))
 
 
-def crowd_of(*seats: int, slo: float | None = None) -> tuple[Engine, Once, Crowd]:
+def crowd_of(*seats: int, slo: float | None = None) -> tuple[Engine, Once, LoadGenerator]:
     """A crowd whose seats have asked already."""
     engine = Engine()
-    source = Once(Ask(seat, "Hello", "Hello", None, at=None) for seat in seats)  # type: ignore[arg-type]
-    crowd = Crowd(engine, source, slo)  # type: ignore[arg-type]
+    source = Once(DemoRequest(seat, "Hello", "Hello", None, at=None) for seat in seats)  # type: ignore[arg-type]
+    crowd = LoadGenerator(engine, source, slo)  # type: ignore[arg-type]
     crowd.submit()
     return engine, source, crowd
 

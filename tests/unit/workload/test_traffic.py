@@ -13,8 +13,8 @@ from coserve.workload import arrivals, mixes, prompts, traces, traffic
 from coserve.workload.requests import Workload
 from coserve.workload.traces import TraceRow
 
-GIVEN = mixes.Given(vocabulary=50, seconds=20.0, slo=SLO(end_to_end=2.0), seed=4)
-SMALL = mixes.Training(batch=2, length=6, examples=4)
+GIVEN = mixes.WorkloadSettings(vocabulary=50, seconds=20.0, slo=SLO(end_to_end=2.0), seed=4)
+SMALL = mixes.TrainingSpec(batch=2, length=6, examples=4)
 
 
 def recorded() -> list[TraceRow]:
@@ -28,10 +28,10 @@ def recorded() -> list[TraceRow]:
 TRACE = recorded()
 
 
-def built(given: mixes.Given = GIVEN) -> list[Workload]:
+def built(given: mixes.WorkloadSettings = GIVEN) -> list[Workload]:
     """One of each kind, small."""
     kinds = traffic.service_tiers(first_token=0.1, between_tokens=0.05, end_to_end=2.0, deferral=9.0)
-    with_adapters = mixes.Adapters(4, 16, exponent=1.0)
+    with_adapters = mixes.ServedAdapters(4, 16, exponent=1.0)
     whole = replace(SMALL, weights=(3.0, 1.0))
     return [
         traffic.report(given, every=0.5, tune_every=8.0, examples=6, training=SMALL),
@@ -320,7 +320,7 @@ def test_shares_need_not_add_up_to_one() -> None:
 
 
 def test_the_azure_trace_has_popular_adapters_on_request() -> None:
-    adapters = mixes.Adapters(3, 16, exponent=1.0)
+    adapters = mixes.ServedAdapters(3, 16, exponent=1.0)
     made = traffic.azure(GIVEN, TRACE, rate=10.0, training=SMALL, adapters=adapters)
     asked = Counter(request.adapter for request in made.requests)
     assert asked["served-00"] > asked["served-01"] > asked["served-02"] > 0

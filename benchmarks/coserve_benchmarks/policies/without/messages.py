@@ -11,10 +11,10 @@ from typing import Literal
 import msgspec
 
 from coserve.workload.requests import Workload
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 
 
-class Role(StrEnum):
+class ProcessRole(StrEnum):
     """Role of a process in a round."""
 
     SERVE = "serve"
@@ -33,8 +33,8 @@ class Serving(StrEnum):
 class Start(msgspec.Struct, frozen=True):
     """Settings of a process: its role, torch's threads, and its niceness."""
 
-    shape: Shape
-    role: Role
+    shape: ModelShape
+    role: ProcessRole
     threads: int
     nice: int = 0
 
@@ -70,7 +70,7 @@ class Outcome(msgspec.Struct):
     processor: float = 0.0
 
 
-class Said(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProcessStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Status of a process. `matched`, with `ready`, says whether adapters are in the base's dtype."""
 
     kind: Literal["ready", "done", "failed"]

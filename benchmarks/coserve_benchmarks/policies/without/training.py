@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coserve.workload.requests import TimedJob, Tokens
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 
 _ROUNDS = 2  # optimizer steps, after the first, by which the adapter's dtype is chosen
 _IGNORED = -100  # the label of padding
@@ -22,7 +22,7 @@ class PeftTrainer:
     PEFT's default is float32. None takes what is faster on the first mini-batch, and stays without jobs.
     """
 
-    def __init__(self, shape: Shape, jobs: Sequence[TimedJob], matched: bool | None = None) -> None:
+    def __init__(self, shape: ModelShape, jobs: Sequence[TimedJob], matched: bool | None = None) -> None:
         self._base: Any = shape.build()
         self._model: Any = None
         self._adapters: dict[_Kind, _Adapter] = {}

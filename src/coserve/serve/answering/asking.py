@@ -16,8 +16,8 @@ from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
     MOST_GRAMMAR_BYTES,
-    Limits,
     RequestCost,
+    RequestLimits,
     RequestSize,
     check_counts,
     request_cost,
@@ -188,10 +188,10 @@ class Asker:
             goes_on=isinstance(body, CompletionRequest),
         )
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> RequestLimits:
         settings = self.state.settings
         sequences = min(settings.max_queue, settings.max_queue_tenant)
-        return Limits(self.hello.positions, self.hello.cache_tokens, settings.max_n, sequences)
+        return RequestLimits(self.hello.positions, self.hello.cache_tokens, settings.max_n, sequences)
 
     def _check_length(self, characters: int) -> None:
         """Refuses prompts that cannot fit before they are tokenized."""

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from coserve.errors import CoserveError, EngineLost, Quarantined, StateError, error_named
-from coserve.serve.engine.connection import Connection
+from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.frames import read_frame
 from coserve.serve.engine.live import AnswerRequest, Live
 from coserve.serve.engine.probation import Probation, Thing
@@ -68,7 +68,7 @@ class EngineLink:
         self.probation = Probation()
         self._verdicts = Verdicts()
         self._socket, self.patience = socket, patience
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self._heard = 0.0  # when the engine last said anything, on `time.monotonic`
         self._connected = asyncio.Event()
         self._live: dict[str, Live] = {}
@@ -225,7 +225,7 @@ class EngineLink:
         hello = decode_answer(await read_frame(reader))
         if not isinstance(hello, Hello):
             raise ConnectionError(f"expected the engine's Hello, got {type(hello).__name__}")
-        connection = Connection(hello, writer)
+        connection = EngineConnection(hello, writer)
         self._begin(connection)
         try:
             while True:
@@ -235,7 +235,7 @@ class EngineLink:
         finally:
             self._end(connection)
 
-    def _begin(self, connection: Connection) -> None:
+    def _begin(self, connection: EngineConnection) -> None:
         self.connections += 1
         self._heard = time.monotonic()
         self._judge(connection.hello)
@@ -246,7 +246,7 @@ class EngineLink:
         for live in list(self._live.values()):
             self._submit(connection, live)
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: EngineConnection) -> None:
         self._connection, self.stats, self.resident = None, None, frozenset()
         self._connected.clear()
         self._told_all.set()
@@ -279,7 +279,7 @@ class EngineLink:
 
     # What engines say
 
-    def _take(self, connection: Connection, report: Report) -> None:
+    def _take(self, connection: EngineConnection, report: Report) -> None:
         self._heard = time.monotonic()
         for token in report.tokens:
             if (live := self._live.get(token.id)) is None:
@@ -336,7 +336,7 @@ class EngineLink:
 
     # What engines are told
 
-    def _submit(self, connection: Connection, live: Live) -> None:
+    def _submit(self, connection: EngineConnection, live: Live) -> None:
         request = live.request
         is_loaded = request.adapter is None or connection.is_loaded(request.adapter)
         if is_loaded and self.probation.is_open(live.thing):
@@ -346,14 +346,14 @@ class EngineLink:
         connection.submitters[request.id] = task
         task.add_done_callback(lambda _: connection.submitters.pop(request.id, None))
 
-    def _post_request(self, connection: Connection, live: Live) -> None:
+    def _post_request(self, connection: EngineConnection, live: Live) -> None:
         self.probation.enter(live.thing, len(live.tokens))
         try:
             connection.post(live.submission(asyncio.get_running_loop().time()))
         except CoserveError as error:
             self._fail(live, error)
 
-    async def _submit_in_turn(self, connection: Connection, live: Live) -> None:
+    async def _submit_in_turn(self, connection: EngineConnection, live: Live) -> None:
         """Once its adapter is loaded, and nothing else is on trial where it is a suspect itself."""
         request = live.request
         try:
@@ -368,7 +368,7 @@ class EngineLink:
             if request.id in self._live:
                 self._post_request(connection, live)
 
-    async def _load(self, connection: Connection, key: str, path: Path, new: bool = False) -> None:
+    async def _load(self, connection: EngineConnection, key: str, path: Path, new: bool = False) -> None:
         thing = Thing("adapter", key)
         if key not in connection.loads:
             self._verdicts.check(thing)
@@ -412,7 +412,7 @@ class EngineLink:
         if not isinstance(reply.exception(), ConnectionError):
             self.probation.left(thing)
 
-    def _current(self) -> Connection:
+    def _current(self) -> EngineConnection:
         if self._connection is None:
             raise ConnectionError("the engine died")
         return self._connection

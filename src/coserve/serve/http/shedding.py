@@ -66,7 +66,7 @@ class Crowding:
     def __init__(self, app: ASGIApp, queue: FairQueue, paths: Collection[str]) -> None:
         self.app, self._queue, self._paths = app, queue, frozenset(paths)
         self._under_way: Counter[str] = Counter()
-        self._rounds = Rounds()
+        self._rounds = LoopTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in self._paths:
@@ -88,7 +88,7 @@ class Crowding:
                 del self._under_way[tenant]
 
 
-class Rounds:
+class LoopTurns:
     """Lets one caller go on per round of the event loop, the tenants' first ones in turn. For one event loop.
 
     Whatever else is ready in a round, such as refusals and tokens of streams, comes between two of them.
