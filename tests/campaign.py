@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from coserve.errors import ServerError
 from coserve_benchmarks.client import Clients
-from coserve_benchmarks.ledger import RecordingClient
+from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served, Victim
 from coserve_benchmarks.streams import StreamRequest
 

@@ -5,8 +5,8 @@ import time
 from coserve.workload.requests import poisson_requests
 from coserve_benchmarks.client import Clients
 from coserve_benchmarks.folder import training_file
-from coserve_benchmarks.ledger import RecordingClient
 from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served
 from coserve_benchmarks.streams import StreamRequest
 from coserve_benchmarks.timing import percentile

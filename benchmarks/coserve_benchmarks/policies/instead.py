@@ -83,7 +83,7 @@ def _at(rounds: ContestRunner, name: str, rate: float) -> tuple[Contest, list[fl
             )
             contest.add(TWO, theirs, f"the best of {len(tried)} settings: {split.describe()}")
             for policy in (OURS, "hybrid"):
-                contest.add(policy, rounds.arena.run(policy, _bounded(workload, bound)))
+                contest.add(policy, rounds.testbed.run(policy, _bounded(workload, bound)))
             ratios.append(contest.training(OURS) / contest.training(TWO))
             shares.append(contest.attainment(OURS))
     turns, tried = best_turns(shape, workload, threads, trial)

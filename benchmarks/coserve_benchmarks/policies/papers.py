@@ -83,7 +83,7 @@ class _Scene:
 
 def _scene(rounds: ContestRunner) -> _Scene:
     """Scales the report's workload: the same shares of inference and fine-tuning as there."""
-    given, arena = rounds.sizes.given(), rounds.arena
+    given, testbed = rounds.sizes.given(), rounds.testbed
     adapters = ServedAdapters(32, 32)
     training = TrainingSpec(batch=2, length=64, rank=32)
     together = round(_BATCH * 50 / 64)  # requests in five seconds, of a batch's 64
@@ -93,7 +93,7 @@ def _scene(rounds: ContestRunner) -> _Scene:
         given, every=every, tune_every=given.seconds, examples=2, training=training, **shape
     )
     burst = tuple(replace(r, at=0.0) for r in probe.requests[:together])
-    alone = [arena.alone(replace(probe, seconds=0.001, requests=burst)) for _ in range(3)]
+    alone = [testbed.alone(replace(probe, seconds=0.001, requests=burst)) for _ in range(3)]
     delay = median(load.finished_at - load.started for load in alone) / _BUSY
     peak = rounds.peak(probe)
     batch = max(1, round(_OFFERED * 4 * delay * peak / training.length / _BATCHES))
@@ -118,7 +118,7 @@ def _batch_sweep(rounds: ContestRunner, scene: _Scene) -> None:
             ("temporal:10", f"temporal:10,batch={_BATCH},delay={scene.delay:.4f}"),
             ("enhanced-temporal", f"enhanced-temporal:{_BATCH},{scene.delay:.4f}"),
         ):
-            load = rounds.arena.run(policy, workload)
+            load = rounds.testbed.run(policy, workload)
             latencies = [answer.latency for answer in load.answers if answer.tokens]
             mean, rate = sum(latencies) / max(1, len(latencies)), load.overall_training_rate()
             points.append({"batch": len(jobs[0].examples), "policy": name, "latency": mean, "training": rate})
@@ -127,10 +127,10 @@ def _batch_sweep(rounds: ContestRunner, scene: _Scene) -> None:
 
 def fineinfer(rounds: ContestRunner) -> Contest:
     """FineInfer's figure 4: what deferral gains over continuous batching, by its bound."""
-    given, arena = rounds.sizes.given(), rounds.arena
+    given, testbed = rounds.sizes.given(), rounds.testbed
     probe = traffic.fineinfer(given, deferral=0.0, prompt=224, training=TrainingSpec(batch=4, length=64))
     one = replace(probe, seconds=0.001, requests=(replace(probe.requests[0], at=0.0),))
-    loads = [arena.alone(one) for _ in range(3)]
+    loads = [testbed.alone(one) for _ in range(3)]
     alone = median(load.finished_at - load.started for load in loads)
     ratio = alone / _THEIR_ANSWER
     training = TrainingSpec(
@@ -196,7 +196,7 @@ def _deferral_sweep(
     for bound, workload in workloads.items():
         again = rounds.sizes.again if bound in _BOUNDS else 0
         turns = [
-            {name: rounds.arena.run(policy, workload) for name, policy in policies.items()}
+            {name: rounds.testbed.run(policy, workload) for name, policy in policies.items()}
             for _ in range(1 + again)
         ]
         for name in turns[0]:
@@ -218,8 +218,8 @@ def load_sweep(rounds: ContestRunner) -> None:
         workload = rounds.bounded(partial(traffic.flexllm, rate=rate, adapters=SOME))
         for policy in (OURS, "hybrid", "spatial", "temporal:8,grain=batch", ISOLATED):
             if policy != ISOLATED:
-                load = rounds.arena.run(policy, workload)
-            elif apart := rounds.arena.isolated(workload, own_bounds):
+                load = rounds.testbed.run(policy, workload)
+            elif apart := rounds.testbed.isolated(workload, own_bounds):
                 load, _ = apart
             else:
                 continue

@@ -22,10 +22,10 @@ from coserve.workload.requests import TimedJob, TimedRequest, Workload
 from coserve_benchmarks.client import Clients
 from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.folder import save_shape, training_lines
-from coserve_benchmarks.ledger import RecordingClient
 from coserve_benchmarks.ours import CACHE_TOKENS, Bench
-from coserve_benchmarks.policies.arena import RELIABILITY, Testbed, patience_for
 from coserve_benchmarks.policies.contest import bounds_deferral, charge_deferral
+from coserve_benchmarks.policies.testbed import RELIABILITY, Testbed, patience_for
+from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served
 from coserve_benchmarks.streams import StreamRequest, StreamResult
 

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from coserve.core.request import SLO
 from coserve.workload import traffic
-from coserve.workload.mixes import ServedAdapters, WorkloadSettings, bounds
+from coserve.workload.mixes import ServedAdapters, WorkloadSettings, describe_bounds
 from coserve.workload.requests import Tokens, Workload
 from coserve.workload.traces import TraceRow
 from coserve_benchmarks.drive import LoadResult
 from coserve_benchmarks.ours import Bench
-from coserve_benchmarks.policies.arena import Testbed
 from coserve_benchmarks.policies.contest import ISOLATED, OURS, Contest, Judge, own_bounds
+from coserve_benchmarks.policies.testbed import Testbed
 from coserve_benchmarks.timing import percentile
 
 EVERYWHERE: Final = (
@@ -57,7 +57,7 @@ class ContestRunner:
     quantity."""
 
     bench: Bench
-    arena: Testbed
+    testbed: Testbed
     sizes: RoundSettings
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
     sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -82,8 +82,8 @@ class ContestRunner:
             for name in names:
                 policy = everybody[name]
                 if name != ISOLATED:
-                    contest.add(name, self.arena.run(policy, workload), "" if name == policy else policy)
-                elif apart := self.arena.isolated(workload, judge):
+                    contest.add(name, self.testbed.run(policy, workload), "" if name == policy else policy)
+                elif apart := self.testbed.isolated(workload, judge):
                     contest.add(name, *apart)
 
         run(everybody)
@@ -95,7 +95,7 @@ class ContestRunner:
 
     def peak(self, workload: Workload) -> float:
         """Fine-tuning rate of the workload's jobs without its requests, tokens/s."""
-        return self.arena.peak(workload, _PEAK_SHARE * self.sizes.seconds)
+        return self.testbed.peak(workload, _PEAK_SHARE * self.sizes.seconds)
 
     def keep(self, contest: Contest) -> None:
         """Writes a finished contest into the results."""
@@ -109,7 +109,7 @@ class ContestRunner:
 
     def own(self, workload: Workload, *more: str) -> Contest:
         """A contest on the bounds that the requests state."""
-        stated = ", ".join(sorted({bounds(request.slo) for request in workload.requests}))
+        stated = ", ".join(sorted({describe_bounds(request.slo) for request in workload.requests}))
         return self.contest(workload, (*EVERYWHERE, *more), {_OWN: own_bounds}, {_OWN: stated})
 
     # General traffic
@@ -189,11 +189,11 @@ class ContestRunner:
         given = replace(self.sizes.given(), seconds=0.001)
         one = traffic.poisson(given, rate=1.0, prompt=prompt, answer=answer, adapters=SOME)
         burst = replace(one, requests=tuple(replace(one.requests[0], at=0.0) for _ in range(16)))
-        loads = [self.arena.alone(burst) for _ in range(3)]
+        loads = [self.testbed.alone(burst) for _ in range(3)]
         return 16 / median(load.finished_at - load.started for load in loads)
 
     def _alone(self, make: Callable[[WorkloadSettings], Workload]) -> "Alone":
-        return Alone.of(self.arena.alone(make(self.sizes.given())))
+        return Alone.of(self.testbed.alone(make(self.sizes.given())))
 
     def bounded(self, make: Callable[[WorkloadSettings], Workload]) -> Workload:
         """A workload with bounds on the first token and between tokens: their values without training, and

@@ -12,16 +12,16 @@ from typing import Any, Final
 
 from coserve.errors import ConfigError
 from coserve.workload.mixes import TrainingSpec
-from coserve.workload.prompts import encoded, read_prompts, word_ids
+from coserve.workload.prompts import encode_prompts, read_prompts, word_tokenizer
 from coserve.workload.traces import read_trace
 from coserve.workload.traffic import poisson
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import instead, papers, switching
-from coserve_benchmarks.policies.arena import EngineTestbed, Testbed
 from coserve_benchmarks.policies.contest import OURS, PROMISED
 from coserve_benchmarks.policies.replay import ServerTestbed
 from coserve_benchmarks.policies.rounds import ContestRunner, RoundSettings
+from coserve_benchmarks.policies.testbed import EngineTestbed, Testbed
 from coserve_benchmarks.results import Bar
 
 TRACED: Final = ("azure", "azure-arrivals")
@@ -68,8 +68,9 @@ def run_policies(
     requests begin with; `seconds` is how long requests arrive in each run. With `further` what `json_path`
     already has stays, but for the groups that are measured now. `shape` is by default small for `quick`, and
     otherwise large enough for weights to be what decoding reads. The dictionary is as
-    `bench.engine.run_engine`'s, with sections `workloads`, `sweeps` and `switch` for `policies.page`. Raises
-    ConfigError or DataError, and ServerError where a server does not do what it should.
+    `coserve_benchmarks.engine.run_engine`'s, with sections `workloads`, `sweeps` and `switch` for
+    `policies.page`. Raises ConfigError or DataError, and ServerError where a server does not do what it
+    should.
     """
     known = tuple(g for g in GROUPS if not (server and g in _INSIDE))
     usual = _QUICK if quick else tuple(g for g in GROUPS if trace is not None or g not in TRACED)
@@ -79,12 +80,14 @@ def run_policies(
     earlier = _earlier(json_path, shape, against) if further else {}
     bench = begin(shape, quick, groups, known, json_path, BARS)
     vocabulary = bench.shape.vocabulary
-    texts = () if prompts is None else encoded(read_prompts(prompts), word_ids(vocabulary), _LONGEST)
+    texts = (
+        () if prompts is None else encode_prompts(read_prompts(prompts), word_tokenizer(vocabulary), _LONGEST)
+    )
     rows = () if trace is None else read_trace(trace)
     length = seconds or (_QUICK_SECONDS if quick else _SECONDS)
     sizes = RoundSettings(length, vocabulary, rows, texts, again=0 if quick else _AGAIN)
-    with _arena(bench, server) as arena:
-        rounds = ContestRunner(bench, arena, sizes)
+    with _testbed(bench, server) as testbed:
+        rounds = ContestRunner(bench, testbed, sizes)
         if earlier:
             bench.results.take_over(earlier)
             rounds.done.update(earlier.get("workloads", {}))
@@ -100,7 +103,7 @@ def run_policies(
 
 
 @contextmanager
-def _arena(bench: Bench, server: bool) -> Iterator[Testbed]:
+def _testbed(bench: Bench, server: bool) -> Iterator[Testbed]:
     if not server:
         yield EngineTestbed(bench)
         return
@@ -130,8 +133,8 @@ def _runs(rounds: ContestRunner) -> Mapping[str, Callable[[], object]]:
 def _switch(rounds: ContestRunner) -> None:
     training = TrainingSpec(batch=4, length=128)
     workload = poisson(replace(rounds.sizes.given(), seconds=1.0), rate=1.0, prompt=64, training=training)
-    assert isinstance(rounds.arena, EngineTestbed), "it looks into an engine"
-    switching.measure(rounds.bench, rounds.arena, workload, rounds=5)
+    assert isinstance(rounds.testbed, EngineTestbed), "it looks into an engine"
+    switching.measure(rounds.bench, rounds.testbed, workload, rounds=5)
 
 
 def _earlier(path: str | Path | None, shape: str, against: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Score:
         return self.right / len(self.answers)
 
 
-def mark(engine: Engine, step: Step, questions: Sequence[HeldOut], adapter: str | None) -> Score:
+def score_model(engine: Engine, step: Step, questions: Sequence[HeldOut], adapter: str | None) -> Score:
     """Greedy answers of the base or an adapter to all questions at once, and the loss of the right ones."""
     answers = ask_all(engine, step, [question.prompt for question in questions], adapter)
     right = sum(matches(given, question.answer) for given, question in zip(answers, questions, strict=True))

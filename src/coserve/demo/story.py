@@ -11,11 +11,11 @@ from coserve import tiny
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.demo import lessons as material
 from coserve.demo import tables
-from coserve.demo.crowds import ConversationSources, RequestSources, TraceSources
+from coserve.demo.acts import ActRunner, open_engine
 from coserve.demo.figures import AdapterFigures, DemoReport
 from coserve.demo.lessons import Lesson
-from coserve.demo.score import Score, mark
-from coserve.demo.stage import ActRunner, open_engine
+from coserve.demo.request_sources import ConversationSources, RequestSources, TraceSources
+from coserve.demo.score import Score, score_model
 from coserve.demo.tables import milliseconds
 from coserve.demo.trace import read_load
 from coserve.demo.view import DemoView
@@ -66,13 +66,13 @@ class Story:
         """Runs all acts, or those before Ctrl-C, then shows the closing tables."""
         started = time.monotonic()
         try:
-            self._say_what_comes()
+            self._announce()
             self._open()
             with self.stage.listening():
-                self._listen()
-                self._ask_before()
-                self._teach()
-                self._ask_after()
+                self._measure_alone()
+                self._score_base()
+                self._train()
+                self._score_all()
         except KeyboardInterrupt:
             self.report.stopped = True
         finally:
@@ -87,7 +87,7 @@ class Story:
 
     # The acts
 
-    def _say_what_comes(self) -> None:
+    def _announce(self) -> None:
         who = (
             "the requests of a trace are"
             if self.options.trace
@@ -110,20 +110,20 @@ class Story:
         report.dtype, report.threads = str(engine.base.dtype).removeprefix("torch."), threads
         self.lessons = self._lessons()
         report.adapters = [AdapterFigures(lesson.adapter, lesson.about) for lesson in self.lessons]
-        self.crowds = self._crowds()
+        self.sources = self._make_sources()
         took = time.monotonic() - started
         self.view.say(f"{report.model} is ready after {took:.1f} s, on {threads} threads. {why}.")
 
-    def _listen(self) -> None:
+    def _measure_alone(self) -> None:
         """Answers requests without training, and derives the bound between tokens for the acts that train."""
-        if isinstance(self.crowds, TraceSources):
-            capacity = self.stage.play("Capacity", self.crowds.backlog(), self._share(12))
+        if isinstance(self.sources, TraceSources):
+            capacity = self.stage.play("Capacity", self.sources.backlog(), self._share(12))
             self.stage.go_on()
-            said, self.report.trace = self.crowds.fit(capacity)
+            said, self.report.trace = self.sources.fit(capacity)
             self.view.say(said)
         # A trace comes at a quarter of the speed and in bursts: it takes longer to show what is usual.
         part = 7.5 if self.report.trace is None else 4
-        self.report.alone = self.stage.play("Answers only", self.crowds.alone(), self._share(part))
+        self.report.alone = self.stage.play("Answers only", self.sources.alone(), self._share(part))
         self.stage.go_on()
         slowest = self.report.alone.between_tokens_p99
         if slowest is not None:
@@ -133,9 +133,9 @@ class Story:
                 f"request states {SLO_FACTOR:g} times that, {milliseconds(SLO_FACTOR * slowest)}, as its SLO."
             )
 
-    def _ask_before(self) -> None:
+    def _score_base(self) -> None:
         """Scores the base, whose answers untrained adapters would give, too."""
-        self.before = {lesson.adapter: self._mark(lesson, None) for lesson in self.lessons}
+        self.before = {lesson.adapter: self._score(lesson, None) for lesson in self.lessons}
         for lesson, learned in zip(self.lessons, self.report.adapters, strict=True):
             marks = self.before[lesson.adapter]
             learned.held_out, learned.held_out_loss_before = len(marks.answers), marks.loss
@@ -143,7 +143,7 @@ class Story:
         told = [f"{lesson.adapter} {_result(lesson, self.before[lesson.adapter])}" for lesson in self.lessons]
         self.view.say(f"Held-out questions before training, asked of the base: {', '.join(told)}.")
 
-    def _teach(self) -> None:
+    def _train(self) -> None:
         """Trains both adapters at once while requests go on, some of them to these adapters."""
         plans = self._plan_training()
         engine = self.stage.engine
@@ -155,21 +155,21 @@ class Story:
         self.view.say(f"Training {names}, while the answers go on:")
         longest = self.options.seconds + max(self.options.seconds * OVERTIME, _GRACE)
         self.report.training = self.stage.play(
-            "Answers and training", self.crowds.taught(self.lessons), longest, self._slo, jobs
+            "Answers and training", self.sources.taught(self.lessons), longest, self._slo, jobs
         )
         for job, learned in zip(jobs, self.report.adapters, strict=True):
             _note(job, learned)
             job.cancel()
         self.stage.go_on()
 
-    def _ask_after(self) -> None:
+    def _score_all(self) -> None:
         """Scores the base and both adapters on the same questions."""
         models = {"base": None, **{lesson.adapter: lesson.adapter for lesson in self.lessons}}
         asked = (
             self.lessons if self._exact else self.lessons[:1]
         )  # the halves of a file share their questions
         after = {
-            lesson.adapter: {name: self._mark(lesson, adapter) for name, adapter in models.items()}
+            lesson.adapter: {name: self._score(lesson, adapter) for name, adapter in models.items()}
             for lesson in asked
         }
         for lesson in asked:
@@ -205,15 +205,15 @@ class Story:
         self.view.say(said)
         return found
 
-    def _crowds(self) -> RequestSources:
+    def _make_sources(self) -> RequestSources:
         engine, seats = self.stage.engine, self.options.conversations
         if self.options.trace is None:
             return ConversationSources(seats)
         text = [token for t in material.texts(self.lessons) for token in engine.tokenize(t)]
         return TraceSources(read_load(self.options.trace, engine.base.max_positions), text, seats)
 
-    def _mark(self, lesson: Lesson, adapter: str | None) -> Score:
-        return mark(self.stage.engine, self.stage.step, lesson.held_out, adapter)
+    def _score(self, lesson: Lesson, adapter: str | None) -> Score:
+        return score_model(self.stage.engine, self.stage.step, lesson.held_out, adapter)
 
     def _plan_training(self) -> list[TrainingConfig]:
         """Plans as many optimizer steps as fit into the time, at the pace of a rehearsal with throw-away
@@ -225,7 +225,7 @@ class Story:
         tried = [replace(lesson, adapter=f"try-{lesson.adapter}") for lesson in self.lessons]
         endless = replace(TRAINING, epochs=_EPOCHS, schedule="constant")
         jobs = [engine.finetune(lesson.examples, lesson.adapter, LORA, endless) for lesson in tried]
-        pace = self.stage.play("Rehearsal", self.crowds.taught(tried), self._share(15), self._slo)
+        pace = self.stage.play("Rehearsal", self.sources.taught(tried), self._share(15), self._slo)
         for job in jobs:
             job.cancel()
             engine.unload_adapter(job.adapter)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coserve.core.request import SamplingParams
-from coserve.demo.crowd import DemoRequest
+from coserve.demo.load_generator import DemoRequest
 from coserve.workload.traces import ScaledTrace, TraceRow, read_trace, scale_trace
 
 REQUESTS: Final = 2000  # of the trace; the scales are computed over them once
@@ -124,7 +124,7 @@ class TraceBacklog(_TraceSource):
             self._free -= 1
             yield self._next(None)
 
-    def answered(self, ask: DemoRequest, text: str) -> None:
+    def answered(self, request: DemoRequest, text: str) -> None:
         self._free += 1
 
 
@@ -142,7 +142,7 @@ class TraceArrivals(_TraceSource):
         while (at := self._begun + self._at()) <= now:
             yield self._next(at)
 
-    def answered(self, ask: DemoRequest, text: str) -> None:
+    def answered(self, request: DemoRequest, text: str) -> None:
         """Arrivals do not depend on answers."""
 
     def _at(self) -> float:

@@ -16,7 +16,7 @@ _COMMAND: Final = (sys.executable, "-m", "coserve.plan.child")
 _PATIENCE: Final = 600.0  # seconds that one measurement may take
 
 
-def measured(subject: Subject, program: Program, device: str) -> tuple[Peaks, str]:
+def measure_peaks(subject: Subject, program: Program, device: str) -> tuple[Peaks, str]:
     """Peaks above the memory of a process that has imported everything and loaded nothing, and the name of
     what was measured. Raises ServerError where the process fails."""
     found = _run(MeasureOrder.of(subject, program, device, torch.get_num_threads()))

@@ -7,7 +7,7 @@ from coserve.errors import ConfigError
 from coserve.text.chat import encode_request
 from coserve.text.control import control_tokens
 from coserve.text.detokenize import TextStream
-from coserve.text.pieces import Pieces
+from coserve.text.token_bytes import TokenBytes
 from coserve.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -22,7 +22,7 @@ class Text:
             raise ConfigError(f"{type(tokenizer).__name__} cannot stream text: it is not a fast tokenizer")
         self.tokenizer = tokenizer
         self.allow_special_tokens = allow_special_tokens
-        self._pieces = Pieces(tokenizer)
+        self._token_bytes = TokenBytes(tokenizer)
 
     @classmethod
     def load(cls, model: str | Path, allow_special_tokens: bool = False) -> "Text":
@@ -72,10 +72,10 @@ class Text:
             stream.push(token)
         return found
 
-    def piece_bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """Bytes of a token, special tokens included; they may be part of a character only."""
-        return self._pieces.bytes_of(token)
+        return self._token_bytes.bytes_of(token)
 
-    def piece(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """Text of a token, with backslash escapes (`\\xf0\\x9f`) for bytes that are no whole character."""
-        return self._pieces.bytes_of(token).decode(errors="backslashreplace")
+        return self._token_bytes.bytes_of(token).decode(errors="backslashreplace")

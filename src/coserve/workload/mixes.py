@@ -7,7 +7,7 @@ from typing import Final
 
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
-from coserve.workload.prompts import popular
+from coserve.workload.prompts import draw_by_popularity
 from coserve.workload.requests import TimedJob, TimedRequest, Tokens, Workload, training_tokens
 from coserve.workload.traces import TraceRow
 
@@ -62,7 +62,7 @@ class Tier:
 
 
 def make_workload(
-    given: WorkloadSettings,
+    settings: WorkloadSettings,
     name: str,
     title: str,
     rows: Sequence[TraceRow],
@@ -72,19 +72,19 @@ def make_workload(
     exact: bool = False,
 ) -> Workload:
     """A workload whose jobs are there from the beginning. `exact` makes prompts as long as their rows say."""
-    jobs = tuple(make_job(given, training, number) for number in range(len(training.weights)))
-    requests = make_requests(given, rows, adapters, exact)
-    said = f"{scale}; {serving(adapters)}" if adapters.count else scale
-    return Workload(name, title, given.seconds, requests, jobs, adapters.served, said)
+    jobs = tuple(make_job(settings, training, number) for number in range(len(training.weights)))
+    requests = make_requests(settings, rows, adapters, exact)
+    said = f"{scale}; {describe_adapters(adapters)}" if adapters.count else scale
+    return Workload(name, title, settings.seconds, requests, jobs, adapters.served, said)
 
 
-def make_job(given: WorkloadSettings, training: TrainingSpec, number: int, at: float = 0.0) -> TimedJob:
+def make_job(settings: WorkloadSettings, training: TrainingSpec, number: int, at: float = 0.0) -> TimedJob:
     """The `number`-th job: an adapter and data of its own."""
     lengths = [training.length] * training.examples
     return TimedJob(
         at,
         f"trained-{number:02}",
-        tuple(training_tokens(lengths, given.vocabulary, given.seed + 1000 + number)),
+        tuple(training_tokens(lengths, settings.vocabulary, settings.seed + 1000 + number)),
         training.batch,
         training.rank,
         training.targets,
@@ -95,38 +95,38 @@ def make_job(given: WorkloadSettings, training: TrainingSpec, number: int, at: f
 
 
 def make_requests(
-    given: WorkloadSettings, rows: Sequence[TraceRow], adapters: ServedAdapters, exact: bool = False
+    settings: WorkloadSettings, rows: Sequence[TraceRow], adapters: ServedAdapters, exact: bool = False
 ) -> tuple[TimedRequest, ...]:
     """A request for each row, in order. Texts that are shorter than a row asks for stay so, or with `exact`
     are said again until they are long enough."""
-    draw = random.Random(given.seed + 1)
-    named = _named(adapters, len(rows), given.seed)
+    draw = random.Random(settings.seed + 1)
+    named = _named(adapters, len(rows), settings.seed)
     found = []
     for row, adapter in zip(rows, named, strict=True):
-        if given.prompts:
-            text = draw.choice(given.prompts)
+        if settings.prompts:
+            text = draw.choice(settings.prompts)
             again = -(-row.prompt // len(text)) if exact else 1
             prompt = (text * again)[: row.prompt]
         else:
-            prompt = tuple(draw.randrange(given.vocabulary) for _ in range(row.prompt))
-        found.append(TimedRequest(row.at, prompt, row.answer, adapter, given.slo))
+            prompt = tuple(draw.randrange(settings.vocabulary) for _ in range(row.prompt))
+        found.append(TimedRequest(row.at, prompt, row.answer, adapter, settings.slo))
     return tuple(found)
 
 
 def _named(adapters: ServedAdapters, count: int, seed: int) -> Sequence[str | None]:
     if not adapters.count:
         return [None] * count
-    return popular([name for name, _ in adapters.served], count, adapters.exponent, seed + 2)
+    return draw_by_popularity([name for name, _ in adapters.served], count, adapters.exponent, seed + 2)
 
 
-def of_one_shape(times: Sequence[float], prompt: int, answer: int) -> list[TraceRow]:
+def uniform_rows(times: Sequence[float], prompt: int, answer: int) -> list[TraceRow]:
     """Requests of one shape at these times."""
     if prompt < 1 or answer < 1:
         raise ConfigError(f"a prompt and its answer have at least one token, not {prompt} and {answer}")
     return [TraceRow(at, prompt, answer) for at in times]
 
 
-def shared_out(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
+def assign_tiers(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
     """The bounds of `count` requests: each tier's share of them, rounded so that they add up."""
     total = sum(tier.share for tier in classes)
     if not classes or any(tier.share < 0 for tier in classes) or not total > 0:
@@ -140,13 +140,13 @@ def shared_out(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
     return found
 
 
-def asking(given: WorkloadSettings, prompt: int, answer: int) -> str:
+def describe_lengths(settings: WorkloadSettings, prompt: int, answer: int) -> str:
     """Describes the contents of prompts, and the lengths of prompts and answers."""
-    most = f"at most {prompt} tokens of one of {len(given.prompts)} texts"
-    return f"{most if given.prompts else f'{prompt} random tokens'} in, {answer} out"
+    most = f"at most {prompt} tokens of one of {len(settings.prompts)} texts"
+    return f"{most if settings.prompts else f'{prompt} random tokens'} in, {answer} out"
 
 
-def serving(adapters: ServedAdapters) -> str:
+def describe_adapters(adapters: ServedAdapters) -> str:
     """Describes the adapters that requests name, and the law of their popularity."""
     if not adapters.count:
         return "no adapters"
@@ -155,7 +155,7 @@ def serving(adapters: ServedAdapters) -> str:
     return f"{adapters.count} adapters of rank {adapters.rank}, asked for {law}"
 
 
-def bounds(slo: SLO) -> str:
+def describe_bounds(slo: SLO) -> str:
     """Describes the bounds that are set."""
     names = {
         "first_token": "first token",

@@ -124,7 +124,7 @@ def fit_trace(
     return ScaledTrace(scaled, time_scale, prompt_scale, answer_scale)
 
 
-def rising_and_falling(trace: Sequence[TraceRow], length: float = 360.0) -> float:
+def find_peak_window(trace: Sequence[TraceRow], length: float = 360.0) -> float:
     """Start of a window of `length` recorded seconds that looks like FlexLLM's (8.4): its arrivals rise to a
     peak after a third of it and fall again.
 
@@ -139,7 +139,7 @@ def rising_and_falling(trace: Sequence[TraceRow], length: float = 360.0) -> floa
     return max(begins, key=lambda begin: _stands_out(times, begin, length))
 
 
-def segment(
+def trace_part(
     trace: Sequence[TraceRow],
     rate: float,
     seconds: float,

@@ -22,7 +22,6 @@ from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.machine import measure_machine
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import papers, rounds, run, switching
-from coserve_benchmarks.policies.arena import EngineTestbed, patience_for
 from coserve_benchmarks.policies.contest import (
     OURS,
     Contest,
@@ -34,6 +33,7 @@ from coserve_benchmarks.policies.contest import (
 )
 from coserve_benchmarks.policies.isolated import isolated
 from coserve_benchmarks.policies.rounds import ContestRunner, RoundSettings
+from coserve_benchmarks.policies.testbed import EngineTestbed, patience_for
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.settings import settings_for
 
@@ -165,10 +165,10 @@ class Slowing(Scripted):
 
 def test_what_deferral_gains_is_told_from_rounds_of_the_same_minute() -> None:
     policies = {"continuous": 100.0, "deferred": 110.0, "deferred:0.5,together=1": 130.0, OURS: 120.0}
-    arena = Slowing(**{policy: [(rate, 1.0)] for policy, rate in policies.items()})
-    it = ContestRunner(bench(), arena, RoundSettings(10.0, SHAPE.vocabulary, again=1))  # type: ignore[arg-type]
+    testbed = Slowing(**{policy: [(rate, 1.0)] for policy, rate in policies.items()})
+    it = ContestRunner(bench(), testbed, RoundSettings(10.0, SHAPE.vocabulary, again=1))  # type: ignore[arg-type]
     papers.fineinfer(it)
-    assert arena.ran[:24] == [*policies] * 6  # twice at each of their bounds, once at those beyond
+    assert testbed.ran[:24] == [*policies] * 6  # twice at each of their bounds, once at those beyond
     found = it.bench.results.as_dict()
     assert found["fineinfer.gain"] == pytest.approx(1.3)
     assert found["spreads"]["fineinfer.gain"] == pytest.approx((1.3, 1.3))
@@ -189,7 +189,7 @@ def test_deferral_is_what_an_answer_took_longer() -> None:
 
 
 def test_those_that_one_round_does_not_tell_apart_have_more_in_turn() -> None:
-    arena = Scripted(
+    testbed = Scripted(
         adaptive=[(90, 1.0), (60, 0.9), (100, 0.8)],
         hybrid=[(70, 1.0), (110, 1.0), (80, 1.0)],  # within 30 %
         spatial=[(60, 1.0)],  # half as much again is more than that
@@ -198,12 +198,12 @@ def test_those_that_one_round_does_not_tell_apart_have_more_in_turn() -> None:
     )
     requests = tuple(TimedRequest(0.0, (1,), 1) for _ in range(10))
     sizes = RoundSettings(1.0, SHAPE.vocabulary, again=2)
-    it = ContestRunner(bench(), arena, sizes)  # type: ignore[arg-type]
+    it = ContestRunner(bench(), testbed, sizes)  # type: ignore[arg-type]
     workload = Workload("w", "W", 10.0, requests, ())
     names = ("adaptive", "hybrid", "spatial", "whole")
     found = it.contest(workload, names, {"1 s": within(1.0)}, {"1 s": "1 s"})
     again = ["adaptive", "hybrid", "isolated"]
-    assert arena.ran == [*names, "isolated", *again, *again]
+    assert testbed.ran == [*names, "isolated", *again, *again]
     assert [found.training(name) for name in (*names, "isolated")] == pytest.approx(
         [81, 72, 54, 90, 82.8], rel=0.2
     )
@@ -279,13 +279,13 @@ def test_a_lead_that_nobody_follows_is_none(compared: ContestRunner) -> None:
 
 
 @pytest.fixture(scope="module")
-def arena() -> EngineTestbed:
+def testbed() -> EngineTestbed:
     return EngineTestbed(bench())
 
 
-def test_a_contest_of_two(arena: EngineTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contest_of_two(testbed: EngineTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_PEAK_SHARE", 0.6)
-    it = ContestRunner(bench(tmp_path / "bench.json"), arena, RoundSettings(0.5, SHAPE.vocabulary))
+    it = ContestRunner(bench(tmp_path / "bench.json"), testbed, RoundSettings(0.5, SHAPE.vocabulary))
     named = {"whole": "temporal:2,grain=batch"}
     found = it.contest(WORKLOAD, (OURS,), {"own": own_bounds}, {"own": "5 s"}, named)
     assert list(found.runs) == ["whole", OURS, "isolated"]  # with one thread the last one only serves
@@ -298,7 +298,7 @@ def test_a_contest_of_two(arena: EngineTestbed, tmp_path: Path, monkeypatch: pyt
     assert found.peak > 0 and found.attainment(OURS) == found.runs[OURS]["attainment"]["own"]
     section = json.loads((tmp_path / "bench.json").read_text())["workloads"]["poisson"]
     assert section["runs"] == rounded(found.runs) and section["bounds"] == {"own": "5 s"}
-    assert not arena.engine.has_work  # the next round finds nothing of this one
+    assert not testbed.engine.has_work  # the next round finds nothing of this one
 
 
 @pytest.mark.parametrize(
@@ -317,52 +317,52 @@ def test_nobody_is_given_up_within_a_bound_of_his_own(slo: SLO, seconds: float) 
     assert patience_for(workload) == seconds
 
 
-def test_requests_alone_have_neither_bounds_nor_training(arena: EngineTestbed) -> None:
-    load = arena.alone(WORKLOAD)
+def test_requests_alone_have_neither_bounds_nor_training(testbed: EngineTestbed) -> None:
+    load = testbed.alone(WORKLOAD)
     assert [len(answer.tokens) for answer in load.answers] == [6] * 6
     assert {answer.slo for answer in load.answers} == {SLO()} and not load.trained
-    assert arena.peak(WORKLOAD, 0.3) > 0
+    assert testbed.peak(WORKLOAD, 0.3) > 0
 
 
-def test_nobody_alone_is_given_up(arena: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coserve_benchmarks.policies.arena._PATIENCE", 0.0)
+def test_nobody_alone_is_given_up(testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coserve_benchmarks.policies.testbed._PATIENCE", 0.0)
     requests = tuple(replace(request, at=0.0, slo=SLO()) for request in WORKLOAD.requests)
     hasty = replace(WORKLOAD, requests=requests, jobs=(), seconds=0.001)  # over after a step
-    assert all(len(answer.tokens) < 6 for answer in arena.run("hybrid", hasty).answers)
-    assert [len(answer.tokens) for answer in arena.alone(hasty).answers] == [6] * 6
+    assert all(len(answer.tokens) < 6 for answer in testbed.run("hybrid", hasty).answers)
+    assert [len(answer.tokens) for answer in testbed.alone(hasty).answers] == [6] * 6
 
 
-def test_a_policy_is_told_by_name(arena: EngineTestbed) -> None:
+def test_a_policy_is_told_by_name(testbed: EngineTestbed) -> None:
     with pytest.raises(ConfigError, match="no policy 'fifo'"):
-        arena.run("fifo", WORKLOAD)
+        testbed.run("fifo", WORKLOAD)
 
 
-def test_capacity_is_that_of_sixteen_at_once(arena: EngineTestbed) -> None:
-    it = ContestRunner(bench(), arena, RoundSettings(0.5, SHAPE.vocabulary))
+def test_capacity_is_that_of_sixteen_at_once(testbed: EngineTestbed) -> None:
+    it = ContestRunner(bench(), testbed, RoundSettings(0.5, SHAPE.vocabulary))
     assert it.capacity(8, 2) > it.capacity(8, 24) > 0
 
 
-def test_what_switching_costs(arena: EngineTestbed) -> None:
+def test_what_switching_costs(testbed: EngineTestbed) -> None:
     it = bench()
     workload = replace(WORKLOAD, requests=WORKLOAD.requests[:1])
-    switching.measure(it, arena, workload, rounds=2)
+    switching.measure(it, testbed, workload, rounds=2)
     found = it.results.as_dict()
     assert 0.0 <= found["switch.seconds"] < 1.0
     assert found["switch"].keys() == {"initialisation", "clean_up", "data_movement", "seconds"}
     assert all(0.0 <= part < 1.0 for part in found["switch"].values())
-    assert "run" not in vars(arena.engine.executor)  # nobody watches any more
-    assert not arena.engine.has_work
+    assert "run" not in vars(testbed.engine.executor)  # nobody watches any more
+    assert not testbed.engine.has_work
 
 
 @pytest.mark.slow
-def test_isolation_trains_in_a_process_of_its_own(arena: EngineTestbed) -> None:
+def test_isolation_trains_in_a_process_of_its_own(testbed: EngineTestbed) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        load = isolated(arena.engine, SHAPE, replace(WORKLOAD, seconds=1.0), 1, 5.0)
+        load = isolated(testbed.engine, SHAPE, replace(WORKLOAD, seconds=1.0), 1, 5.0)
         assert torch.get_num_threads() == 2
         with pytest.raises(ServerError, match="has died"):
-            isolated(arena.engine, replace(SHAPE, name="unknown"), WORKLOAD, 1, 5.0)
+            isolated(testbed.engine, replace(SHAPE, name="unknown"), WORKLOAD, 1, 5.0)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

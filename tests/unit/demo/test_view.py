@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from coserve.demo.crowd import Exchange
 from coserve.demo.figures import AdapterFigures, DemoReport, Phase, TokenRates
 from coserve.demo.lessons import HeldOut, Lesson
+from coserve.demo.load_generator import Exchange
 from coserve.demo.score import Score
 from coserve.demo.tables import Sheet, closing, scores, short, side_by_side
 from coserve.demo.view import (
@@ -37,7 +37,7 @@ FRAME = Snapshot(
         Exchange("pirate@3", "Where does Mira live?", "Arr! [Mira] be", True),
         Exchange("base", "Hi", "Ho", False),
     ),
-    just_said=(Exchange("base", "Tell me a story.", "Once.", False), Exchange("json@1", "Who?", "{}", True)),
+    completed=(Exchange("base", "Tell me a story.", "Once.", False), Exchange("json@1", "Who?", "{}", True)),
 )
 
 

@@ -5,7 +5,7 @@ import torch
 
 from coserve.kernels import blocked, reference
 from coserve.kernels.attention import causal_mask
-from coserve.plan.nodata import without_data
+from coserve.plan.fake_tensors import fake_tensors
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def test_what_ran_on_tensors_without_data_leaves_nothing_behind() -> None:
     g = torch.Generator().manual_seed(0)
     queries = 21  # no other test has as many
     own = [torch.randn(1, 2, queries, 8, generator=g) for _ in range(3)]
-    with without_data():
+    with fake_tensors():
         blocked.forward(*(torch.empty(1, 2, queries, 8) for _ in own), 0.3, None)
     with torch.no_grad():
         got, _ = blocked.forward(*own, 0.3, None)

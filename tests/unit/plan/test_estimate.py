@@ -10,14 +10,14 @@ from transformers import LlamaConfig
 
 from coserve.adapters.settings import settings_of
 from coserve.memory.compiled import BUILT_BYTES
-from coserve.plan.estimate import Estimate, estimated
+from coserve.plan.engine_run import EngineRun, refusal
+from coserve.plan.estimate import Estimate, estimate_peaks
 from coserve.plan.messages import MeasureOrder
-from coserve.plan.ours import OurRun, refusal
-from coserve.plan.plain import PlainRun
 from coserve.plan.recipes import METHODS
 from coserve.plan.rows import PlanRequest, make_plan
 from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage, System
 from coserve.plan.subject import Subject, subject_of
+from coserve.plan.torch_run import TorchRun
 from coserve.train.fresh import fresh_adapter
 
 CONFIG = LlamaConfig(
@@ -51,7 +51,7 @@ def program(system: System, method: str | None, **load: Any) -> Program:
 
 
 def of(subject: Subject, system: System, method: str | None = None, **load: Any) -> Estimate:
-    return estimated(subject, program(system, method, **load))
+    return estimate_peaks(subject, program(system, method, **load))
 
 
 def test_full_fine_tuning_is_made_of_what_it_holds(subject: Subject, full: Estimate) -> None:
@@ -106,19 +106,19 @@ def test_our_cache_is_the_engines(subject: Subject) -> None:
 def test_a_tape_of_everything_is_larger(subject: Subject) -> None:
     lean = Program("lora", System.COSERVE, LOAD, True, (METHODS["lora"],), "inputs")
     full = Program("lora", System.COSERVE, LOAD, True, (METHODS["lora"],), "everything")
-    peaks = [estimated(subject, each).peaks[Stage.FORWARD] for each in (lean, full)]
+    peaks = [estimate_peaks(subject, each).peaks[Stage.FORWARD] for each in (lean, full)]
     products = 2 * 96 * WIDTH * (64 + 32 + 32 + 64 + 160 + 160 + 64)  # of both layers' linears
     assert 0.6 * products <= peaks[1] - peaks[0] <= 1.6 * products
 
 
-@pytest.mark.parametrize("kind", [PlainRun, OurRun])
-def test_the_same_program_runs_with_data(subject: Subject, kind: type[PlainRun] | type[OurRun]) -> None:
+@pytest.mark.parametrize("kind", [TorchRun, EngineRun])
+def test_the_same_program_runs_with_data(subject: Subject, kind: type[TorchRun] | type[EngineRun]) -> None:
     """What is estimated is what is measured, to the bytes that the program itself tells of."""
-    system = System.TORCH if kind is PlainRun else System.COSERVE
+    system = System.TORCH if kind is TorchRun else System.COSERVE
     asked = program(system, "lora", length=16)
     run = kind(subject, asked, torch.device("cpu"))
     assert list(run.go()) == list(Stage)
-    found = estimated(subject, asked).components
+    found = estimate_peaks(subject, asked).components
     assert (run.cache, run.optimizer) == (found.cache, found.optimizer)
 
 

@@ -134,7 +134,7 @@ class _Watch(StoppingCriteria):  # type: ignore[misc]
 class ContinuousBatchServer:
     """transformers' continuous batching: its manager has a thread of its own and takes requests at any time.
 
-    Its cache is made to measure and nothing is shared between prompts, as in `bench.peers`.
+    Its cache is made to measure and nothing is shared between prompts, as in `coserve_benchmarks.peers`.
     """
 
     def __init__(self, shape: ModelShape, requests: Sequence[TimedRequest], attention: str) -> None:

@@ -10,9 +10,9 @@ from typing import TypeAlias
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
-from coserve.serve.answering.asking import GenerationRequest
 from coserve.serve.answering.cost import ANSWER_TOKEN
 from coserve.serve.answering.fair import Ticket
+from coserve.serve.answering.request_builder import GenerationRequest
 from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
 from coserve.wire.messages import Token
@@ -48,10 +48,10 @@ class AnswerPiece:
     cached: int = 0
 
 
-Pieces: TypeAlias = AsyncGenerator[AnswerPiece, None]
+PieceStream: TypeAlias = AsyncGenerator[AnswerPiece, None]
 
 
-async def answer(state: State, wanted: GenerationRequest) -> Pieces:
+async def answer(state: State, wanted: GenerationRequest) -> PieceStream:
     """All answers to a request, piece by piece as they come. Closing it cancels what is under way.
 
     Raises, before the first piece, ApiError 429 where too much is waiting, and ApiError 404 for a model that
@@ -65,7 +65,7 @@ async def answer(state: State, wanted: GenerationRequest) -> Pieces:
                 yield piece
 
 
-async def merged(sources: Sequence[Pieces]) -> Pieces:
+async def merged(sources: Sequence[PieceStream]) -> PieceStream:
     """The items of all sources, as they come; closes every source at its own end."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
@@ -74,7 +74,7 @@ async def merged(sources: Sequence[Pieces]) -> Pieces:
         return
     arrived: asyncio.Queue[AnswerPiece | asyncio.Task[None]] = asyncio.Queue()
 
-    async def pump(source: Pieces) -> None:
+    async def pump(source: PieceStream) -> None:
         async with aclosing(source):
             async for piece in source:
                 arrived.put_nowait(piece)
@@ -97,7 +97,7 @@ async def merged(sources: Sequence[Pieces]) -> Pieces:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Ticket) -> Pieces:
+async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Ticket) -> PieceStream:
     timing = AnswerTiming(state.metrics, state.catalog.base.name, wanted.arrived)
     await ticket.admitted()
     timing.admitted(time.monotonic())

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from coserve.core.request import FinishReason
 from coserve.errors import CoserveError
-from coserve.serve.answering.answers import AnswerPiece, Pieces, answer
-from coserve.serve.answering.asking import GenerationRequest
+from coserve.serve.answering.answers import AnswerPiece, PieceStream, answer
+from coserve.serve.answering.request_builder import GenerationRequest
 from coserve.serve.errors import ApiError
 from coserve.serve.http.streams import DONE, ClientGone, EventStream, event, unless_gone
 from coserve.serve.schema.common import FinishName, Generation, PromptTokensDetails, Usage
@@ -73,7 +73,7 @@ def finish_name(reason: FinishReason) -> FinishName:
 
 
 async def _events(
-    first: AnswerPiece, rest: Pieces, wanted: GenerationRequest, shape: AnswerFormat, tells_usage: bool
+    first: AnswerPiece, rest: PieceStream, wanted: GenerationRequest, shape: AnswerFormat, tells_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     written, cached = 0, [0] * len(wanted)
     try:
@@ -90,13 +90,13 @@ async def _events(
     yield DONE
 
 
-async def _ahead(first: AnswerPiece, rest: Pieces) -> AsyncGenerator[AnswerPiece, None]:
+async def _ahead(first: AnswerPiece, rest: PieceStream) -> AsyncGenerator[AnswerPiece, None]:
     yield first
     async for piece in rest:
         yield piece
 
 
-async def _whole(pieces: Pieces, wanted: GenerationRequest, shape: AnswerFormat) -> str:
+async def _whole(pieces: PieceStream, wanted: GenerationRequest, shape: AnswerFormat) -> str:
     parts: list[list[AnswerPiece]] = [[] for _ in range(len(wanted))]
     async with aclosing(pieces):
         async for piece in pieces:

@@ -24,7 +24,7 @@ class LoadShedder:
 
     Requests for text are counted by their `Authorization` header: more of one than a tenant may have are
     refused whoever that is, so no key is looked up. Tenants with several keys, and totals, are left to
-    `Crowding`. For one event loop.
+    `ConcurrencyLimit`. For one event loop.
     """
 
     def __init__(self, queue: FairQueue, paths: Collection[str]) -> None:
@@ -56,7 +56,7 @@ class LoadShedder:
             del self._in_flight[who]
 
 
-class Crowding:
+class ConcurrencyLimit:
     """Answers 429 to a request for text while as many are under way as may run and wait: before its body is
     read. Those that are accepted are prepared one per round of the event loop, tenants in turn.
 

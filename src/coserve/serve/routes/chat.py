@@ -6,9 +6,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from coserve.serve.answering.answers import AnswerPiece
-from coserve.serve.answering.asking import Asker, GenerationRequest
 from coserve.serve.answering.logprobs import chat_logprobs
 from coserve.serve.answering.replies import common_fields, finish_name, reply
+from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
@@ -42,7 +42,7 @@ async def create_chat_completion(
 
     A stream goes on from where it was if the engine dies in the middle of it.
     """
-    wanted = await (await Asker.of(state, caller, body.model)).chat(body)
+    wanted = await (await RequestBuilder.of(state, caller, body.model)).chat(body)
     shape = _ChatFormat(state.text, wanted, body.includes_usage)
     return await reply(request, state, wanted, shape, body)
 

@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from coserve.serve.answering.answers import AnswerPiece, Scored
-from coserve.serve.answering.asking import Asker, GenerationRequest
 from coserve.serve.answering.logprobs import completion_logprobs
 from coserve.serve.answering.replies import common_fields, finish_name, reply
+from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
@@ -38,7 +38,7 @@ async def create_completion(
 
     With `echo` and `max_tokens` 0 it only scores the prompt.
     """
-    wanted = await (await Asker.of(state, caller, body.model)).completion(body)
+    wanted = await (await RequestBuilder.of(state, caller, body.model)).completion(body)
     shape = _CompletionFormat(state.text, wanted, body)
     return await reply(request, state, wanted, shape, body)
 

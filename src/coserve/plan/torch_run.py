@@ -24,7 +24,7 @@ from coserve.plan.subject import Subject
 _ATTENTION: Final = "coserve-plan"
 
 
-class PlainRun:
+class TorchRun:
     """`Program`s of plain torch. AdamW has its moments in the weights' own type, as torch's has."""
 
     def __init__(self, subject: Subject, program: Program, device: torch.device) -> None:

@@ -72,7 +72,7 @@ class Allocations(TorchDispatchMode):
 
 
 @contextmanager
-def without_data() -> Iterator[Allocations]:
+def fake_tensors() -> Iterator[Allocations]:
     """Runs the block on tensors without data and gives its allocations."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _Blank(), Allocations(mode) as counted:

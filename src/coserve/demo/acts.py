@@ -13,8 +13,8 @@ from transformers.utils import logging
 
 from coserve.config import EngineConfig
 from coserve.core.events import Event
-from coserve.demo.crowd import LoadGenerator, RequestSource
 from coserve.demo.figures import Phase, RateMeter, phase
+from coserve.demo.load_generator import LoadGenerator, RequestSource
 from coserve.demo.view import DemoView, JobProgress, Snapshot
 from coserve.engine.engine import Engine
 from coserve.engine.handles import FineTuning
@@ -62,30 +62,30 @@ class ActRunner:
         It goes on until each job has made a step: where bounds leave training little, a short act had none.
         `slo` is the bound between tokens that each request states. Ctrl-C ends the act, not the figures.
         """
-        engine, crowd = self.engine, LoadGenerator(self.engine, source, slo)
+        engine, clients = self.engine, LoadGenerator(self.engine, source, slo)
         started = engine.clock()
         meter = RateMeter(engine.scheduler.stats, started)
         now, shown = started, started
         while not self._stopped and not _all_ended(jobs):
             if now >= started + seconds and _all_begun(jobs):
                 break
-            crowd.submit()
+            clients.submit()
             if engine.scheduler.has_work:
-                crowd.take(engine.step())
+                clients.take(engine.step())
             else:
                 time.sleep(0.001)  # until the next request of a trace arrives
             now = engine.clock()
             if now >= shown + self._view.period:
                 shown = now
-                self._view.show(self._frame(act, crowd, meter, now, seconds, slo, jobs))
-        crowd.leave()
+                self._view.show(self._snapshot(act, clients, meter, now, seconds, slo, jobs))
+        clients.cancel_all()
         elapsed = now - started
-        return phase(crowd.latencies, meter.total(engine.scheduler.stats, now), elapsed)
+        return phase(clients.latencies, meter.total(engine.scheduler.stats, now), elapsed)
 
-    def _frame(
+    def _snapshot(
         self,
         act: str,
-        crowd: LoadGenerator,
+        clients: LoadGenerator,
         meter: RateMeter,
         now: float,
         seconds: float,
@@ -98,14 +98,14 @@ class ActRunner:
             elapsed=elapsed,
             left=min(seconds - elapsed, time_left(jobs, elapsed)),
             rates=meter.now(self.engine.scheduler.stats, now),
-            gap_p50=crowd.latencies.gap(0.5, NEWEST),
-            gap_p99=crowd.latencies.gap(0.99, NEWEST),
+            gap_p50=clients.latencies.gap(0.5, NEWEST),
+            gap_p99=clients.latencies.gap(0.99, NEWEST),
             slo=slo,
             jobs=tuple(
                 JobProgress(j.adapter, len(j.history), j.steps, [u.loss for u in j.history]) for j in jobs
             ),
-            under_way=crowd.under_way(),
-            just_said=crowd.just_said(),
+            under_way=clients.under_way(),
+            completed=clients.completed(),
         )
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

@@ -82,7 +82,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class RequestBuilder:
     """Makes the requests of one client, for the model that it named."""
 
     state: State
@@ -92,7 +92,7 @@ class Asker:
     arrived: float
 
     @classmethod
-    async def of(cls, state: State, tenant: Tenant, model: str) -> "Asker":
+    async def of(cls, state: State, tenant: Tenant, model: str) -> "RequestBuilder":
         """Raises ApiError 404 for an unknown model, 503 while no engine has ever been there."""
         arrived = time.monotonic()
         if state.link.hello is None:

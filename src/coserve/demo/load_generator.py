@@ -38,7 +38,7 @@ class RequestSource(Protocol):
         """Requests that arrive by `now`, engine's clock, seconds."""
         ...
 
-    def answered(self, ask: DemoRequest, text: str) -> None:
+    def answered(self, request: DemoRequest, text: str) -> None:
         """Takes in a complete answer."""
         ...
 
@@ -70,9 +70,9 @@ class Conversations:
             seat = self._free.popleft()
             yield self._pupil(seat) if seat in self._taught else self._next_turn(seat)
 
-    def answered(self, ask: DemoRequest, text: str) -> None:
-        self._free.append(ask.seat)
-        person = self._people.get(ask.seat)
+    def answered(self, request: DemoRequest, text: str) -> None:
+        self._free.append(request.seat)
+        person = self._people.get(request.seat)
         if person is not None:
             person.messages.append({"role": "assistant", "content": text})
 
@@ -109,15 +109,15 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Talk:
+class _Pending:
     """An answer under way."""
 
-    ask: DemoRequest
+    request: DemoRequest
     handle: Completion
 
-    def heard(self) -> Exchange:
+    def exchange(self) -> Exchange:
         version = self.handle.sequence.request.adapter
-        return Exchange(version or "base", self.ask.question, self.handle.text, version is not None)
+        return Exchange(version or "base", self.request.question, self.handle.text, version is not None)
 
 
 class LoadGenerator:
@@ -127,42 +127,47 @@ class LoadGenerator:
         self._engine, self._source = engine, source
         self._slo = SLO(between_tokens=slo)
         self.latencies = Latencies(slo)
-        self._talks: dict[int, _Talk] = {}
+        self._pending: dict[int, _Pending] = {}
         self._ended: deque[Exchange] = deque(maxlen=8)  # newest answers, for the eye
 
     def submit(self) -> None:
         """Submits the requests that are due."""
-        for ask in self._source.due(self._engine.clock()):
-            handle = self._engine.generate(ask.prompt, ask.adapter, ask.sampling, self._slo, ask.at)
+        for request in self._source.due(self._engine.clock()):
+            handle = self._engine.generate(
+                request.prompt, request.adapter, request.sampling, self._slo, request.at
+            )
             key = handle.sequence.key
-            self._talks[key] = _Talk(ask, handle)
+            self._pending[key] = _Pending(request, handle)
             self.latencies.asked(key, handle.sequence.request.arrival)
 
     def take(self, events: Iterable[Event]) -> None:
         """Takes in the events of a step; tokens count at the time when the caller has them."""
         now = self._engine.clock()
         for event in events:
-            if isinstance(event, TokenEvent) and event.token is not None and event.key in self._talks:
+            if isinstance(event, TokenEvent) and event.token is not None and event.key in self._pending:
                 self.latencies.token(event.key, now)
-        for key in [e.key for e in events if isinstance(e, TokenEvent | Finished) and e.key in self._talks]:
-            talk = self._talks[key]
-            if talk.handle.finish_reason is not None:
-                del self._talks[key]
+        for key in [e.key for e in events if isinstance(e, TokenEvent | Finished) and e.key in self._pending]:
+            pending = self._pending[key]
+            if pending.handle.finish_reason is not None:
+                del self._pending[key]
                 self.latencies.ended(key)
-                self._ended.append(talk.heard())
-                self._source.answered(talk.ask, talk.handle.text)
+                self._ended.append(pending.exchange())
+                self._source.answered(pending.request, pending.handle.text)
 
-    def leave(self) -> None:
+    def cancel_all(self) -> None:
         """Cancels all requests, which frees their pages."""
-        for talk in self._talks.values():
-            talk.handle.cancel()
-        self._talks.clear()
+        for pending in self._pending.values():
+            pending.handle.cancel()
+        self._pending.clear()
 
     def under_way(self) -> tuple[Exchange, ...]:
         """Answers under way, those of adapters first."""
-        talks = sorted(self._talks.values(), key=lambda talk: (talk.ask.adapter is None, talk.ask.seat))
-        return tuple(talk.heard() for talk in talks)
+        ordered = sorted(
+            self._pending.values(),
+            key=lambda pending: (pending.request.adapter is None, pending.request.seat),
+        )
+        return tuple(pending.exchange() for pending in ordered)
 
-    def just_said(self) -> tuple[Exchange, ...]:
+    def completed(self) -> tuple[Exchange, ...]:
         """The newest complete answers, newest first."""
         return tuple(reversed(self._ended))

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from coserve.demo.crowd import Conversations, RequestSource
 from coserve.demo.figures import Phase
 from coserve.demo.lessons import Lesson
+from coserve.demo.load_generator import Conversations, RequestSource
 from coserve.demo.trace import TraceArrivals, TraceBacklog, TraceLoad, describe
 from coserve.workload.traces import ScaledTrace
 

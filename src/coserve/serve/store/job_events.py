@@ -34,7 +34,7 @@ class Mark:
     number: int
 
 
-class NewsStore:
+class JobEventStore:
     """Takes news of jobs down. News of a job that is over, or that nobody knows, only move the mark."""
 
     def __init__(self, database: Database, clock: Callable[[], float], folder: Path) -> None:

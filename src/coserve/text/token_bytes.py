@@ -10,7 +10,7 @@ _ANY: Final = "a"  # a token before, so that nothing is special about being the 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Pieces:
+class TokenBytes:
     """Maps tokens to bytes. A token may hold only a part of a character, which is not text by itself."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -16,7 +16,7 @@ from coserve.core.sequence import Sequence as Answer
 from coserve.engine.engine import Engine
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.memory.ledger import Account
-from coserve.plan.nodata import without_data
+from coserve.plan.fake_tensors import fake_tensors
 from coserve.plan.stages import Program, ProgramSize, Stage
 from coserve.plan.subject import Subject
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
@@ -31,7 +31,7 @@ _JOB: Final = "plan"
 _NO_LIMIT: Final = 1 << 60  # bytes; what is planned for need not fit here
 
 
-class OurRun:
+class EngineRun:
     """`Program`s of the engine.
 
     All prompts are read in one step, and windows are whole micro-batches: the most that a scheduler may ask
@@ -116,8 +116,8 @@ def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True
     """Error with which a server's engine with `memory` bytes refuses the program, with settings that would
     fit; empty where it accepts it. The engine itself is asked, on tensors without data. On a CPU code that
     libraries compile counts against the same bytes."""
-    run = OurRun(subject, program, torch.device("cpu"))
-    with without_data():
+    run = EngineRun(subject, program, torch.device("cpu"))
+    with fake_tensors():
         try:
             engine = Engine(subject.build(), run.config(memory))
             if on_cpu:
