@@ -1,4 +1,4 @@
-"""Rows `finetune.*`: tokens a second with the optimizer's step, and the bytes kept for the way back."""
+"""Rows `finetune.*`: tokens a second with the optimizer's step, and the bytes kept for the backward pass."""
 
 from functools import partial
 
@@ -13,7 +13,8 @@ from coserve_benchmarks.timing import Timing, alternate, speedup
 
 
 def run(bench: Bench) -> None:
-    """Ours keeping products against PEFT without checkpointing, keeping inputs against PEFT with it."""
+    """Measures ours keeping products against PEFT without checkpointing, and ours keeping inputs against PEFT
+    with it."""
     default = PeftTraining(bench.shape, batch_tokens(bench), bench.settings.rank, matched=False)
     matched = PeftTraining(bench.shape, batch_tokens(bench), bench.settings.rank, matched=True)
 

@@ -9,7 +9,7 @@ from coserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How one engine uses its device."""
+    """Settings of one engine: its device, number formats, memory and scheduling."""
 
     dtype: str = "auto"  # float32, bfloat16, float16, float64, or what the model was saved in
     quantize: str = "none"  # bits of the base's weights: 8bit halves their bytes, 4bit thirds them; both err
@@ -58,8 +58,8 @@ class EngineConfig:
 
     @property
     def scheduler_settings(self) -> dict[str, Any]:
-        """What the scheduler is told: in the deterministic mode training comes in windows of one size, and
-        gradients add up in one order."""
+        """Fields of `schedule.SchedulerConfig`. The deterministic mode fixes the size of training windows and
+        the order in which gradients add up."""
         fixed = {"training_window": 128, "micro_batches_in_flight": 1} if self.deterministic else {}
         return {**fixed, **self.scheduler}
 

@@ -15,7 +15,7 @@ from campaign import Campaign, Recipe, Work
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.client import Clients
 from coserve_benchmarks.served import Served
-from coserve_benchmarks.streams import Ask
+from coserve_benchmarks.streams import StreamRequest
 from models import VOCABULARY, save, tiny
 
 STREAMS, PROMPT, ANSWER = 16, 16, 160
@@ -27,7 +27,7 @@ WORK = Work(
     DATA,
     [Recipe(f"seed {seed}", {"seed": seed, **EPOCHS}) for seed in (1, 2)],
     [
-        Ask(prompt, ANSWER, temperature=0.8 * (n // 2 % 2), seed=n, tells_tokens=True)
+        StreamRequest(prompt, ANSWER, temperature=0.8 * (n // 2 % 2), seed=n, tells_tokens=True)
         for n, prompt in enumerate(fixed_prompts(STREAMS, PROMPT, VOCABULARY))
     ],
 )

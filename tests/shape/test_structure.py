@@ -35,7 +35,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"core", "config", "errors", "metrics"}),
     frozenset({"schedule", "memory.pages", "memory.ledger", "memory.budget", "jobs", "wire", "workload"}),
     frozenset({"text"}),
-    frozenset({"kernels", "memory.store", "memory.compiled", "memory.malloc", "memory.nodata"}),
+    frozenset({"kernels", "memory.store", "memory.compiled", "memory.malloc", "memory.fake_tensors"}),
     frozenset({"memory.kv", "memory.arena", "memory.measured", "memory.exhausted"}),
     frozenset({"adapters"}),
     frozenset({"model"}),

@@ -42,8 +42,8 @@ def measure_eight_bits(bench: Bench) -> None:
 
 
 def logit_errors(texts: int) -> tuple[float, float]:
-    """By how much eight bits change log-probabilities of texts that the embedded model wrote, in float32: the
-    mean and the greatest difference of a token's."""
+    """Difference that eight bits make to log-probabilities of texts that the embedded model wrote, in
+    float32: the mean and the greatest difference of a token's."""
     exact, rounded = (
         Engine(
             tiny.path(),

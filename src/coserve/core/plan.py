@@ -1,4 +1,4 @@
-"""The scheduler's question to the executor and its answer. Plain data, no tensors."""
+"""Plans, which the scheduler gives to an executor, and results, which come back. Plain data, no tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

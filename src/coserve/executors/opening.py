@@ -18,9 +18,9 @@ from coserve.executors.executor import Executor
 from coserve.executors.local import LocalExecutor
 from coserve.executors.remote import RemoteExecutor
 from coserve.executors.sequence_table import SequenceTable
+from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.kv import KVPool
 from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
-from coserve.memory.nodata import without_data
 from coserve.memory.store import Int8Store, Store
 from coserve.model.base import Base
 from coserve.model.grammar import Grammars
@@ -71,7 +71,7 @@ def open_remote(model: Model, config: EngineConfig, tokenizer: Any = None) -> Op
             tokenizer.save_pretrained(folder)
         executor = RemoteExecutor(str(model), config, None if tokenizer is None else folder)
     base, spec = executor.base, executor.spec
-    with without_data():
+    with fake_tensors():
         stacks = Stacks(linears_together(base), spec.sequences, base.device)
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, spec.eos_ids)
     return Opened(executor, base, stacks.slot_nbytes, grammars)

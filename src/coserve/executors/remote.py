@@ -24,7 +24,7 @@ from coserve.errors import EngineLost, error_named
 from coserve.executors.channel import COMMAND, NUMBER, PLAN, RESULT, ExecutorOpened, ExecutorStart
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, EmbedTokens, Executor, ExecutorSpec, R, ReadParameter
-from coserve.memory.nodata import without_data
+from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base
 from coserve.wire.frames import receive_frame, send_frame
@@ -226,7 +226,7 @@ def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Ba
     """The model's base as shapes alone: what the host counts and checks with."""
     loaded = AutoConfig.from_pretrained(model, trust_remote_code=False)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    with without_data():
+    with fake_tensors():
         shapes = AutoModelForCausalLM.from_config(loaded, dtype=dtype, trust_remote_code=False)
         base = load_base(shapes, dtype, "cpu", config.quantize)
     base.fingerprint, base.parameters = spec.fingerprint, spec.parameters

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from coserve import Engine, EngineConfig, tiny
 from coserve.demo import score
-from coserve.demo.crowds import OFFERED
+from coserve.demo.acts import choose_dtype
 from coserve.demo.lessons import TASKS, from_file, new_tasks
-from coserve.demo.stage import choose_dtype
+from coserve.demo.request_sources import OFFERED
 from coserve.demo.story import Options, Story
 from coserve.demo.view import make_view
 from coserve.errors import DataError
@@ -152,6 +152,6 @@ def test_the_held_out_loss_is_that_of_the_labels(engine: Engine) -> None:
 
 def test_marks_count_exact_matches(engine: Engine, tokenizer: Any) -> None:
     lesson = new_tasks(tokenizer, 4)[0]
-    marks = score.mark(engine, engine.step, lesson.held_out, None)
+    marks = score.score_model(engine, engine.step, lesson.held_out, None)
     assert len(marks.answers) == 4 and marks.right == 0 and marks.share == 0.0
     assert marks.loss > 1.0
