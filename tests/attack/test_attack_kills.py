@@ -74,6 +74,7 @@ def test_a_few_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_many_kills(tmp_path: Path) -> None:
     found = campaign(tmp_path, work(6, MANY), KILLS)
     assert not found.tally.lost, found.tally.lost

@@ -68,6 +68,7 @@ def test_served_logits(variant: str, name: str, tmp_path: Path) -> None:
     assert error <= 1 and difference > 1e-2
 
 
+@pytest.mark.sample(1, per="variant")
 @pytest.mark.parametrize(("variant", "name"), CASES)
 def test_windowed_gradients(variant: str, name: str, tmp_path: Path) -> None:
     changes = changes_of(variant, name)

@@ -138,6 +138,7 @@ METHODS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.sample(1, per="method")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_are_those_of_the_dense_weights(method: str, bits: str, tmp_path: Path) -> None:

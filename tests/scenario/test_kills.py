@@ -92,6 +92,16 @@ def figure(served: Served, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"coserve_{name}"))
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["engine", "API", "everything"])
+def test_a_kill(campaign: Campaign, kind: str) -> None:
+    """Its jobs end in the last test."""
+    campaign.begin()
+    campaign.round(kind)
+    assert not campaign.tally.lost and not campaign.tally.unlike, campaign.tally
+    assert campaign.tally.jobs["paused"] and campaign.tally.jobs["cancelled"]
+
+
 def test_sigterm_finishes_answers_and_keeps_jobs(served: Served, campaign: Campaign) -> None:
     """New work is refused, streams end whole, jobs go on from where they were in the next server."""
     campaign.begin()

@@ -13,6 +13,7 @@ from coserve.serve.compose import build_state
 from coserve.serve.settings import ServerSettings
 from engine_process import EngineProcess
 
+PATIENCE = 300.0  # seconds: imports take a minute on a machine that is busy
 STORY: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
 SCHEMA = {
     "type": "object",
@@ -32,11 +33,11 @@ def test_answers_go_on_in_the_next_engine_as_if_nothing_had_happened(tmp_path: P
     async def story() -> None:
         engine = await start(tmp_path)
         try:
-            async with asyncio.timeout(100), build_state(settings, tmp_path / "engine.sock") as state:
-                await state.link.wait_ready(10)
+            async with asyncio.timeout(PATIENCE), build_state(settings, tmp_path / "engine.sock") as state:
+                await state.link.wait_ready(PATIENCE)
                 transport = httpx2.ASGITransport(app=create_app(state))
                 async with httpx2.AsyncClient(
-                    transport=transport, base_url="http://localhost", timeout=90
+                    transport=transport, base_url="http://localhost", timeout=PATIENCE
                 ) as http:
                     await check_grammar(http)
                     calm = await asyncio.gather(*(tokens(http, seed) for seed in range(6)))

@@ -65,6 +65,7 @@ def test_a_configuration_in_a_file_or_in_place(tmp_path: Path) -> None:
     assert totals[0] == totals[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

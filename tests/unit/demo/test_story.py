@@ -6,6 +6,7 @@ import math
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from coserve import Engine, EngineConfig, tiny
-from coserve.demo import score
+from coserve.demo import lessons, score, stage
 from coserve.demo.crowds import OFFERED
 from coserve.demo.lessons import TASKS, from_file, new_tasks
 from coserve.demo.stage import choose_dtype
@@ -33,7 +34,9 @@ def engine() -> Engine:
     return Engine(tiny.path(), EngineConfig(dtype="float32", calibrate=False))
 
 
-def test_the_whole_story_in_a_few_seconds() -> None:
+def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lessons, "TRAINED_QUESTIONS", 400)
+    monkeypatch.setattr(stage, "EngineConfig", partial(EngineConfig, calibrate=False))
     output = io.StringIO()
     report = Story(Options(seconds=2.0), make_view(plain=True, quiet=False, file=output)).tell()
     text = output.getvalue()
