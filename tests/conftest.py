@@ -25,8 +25,9 @@ sys.path.insert(0, BENCHMARKS)
 os.environ["PYTHONPATH"] = os.pathsep.join([BENCHMARKS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def pytest_report_header() -> str:
-    return f"sampled cases: TESTS_SAMPLE={SEED} draws the same again"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if {"failed", "error"} & terminalreporter.stats.keys():
+        terminalreporter.line(f"TESTS_SAMPLE={SEED} draws the same cases again")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,7 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     groups = defaultdict[tuple[str, ...], list[pytest.Item]](list)
     for item in items:
         mark = item.get_closest_marker("sample")
-        if mark is not None and isinstance(item, pytest.Function):
+        is_slow = item.get_closest_marker("slow") is not None
+        if mark is not None and not is_slow and isinstance(item, pytest.Function):
             per = mark.kwargs.get("per")
             group = "" if per is None else repr(item.callspec.params[per])
             groups[item.nodeid.partition("[")[0], group].append(item)

@@ -67,13 +67,13 @@ def campaign(folder: Path, work: Work, kills: int) -> Campaign:
     return found
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
     found = campaign(tmp_path, work(4, FEW), kills=2)
     assert not found.tally.lost and not found.tally.unlike, found.tally
     assert found.tally.jobs["paused"] and found.tally.jobs["cancelled"] and found.tally.streams >= 8
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_many_kills(tmp_path: Path) -> None:
     found = campaign(tmp_path, work(6, MANY), KILLS)

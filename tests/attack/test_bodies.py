@@ -51,6 +51,7 @@ async def watched() -> AsyncIterator[list[float]]:
         task.cancel()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_body_stops_the_loop(play: Play, seed: int) -> None:
     draw = random.Random(seed)

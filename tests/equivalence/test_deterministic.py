@@ -219,7 +219,7 @@ def trained(
     return job.history, weights, watched.put_downs(engine.base.depth)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "keep"),
     [*((torch.bfloat16, keep) for keep in SavePolicy), (torch.float32, SavePolicy.PRUNED)],

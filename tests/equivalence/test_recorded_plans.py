@@ -68,7 +68,7 @@ SCHEDULERS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(1, per="kind")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "mixtral"])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_plans_just_run_give_the_gradients_of_whole_sequences(name: str, kind: str, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def expect_equal(case: Case, size: int, settings: Sequence[SavePolicySetting]) -
         assert not different, (keep, size, different)
 
 
-@pytest.mark.sample(1, per="method")
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "method"),
     [  # an OPT's feed-forward is no module of its own, where a bottleneck could stand

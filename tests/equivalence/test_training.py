@@ -146,6 +146,7 @@ JOBS = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "dtype", "steps", "tolerance"),
     [

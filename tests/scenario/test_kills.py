@@ -43,6 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         engine_cache_tokens=8192,
         engine_calibrate=False,
         engine_deterministic=True,
+        standby=False,
     ) as found:
         yield found
 

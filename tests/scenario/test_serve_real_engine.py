@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from coserve import tiny
 from coserve.serve.app import create_app
@@ -26,6 +27,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 def test_answers_go_on_in_the_next_engine_as_if_nothing_had_happened(tmp_path: Path) -> None:
     settings = ServerSettings(model=str(tiny.path()), state=tmp_path / "state", name="tiny")
     settings.state.mkdir()

@@ -34,9 +34,15 @@ def engine() -> Engine:
     return Engine(tiny.path(), EngineConfig(dtype="float32", calibrate=False))
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps cost is not measured: that is for the process that Ctrl-C ends."""
+    monkeypatch.setattr(stage, "EngineConfig", partial(EngineConfig, calibrate=False))
+
+
+@pytest.mark.usefixtures("unmeasured")
 def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lessons, "TRAINED_QUESTIONS", 400)
-    monkeypatch.setattr(stage, "EngineConfig", partial(EngineConfig, calibrate=False))
     output = io.StringIO()
     report = Story(Options(seconds=2.0), make_view(plain=True, quiet=False, file=output)).tell()
     text = output.getvalue()
@@ -54,6 +60,7 @@ def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch) -> No
     json.dumps(report.as_dict())
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_real_questions_and_real_arrivals(tmp_path: Path) -> None:
     data, trace = tmp_path / "sums.jsonl", tmp_path / "trace.csv"
     lines = [{"question": f"What is {i} and {i}?", "answer": f"Together {i + i}."} for i in range(40)]
