@@ -68,7 +68,7 @@ async def world(folder: Path, engine: dict[str, Any], fields: dict[str, Any]) ->
         **{"model": str(tiny.path()), "state": folder / "state", "name": "tiny", **fields}
     )
     settings.state.mkdir(exist_ok=True)
-    fake = FakeEngine(folder / "engine.sock")
+    fake = FakeEngine(folder / "engine.sock", step_seconds=0.001)  # one that rests nowhere takes a processor
     for name, value in engine.items():
         assert hasattr(fake, name)
         setattr(fake, name, value)

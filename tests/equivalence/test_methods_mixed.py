@@ -36,7 +36,7 @@ def test_every_method_is_in_the_mixture() -> None:
     assert {method_of(config).name for config in configs} == set(methods())
 
 
-@pytest.mark.sample(1, per="dtype")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float32) for name in SHAPES), ("gemma2", torch.float64), ("mixtral", torch.float64)],

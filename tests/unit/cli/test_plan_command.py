@@ -28,7 +28,7 @@ def refusal(*arguments: str) -> str:
 
 
 def test_the_table_has_answers_full_fine_tuning_and_the_adapter() -> None:
-    printed = plan("tiny", "--adapter", "lora:rank=4", *SMALL, "--memory", "1GiB")
+    printed = plan(json.dumps(FIELDS), "--adapter", "lora:rank=4", *SMALL, "--memory", "1GiB")
     for word in ("inference", "full fine-tuning", "lora:rank=4", "torch", "coserve", "1 GiB", "yes"):
         assert word in printed, printed
     assert " no" not in printed.replace(" no-grad", "")
