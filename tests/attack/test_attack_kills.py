@@ -67,6 +67,7 @@ def campaign(folder: Path, work: Work, kills: int) -> Campaign:
     return found
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
     found = campaign(tmp_path, work(4, FEW), kills=2)
     assert not found.tally.lost and not found.tally.unlike, found.tally

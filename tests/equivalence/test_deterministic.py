@@ -122,6 +122,7 @@ def examples(seed: str, count: int) -> list[Example]:
     return [Example(tuple(p), (*p[1:], -100)) for p in drawn]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_answers_alone_in_a_crowd_in_other_chunks_and_after_preemption(
     folders: dict[str, Path], dtype: torch.dtype
@@ -138,6 +139,7 @@ def test_answers_alone_in_a_crowd_in_other_chunks_and_after_preemption(
     assert crowded.scheduler.stats.preemptions > 0 and crowded.scheduler.stats.fused_steps > 0
 
 
+@pytest.mark.sample(1, per="architecture")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt2"])
 def test_other_architectures(architecture: str, dtype: torch.dtype) -> None:
@@ -148,6 +150,7 @@ def test_other_architectures(architecture: str, dtype: torch.dtype) -> None:
     assert told_together(chunked, asked, steps=1) == alone
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_answers_continued_elsewhere(folders: dict[str, Path], dtype: torch.dtype) -> None:
     """Another engine takes an answer over after k tokens, which it computes again as if they were prompt."""
@@ -217,6 +220,7 @@ def trained(
     return job.history, weights, watched.put_downs(engine.base.depth)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "keep"),
     [*((torch.bfloat16, keep) for keep in SavePolicy), (torch.float32, SavePolicy.PRUNED)],
@@ -232,6 +236,7 @@ def test_weights_alone_and_beside_traffic(dtype: torch.dtype, keep: SavePolicy) 
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_of_a_job_that_is_stopped_and_resumed(dtype: torch.dtype) -> None:
     """In another engine, from where it stood after two optimizer steps."""

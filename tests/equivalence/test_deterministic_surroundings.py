@@ -55,6 +55,7 @@ def engines() -> tuple[Engine, Engine]:
     return engine_of("llama", torch.bfloat16), engine_of("llama", torch.bfloat16)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_torchs_default_type(engines: tuple[Engine, Engine], method: str) -> None:
     """Another one from before the job begins to its end, answers beside it included."""

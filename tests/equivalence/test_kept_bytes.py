@@ -80,6 +80,7 @@ def kept_beside(keep: SavePolicy, count: int, length: int) -> tuple[int, int]:
     return live_bytes() - before, fused.run.nbytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", SavePolicy)
 def test_bytes_kept_do_not_depend_on_the_inference_rows(keep: SavePolicy) -> None:
     alone = kept_beside(keep, 0, 0)

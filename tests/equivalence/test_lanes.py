@@ -142,6 +142,7 @@ def worst_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((got[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
 
 
+@pytest.mark.sample(1)
 def test_lanes_compute_what_a_fused_step_does(adapters: tuple[str, dict[str, Path]]) -> None:
     for number in range(ROUNDS[adapters[0]]):
         asked, data = requests(f"asked/{number}"), examples(f"data/{number}")

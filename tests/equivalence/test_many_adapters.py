@@ -68,6 +68,7 @@ def single() -> dict[str | None, Logits]:
     return oracles("llama", dtype=torch.float32)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 to 1e-9; and steps did gather adapters of several families."""

@@ -193,6 +193,7 @@ def errors_of(case: Case, ways: Sequence[str], seed: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sample(1, per="kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_windows_give_peft_s_gradients(name: str, kind: str) -> None:
@@ -230,6 +231,7 @@ def combined_case(name: str) -> Case:
     return Case(engine, examples, adapter, float(loss.detach()), wanted)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_prefix_prompt_and_lora_in_one_adapter(name: str) -> None:
     with Exact():

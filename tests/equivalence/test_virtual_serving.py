@@ -85,6 +85,7 @@ def check_scores(
 SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True)
 
 
+@pytest.mark.sample(1, per="kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_peft_s(name: str, kind: str, folders: dict[tuple[str, str], Path]) -> None:
@@ -118,6 +119,7 @@ def test_prefix_prompt_and_lora_are_one_adapter(
         check_scores(theirs, exact, tuple(tokens), engine.generate(tokens, "both", SCORED).result())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "pages"), [("gemma2", 500), ("gemma2", 22), ("gpt2", 22)])
 def test_any_mix_is_one_at_a_time(name: str, pages: int, folders: dict[tuple[str, str], Path]) -> None:
     """All methods and the base in the same steps, while a prefix and a prompt train beside them; with few

@@ -64,6 +64,7 @@ def far(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[n] - other[n]).norm() / other[n].norm().clamp_min(1e-30)) for n in one)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_all_methods_train_side_by_side_as_they_do_alone(name: str) -> None:
     """In one engine, among requests by all of them while they change."""
@@ -87,6 +88,7 @@ def test_all_methods_train_side_by_side_as_they_do_alone(name: str) -> None:
     assert max(errors.values()) <= 1e-7, errors  # 1e-15 a step, which AdamW's first steps divide by gradients
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_keeps_all_that_trains(method: str, tmp_path: Path) -> None:
     """Encoders too: what goes on from the disk is what would have been, bit by bit."""
@@ -105,6 +107,7 @@ def test_a_checkpoint_keeps_all_that_trains(method: str, tmp_path: Path) -> None
     assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_fall(method: str) -> None:
     engine = engine_of("llama", torch.float32)
@@ -140,6 +143,7 @@ def test_examples_have_to_fit_behind_the_virtual_tokens() -> None:
             engine.finetune([example], f"of {length}", PromptTuningConfig(7), TRAINING)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_the_same_in_a_crowd_where_that_is_promised(dtype: torch.dtype) -> None:
     """Deterministic mode: answers alone and among others with few pages, training alone and beside them."""

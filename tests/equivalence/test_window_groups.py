@@ -165,6 +165,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "name"), [*((kind, "llama") for kind in COMPANIES), *((kind, "gemma4_text") for kind in SHARING)]
 )

@@ -29,6 +29,7 @@ def test_the_sizes_of_the_table() -> None:
     assert AdapterSizes.of(TINY, shape_named("tiny"), quick=True).rows < 64
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("series", ["rank8", "mixed"])
 def test_decode_steps_are_measured_beside_their_floors_and_peers(series: str, tmp_path: Path) -> None:
     path = tmp_path / "adapters.json"

@@ -396,6 +396,13 @@ def test_groups_and_traces_that_do_not_exist(tmp_path: Path) -> None:
     assert isinstance(found.exception, ConfigError) and "--page" in str(found.exception)
 
 
+@pytest.fixture
+def few_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = switching.measure
+    monkeypatch.setattr(switching, "measure", lambda *given, rounds: measure(*given, rounds=1))
+
+
+@pytest.mark.usefixtures("few_switches")
 def test_further_groups_join_what_a_file_has(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     found = contest("w", adaptive=(1.0, 130.0), hybrid=(1.0, 100.0))
@@ -413,6 +420,7 @@ def test_further_groups_join_what_a_file_has(tmp_path: Path) -> None:
     assert both["ours.best_lead"] == pytest.approx(1.3)  # of all that the file has
 
 
+@pytest.mark.usefixtures("few_switches")
 def test_a_file_of_no_workload_yet_is_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     for _ in range(2):

@@ -77,6 +77,7 @@ def test_activations_grow_with_the_batch_and_the_weights_do_not(subject: Subject
     assert four.backward < 0.001 * four.total
 
 
+@pytest.mark.sample(2, per="system")
 @pytest.mark.parametrize("system", list(System))
 @pytest.mark.parametrize("method", list(METHODS))
 def test_every_method_is_planned_for(subject: Subject, full: Estimate, system: System, method: str) -> None:

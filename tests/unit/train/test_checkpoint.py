@@ -91,6 +91,7 @@ def same_state(one: TrainingState, other: TrainingState) -> bool:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_resumed_job_is_the_uninterrupted_one_bit_by_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     """Through the disk, at every step, in the middle of a step: losses, norms, weights and moments."""

@@ -14,6 +14,7 @@ from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.wire.messages import CheckJob, CheckMethod, Command, LoadAdapter, Submit
+from waiting import until
 
 POISON = 13  # a token that the engine dies of
 
@@ -168,8 +169,7 @@ def test_who_left_is_not_tried_again(tmp_path: Path) -> None:
     async def story(fake: FakeEngine, link: EngineLink) -> None:
         loading = asyncio.create_task(link.load("bad", tmp_path))
         asking = asyncio.create_task(answer(link, request("bad", POISON)))
-        while not fake.collapses:
-            await asyncio.sleep(0.001)
+        await until(lambda: fake.collapses)
         loading.cancel()
         asking.cancel()
         await asyncio.gather(loading, asking, return_exceptions=True)
