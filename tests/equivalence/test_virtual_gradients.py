@@ -165,7 +165,8 @@ class Passage:
     def error(self) -> float:
         """The worst relative error of any gradient, and of the loss."""
         result = self.case.engine.executor.run(Plan(updates=(self.run.supervised.optim_step,)))
-        before, after = self.case.adapter.parameters(), self.case.engine.weights("probe").parameters()
+        updated = self.case.engine.executor.loaded.find(result.updated["probe"].version)
+        before, after = self.case.adapter.parameters(), updated.parameters()
         errors = [abs(result.updated["probe"].loss - self.case.loss) / self.case.loss]
         assert before.keys() == self.case.wanted.keys()
         for name, wanted in self.case.wanted.items():

@@ -34,20 +34,22 @@ def read_beginning(engine: Engine, command: CheckJob) -> JobSpec:
         exact = torch.promote_types(engine.base.dtype, torch.float32)
         start = read_adapter(Path(command.start_from), command.job, engine.base, exact, engine.base.device)
     method = settings_of(command.method)
+    first = sketch_adapter(engine.base, command.job, method, config.seed) if start is None else start
     records = islice(datasets.read(Path(command.data)), _FIRST)
     text = engine.text
     data = prepare(records, text.tokenizer, config.loss_on, config.max_length, text.allow_special_tokens)
-    foresee_job(engine, method if start is None else start, config)
+    foresee_job(engine, first, config, None if start is not None else method)
     return JobSpec(command.job, command.job, data, method, config, start)
 
 
-def foresee_job(engine: Engine, start: AdapterVersion | tuple[object, ...], training: TrainingConfig) -> None:
-    """Finds out what tapes of a job that trains an adapter, or a fresh one of these methods, will keep: most
-    of a second, once for each shape of layers. Takes no lock: steps go on meanwhile."""
-    if isinstance(start, AdapterVersion):
-        first, trace = start, TraceLayers(training.keep, start=start)
-    else:
-        first = sketch_adapter(engine.base, "sketch", start, training.seed)
-        trace = TraceLayers(training.keep, fresh=FreshAdapter.of(start, training.seed))
+def foresee_job(
+    engine: Engine, first: AdapterVersion, training: TrainingConfig, fresh: tuple[object, ...] | None
+) -> None:
+    """Finds out what tapes of a job will keep that begins with an adapter, `first`, or a `fresh` one of these
+    methods, of which `first` are the shapes: most of a second, once for each shape of layers. Takes no lock:
+    steps go on meanwhile."""
     foresee(engine.base, first, training.keep)  # for whoever counts its bytes, here
-    engine.executor.call(trace)
+    if fresh is None:
+        engine.executor.call(TraceLayers(training.keep, start=first))
+    else:
+        engine.executor.call(TraceLayers(training.keep, fresh=FreshAdapter.of(fresh, training.seed)))

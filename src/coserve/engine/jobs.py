@@ -433,5 +433,6 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
     elif command.start_from is not None:
         start = read_adapter(Path(command.start_from), name, base, exact, base.device)
     first = start if resume is None else resume.adapter
-    foresee_job(engine, method if first is None else first, training)
+    shapes = sketch_adapter(base, name, method, training.seed) if first is None else first
+    foresee_job(engine, shapes, training, method if first is None else None)
     return _Ready(training, method, data, validation, start, checkpoint, resume)
