@@ -10,7 +10,6 @@ from coserve.adapters.bank import AdapterBank
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.plan import OptimStep, Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
-from coserve.core.row_buckets import COARSE
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.local import LocalExecutor
 from coserve.schedule.cost import Features
@@ -55,7 +54,7 @@ def measure_lanes(
     """
     probe = _Probe(executor, page_size)
     batch, context, rows = _BESIDE
-    rows = min(rows, (positions - 2) // COARSE * COARSE)
+    rows = min(rows, executor.base.row_buckets.whole_rows(positions - 2))
     if batch * -(-(context + _STEPS) // page_size) > pages or context + _STEPS > positions:
         return None
     if batch > executor.table.capacity or executor.base.depth < 2:
@@ -161,7 +160,8 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     executor, base = probe.executor, probe.executor.base
     examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
     adapter = fresh_adapter(base, _JOB, LoRAConfig(), 0)
-    steps = SupervisedSteps(_JOB, adapter.key, examples, TrainingConfig(batch_size=batch), base.depth)
+    config = TrainingConfig(batch_size=batch)
+    steps = SupervisedSteps(_JOB, adapter.key, examples, config, base.depth, base.row_buckets)
     session = TrainingSession(base, AdapterBank(), _JOB, adapter, steps.session, executor.arena)
     executor.sessions[_JOB] = session
     (micro_batch,) = steps.next_step(_KEYS)

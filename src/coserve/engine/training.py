@@ -177,7 +177,7 @@ class Training:
         first = self._first(asked)
         data, virtual = asked.data, first.virtual
         steps = SupervisedSteps(
-            asked.job, first.key, data.examples, asked.config, self._base.depth,
+            asked.job, first.key, data.examples, asked.config, self._base.depth, self._base.row_buckets,
             virtual.given_count, virtual.prompt_count, data.digest, asked.resume.step if asked.resume else 0,
         )  # fmt: skip
         if asked.resume is not None:

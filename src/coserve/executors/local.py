@@ -27,7 +27,6 @@ from coserve.core.plan import (
     TrainingSegment,
     Updated,
 )
-from coserve.core.row_buckets import pad_rows
 from coserve.core.sequence import Direction, Span
 from coserve.errors import CoserveError, LossNotFinite
 from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
@@ -264,7 +263,7 @@ class LocalExecutor:
         return [(0, rows)] if rows else []
 
     def _prompt_rows(self, rows: PrefillRows, slots: Tensor, bypasses: Bypasses) -> InferenceBatch:
-        missing = pad_rows(rows.count) - rows.count
+        missing = self.base.row_buckets.pad_rows(rows.count) - rows.count
         adapters = [(slice(0, rows.count), bypasses)]
         positions = torch.arange(rows.start, rows.start + rows.count, device=slots.device)
         hidden, calls = self.base.prologue(
@@ -374,7 +373,7 @@ class LocalExecutor:
             entering.append((chunk.tokens, chunk.positions, chunk.slots))
             counts.append(segment.length)
         tokens, positions, slots = (torch.cat(column) for column in zip(*entering, strict=True))
-        missing = pad_rows(len(tokens)) - len(tokens)
+        missing = self.base.row_buckets.pad_rows(len(tokens)) - len(tokens)
         part = InferenceRows(self.pool, slots, decode, prefills, missing)
         adapters = adapter_ranges(self.bank, ordered, counts)
         hidden, calls = self.base.prologue(

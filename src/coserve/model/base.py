@@ -20,6 +20,7 @@ from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import EMBEDDED, Weights, gain_of
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.cpu import row_buckets
 from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
 from coserve.model.block import Block, Call, VisitedWeights
@@ -60,6 +61,7 @@ class Base:
         self.caches: list[CacheShape] = []
         self.dtype = origin.dtype
         self.device = origin.device
+        self.row_buckets = row_buckets(origin.device)
         self.parameters = origin.parameters
         self.hidden_size = 0
         self.vocabulary = 0

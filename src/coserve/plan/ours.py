@@ -100,7 +100,8 @@ class OurRun:
         examples, config = self.job()
         adapter = fresh_adapter(engine.base, _JOB, settings_of(self._program.parts), 0)
         virtual = adapter.virtual.given_count, adapter.virtual.prompt_count
-        steps = SupervisedSteps(_JOB, adapter.key, examples, config, engine.base.depth, *virtual)
+        base = engine.base
+        steps = SupervisedSteps(_JOB, adapter.key, examples, config, base.depth, base.row_buckets, *virtual)
         return engine.executor.open_session(_JOB, adapter, steps.session), steps
 
     def _pass(self, engine: Engine, micro_batch: MicroBatch, direction: Direction) -> None:
