@@ -98,7 +98,7 @@ class Admission:
         self._executor, self._base, self._steps = executor, executor.base, steps
         executor.window_group_rows = 0 if config.training_window is not None else config.max_training_rows
         self._window_groups = backward_bytes(executor.base, executor.window_group_rows)
-        weights, pages = executor.base.nbytes, executor.pool.nbytes
+        weights, pages = executor.base.nbytes, executor.attention.nbytes
         workspace = step_bytes(executor.base, config, pages)
         fixed: dict[str, Bytes] = {
             "base": {Account.BASE: weights},

@@ -19,6 +19,7 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.paging.levels import reads_for
 from coserve.adapters.paging.reader import Reader
 from coserve.adapters.paging.stored import Outlines, StoredVersion
+from coserve.attention.store import Int8Store, Store
 from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
@@ -34,10 +35,8 @@ from coserve.executors.deterministic import DeterministicExecutor
 from coserve.executors.local import LocalExecutor
 from coserve.executors.sequence_table import SequenceTable
 from coserve.jobs import datasets
-from coserve.memory.kv import KVPool
 from coserve.memory.malloc import keep_freed_memory
 from coserve.memory.pages import PagePool
-from coserve.memory.store import Int8Store, Store
 from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
@@ -332,9 +331,12 @@ class Engine:
 
     def _make_executor(self) -> LocalExecutor:
         config, base = self.config, self.base
+        executor = DeterministicExecutor if config.deterministic else LocalExecutor
+        store = Int8Store if config.cache_dtype == "int8" else Store
         try:
-            store = Int8Store if config.cache_dtype == "int8" else Store
-            pool = KVPool(base.caches, config.pages, config.page_size, base.dtype, base.device, store)
+            attention = executor.attention_type(
+                base.caches, config.pages, config.page_size, base.dtype, base.device, store
+            )
         except RuntimeError as error:  # what torch raises for want of memory
             raise ConfigError(
                 f"engine.cache_tokens: keys and values of {config.cache_tokens} tokens do not fit into memory"
@@ -343,10 +345,9 @@ class Engine:
         eos = self.eos_ids
         grammars = None if self.text is None else Grammars(self.text.tokenizer, base.vocabulary, eos)
         sampling = SamplingTable(config.max_running, base.vocabulary, eos, base.device, grammars)
-        executor = DeterministicExecutor if config.deterministic else LocalExecutor
-        table = SequenceTable(config.max_running, most, pool, sampling)
+        table = SequenceTable(config.max_running, most, attention, sampling)
         offload = offload_for(base.device, config.scratch) if config.offload else None
-        return executor(base, self.bank, pool, table, offload)
+        return executor(base, self.bank, attention, table, offload)
 
     def _make_stored(self) -> PagedAdapters:
         reads = reads_for(self.base, self.base.dtype, self.base.device)

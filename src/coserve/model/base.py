@@ -18,10 +18,10 @@ from transformers.cache_utils import KVSharingDict
 
 from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import EMBEDDED, Weights, gain_of
+from coserve.attention.backend import CacheShape
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu import row_buckets
-from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
 from coserve.model.block import Block, Call, VisitedWeights
 from coserve.model.chain import Chain

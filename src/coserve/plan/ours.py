@@ -44,7 +44,7 @@ class OurRun:
     def go(self) -> Iterator[Stage]:
         load = self._program.load
         engine = Engine(self._subject.load(), self.config(_NO_LIMIT))
-        self.cache = engine.executor.pool.nbytes
+        self.cache = engine.executor.attention.nbytes
         yield Stage.LOADED
         self._answer(engine, load)
         yield Stage.INFERENCE
