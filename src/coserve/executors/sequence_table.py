@@ -102,22 +102,21 @@ class SequenceTable:
     ) -> tuple[Tensor, CommonAttentionMetadata]:
         """Tokens [rows] of the segments, and what attention is told of them. The newest tokens of the first
         `num_decodes` are read on the device."""
-        rows = self.rows(segments)
+        rows, chunks = self.rows(segments), segments[num_decodes:]
+        query_lens = [segment.length for segment in segments]
         seq_lens = [segment.context + segment.length for segment in segments]
         pages = -(-max(seq_lens) // self._attention.page_size)
-        known = [
-            token
-            for segment in segments[num_decodes:]
-            for token in self._states[segment.key].tokens[segment.start : segment.start + segment.length]
-        ]
-        tokens = torch.cat([self._last_token[rows[:num_decodes]], self._tensor(known)])
-        positions = [p for s in segments for p in range(s.context, s.context + s.length)]
+        tokens = self._last_token[rows[:num_decodes]]
+        positions = [end - 1 for end in seq_lens[:num_decodes]]
+        if chunks:
+            known: list[int] = []
+            for s in chunks:
+                known += self._states[s.key].tokens[s.start : s.start + s.length]
+                positions += range(s.context, s.context + s.length)
+            tokens = torch.cat([tokens, self._tensor(known)])
+        block_table = self._block_table[rows, :pages]
         common = CommonAttentionMetadata(
-            self._block_table[rows, :pages],
-            self._tensor(positions),
-            [segment.length for segment in segments],
-            seq_lens,
-            num_decodes,
+            block_table, self._tensor(positions), query_lens, seq_lens, num_decodes
         )
         return tokens, common
 
