@@ -87,7 +87,7 @@ class PageMajorBackend:
     def fill(self, layer: int, pages: Sequence[int], k: Tensor, v: Tensor) -> None:
         if self._owns[layer]:
             at = torch.arange(k.shape[1])
-            page = torch.tensor(list(pages))[at // self.page_size]
+            page = torch.tensor(list(pages), dtype=torch.long)[at // self.page_size]
             self._pages[layer][page, :, at % self.page_size] = torch.cat([k, v], -1).transpose(0, 1)
 
     def build(self, common: CommonAttentionMetadata) -> PageMajorMetadata:

@@ -103,7 +103,7 @@ class AttentionBackend(Protocol[Metadata]):
 
 
 class InferenceRows:
-    """The inference rows of one pass, with padding `count` of them: a `Part` of a fused run."""
+    """The inference rows of one pass, `count` with padding: a `Part` of a fused run."""
 
     keeper = None
 
