@@ -252,7 +252,7 @@ def test_pause_resume_and_cancel(play: Play) -> None:
             await jobs.pause(job.id)
         assert (await jobs.resume(job.id)).status == "queued"  # the engine is still stopping it
         await trainer.checkpoint(job.id, 2)
-        await trainer.end(job.id, "stopped", 2)
+        await trainer.end(job.id, "paused", 2)
         await world.until(lambda: len(started(world)) == 2)
         assert (await jobs.retrieve(job.id)).status == "running"
         cancelled = await jobs.cancel(job.id)

@@ -135,7 +135,7 @@ def test_a_job_that_waits_can_be_cancelled_and_paused(play: Play) -> None:
         paused = await client.fine_tuning.jobs.pause(jobs[1].id)
         assert paused.status == "paused" and paused.waiting_for is None
         await trainer.end(jobs[0].id, "cancelled")
-        await trainer.end(jobs[1].id, "stopped")
+        await trainer.end(jobs[1].id, "paused")
         resumed = await client.fine_tuning.jobs.resume(jobs[1].id)
         assert resumed.status == "running"
         await world.until(lambda: len(started(world)) == 3)

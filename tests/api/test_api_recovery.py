@@ -119,11 +119,11 @@ def test_an_old_stop_that_is_told_again_frees_no_place(tmp_path: Path) -> None:
             await first.until(lambda: bool(started(first)))
             await jobs.pause(job.id)
             await jobs.resume(job.id)
-            await trainer.end(job.id, "stopped", 0)
+            await trainer.end(job.id, "paused", 0)
             assert [await status_of(first, id) for id in (job.id, waits.id)] == ["running", "queued"]
         engine = FakeEngine(tmp_path / "engine.sock")
         async with engine, asyncio.timeout(SECONDS):
-            engine.jobs, engine.news = (job.id,), [Numbered(1, JobEnded(job.id, "stopped", 0))]
+            engine.jobs, engine.news = (job.id,), [Numbered(1, JobEnded(job.id, "paused", 0))]
             async with build_state(settings, engine.socket) as state:
                 await until(lambda: not engine.news)
                 assert not any(isinstance(command, StartJob) for command in engine.said)
@@ -214,7 +214,7 @@ def test_giant_jobs_of_one_tenant_make_room_for_anothers(play: Play) -> None:
         again = (await create(world, bob)).id  # one change of places at a time
         assert stopped(world) == [StopJob(giants[1], keep=True)]
         trainer = Trainer(world)
-        await trainer.end(giants[1], "stopped", 4)
+        await trainer.end(giants[1], "paused", 4)
         await world.until(lambda: len(started(world)) == 3)
         assert started(world)[2].job == small and len(stopped(world)) == 1
         await trainer.end(small, "failed")
@@ -234,7 +234,7 @@ def test_nothing_starts_while_the_server_drains(play: Play) -> None:
         job = await create(world)
         await world.until(lambda: bool(started(world)))
         world.state.job_controller.drain()
-        await Trainer(world).end(job.id, "stopped", 0)
+        await Trainer(world).end(job.id, "paused", 0)
         assert await status_of(world, job.id) == "queued" and len(started(world)) == 1
 
     play(story)

@@ -190,7 +190,7 @@ def test_pause_resume_and_drain(engine: EngineProcess, data: Path, tmp_path: Pat
     server.until(lambda s: s.of(JobStep, "p1"))
     server.send(StopJob("p1", keep=True))
     ended = server.ended("p1")
-    assert ended.status == "stopped" and 1 <= ended.step < 24
+    assert ended.status == "paused" and 1 <= ended.step < 24
     assert [c.step for c in server.of(JobCheckpoint, "p1")] == [ended.step]
     server.send(job("p1", data, tmp_path / "job", every=100))
     server.until(lambda s: len(s.of(JobStarted, "p1")) == 2 and s.of(JobStep, "p1")[-1].step > ended.step)
@@ -201,7 +201,7 @@ def test_pause_resume_and_drain(engine: EngineProcess, data: Path, tmp_path: Pat
     server.finished("late")
     server.send(Drain())
     server.until(lambda s: s.drained)
-    assert server.ended("p1").status == "stopped"
+    assert server.ended("p1").status == "paused"
     assert server.tokens["answer"] == greedy(tiny("llama"), [1, 2, 3], 60)
     assert engine.phase().state == "drained"
     assert engine.process.wait(60) == 0

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.core.events import StepDone
+from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.errors import ConfigError, CoserveError, OutOfMemory
 from coserve.train.config import TrainingConfig
@@ -56,7 +57,7 @@ class Trainer(Protocol):
         """Steps the engine once; False where there is nothing to do."""
         ...
 
-    def end(self, job: str, status: str) -> None:
+    def end(self, job: str, status: JobStatus) -> None:
         """Ends a job that has not ended; all it held is free."""
         ...
 
@@ -75,14 +76,14 @@ class FineTuning:
 
     `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left. `status` is
     queued (then `reason` says what it waits for), running, and in the end succeeded, failed, cancelled or
-    stopped. `notes` tell of what went otherwise than was asked for.
+    paused. `notes` tell of what went otherwise than was asked for.
     """
 
     def __init__(self, spec: JobSpec, steps: int, trainer: Trainer, keeping: Keeping | None = None) -> None:
         self.job, self.adapter, self.steps = spec.job, spec.adapter, steps
         self.truncated, self.dropped = spec.data.truncated, spec.data.dropped
         self.weight = spec.config.weight  # share among jobs that train at the same time
-        self.status = "queued"
+        self.status = JobStatus.QUEUED
         self.reason = ""
         self.notes: list[str] = []
         self.error: CoserveError | None = None
@@ -112,16 +113,16 @@ class FineTuning:
     @property
     def is_under_way(self) -> bool:
         """Tells whether the job trains, or is going to."""
-        return self.status in ("queued", "running")
+        return self.status in (JobStatus.QUEUED, JobStatus.RUNNING)
 
     def cancel(self) -> None:
         """Stops the job; its last published version stays."""
-        self._trainer.end(self.job, "cancelled")
+        self._trainer.end(self.job, JobStatus.CANCELLED)
 
     def pause(self) -> TrainingState:
         """Stops the job, to be resumed from the state returned: `train.checkpoint` keeps it on disk."""
         state = self._trainer.state(self.job)
-        self._trainer.end(self.job, "stopped")
+        self._trainer.end(self.job, JobStatus.PAUSED)
         return state
 
     def save(self, folder: str | Path) -> None:
@@ -140,19 +141,24 @@ class FineTuning:
 
     def begin(self) -> None:
         """The job trains from now on."""
-        self.status, self.reason = "running", ""
+        self._move(JobStatus.RUNNING)
 
-    def end(self, status: str) -> None:
+    def end(self, status: JobStatus) -> None:
         """The job is over; who was told of its states need not be any more."""
-        self.status, self.reason, self._keeping = status, "", None
+        self._move(status)
+        self._keeping = None
 
     def fail(self, error: CoserveError) -> None:
         """The job cannot go on."""
-        self.end("failed")
+        self.end(JobStatus.FAILED)
         self.error = error
+
+    def _move(self, status: JobStatus) -> None:
+        assert self.status.may_become(status), f"job {self.job} is {self.status}: not {status} now"
+        self.status, self.reason = status, ""
 
     def _raise(self) -> None:
         if self.error is not None:
             raise self.error
-        if self.status == "queued":
+        if self.status is JobStatus.QUEUED:
             raise OutOfMemory(f"job {self.job} {self.reason}")

@@ -19,6 +19,7 @@ from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.core.contained import contained
 from coserve.core.events import Event, JobFailed, StepDone
+from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.engine.background import Background, Outcome
 from coserve.engine.checking import foresee_job
@@ -89,7 +90,7 @@ class _Job:
     step: int = 0
     kept: int = 0  # the newest step whose state was passed on to be written
     pending: deque[_Pending] = field(default_factory=deque)
-    stop: str | None = None  # asked for while its data was read
+    stop: JobStatus | None = None  # asked for while its data was read
     ending: JobEnded | None = None
     again: StartJob | None = None
 
@@ -141,16 +142,16 @@ class Jobs:
             self._settle(job)
             return
         if job.handle is None:
-            job.stop = "stopped" if keep else "cancelled"
+            job.stop = JobStatus.PAUSED if keep else JobStatus.CANCELLED
             return
         if keep and job.step and not job.waits:
             state = job.handle.pause()
             self._keep(job, state)
             _leave_unscored(job)  # whoever goes on from here scores it
-            self._end(job, "stopped")
+            self._end(job, JobStatus.PAUSED)
         else:
             job.handle.cancel()
-            self._end(job, "stopped" if keep else "cancelled")
+            self._end(job, JobStatus.PAUSED if keep else JobStatus.CANCELLED)
 
     def fail(self, name: str, error: CoserveError) -> None:
         """Ends a job for a reason that did not come up in its training."""
@@ -172,7 +173,7 @@ class Jobs:
         if job is None or not weight > 0:
             return
         job.weight = weight
-        if job.handle is not None and job.handle.status == "running":
+        if job.handle is not None and job.handle.status == JobStatus.RUNNING:
             self._engine.set_weight(name, weight)
 
     def acknowledge(self, number: int) -> None:
@@ -197,7 +198,7 @@ class Jobs:
             if isinstance(event, StepDone) and (job := self._jobs.get(event.job)):
                 self._stepped(job, event.updated)
             elif isinstance(event, JobFailed) and (job := self._jobs.get(event.job)):
-                self._end(job, "failed", event.error)
+                self._end(job, JobStatus.FAILED, event.error)
         for job in list(self._jobs.values()):
             try:
                 self._advance(job)
@@ -218,7 +219,7 @@ class Jobs:
         _leave_unscored(job)
         if job.handle is not None and job.handle.is_under_way:
             job.handle.cancel()
-        self._end(job, "failed", error)
+        self._end(job, JobStatus.FAILED, error)
 
     def _begin(self, job: _Job, outcome: Outcome[_Ready]) -> None:
         """The data is read: training starts, or goes on."""
@@ -246,10 +247,10 @@ class Jobs:
                 keeping,
             )
         except CoserveError as error:
-            self._end(job, "failed", error)
+            self._end(job, JobStatus.FAILED, error)
             return
         job.ready = dataclasses.replace(ready, start=None, resume=None)  # the engine holds them while it must
-        if job.handle.status == "queued":
+        if job.handle.status == JobStatus.QUEUED:
             job.waits = True
             self._tell(JobWaiting(name, job.handle.reason))
         else:
@@ -261,11 +262,11 @@ class Jobs:
         handle = job.handle
         if handle is None:
             return
-        if job.waits and handle.status != "queued" and job.ending is None:
+        if job.waits and handle.status != JobStatus.QUEUED and job.ending is None:
             job.waits = False
             assert job.ready is not None
             if handle.error is not None:
-                self._end(job, "failed", handle.error)
+                self._end(job, JobStatus.FAILED, handle.error)
             else:
                 self._begun(job, handle, job.ready)
         for note in handle.notes[job.noted :]:
@@ -276,14 +277,14 @@ class Jobs:
         """Tells the server that a job's first step is under way."""
         name = job.command.job
         job.last = self._engine.clock()
-        if handle.status == "running":
+        if handle.status == JobStatus.RUNNING:
             self._engine.set_weight(name, job.weight)  # it may have changed while the job waited
         self._tell(_started(name, job.step, handle.steps, ready))
         if ready.checkpoint is not None:  # the engine that wrote it may have died before it was known
             job.pending.append(_Pending(self._scoring(job), ready.checkpoint))
             job.kept = ready.checkpoint.step
-        if handle.status == "succeeded":  # nothing was left to do
-            self._end(job, "succeeded")
+        if handle.status == JobStatus.SUCCEEDED:  # nothing was left to do
+            self._end(job, JobStatus.SUCCEEDED)
 
     def _virtual(self, ready: _Ready) -> int:
         """Positions that the job's adapter takes before every sequence."""
@@ -309,10 +310,10 @@ class Jobs:
         )
         job.last = now
         assert job.handle is not None
-        if job.handle.status == "succeeded":
-            self._end(job, "succeeded")
+        if job.handle.status == JobStatus.SUCCEEDED:
+            self._end(job, JobStatus.SUCCEEDED)
         elif job.handle.error is not None:  # of what comes after a step
-            self._end(job, "failed", job.handle.error)
+            self._end(job, JobStatus.FAILED, job.handle.error)
 
     def _keep(self, job: _Job, state: TrainingState) -> None:
         """Between two steps: the state is copied already, and is written aside."""
@@ -343,7 +344,7 @@ class Jobs:
             pending.scoring.cancel()
         self._give_up(job, outcome)  # whatever its end was: without its checkpoint the job has failed
 
-    def _end(self, job: _Job, status: str, error: CoserveError | None = None) -> None:
+    def _end(self, job: _Job, status: JobStatus, error: CoserveError | None = None) -> None:
         fault = None if error is None else fault_of(error)
         job.ending = JobEnded(job.command.job, status, job.step, fault)
         self._settle(job)
@@ -376,7 +377,7 @@ class Jobs:
     def _is_over(self, name: str) -> bool:
         """Tells whether there is news that the job has ended for good."""
         ends = [n.news for n in self._unacknowledged if isinstance(n.news, JobEnded) and n.news.job == name]
-        return bool(ends) and ends[-1].status != "stopped"
+        return bool(ends) and ends[-1].status != JobStatus.PAUSED
 
     def _tell(self, news: JobNews) -> None:
         self._numbered += 1

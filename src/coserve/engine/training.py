@@ -11,6 +11,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank, LoadedVersion
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, StepDone
+from coserve.core.job_status import JobStatus
 from coserve.core.sequence import MicroBatch
 from coserve.engine.admission import Admission
 from coserve.engine.finetuning import FineTuning, JobSpec, Keeping
@@ -132,7 +133,7 @@ class Training:
         """See `Trainer`."""
         self._save(adapter, folder)
 
-    def end(self, job: str, status: str) -> None:
+    def end(self, job: str, status: JobStatus) -> None:
         """See `Trainer`."""
         with self._lock:
             if (handle := self.jobs.get(job)) is not None:
@@ -212,7 +213,7 @@ class Training:
         if micro_batches:
             self._add(job, micro_batches)
         else:
-            self.end(job, "succeeded")
+            self.end(job, JobStatus.SUCCEEDED)
 
     def _add(self, job: str, micro_batches: Sequence[MicroBatch]) -> None:
         weight, update = self.jobs[job].weight, self._steps[job].optim_step

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from coserve.core.job_status import JobStatus
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import SLO, FinishReason, SamplingParams
 
@@ -262,10 +263,10 @@ class JobCheckpoint(WireMessage, frozen=True):
 
 
 class JobEnded(WireMessage, frozen=True):
-    """A job left the engine: succeeded, failed, cancelled or stopped (it can go on from its checkpoint)."""
+    """A job left the engine: succeeded, failed, cancelled or paused (it can go on from its checkpoint)."""
 
     job: str
-    status: str
+    status: JobStatus
     step: int
     fault: Fault | None = None
 

@@ -116,7 +116,7 @@ def test_jobs_that_ended_leave_nothing_behind(tmp_path: Path, seed: int) -> None
     inside, alive, heap = containers(tenants.desk.worker), objects(), heap_in_use()
     for number in range(2, 4):
         tenants.round(number)
-    assert tenants.ends == {"succeeded", "failed", "cancelled", "stopped"}
+    assert tenants.ends == {"succeeded", "failed", "cancelled", "paused"}
     assert grown(inside, containers(tenants.desk.worker)) == {}
     assert grown(alive, objects()) == {}
     assert heap_in_use() - heap <= HEAP * 2 * len(FATES)

@@ -142,7 +142,7 @@ def test_news_is_repeated_until_it_is_acknowledged(desk: Desk, data: Path, tmp_p
 
 def test_paused_before_its_data_is_read_and_started_again(desk: Desk, data: Path, tmp_path: Path) -> None:
     desk.send(job(data, tmp_path / "j"), StopJob("j", keep=True), job(data, tmp_path / "j", weight=2.0))
-    assert desk.ended().status == "stopped"
+    assert desk.ended().status == "paused"
     assert desk.ended().status == "succeeded"
     desk.send(job(data, tmp_path / "k", "k"), StopJob("k", keep=False))
     assert desk.ended().status == "cancelled" and not (tmp_path / "k").exists()
@@ -164,7 +164,7 @@ def test_stopped_just_after_a_checkpoint_was_due(
     desk.until(lambda: len(desk.news(JobCheckpoint if written else JobStep)) == (1 if written else 2))
     stopped_at = len(desk.news(JobStep))
     desk.send(StopJob("j", keep=True))
-    assert desk.ended().status == "stopped"
+    assert desk.ended().status == "paused"
     assert steps == sorted({*range(2, stopped_at, 2), stopped_at})
     assert [told.step for told in desk.news(JobCheckpoint)] == steps
 
@@ -259,7 +259,7 @@ def test_a_drain_waits_for_answers_and_checkpoints(desk: Desk, data: Path, tmp_p
     (refused,) = [t for t in desk.tokens if t.fault]
     assert (refused.id, refused.fault.kind) == ("b", "EngineLost")
     ends = {end.job: end for end in desk.news(JobEnded)}
-    assert set(ends) == {"j", "late"} and {end.status for end in ends.values()} == {"stopped"}
+    assert set(ends) == {"j", "late"} and {end.status for end in ends.values()} == {"paused"}
     assert checkpoint.newest_checkpoint(tmp_path / "j").step == ends["j"].step >= 2
 
 

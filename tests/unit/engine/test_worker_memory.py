@@ -110,7 +110,7 @@ def test_a_job_waits_and_begins_when_the_one_before_has_ended(desk: Desk, data: 
     assert desk.of(JobEnded, "two")[-1].status == "succeeded"
 
 
-@pytest.mark.parametrize(("keep", "status"), [(True, "stopped"), (False, "cancelled")])
+@pytest.mark.parametrize(("keep", "status"), [(True, "paused"), (False, "cancelled")])
 def test_a_job_that_waits_can_be_stopped(
     desk: Desk, data: Path, tmp_path: Path, keep: bool, status: str
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
+from coserve.core.job_status import JobStatus
 from coserve.errors import AdapterError, ConfigError, EngineLost
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
@@ -26,7 +27,7 @@ from coserve.serve.schema.jobs import (
 )
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
-from coserve.serve.store.records import FINAL, CheckpointRecord, Event, File, Job, Tenant
+from coserve.serve.store.records import CheckpointRecord, Event, File, Job, Tenant
 from coserve.serve.training.recipe import recipe_of
 from coserve.wire.messages import Method
 
@@ -59,7 +60,7 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
     job = Job(
         id=id,
         tenant=caller.id,
-        status="queued",
+        status=JobStatus.QUEUED,
         model=body.model,
         name=_name_of(state, caller, body.suffix, id),
         base=state.catalog.base.name,
@@ -209,7 +210,7 @@ def _metadata(request: Request) -> dict[str, str] | None:
 
 def _shown(state: State, job: Job) -> JobObject:
     finish = None
-    if job.status == "running" and None not in (job.pace, job.stepped, job.steps):
+    if job.status == JobStatus.RUNNING and None not in (job.pace, job.stepped, job.steps):
         assert job.pace is not None and job.stepped is not None and job.steps is not None
         finish = int(job.stepped + job.pace * (job.steps - job.step))
     return JobObject.model_validate(
@@ -221,7 +222,7 @@ def _shown(state: State, job: Job) -> JobObject:
             "created_at": job.created,
             "finished_at": job.finished,
             "estimated_finish": finish,
-            "fine_tuned_model": job.name if job.status == "succeeded" else None,
+            "fine_tuned_model": job.name if job.status == JobStatus.SUCCEEDED else None,
             "organization_id": job.tenant,
             "training_file": job.training_file,
             "validation_file": job.validation_file,
@@ -229,7 +230,7 @@ def _shown(state: State, job: Job) -> JobObject:
             "hyperparameters": job.hyperparameters,
             "method": {"type": "supervised", "supervised": {"hyperparameters": job.hyperparameters}},
             "seed": job.seed,
-            "trained_tokens": job.trained_tokens if job.status in FINAL or job.step else None,
+            "trained_tokens": job.trained_tokens if job.status.is_final or job.step else None,
             "error": job.error,
             "metadata": job.metadata,
             "user_provided_suffix": job.suffix,

@@ -21,10 +21,11 @@ from sqlalchemy import (
     update,
 )
 
+from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database
 from coserve.serve.store.quotas import Quotas, bytes_in
-from coserve.serve.store.records import FINAL, Adapter
+from coserve.serve.store.records import Adapter
 from coserve.serve.store.tables import adapters, checkpoints, jobs
 
 _FIELDS: Final = tuple(field.name for field in fields(Adapter))

@@ -7,10 +7,11 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, RowMapping, Select, delete, insert, or_, select
 
+from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database, columns_of, page_of
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import FINAL, File, Page
+from coserve.serve.store.records import File, Page
 from coserve.serve.store.tables import files, jobs
 
 _FIELDS: Final = tuple(field.name for field in fields(File))

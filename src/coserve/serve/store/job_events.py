@@ -14,12 +14,13 @@ from typing import Any, Final
 from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
+from coserve.core.job_status import JobStatus
 from coserve.serve.store.adapters import insert_adapter, relative
 from coserve.serve.store.database import Database
 from coserve.serve.store.files import insert_file
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, job_in
-from coserve.serve.store.records import FINAL, Adapter, File, Job
+from coserve.serve.store.records import Adapter, File, Job
 from coserve.serve.store.tables import checkpoints, events, jobs, news
 from coserve.wire.messages import JobCheckpoint, JobNote, JobStarted, JobStep, JobWaiting
 
@@ -59,7 +60,7 @@ class JobEventStore:
         """The job cannot begin yet."""
 
         def write(connection: Connection, job: Job) -> None:
-            _change_status(connection, job, "running", "queued")
+            _change_status(connection, job, JobStatus.RUNNING, JobStatus.QUEUED)
             add_event(connection, job.id, int(self._clock()), f"Fine-tuning job {told.reason}")
 
         await self._take(mark, told.job, write)
@@ -76,7 +77,7 @@ class JobEventStore:
         """The job has begun, or goes on from a checkpoint."""
 
         def write(connection: Connection, job: Job) -> None:
-            _change_status(connection, job, "queued", "running")
+            _change_status(connection, job, JobStatus.QUEUED, JobStatus.RUNNING)
             values = {"step": told.step, "steps": told.steps, "stepped": self._clock()}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
             now = int(self._clock())
@@ -140,7 +141,7 @@ class JobEventStore:
             now = int(self._clock())
             insert_adapter(connection, adapter, self._folder)
             insert_file(connection, result)
-            values = {"status": "succeeded", "finished": now, "result_file": result.id, "step": step}
+            values = {"status": JobStatus.SUCCEEDED, "finished": now, "result_file": result.id, "step": step}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
             add_event(connection, job.id, now, f"New fine-tuned model created: {adapter.name}")
             add_event(connection, job.id, now, "The job has successfully completed")
@@ -152,7 +153,7 @@ class JobEventStore:
 
         def write(connection: Connection, job: Job) -> None:
             now = int(self._clock())
-            values = {"status": "failed", "finished": now, "error": error}
+            values = {"status": JobStatus.FAILED, "finished": now, "error": error}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
             add_event(connection, job.id, now, f"The job failed: {error['message']}", "error")
 
@@ -162,7 +163,7 @@ class JobEventStore:
         """A job left the engine and can go on: it waits again, unless it is paused."""
 
         def write(connection: Connection, job: Job) -> None:
-            _change_status(connection, job, "running", "queued")
+            _change_status(connection, job, JobStatus.RUNNING, JobStatus.QUEUED)
 
         await self._take(mark, id, write)
 
@@ -170,7 +171,7 @@ class JobEventStore:
         """A job was ended for good; mostly that is known already."""
 
         def write(connection: Connection, job: Job) -> None:
-            values = {"status": "cancelled", "finished": int(self._clock())}
+            values = {"status": JobStatus.CANCELLED, "finished": int(self._clock())}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
 
         await self._take(mark, id, write)
@@ -180,13 +181,13 @@ class JobEventStore:
             if not _move(connection, mark):
                 return
             job = job_in(connection, id)
-            if job is not None and job.status not in FINAL:
+            if job is not None and not job.status.is_final:
                 work(connection, job)
 
         await self._database.write(write)
 
 
-def _change_status(connection: Connection, job: Job, before: str, after: str) -> None:
+def _change_status(connection: Connection, job: Job, before: JobStatus, after: JobStatus) -> None:
     """Unless it was asked to be something else meanwhile."""
     at = (jobs.c.id == job.id) & (jobs.c.status == before)
     connection.execute(update(jobs).where(at).values(status=after))

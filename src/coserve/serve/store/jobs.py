@@ -7,11 +7,12 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, RowMapping, Select, func, insert, or_, select, update
 
+from coserve.core.job_status import UNFINISHED, JobStatus
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database, columns_of, page_of
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import FINAL, UNFINISHED, CheckpointRecord, Event, Job, Page
+from coserve.serve.store.records import CheckpointRecord, Event, Job, Page
 from coserve.serve.store.tables import checkpoints, events, files, jobs
 
 _JOB: Final = tuple(field.name for field in fields(Job))
@@ -102,14 +103,15 @@ class JobStore:
         await self._database.read(lambda connection: self._quotas.check_jobs(connection, tenant))
 
     async def move(
-        self, job: str, source: Collection[str], status: str, message: str | None = None
+        self, job: str, source: Collection[JobStatus], status: JobStatus, message: str | None = None
     ) -> Job | None:
         """Changes a job's status if it is one of `source`; the job as it is then, None if it was not.
 
         `message` becomes an event. A final status ends the job now.
         """
         values: dict[str, Any] = {"status": status}
-        if status in FINAL:
+        assert all(before.may_become(status) for before in source), f"no job becomes {status} so"
+        if status.is_final:
             values["finished"] = int(self._clock())
         change = update(jobs).where(jobs.c.id == job, jobs.c.status.in_(source)).values(values)
 
@@ -147,7 +149,7 @@ def _first(connection: Connection, found: Select[Any]) -> Job | None:
 
 
 def _job(row: RowMapping) -> Job:
-    return Job(**row)
+    return Job(**{**row, "status": JobStatus(row["status"])})
 
 
 def _event(row: RowMapping) -> Event:

@@ -7,11 +7,12 @@ from typing import Any, Final
 from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
+from coserve.core.job_status import JobStatus
 from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.database import Database, columns_of
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, job_in
-from coserve.serve.store.records import FINAL, QuarantineRecord
+from coserve.serve.store.records import QuarantineRecord
 from coserve.serve.store.tables import jobs, quarantine, suspects
 
 _FIELDS: Final = tuple(field.name for field in fields(QuarantineRecord))
@@ -45,9 +46,9 @@ class QuarantineStore:
             tenant = None if adapter is None else adapter.tenant
             if kind == "job" and (job := job_in(connection, subject)) is not None:
                 tenant = job.tenant
-                if job.status not in FINAL:
+                if not job.status.is_final:
                     error = {"code": "quarantined", "message": reason, "param": None}
-                    values = {"status": "failed", "finished": now, "error": error}
+                    values = {"status": JobStatus.FAILED, "finished": now, "error": error}
                     connection.execute(update(jobs).where(jobs.c.id == subject).values(values))
                     add_event(connection, subject, now, f"The job failed: {reason}", "error")
             row = asdict(QuarantineRecord(new_id("quar"), kind, subject, reason, now, tenant, details))
@@ -68,9 +69,9 @@ class QuarantineStore:
                 return None
             found = QuarantineRecord(**row)
             connection.execute(delete(quarantine).where(quarantine.c.id == found.id))
-            at = (jobs.c.id == found.subject) & (jobs.c.status == "failed")
+            at = (jobs.c.id == found.subject) & (jobs.c.status == JobStatus.FAILED)
             if found.kind == "job":
-                values = {"status": "paused", "finished": None, "error": None}
+                values = {"status": JobStatus.PAUSED, "finished": None, "error": None}
                 if connection.execute(update(jobs).where(at).values(values)).rowcount:
                     now = int(self._clock())
                     add_event(connection, found.subject, now, "The job was released, and is paused")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from sqlalchemy import Connection, func, select
 
+from coserve.core.job_status import FINAL
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.records import FINAL
 from coserve.serve.store.tables import adapters, files, jobs
 
 _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."

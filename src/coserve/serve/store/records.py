@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-UNFINISHED: Final = ("queued", "running", "paused")  # job states that may change
-FINAL: Final = ("succeeded", "failed", "cancelled")  # job states that never change again
+from coserve.core.job_status import JobStatus
 
 R = TypeVar("R")
 
@@ -69,14 +68,14 @@ class Adapter:
 class Job:
     """A fine-tuning job.
 
-    `status` is one of `UNFINISHED` and `FINAL`. `options` and `peft` go to the engine as they
+    `options` and `peft` go to the engine as they
     are. `name` is what the adapter is called once there is one. `pace` is seconds per optimizer step, and
     `stepped` when the last one ended.
     """
 
     id: str
     tenant: str
-    status: str
+    status: JobStatus
     model: str
     name: str
     base: str

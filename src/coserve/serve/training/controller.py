@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from coserve.core.contained import contained
+from coserve.core.job_status import JobStatus
 from coserve.errors import AdapterError, ConflictError, StateError
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import WorkItem
@@ -26,7 +27,7 @@ from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.durable import drop_resume_state, sweep
 from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import FINAL, Job
+from coserve.serve.store.records import Job
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
@@ -94,19 +95,21 @@ class JobController:
 
     async def cancel(self, job: Job) -> Job:
         """Ends a job for good; its checkpoints stay. Raises ConflictError if it is over."""
-        return await self._change(job, ("queued", "running", "paused"), "cancelled")
+        return await self._change(
+            job, (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED), JobStatus.CANCELLED
+        )
 
     async def pause(self, job: Job) -> Job:
         """Takes a job out of the engine, with a checkpoint. Raises ConflictError if it is over or paused."""
-        return await self._change(job, ("queued", "running"), "paused")
+        return await self._change(job, (JobStatus.QUEUED, JobStatus.RUNNING), JobStatus.PAUSED)
 
     async def resume(self, job: Job) -> Job:
         """Lets a paused job wait for its turn again. Raises ConflictError if it is not paused."""
-        return await self._change(job, ("paused",), "queued", "resumed")
+        return await self._change(job, (JobStatus.PAUSED,), JobStatus.QUEUED, "resumed")
 
     def reason(self, job: Job) -> str | None:
         """Reason why a queued job waits."""
-        if job.status != "queued":
+        if job.status != JobStatus.QUEUED:
             return None
         return self._waiting.get(job.id, f"waits until one of {self._settings.max_jobs} jobs that train ends")
 
@@ -114,7 +117,9 @@ class JobController:
         """The server stops: no job is started any more."""
         self._draining = True
 
-    async def _change(self, job: Job, source: Collection[str], status: str, word: str | None = None) -> Job:
+    async def _change(
+        self, job: Job, source: Collection[JobStatus], status: JobStatus, word: str | None = None
+    ) -> Job:
         word = word or status
         async with self._turn:
             moved = await self._store.jobs.move(job.id, source, status, f"Fine-tuning job {word}")
@@ -124,9 +129,9 @@ class JobController:
             if job.id in self._trials:
                 self._leave_trial(job.id)
                 self._link.probation.left(WorkItem("job", job.id))
-            elif status != "queued" and job.id in self._inside:
-                self._link.send(StopJob(job.id, keep=status == "paused"))
-            if status in FINAL and job.id not in self._inside:
+            elif status != JobStatus.QUEUED and job.id in self._inside:
+                self._link.send(StopJob(job.id, keep=status == JobStatus.PAUSED))
+            if status.is_final and job.id not in self._inside:
                 await self._drop_resume_state(job.id, keep=0)
             await self._bring_in()
         return await self._now(job)
@@ -150,16 +155,16 @@ class JobController:
             await self._store.job_events.forget_engines_before(hello.generation)
             jobs = {job.id: job for job in await self._unfinished()}
             for id in hello.jobs:
-                if id not in jobs or jobs[id].status == "paused":
+                if id not in jobs or jobs[id].status == JobStatus.PAUSED:
                     self._link.send(StopJob(id, keep=id in jobs))
                 elif (
-                    jobs[id].status == "queued" and id not in hello.waiting
+                    jobs[id].status == JobStatus.QUEUED and id not in hello.waiting
                 ):  # resumed before its pause had come through, or even set out
-                    await self._store.jobs.move(id, ("queued",), "running")
+                    await self._store.jobs.move(id, (JobStatus.QUEUED,), JobStatus.RUNNING)
             if self._draining:  # what is not in this engine goes on in the next server
                 return
             for job in jobs.values():
-                if job.status == "running" and job.id not in self._inside:
+                if job.status == JobStatus.RUNNING and job.id not in self._inside:
                     await self._start(job)  # which the engine ignores if the job's end is on its way
             await self._bring_in()
 
@@ -231,11 +236,11 @@ class JobController:
 
     async def _ended(self, mark: Mark, news: JobEnded) -> None:
         match news.status:
-            case "succeeded":
+            case JobStatus.SUCCEEDED:
                 await self._succeeded(mark, news)
-            case "failed":
+            case JobStatus.FAILED:
                 await self._failed(mark, news.job, news.fault)
-            case "stopped":
+            case JobStatus.PAUSED:
                 await self._store.job_events.stopped(mark, news.job)
                 return  # it can go on
             case _:
@@ -271,11 +276,11 @@ class JobController:
         weights = {tenant.id: tenant.weight for tenant in await self._store.tenants.list()}
         jobs = await self._unfinished()
         while len(self._inside) < self._settings.max_jobs:
-            waiting = [job for job in jobs if job.status != "queued" or job.id not in self._inside]
+            waiting = [job for job in jobs if job.status != JobStatus.QUEUED or job.id not in self._inside]
             chosen = next_job(waiting, weights)
             if chosen is None:
                 break
-            running = await self._store.jobs.move(chosen.id, ("queued",), "running")
+            running = await self._store.jobs.move(chosen.id, (JobStatus.QUEUED,), JobStatus.RUNNING)
             assert running is not None, "only one at a time changes jobs"
             jobs = [running if job.id == chosen.id else job for job in jobs]
             await self._start(running, job_weights(jobs, weights)[running.id])

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from coserve.core.job_status import JobStatus
 from coserve.serve.store.records import Job
 
 
@@ -11,8 +12,8 @@ def next_job(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | None:
 
     `jobs` are all that are not over, the oldest first; `weights` are by tenant.
     """
-    running = Counter(job.tenant for job in jobs if job.status == "running")
-    queued = [job for job in jobs if job.status == "queued"]
+    running = Counter(job.tenant for job in jobs if job.status == JobStatus.RUNNING)
+    queued = [job for job in jobs if job.status == JobStatus.QUEUED]
     return min(queued, key=lambda job: running[job.tenant] / weights[job.tenant], default=None)
 
 
@@ -24,7 +25,7 @@ def next_to_wait(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | Non
     least one, where the other has none at all.
     """
     chosen = next_job(jobs, weights)
-    running = [job for job in jobs if job.status == "running"]
+    running = [job for job in jobs if job.status == JobStatus.RUNNING]
     if chosen is None or not running:
         return None
     counts = Counter(job.tenant for job in running)
@@ -37,6 +38,6 @@ def next_to_wait(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | Non
 
 def job_weights(jobs: Sequence[Job], weights: Mapping[str, float]) -> dict[str, float]:
     """The share of each running job: its tenant's, divided among that tenant's running jobs."""
-    running = [job for job in jobs if job.status == "running"]
+    running = [job for job in jobs if job.status == JobStatus.RUNNING]
     counts = Counter(job.tenant for job in running)
     return {job.id: weights[job.tenant] / counts[job.tenant] for job in running}

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from coserve.core.job_status import UNFINISHED
 from coserve.metrics import Metrics
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.store.records import Tenant
@@ -43,7 +44,7 @@ class TrainingWatch:
 
     async def count_jobs(self) -> None:
         """Jobs that are not over, by status."""
-        counts = dict.fromkeys(("queued", "running", "paused"), 0)
+        counts = dict.fromkeys(UNFINISHED, 0)
         for job in await self._store.jobs.unfinished():
             counts[job.status] = counts.get(job.status, 0) + 1
         for status, count in counts.items():

@@ -340,7 +340,7 @@ def test_a_drain_is_over_when_the_engine_has_nothing_more_to_say(tmp_path: Path)
 
         link.on_news = on_news
         await link.wait_ready(1)
-        fake.tell(Numbered(1, JobEnded("job", "stopped", 1)))
+        fake.tell(Numbered(1, JobEnded("job", "paused", 1)))
         await link.drain(1.0)
         assert said(fake, Drain) and told == [1]
         await fake.die()

@@ -16,12 +16,13 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, event
 
+from coserve.core.job_status import FINAL, UNFINISHED
 from coserve.errors import ConfigError, ConflictError, StateError
 from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
 from coserve.serve.store.database import CACHE_KIB, READERS
 from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import FINAL, UNFINISHED, Adapter, File, Job
+from coserve.serve.store.records import Adapter, File, Job
 from coserve.serve.store.store import Store
 from coserve.serve.store.tables import metadata
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep

@@ -66,7 +66,7 @@ def test_steps_are_counted_and_charged_to_whoever_owns_the_job() -> None:
 def test_a_job_that_ends_before_its_first_step_is_no_trouble() -> None:
     store: Any = Rows()
     asyncio.run(TrainingWatch(Metrics(), FairQueue(10, 10), store).take(JobEnded("job", "failed", 0)))
-    asyncio.run(TrainingWatch(Metrics(), FairQueue(10, 10), store).take(JobEnded("job", "stopped", 7)))
+    asyncio.run(TrainingWatch(Metrics(), FairQueue(10, 10), store).take(JobEnded("job", "paused", 7)))
 
 
 def test_a_new_engine_ends_what_trained_in_the_one_before() -> None:
