@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig
-from coserve.adapters import abreast
+from coserve.adapters import lora_batch, lowrank
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.core.plan import InferenceSegment
 from coserve.executors import inference, local, sampler
 from coserve.executors.sequence_table import Chunk, SequenceTable
-from coserve.kernels import beside, lora
+from coserve.kernels.lora.backend import LoraWeights
+from coserve.kernels.lora.segments import LoraSegment
 from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
 from mixed import SAMPLING, STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
 from models import Exact, tiny
@@ -154,13 +155,12 @@ def swapped_rows(patch: pytest.MonkeyPatch) -> None:
 
 def missing_lora_scale(patch: pytest.MonkeyPatch) -> None:
     """One by one, and together."""
-    added = lora.add_
 
-    def unscaled(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-        added(x, y, a, b, 1.0)
+    def unscaled(a: Any, b: Any, scales: Any) -> LoraWeights:
+        return LoraWeights(a, b, [1.0] * len(scales))
 
-    patch.setattr(lora, "add_", unscaled)
-    patch.setattr(abreast, "Segment", lambda *given: replace(beside.Segment(*given), scale=1.0))
+    patch.setattr(lowrank, "LoraWeights", unscaled)
+    patch.setattr(lora_batch, "LoraSegment", lambda *given: replace(LoraSegment(*given), scale=1.0))
 
 
 def missing_ia3_scale(patch: pytest.MonkeyPatch) -> None:

@@ -297,7 +297,7 @@ class Admission:
 
         A stored one comes with its place in a stack, whether it has one yet or not.
         """
-        bank, stacks = self._executor.bank, self._executor.stacks.nbytes
+        bank, stacks = self._executor.bank, self._executor.slot_pools.nbytes
         own = sum(session.current.nbytes for session in self._executor.sessions.values())
         if self._stored is not None:
             stacks = max(stacks - self._stored.copies, 0)

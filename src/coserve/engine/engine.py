@@ -93,7 +93,7 @@ class Engine:
         self.arrivals = Arrivals(self.executor)
         self.scheduler = self._make_scheduler(policy)
         self.admission.open(self.executor, self.scheduler.config, self._steps(policy))
-        self._outlines = Outlines(self.base, self.base.dtype, self.executor.stacks.slot_nbytes)
+        self._outlines = Outlines(self.base, self.base.dtype, self.executor.slot_pools.slot_nbytes)
         self.stored = self._make_stored()
         self.training = Training(
             self.executor, self.scheduler, self.admission, self._drive, self.save_adapter, self._lock

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve.adapters.abreast import Abreast
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
-from coserve.adapters.stacks import Stacks
+from coserve.adapters.lora_batch import AdapterRows
+from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.core.plan import (
     InferenceSegment,
     Lane,
@@ -38,7 +38,7 @@ from coserve.memory.arena import Arena
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
-from coserve.model.batch import FusedRows, LayerCalls, Many, Part
+from coserve.model.batch import FusedRows, LayerCalls, Part
 from coserve.model.together import linears_together
 from coserve.train.backward import BackwardWindow, backward_windows
 from coserve.train.optimizer_offload import MakeOffload
@@ -100,8 +100,8 @@ class LocalExecutor:
         self.arena = Arena()
         self.window_group_rows = 0  # most that go back together
         self.sampler = self.sampler_type(base, bank, table)
-        self.stacks = Stacks(linears_together(base), table.capacity, base.device)
-        bank.when_dropped(lambda version: self.stacks.forget(version.bypasses))
+        self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
+        bank.when_dropped(lambda version: self.slot_pools.forget(version.bypasses))
         self.sessions: dict[str, TrainingSession] = {}
         self._make_offload = make_offload
         self._lanes = Lanes(base.device)
@@ -341,21 +341,17 @@ class LocalExecutor:
         inference = next((one for one in there if isinstance(one, InferenceBatch)), None)
         windows = [one for one in there if isinstance(one, ForwardWindow)]
         parts: list[Part] = [] if inference is None else [inference.part]
-        laid = self.stacks.lay([] if inference is None else inference.adapters)
-        adapters = list(laid.alone)
+        training: list[AdapterRows] = []
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]
         if windows:
             parts.append(KeptRows([(window.tape, window.window) for window in windows]))
         calls += [window.calls for window in windows]
         for window in windows:
-            adapters.append((slice(start, start + window.window.rows), window.bypasses))
+            training.append((slice(start, start + window.window.rows), window.bypasses))
             start += window.window.rows
-        many: list[Many] = list(laid.gathered)
-        if len(adapters) > 1:
-            many.append(abreast := Abreast(adapters))
-            adapters = abreast.rest
-        return FusedRows(parts, adapters, many), self.base.arguments.concat(calls)
+        lora = self.slot_pools.batch([] if inference is None else inference.adapters).with_rows(training)
+        return FusedRows(parts, lora.rest, lora), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
@@ -386,7 +382,11 @@ class LocalExecutor:
 
     def _kind(self, adapter: str | None) -> tuple[int, str]:
         """Sort key of an adapter's rows: rows that are multiplied together lie together."""
-        return (-1, "") if adapter is None else (self.stacks.order(self.bank.find(adapter).bypasses), adapter)
+        return (
+            (-1, "")
+            if adapter is None
+            else (self.slot_pools.order(self.bank.find(adapter).bypasses), adapter)
+        )
 
     def _through_tail(self, segment: TrainingSegment) -> None:
         session, window = self._window(segment)

@@ -5,8 +5,8 @@ In the report's words (4.3.4) DDS makes the blocks (dense by dense) and SDD mult
 dense); the third product, for the gradients of the matrices, multiplies the blocks' transposes. A block has
 as many ranks as its adapter, so ranks need be multiples of nothing; it is as high as suits the segments, so
 decode rows are filled up to one another's number and not to sixteen. What is filled up is a row of zeros of
-the block's own adapter: nobody sees another's numbers. The plain twins are `reference.shrink`, `expand` and
-`outer`; `triton/blocksparse.py` has the kernels for GPUs.
+the block's own adapter: nobody sees another's numbers. The plain twins are `reference.multi_lora` and
+`multi_lora_backward`; `triton/blocksparse.py` has the kernels for GPUs.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from coserve.kernels.layout import Layout
+from coserve.kernels.lora.backend import TableBackend
+from coserve.kernels.lora.layout import Layout
 
 # A block's weights are read and packed anew, which costs about as much as so many rows of it.
 _ROWS_FOR_WEIGHTS: Final = 24
@@ -64,7 +65,7 @@ class Class:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSparse:
+class BlockSparse(TableBackend):
     """A layout as blocks; what lies between is [numbers of all blocks], one after the other."""
 
     layout: Layout
@@ -83,22 +84,22 @@ class BlockSparse:
             classes.append(made)
         return BlockSparse(layout, tuple(classes), size)
 
-    def shrink(self, x: Tensor, a: Tensor) -> Tensor:
-        """DDS: the blocks of x [rows, in] · aᵀ, a [ranks, in], in x's type."""
+    def _shrink(self, x: Tensor, table: Tensor) -> Tensor:
+        """DDS: the blocks of x [rows, in] · tableᵀ, table [ranks, in], in x's type."""
         h = x.new_empty(self.size)
         for c in self.classes:
-            torch.bmm(c.rows(x), c.weights(a).transpose(1, 2), out=_blocks(h, c))
+            torch.bmm(c.rows(x), c.weights(table).transpose(1, 2), out=_blocks(h, c))
         return h
 
-    def expand_(self, h: Tensor, b: Tensor, y: Tensor) -> None:
-        """SDD: y [rows, out] += the blocks by b [ranks, out]."""
+    def _expand_(self, h: Tensor, table: Tensor, y: Tensor) -> None:
+        """SDD: y [rows, out] += the blocks by table [ranks, out]."""
         for c in self.classes:
             if c.dense is not None:
-                y[c.dense].view(c.blocks, c.height, -1).baddbmm_(_blocks(h, c), c.weights(b))
+                y[c.dense].view(c.blocks, c.height, -1).baddbmm_(_blocks(h, c), c.weights(table))
                 continue
-            c.add_(y, torch.bmm(_blocks(h, c), c.weights(b)))
+            c.add_(y, torch.bmm(_blocks(h, c), c.weights(table)))
 
-    def outer(self, h: Tensor, x: Tensor) -> Tensor:
+    def _outer(self, h: Tensor, x: Tensor) -> Tensor:
         """The blocks' transposes by x [rows, in]: [ranks, in], blocks of one adapter added up in float32."""
         exact = torch.promote_types(x.dtype, torch.float32)
         dtype = x.dtype if all(c.once for c in self.classes) else exact
