@@ -105,28 +105,28 @@ class SharedModel:
 
     def leaves(self, own: Pass) -> list[Tensor]:
         """Parameters that train, in the order of `segments`."""
-        return [matrix.detach().clone().requires_grad_() for matrix in self._matrices(own)]
+        return [matrix.detach().requires_grad_() for matrix in self._matrices(own)]
 
     def _matrices(self, own: Pass) -> Iterator[Tensor]:
         """A [rank, in] and B [out, rank] of each adapter of a pass, linear by linear."""
         for linear in self.linears:
             for ranks in own.ranks:
                 yield linear.a[ranks]
-                yield linear.b[:, ranks]
+                yield linear.b[ranks].view(-1, ranks.stop - ranks.start)
 
 
 class Linear:
-    """A frozen linear and the adapters beside it: tables of A [ranks, in] and of B [out, ranks]."""
+    """A frozen linear and the adapters beside it: tables [ranks, in] and [ranks, out], of which an adapter's
+    lines hold its A [rank, in] and its B [out, rank]."""
 
     def __init__(self, module: nn.Linear, ranks: int) -> None:
         weight = module.weight.detach()
         self._placement: Placement = place_locally(weight, None)
         draws = torch.Generator().manual_seed(0)
-        a, b = (
+        self.a, self.b = (
             _SPREAD * torch.randn(1, width, generator=draws).to(weight.dtype).repeat(ranks, 1)
             for width in reversed(weight.shape)
         )
-        self.a, self.b = a, b.t().contiguous()
         self.segments: LoraSegments | None = None
         module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)  # its bytes are elsewhere
         module.forward = self  # type: ignore[assignment]
