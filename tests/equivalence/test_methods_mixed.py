@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig
-from coserve.adapters import lora_batch, lowrank
+from coserve.adapters import lora_batch
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.core.plan import InferenceSegment
 from coserve.executors import inference, local, sampler
 from coserve.executors.sequence_table import Chunk, SequenceTable
-from coserve.kernels.lora.backend import LoraWeights
 from coserve.kernels.lora.segments import LoraSegment
 from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
 from mixed import SAMPLING, STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
@@ -156,10 +156,8 @@ def swapped_rows(patch: pytest.MonkeyPatch) -> None:
 def missing_lora_scale(patch: pytest.MonkeyPatch) -> None:
     """One by one, and together."""
 
-    def unscaled(a: Any, b: Any, scales: Any) -> LoraWeights:
-        return LoraWeights(a, b, [1.0] * len(scales))
-
-    patch.setattr(lowrank, "LoraWeights", unscaled)
+    added = LoRABypass.add_
+    patch.setattr(LoRABypass, "add_", lambda self, x, y: added(replace(self, scale=1.0), x, y))
     patch.setattr(lora_batch, "LoraSegment", lambda *given: replace(LoraSegment(*given), scale=1.0))
 
 

@@ -39,6 +39,7 @@ class LoraBatch:
     def __init__(self, adapters: Sequence[AdapterRows], slots: Sequence[SlotRows] = ()) -> None:
         self.adapters, self.slots = adapters, slots
         self._backends = LoraBackends()
+        self._segments: dict[str, LoraSegments | None] = {}
         self.rest: list[AdapterRows] = []
         for rows, own in adapters:
             others = {path: bypass for path, bypass in own.outputs.items() if not is_lora(bypass)}
@@ -58,7 +59,9 @@ class LoraBatch:
         """Adds the bypasses at a linear to y [all rows, out] in place; x [..., in] is what it is given."""
         for rows in self.slots:
             rows.add_(path, x, y)
-        segments = self.segments(path)
+        if path not in self._segments:
+            self._segments[path] = self.segments(path)
+        segments = self._segments[path]
         if segments is not None:
             segments.add_(x.flatten(0, -2), y)
 

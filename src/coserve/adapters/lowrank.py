@@ -15,8 +15,6 @@ from coserve.adapters.saved import Saved, expect_shape, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError
 from coserve.kernels.dropout import Mask
-from coserve.kernels.lora.backend import LoraWeights
-from coserve.kernels.lora.grouped import ALONE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +37,7 @@ class LoRABypass(Bypass):
         )
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        weights = LoraWeights((self.a,), (self.b,), (self.scale,))
-        ALONE.expand_(ALONE.shrink(x, weights), weights, y)
+        y.addmm_(x @ self.a.t(), self.b.t(), alpha=self.scale)
         if self.bias is not None:
             y.add_(self.bias, alpha=self.scale)
 

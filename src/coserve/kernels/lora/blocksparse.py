@@ -11,13 +11,13 @@ the block's own adapter: nobody sees another's numbers. The plain twins are `ref
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.backend import TableBackend
+from coserve.kernels.lora.backend import Gradients, LoraWeights, or_zeros
 from coserve.kernels.lora.layout import Layout
 
 # A block's weights are read and packed anew, which costs about as much as so many rows of it.
@@ -25,121 +25,132 @@ _ROWS_FOR_WEIGHTS: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Class:
-    """The blocks of one size, `height` rows x `rank` ranks: block i has `lines[i]` of the rows, where one
-    past the last row stands for none, and its adapter's ranks. `held` is their place between the products."""
+class Blocks:
+    """The blocks of one size, `height` rows x `rank` ranks: block i has `lines[i]` of the rows, where -1
+    stands for none, and the ranks of adapter `owners[i]`."""
 
     height: int
     rank: int
+    owners: tuple[int, ...]
     lines: Tensor  # int64 [blocks, height]
     filled: Tensor  # int64: which of the lines, end to end, are rows
-    ranks: slice | Tensor  # of a table, block after block
-    held: slice
     dense: slice | None  # the rows, where they lie in one range and nothing is filled up
-    once: bool  # whether no adapter has two blocks
 
-    @property
-    def blocks(self) -> int:
-        return len(self.lines)
+    def stack(self, matrices: Sequence[Tensor], scales: Sequence[float] | None = None) -> Tensor:
+        """The matrices of the blocks' adapters, [blocks, *shape], times their scales."""
+        stacked = torch.stack([matrices[owner] for owner in self.owners])
+        return stacked if scales is None else self.scale_(stacked, scales)
 
-    def weights(self, table: Tensor) -> Tensor:
-        """[blocks, rank, width] of table [ranks, width]; a view where the blocks' adapters lie in order."""
-        return table[self.ranks].view(self.blocks, self.rank, -1)
+    def scale_(self, x: Tensor, scales: Sequence[float]) -> Tensor:
+        """Multiplies x [blocks, ...] by the adapters' scales, in place. Scales may not be numbers of x's
+        type, so a tensor of them would be rounded."""
+        own = [scales[owner] for owner in self.owners]
+        if len(set(own)) == 1:
+            return x.mul_(own[0])
+        for block, scale in zip(x, own, strict=True):
+            block.mul_(scale)
+        return x
 
     def rows(self, x: Tensor) -> Tensor:
         """[blocks, height, width] of x [rows, width], zeros where there is no row."""
         if self.dense is not None:
-            return x[self.dense].view(self.blocks, self.height, -1)
+            return x[self.dense].view(len(self.owners), self.height, -1)
         if len(self.filled) == self.lines.numel():
             return x[self.lines]
         taken = x.new_zeros(self.lines.numel(), x.shape[1])
         taken[self.filled] = x[self.lines.flatten()[self.filled]]
-        return taken.view(self.blocks, self.height, -1)
+        return taken.view(len(self.owners), self.height, -1)
 
-    def add_(self, y: Tensor, products: Tensor) -> None:
-        """Rows of products [blocks, height, width] to where they belong in y [rows, width]."""
-        lines, added = self.lines.flatten(), products.flatten(0, 1)
+    def add_(self, y: Tensor, h: Tensor, stacked: Tensor) -> None:
+        """The rows of h [blocks, height, rank] · stacked [blocks, rank, width] to where they belong in y
+        [rows, width]."""
+        if self.dense is not None:
+            y[self.dense].view(len(self.owners), self.height, -1).baddbmm_(h, stacked)
+            return
+        lines, added = self.lines.flatten(), torch.bmm(h, stacked).flatten(0, 1)
         if len(self.filled) < len(lines):
             lines, added = lines[self.filled], added[self.filled]
         y.index_add_(0, lines, added)
 
+    def sum_to(self, found: list[Tensor | None], products: Tensor) -> None:
+        """Puts products [blocks, ...] into what is `found` of each adapter, those of one adapter added up in
+        at least float32."""
+        if len(set(self.owners)) == len(self.owners):
+            for owner, product in zip(self.owners, products.unbind(), strict=True):
+                found[owner] = product
+            return
+        places = {owner: place for place, owner in enumerate(dict.fromkeys(self.owners))}
+        index = torch.tensor([places[owner] for owner in self.owners], device=products.device)
+        exact = torch.promote_types(products.dtype, torch.float32)
+        sums = products.new_zeros((len(places), *products.shape[1:]), dtype=exact)
+        sums.index_add_(0, index, products.to(exact))
+        for owner, total in zip(places, sums.to(products.dtype).unbind(), strict=True):
+            found[owner] = total
+
 
 @dataclass(frozen=True, slots=True)
-class BlockSparse(TableBackend):
-    """A layout as blocks; what lies between is [numbers of all blocks], one after the other."""
+class BlockSparse:
+    """A layout as blocks, those of one size together; between the products each size has [blocks, height,
+    rank]."""
 
-    layout: Layout
-    classes: tuple[Class, ...]
-    size: int
+    sizes: tuple[Blocks, ...]
 
     @staticmethod
-    def of(layout: Layout, rows: int, device: torch.device) -> "BlockSparse":
-        """Tables for tensors of so many rows."""
-        of_rank = sorted(layout, key=lambda block: (_length(block[1]), block[0].start))
-        classes: list[Class] = []
-        size = 0
-        for rank, segments in groupby(of_rank, key=lambda block: _length(block[1])):
-            made = _class(list(segments), rank, size, rows, device)
-            size = made.held.stop
-            classes.append(made)
-        return BlockSparse(layout, tuple(classes), size)
+    def of(layout: Layout, device: torch.device) -> "BlockSparse":
+        """The blocks of a layout for tensors on a device."""
+        ranks = [_length(span) for span in layout.ranks]
+        of_rank = sorted(layout.segments, key=lambda segment: (ranks[segment[1]], segment[0].start))
+        return BlockSparse(
+            tuple(
+                _blocks(list(segments), rank, device)
+                for rank, segments in groupby(of_rank, key=lambda segment: ranks[segment[1]])
+            )
+        )
 
-    def _shrink(self, x: Tensor, table: Tensor) -> Tensor:
-        """DDS: the blocks of x [rows, in] · tableᵀ, table [ranks, in], in x's type."""
-        h = x.new_empty(self.size)
-        for c in self.classes:
-            torch.bmm(c.rows(x), c.weights(table).transpose(1, 2), out=_blocks(h, c))
-        return h
+    def shrink(self, x: Tensor, weights: LoraWeights) -> list[Tensor]:
+        """DDS, see `LoraBackend`."""
+        return [torch.bmm(size.rows(x), size.stack(weights.a).transpose(1, 2)) for size in self.sizes]
 
-    def _expand_(self, h: Tensor, table: Tensor, y: Tensor) -> None:
-        """SDD: y [rows, out] += the blocks by table [ranks, out]."""
-        for c in self.classes:
-            if c.dense is not None:
-                y[c.dense].view(c.blocks, c.height, -1).baddbmm_(_blocks(h, c), c.weights(table))
-                continue
-            c.add_(y, torch.bmm(_blocks(h, c), c.weights(table)))
+    def expand_(self, h: Sequence[Tensor], weights: LoraWeights, y: Tensor) -> None:
+        """SDD, see `LoraBackend`."""
+        for size, own in zip(self.sizes, h, strict=True):
+            size.add_(y, own, size.stack(weights.b, weights.scales).transpose(1, 2))
 
-    def _outer(self, h: Tensor, x: Tensor) -> Tensor:
-        """The blocks' transposes by x [rows, in]: [ranks, in], blocks of one adapter added up in float32."""
-        exact = torch.promote_types(x.dtype, torch.float32)
-        dtype = x.dtype if all(c.once for c in self.classes) else exact
-        found = torch.zeros(self.layout.total_ranks, x.shape[1], dtype=dtype, device=x.device)
-        for c in self.classes:
-            products = torch.bmm(_blocks(h, c).transpose(1, 2), c.rows(x)).flatten(0, 1)
-            if c.once:
-                found[c.ranks] = products.to(dtype)
-            else:
-                found.index_add_(0, _as_index(c.ranks, x.device), products.to(dtype))
-        return found
+    def backward(self, grad: Tensor, x: Tensor, weights: LoraWeights, grad_x: Tensor | None) -> Gradients:
+        """See `TrainingLoraBackend`."""
+        of_a: list[Tensor | None] = [None] * len(weights.a)
+        of_b: list[Tensor | None] = [None] * len(weights.b)
+        for size in self.sizes:
+            a, b = size.stack(weights.a), size.stack(weights.b, weights.scales)
+            own_grad, own_x = size.rows(grad), size.rows(x)
+            between = torch.bmm(own_grad, b)
+            if grad_x is not None:
+                size.add_(grad_x, between, a)
+            size.sum_to(of_a, torch.bmm(between.transpose(1, 2), own_x))
+            h = size.scale_(torch.bmm(own_x, a.transpose(1, 2)), weights.scales)
+            size.sum_to(of_b, torch.bmm(h.transpose(1, 2), own_grad).transpose(1, 2))
+        return or_zeros(of_a, weights.a), or_zeros(of_b, weights.b)
 
 
-def _blocks(h: Tensor, c: Class) -> Tensor:
-    return h[c.held].view(c.blocks, c.height, c.rank)
-
-
-def _class(
-    segments: Sequence[tuple[slice, slice]], rank: int, start: int, rows: int, device: torch.device
-) -> Class:
+def _blocks(segments: Sequence[tuple[slice, int]], rank: int, device: torch.device) -> Blocks:
     height = _height([_length(segment) for segment, _ in segments])
     tiles = [
-        (row, min(row + height, segment.stop), ranks)
-        for segment, ranks in segments
+        (row, min(row + height, segment.stop), owner)
+        for segment, owner in segments
         for row in range(segment.start, segment.stop, height)
     ]
-    lines = torch.full((len(tiles), height), rows, dtype=torch.int64)
+    lines = torch.full((len(tiles), height), -1, dtype=torch.int64)
     for i, (first, last, _) in enumerate(tiles):
         lines[i, : last - first] = torch.arange(first, last)
     flat = lines.flatten().tolist()
-    is_dense = flat == list(range(flat[0], flat[0] + len(flat))) and flat[-1] < rows
-    return Class(
+    is_dense = flat == list(range(flat[0], flat[0] + len(flat)))
+    return Blocks(
         height,
         rank,
+        tuple(owner for _, _, owner in tiles),
         lines.to(device),
-        (lines.flatten() < rows).nonzero().flatten().to(device),
-        _in_order([ranks for _, _, ranks in tiles], device),
-        slice(start, start + len(tiles) * height * rank),
+        (lines.flatten() >= 0).nonzero().flatten().to(device),
         slice(flat[0], flat[-1] + 1) if is_dense else None,
-        len({ranks.start for _, _, ranks in tiles}) == len(tiles),
     )
 
 
@@ -147,17 +158,6 @@ def _height(lengths: Sequence[int]) -> int:
     """Height of the blocks for segments of these lengths: where reading weights and filling up cost least."""
     heights = sorted({max(lengths), *(1 << power for power in range(9))})
     return min(heights, key=lambda h: sum(-(-n // h) for n in lengths) * (h + _ROWS_FOR_WEIGHTS))
-
-
-def _in_order(spans: Sequence[slice], device: torch.device) -> slice | Tensor:
-    """Ranges of ranks one after the other: a slice where they touch."""
-    if all(left.stop == right.start for left, right in pairwise(spans)):
-        return slice(spans[0].start, spans[-1].stop)
-    return torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(device)
-
-
-def _as_index(ranks: slice | Tensor, device: torch.device) -> Tensor:
-    return torch.arange(ranks.start, ranks.stop, device=device) if isinstance(ranks, slice) else ranks
 
 
 def _length(span: slice) -> int:

@@ -47,10 +47,12 @@ class SlotBounds:
 
 # A CPU's: two cores, 255M shape, seven linears a layer; docs/adapters.md has the figures.
 _SLOT_BOUNDS: Final = {"cpu": SlotBounds(rows=24, adapters=2), "cuda": SlotBounds(rows=16, adapters=2)}
-# In no slot: block-sparse where segments have at most so many rows on average, else grouped.
-# 16 adapters at a 1024x1024 linear, forward and back, ms block-sparse / grouped for segments of 2, 64 and 512
-# rows: rank 8 0.36 / 2.1, 0.69 / 4.3, 7.4 / 19; ranks 16 to 128 1.1 / 2.8, 3.0 / 4.6, 24 / 31.
+# In no slot: block-sparse where segments have at most so many rows on average, and so many of them have each
+# rank, else grouped. A 1024x1024 linear, forward and back, ms block-sparse / grouped for segments of 1, 32
+# and 128 rows: 8 of rank 8 0.70 / 2.3, 1.1 / 2.8, 2.7 / 4.9; 2 of each of four ranks 2.2 / 2.2, 3.8 / 3.1,
+# 7.6 / 5.9; 4 of each 2.7 / 4.5, 5.2 / 7.4, 14 / 13; one of each 1.4 / 1.1, 1.6 / 1.5, 3.0 / 2.4.
 _SHORT: Final = {"cpu": 512}
+_ALIKE: Final = 2
 # That slots have; beyond them, multiples of 64.
 _RANKS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _COARSE: Final = 64
@@ -67,25 +69,27 @@ def choose(layout: Layout, device: torch.device) -> Approach:
     """The approach that measured fastest for a layout on a device."""
     if device.type == "cuda" and is_installed():
         return Approach.SEGMENTED
+    segments = len(layout.rows)
     rows = sum(segment.stop - segment.start for segment in layout.rows)
-    few = rows <= len(layout.rows) * _SHORT.get(device.type, 0)
-    return Approach.BLOCK_SPARSE if few and len(layout.rows) > 1 else Approach.GROUPED
+    sizes = len({ranks.stop - ranks.start for _, ranks in layout})
+    is_short = rows <= segments * _SHORT.get(device.type, 0)
+    return Approach.BLOCK_SPARSE if is_short and segments >= _ALIKE * sizes else Approach.GROUPED
 
 
 def make_backend(
-    layout: Layout, rows: int, device: torch.device, approach: Approach | None = None
+    layout: Layout, device: torch.device, approach: Approach | None = None
 ) -> TrainingLoraBackend:
-    """Makes the backend for tensors of so many rows, the fastest if none is asked for. Without Triton a
-    device's segments are multiplied one after the other."""
+    """Makes the backend for tensors on a device, the fastest if none is asked for. Without Triton a GPU's
+    segments are multiplied one after the other."""
     approach = choose(layout, device) if approach is None else approach
     if approach is Approach.GROUPED:
-        return Grouped(layout)
+        return Grouped(layout.segments)
     if device.type == "cuda" and is_installed():
         from coserve.kernels.triton.backends import TritonBlockSparse, TritonSegmented
 
         of_layout = TritonSegmented if approach is Approach.SEGMENTED else TritonBlockSparse
         return of_layout.of(layout, device)
-    return BlockSparse.of(layout, rows, device) if approach is Approach.BLOCK_SPARSE else Grouped(layout)
+    return BlockSparse.of(layout, device) if approach is Approach.BLOCK_SPARSE else Grouped(layout.segments)
 
 
 def slot_rank(rank: int) -> int:

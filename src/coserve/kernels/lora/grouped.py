@@ -7,35 +7,32 @@ plain twins are `reference.multi_lora` and `multi_lora_backward`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-import torch
 from torch import Tensor
 
-from coserve.kernels.lora.backend import Gradients, LoraWeights
-from coserve.kernels.lora.layout import Layout
+from coserve.kernels.lora.backend import Gradients, LoraWeights, or_zeros
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """A layout, multiplied segment by segment; between the products each segment has [its rows, rank]."""
+    """(Rows, adapter), multiplied segment by segment; between the products each has [its rows, rank]."""
 
-    layout: Layout
+    segments: tuple[tuple[slice, int], ...]
 
     def shrink(self, x: Tensor, weights: LoraWeights) -> list[Tensor]:
         """See `LoraBackend`."""
-        return [x[rows] @ weights.a[owner].t() for rows, owner in self.layout.segments]
+        return [x[rows] @ weights.a[owner].t() for rows, owner in self.segments]
 
     def expand_(self, h: Sequence[Tensor], weights: LoraWeights, y: Tensor) -> None:
         """See `LoraBackend`."""
-        for own, (rows, owner) in zip(h, self.layout.segments, strict=True):
+        for own, (rows, owner) in zip(h, self.segments, strict=True):
             y[rows].addmm_(own, weights.b[owner].t(), alpha=weights.scales[owner])
 
     def backward(self, grad: Tensor, x: Tensor, weights: LoraWeights, grad_x: Tensor | None) -> Gradients:
         """See `TrainingLoraBackend`."""
-        of_a: dict[int, Tensor] = {}
-        of_b: dict[int, Tensor] = {}
-        for rows, owner in self.layout.segments:
+        of_a: list[Tensor | None] = [None] * len(weights.a)
+        of_b: list[Tensor | None] = [None] * len(weights.b)
+        for rows, owner in self.segments:
             a, b, scale = weights.a[owner], weights.b[owner], weights.scales[owner]
             own_grad, own_x = grad[rows], x[rows]
             between = (own_grad @ b).mul_(scale)
@@ -43,16 +40,9 @@ class Grouped:
                 grad_x[rows].addmm_(between, a)
             _add(of_a, owner, between.t() @ own_x)
             _add(of_b, owner, own_grad.t() @ (own_x @ a.t()).mul_(scale))
-        return _of_all(of_a, weights.a), _of_all(of_b, weights.b)
+        return or_zeros(of_a, weights.a), or_zeros(of_b, weights.b)
 
 
-ALONE: Final = Grouped(Layout((slice(None),), (0,), (slice(None),)))  # all rows are one adapter's
-
-
-def _add(found: dict[int, Tensor], owner: int, gradient: Tensor) -> None:
-    found[owner] = found[owner] + gradient if owner in found else gradient
-
-
-def _of_all(found: dict[int, Tensor], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of all matrices; zeros for adapters without rows."""
-    return [found[i] if i in found else torch.zeros_like(matrix) for i, matrix in enumerate(matrices)]
+def _add(found: list[Tensor | None], owner: int, gradient: Tensor) -> None:
+    before = found[owner]
+    found[owner] = gradient if before is None else before + gradient

@@ -33,9 +33,9 @@ class Layout:
         return ((rows, self.ranks[owner]) for rows, owner in self.segments)
 
     @property
-    def segments(self) -> Iterator[tuple[slice, int]]:
+    def segments(self) -> tuple[tuple[slice, int], ...]:
         """(rows, adapter)."""
-        return zip(self.rows, self.owners, strict=True)
+        return tuple(zip(self.rows, self.owners, strict=True))
 
     @property
     def total_ranks(self) -> int:

@@ -6,7 +6,9 @@ size and rows of any number. The twins are `reference.multi_lora` and `multi_lor
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from coserve.kernels.lora.backend import Gradients, LoraWeights, TrainingLoraBackend
@@ -35,13 +37,13 @@ class LoraBackends:
         self._approach = approach
         self._made: dict[tuple[tuple[int, int, int], ...], TrainingLoraBackend] = {}
 
-    def of(self, segments: Sequence[LoraSegment], x: Tensor) -> TrainingLoraBackend:
-        """The backend for segments of x [rows, in]; every linear has as many rows."""
+    def of(self, segments: Sequence[LoraSegment], device: torch.device) -> TrainingLoraBackend:
+        """The backend for segments on a device, which is always the same."""
         key = tuple((segment.start, segment.stop, len(segment.a)) for segment in segments)
         if key not in self._made:
             spans = [(slice(start, stop), i) for i, (start, stop, _) in enumerate(key)]
             layout = Layout.of(spans, [rank for *_, rank in key])
-            self._made[key] = make_backend(layout, len(x), x.device, self._approach)
+            self._made[key] = make_backend(layout, device, self._approach)
         return self._made[key]
 
 
@@ -51,11 +53,16 @@ class LoraSegments:
     def __init__(self, segments: Sequence[LoraSegment], backends: LoraBackends) -> None:
         self._segments, self._backends = segments, backends
         self._left = [segment for segment in segments if not segment.is_added]
+        self._is_whole = len(self._left) == len(segments)
         self.weights = LoraWeights(
             [segment.a for segment in segments],
             [segment.b for segment in segments],
             [segment.scale for segment in segments],
         )
+
+    @cached_property
+    def _backend(self) -> TrainingLoraBackend:
+        return self._backends.of(self._segments, self._segments[0].a.device)
 
     @property
     def is_added(self) -> bool:
@@ -64,12 +71,11 @@ class LoraSegments:
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         """y [rows, out] += scale · x Aᵀ Bᵀ, in place, where it is not in there; x [rows, in]."""
-        if len(self._left) == len(self._segments):
-            backend = self._backends.of(self._segments, x)
-            backend.expand_(backend.shrink(x, self.weights), self.weights, y)
+        if self._is_whole:
+            self._backend.expand_(self._backend.shrink(x, self.weights), self.weights, y)
         elif self._left:
             LoraSegments(self._left, self._backends).add_(x, y)
 
     def backward(self, grad: Tensor, x: Tensor, grad_x: Tensor | None) -> Gradients:
         """See `TrainingLoraBackend`."""
-        return self._backends.of(self._segments, x).backward(grad, x, self.weights, grad_x)
+        return self._backend.backward(grad, x, self.weights, grad_x)

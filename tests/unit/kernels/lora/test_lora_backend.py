@@ -60,7 +60,7 @@ def test_products_and_gradients_are_those_of_the_twin(
 ) -> None:
     layout, rows = case
     x, y, a, b, grad = drawn(layout, rows, seed)
-    found = by_backend(make_backend(layout, rows, CPU, approach), layout, x, y, a, b, grad)
+    found = by_backend(make_backend(layout, CPU, approach), layout, x, y, a, b, grad)
     wanted = (
         reference.multi_lora(x, y, a, b, layout),
         *reference.multi_lora_backward(grad, x, a, b, layout),
@@ -88,7 +88,7 @@ def test_the_gradient_of_x_is_added(approach: Approach) -> None:
     spans = layout.ranks
     weights = LoraWeights([a[span] for span in spans], [b[span].t() for span in spans], [1.0, 1.0])
     of_x = torch.ones_like(x)
-    make_backend(layout, 8, CPU, approach).backward(grad, x, weights, of_x)
+    make_backend(layout, CPU, approach).backward(grad, x, weights, of_x)
     wanted, _, _ = reference.multi_lora_backward(grad, x, a, b, layout)
     assert torch.allclose(of_x, wanted + 1, rtol=1e-12, atol=1e-12)
     assert torch.equal(of_x[[4, 7]], torch.ones_like(x[:2]))
@@ -101,7 +101,7 @@ def test_what_is_not_a_number_stays_with_its_adapter(approach: Approach, broken:
     layout = Layout.of([(slice(0, 5), 0), (slice(5, 8), 1), (slice(8, 9), 2)], [4, 4, 4])
     x, y, a, b, grad = drawn(layout, 9, 2)
     a[5], b[6] = broken, broken
-    backend = make_backend(layout, 9, CPU, approach)
+    backend = make_backend(layout, CPU, approach)
     out, of_x, of_a, of_b = by_backend(backend, layout, x, y, a, b, grad)
     others = [0, 1, 2, 3, 4, 8]
     assert out[others].isfinite().all() and of_x[others].isfinite().all(), "a neighbour is spoilt"
@@ -115,7 +115,7 @@ def test_in_bfloat16(approach: Approach) -> None:
     """Within the type's own rounding of the exact result, with two segments of one adapter."""
     layout = Layout.of([(slice(0, 5), 1), (slice(5, 70), 0), (slice(70, 75), 1)], [16, 8])
     x, y, a, b, grad = (t.to(torch.bfloat16) for t in drawn(layout, 75, 3))
-    found = by_backend(make_backend(layout, 75, CPU, approach), layout, x, y, a, b, grad)
+    found = by_backend(make_backend(layout, CPU, approach), layout, x, y, a, b, grad)
     exact = [t.double() for t in (x, y, a, b, grad)]
     back = reference.multi_lora_backward(exact[4], exact[0], exact[2], exact[3], layout)
     for got, wanted in zip(found, (reference.multi_lora(*exact[:4], layout), *back), strict=True):
@@ -127,18 +127,27 @@ def test_decode_rows_are_not_filled_up_to_sixteen() -> None:
     """64 rows of 32 adapters, ranks 16 to 128: as many numbers between as there are rows by ranks."""
     ranks = [16] * 8 + [32] * 8 + [64] * 8 + [128] * 8
     layout = Layout.of([(slice(2 * i, 2 * i + 2), i) for i in range(32)], ranks)
-    made = BlockSparse.of(layout, 64, CPU)
-    assert made.size == 2 * sum(ranks) and len(made.classes) == 4
+    assert between(layout, 64) == [2 * 8 * rank for rank in (16, 32, 64, 128)]
     ragged = Layout.of([(slice(0, 1), 0), (slice(1, 4), 1), (slice(4, 6), 2)], [1, 1, 1])
-    assert BlockSparse.of(ragged, 6, CPU).size <= 3 * 3, "one-rank adapters, filled up to the longest"
+    assert sum(between(ragged, 6)) <= 3 * 3, "one-rank adapters, filled up to the longest"
+
+
+def between(layout: Layout, rows: int) -> list[int]:
+    """Numbers between the two products, by size of the blocks."""
+    a = [torch.ones(span.stop - span.start, INSIDE) for span in layout.ranks]
+    weights = LoraWeights(a, [torch.ones(OUTSIDE, len(own)) for own in a], [1.0] * len(a))
+    backend = BlockSparse.of(layout, CPU)
+    return [own.numel() for own in backend.shrink(torch.ones(rows, INSIDE), weights)]
 
 
 def test_the_table() -> None:
-    """Very long segments and single adapters one after the other, the others together."""
+    """Very long segments, single adapters and those of unlike ranks one after the other, others together."""
     short = Layout.of([(slice(2 * i, 2 * i + 2), i) for i in range(8)], [8] * 8)
     long = Layout.of([(slice(1024 * i, 1024 * i + 1024), i) for i in range(8)], [8] * 8)
     assert choose(short, CPU) is Approach.BLOCK_SPARSE
     assert choose(long, CPU) is Approach.GROUPED
     assert choose(Layout.of([(slice(0, 2), 0)], [8]), CPU) is Approach.GROUPED
-    assert isinstance(make_backend(short, 16, CPU), BlockSparse)
-    assert isinstance(make_backend(long, 8192, CPU), Grouped)
+    unlike = Layout.of([(slice(2 * i, 2 * i + 2), i) for i in range(8)], [1, 2, 3, 4, 5, 6, 7, 8])
+    assert choose(unlike, CPU) is Approach.GROUPED
+    assert isinstance(make_backend(short, CPU), BlockSparse)
+    assert isinstance(make_backend(long, CPU), Grouped)

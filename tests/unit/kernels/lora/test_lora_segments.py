@@ -105,5 +105,7 @@ def test_an_approach_that_is_asked_for_is_taken(approach: Approach) -> None:
     LoraSegments(segments, backends).add_(x, y)
     assert torch.equal(y, torch.tensor([5.5, 16.5])[:, None].expand(2, OUTSIDE))
     names = {Approach.GROUPED: "Grouped", Approach.BLOCK_SPARSE: "BlockSparse"}
-    assert type(backends.of(segments, x)).__name__ == names[approach]
-    assert backends.of(segments, x) is backends.of(list(segments), x), "the next linear shares it"
+    assert type(backends.of(segments, x.device)).__name__ == names[approach]
+    assert backends.of(segments, x.device) is backends.of(list(segments), x.device), (
+        "the next linear shares it"
+    )
