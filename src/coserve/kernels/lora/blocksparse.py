@@ -26,15 +26,13 @@ _ROWS_FOR_WEIGHTS: Final = 24
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of one size, `height` rows x `rank` ranks: block i has `lines[i]` of the rows, where -1
-    stands for none, and the ranks of adapter `owners[i]`."""
+    """The blocks of one size, `height` rows each: block i has `lines[i]` of the rows, where -1 stands for
+    none, and the ranks of adapter `owners[i]`."""
 
     height: int
-    rank: int
     owners: tuple[int, ...]
-    lines: Tensor  # int64 [blocks, height]
-    filled: Tensor  # int64: which of the lines, end to end, are rows
-    dense: slice | None  # the rows, where they lie in one range and nothing is filled up
+    lines: Tensor | slice  # int64 [blocks, height]; a range of rows where these lie there one after the other
+    filled: Tensor | None  # int64: which of the lines, end to end, are rows, where not all are
 
     def stack(self, matrices: Sequence[Tensor], scales: Sequence[float] | None = None) -> Tensor:
         """The matrices of the blocks' adapters, [blocks, *shape], times their scales."""
@@ -53,9 +51,9 @@ class Blocks:
 
     def rows(self, x: Tensor) -> Tensor:
         """[blocks, height, width] of x [rows, width], zeros where there is no row."""
-        if self.dense is not None:
-            return x[self.dense].view(len(self.owners), self.height, -1)
-        if len(self.filled) == self.lines.numel():
+        if isinstance(self.lines, slice):
+            return x[self.lines].view(len(self.owners), self.height, -1)
+        if self.filled is None:
             return x[self.lines]
         taken = x.new_zeros(self.lines.numel(), x.shape[1])
         taken[self.filled] = x[self.lines.flatten()[self.filled]]
@@ -64,11 +62,11 @@ class Blocks:
     def add_(self, y: Tensor, h: Tensor, stacked: Tensor) -> None:
         """The rows of h [blocks, height, rank] · stacked [blocks, rank, width] to where they belong in y
         [rows, width]."""
-        if self.dense is not None:
-            y[self.dense].view(len(self.owners), self.height, -1).baddbmm_(h, stacked)
+        if isinstance(self.lines, slice):
+            y[self.lines].view(len(self.owners), self.height, -1).baddbmm_(h, stacked)
             return
         lines, added = self.lines.flatten(), torch.bmm(h, stacked).flatten(0, 1)
-        if len(self.filled) < len(lines):
+        if self.filled is not None:
             lines, added = lines[self.filled], added[self.filled]
         y.index_add_(0, lines, added)
 
@@ -102,8 +100,8 @@ class BlockSparse:
         of_rank = sorted(layout.segments, key=lambda segment: (ranks[segment[1]], segment[0].start))
         return BlockSparse(
             tuple(
-                _blocks(list(segments), rank, device)
-                for rank, segments in groupby(of_rank, key=lambda segment: ranks[segment[1]])
+                _blocks(list(segments), device)
+                for _, segments in groupby(of_rank, key=lambda segment: ranks[segment[1]])
             )
         )
 
@@ -132,26 +130,25 @@ class BlockSparse:
         return or_zeros(of_a, weights.a), or_zeros(of_b, weights.b)
 
 
-def _blocks(segments: Sequence[tuple[slice, int]], rank: int, device: torch.device) -> Blocks:
+def _blocks(segments: Sequence[tuple[slice, int]], device: torch.device) -> Blocks:
     height = _height([_length(segment) for segment, _ in segments])
     tiles = [
         (row, min(row + height, segment.stop), owner)
         for segment, owner in segments
         for row in range(segment.start, segment.stop, height)
     ]
-    lines = torch.full((len(tiles), height), -1, dtype=torch.int64)
-    for i, (first, last, _) in enumerate(tiles):
-        lines[i, : last - first] = torch.arange(first, last)
-    flat = lines.flatten().tolist()
-    is_dense = flat == list(range(flat[0], flat[0] + len(flat)))
-    return Blocks(
-        height,
-        rank,
-        tuple(owner for _, _, owner in tiles),
-        lines.to(device),
-        (lines.flatten() >= 0).nonzero().flatten().to(device),
-        slice(flat[0], flat[-1] + 1) if is_dense else None,
-    )
+    owners = tuple(owner for _, _, owner in tiles)
+    start = tiles[0][0]
+    if all(
+        (first, last) == (start + i * height, start + (i + 1) * height)
+        for i, (first, last, _) in enumerate(tiles)
+    ):
+        return Blocks(height, owners, slice(start, tiles[-1][1]), None)
+    found = [[*range(first, last), *[-1] * (height - last + first)] for first, last, _ in tiles]
+    lines = torch.tensor(found, dtype=torch.int64)
+    filled = (lines.flatten() >= 0).nonzero().flatten()
+    is_full = len(filled) == lines.numel()
+    return Blocks(height, owners, lines.to(device), None if is_full else filled.to(device))
 
 
 def _height(lengths: Sequence[int]) -> int:
