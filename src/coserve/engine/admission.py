@@ -52,7 +52,7 @@ class Stored(Protocol):
 
     @property
     def copies(self) -> int:
-        """Bytes of these that are for places in stacks."""
+        """Bytes of these that are for slots."""
         ...
 
     def shed(self, nbytes: int) -> None:
@@ -295,19 +295,19 @@ class Admission:
     def _count_adapters(self) -> None:
         """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold.
 
-        A stored one comes with its place in a stack, whether it has one yet or not.
+        A stored one comes with its slot, whether it has one yet or not.
         """
-        bank, stacks = self._executor.bank, self._executor.slot_pools.nbytes
+        bank, slots = self._executor.bank, self._executor.slot_pools.nbytes
         own = sum(session.current.nbytes for session in self._executor.sessions.values())
         if self._stored is not None:
-            stacks = max(stacks - self._stored.copies, 0)
+            slots = max(slots - self._stored.copies, 0)
             self.ledger.charge(_STORED, Account.ADAPTERS, self._stored.used)
-        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, bank.nbytes - bank.stored_nbytes + stacks - own)
+        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, bank.nbytes - bank.stored_nbytes + slots - own)
 
     def _shed(self, missing: Callable[[], int]) -> None:
         """Has stored adapters that nobody uses leave, if that is enough. What was set for them is theirs.
 
-        The place of one that left may stay in a stack for the next one: then more have to leave.
+        The slot of one that left may stay for the next one: then more have to leave.
         """
         stored, before = self._stored, -1
         while stored is not None and self._limit is None and missing() and stored.used != before:
