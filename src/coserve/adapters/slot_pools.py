@@ -111,7 +111,10 @@ class LoraSlotPools:
 
     def batch(self, adapters: Sequence[AdapterRows]) -> LoraBatch:
         """The batch of adapters over their ranges of rows, those that share a pool in its slots. The latest
-        one is given again as long as nothing changes."""
+        one is given again as long as nothing changes. Without adapters, as a lane that trains asks beside one
+        that answers, nothing is touched."""
+        if not adapters:
+            return LoraBatch(())
         key = tuple((rows.start, rows.stop, id(bypasses)) for rows, bypasses in adapters)
         if self._last is None or self._last[0] != key:
             self._last = key, self._batch(adapters)

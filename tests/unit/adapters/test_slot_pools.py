@@ -140,7 +140,8 @@ def test_slots_are_used_again_by_whoever_comes_and_versions_that_are_gone_leave(
 def test_a_step_with_the_same_rows_is_made_once() -> None:
     adapters = [(slice(0, 1), adapter(1, 4)), (slice(1, 2), adapter(2, 4))]
     pools = make()
-    assert pools.batch(adapters) is pools.batch(list(adapters))
+    first = pools.batch(adapters)
+    assert pools.batch([]).is_empty and pools.batch(list(adapters)) is first
     assert pools.batch([*adapters, (slice(2, 3), adapter(3, 4))]) is not pools.batch(adapters)
 
 

@@ -48,7 +48,7 @@ class LoraBackends:
 
 
 class LoraSegments:
-    """All segments at one linear, in the order of their rows."""
+    """All segments at one linear, none of which overlap."""
 
     def __init__(self, segments: Sequence[LoraSegment], backends: LoraBackends) -> None:
         self._segments, self._backends = segments, backends
