@@ -18,7 +18,7 @@ from coserve.kernels.lora.dispatch import Approach
 from coserve.kernels.lora.segments import LoraBackends, LoraSegment, LoraSegments
 from coserve.model.linear import bypassed, frozen
 from coserve.model.placement import Placement, place_locally
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.adapters.peers import Context
 
 NAIVE: Final = "naive"
@@ -28,8 +28,8 @@ _SPREAD: Final = 0.02  # of the adapters' random numbers
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Who is in a batch: adapter i has `ranks[i]` ranks and `shares[i]` rows of `length` tokens each, at
-    least one; those of one adapter lie together."""
+    """A batch of rows of several adapters: adapter i has `ranks[i]` ranks and `shares[i]` rows, at least one,
+    of `length` tokens each. Rows of one adapter are adjacent."""
 
     ranks: tuple[int, ...]
     shares: tuple[int, ...]
@@ -56,7 +56,7 @@ class Pass:
 
 
 def passes_of(batch: Batch, approach: str) -> Iterator[Pass]:
-    """One for each adapter in the naive approach, else one for all."""
+    """Passes of a batch: one for each adapter in the naive approach, else one for all."""
     rows, ranks = _spans(batch.shares), _spans(batch.ranks)
     if approach != NAIVE:
         tokens = tuple(slice(own.start * batch.length, own.stop * batch.length) for own in rows)
@@ -74,7 +74,7 @@ def _spans(sizes: Sequence[int]) -> tuple[slice, ...]:
 class SharedModel:
     """A model with room for adapters of `ranks` ranks in all beside every linear of its layers."""
 
-    def __init__(self, shape: Shape, ranks: int) -> None:
+    def __init__(self, shape: ModelShape, ranks: int) -> None:
         self.shape, self.model = shape, shape.build().requires_grad_(False)
         layers = {id(module) for module in self.model.model.layers.modules()}
         self.linears: list[Linear] = []
@@ -85,7 +85,7 @@ class SharedModel:
                     self.linears.append(linear)
 
     def use(self, segments: Sequence[LoraSegments]) -> None:
-        """What every linear adds from now on."""
+        """Sets what every linear adds."""
         for linear, own in zip(self.linears, segments, strict=True):
             linear.segments = own
 
@@ -141,7 +141,7 @@ class Linear:
         return y
 
 
-class Decoding:
+class DecodeStep:
     """A call decodes one token for every row of a batch and returns the seconds that took."""
 
     def __init__(self, shared: SharedModel, batch: Batch, approach: str, context: int) -> None:
@@ -163,7 +163,7 @@ class Decoding:
         return seconds
 
 
-class Training:
+class TrainStep:
     """A call is one optimizer step of every adapter of a batch, and returns the seconds that took."""
 
     def __init__(self, shared: SharedModel, batch: Batch, approach: str) -> None:
