@@ -44,8 +44,8 @@ class TrainingRun:
             start = replace(resume.adapter, name=start.name, version=start.version)
         virtual = start.virtual
         self.supervised = SupervisedSteps(
-            job, start.key, examples, config, base.depth, virtual.given_count, virtual.prompt_count, digest,
-            0 if resume is None else resume.step,
+            job, start.key, examples, config, base.depth, base.row_buckets,
+            virtual.given_count, virtual.prompt_count, digest, 0 if resume is None else resume.step,
         )  # fmt: skip
         self.steps, identity = self.supervised.steps, self.supervised.identity
         if resume is not None:

@@ -23,8 +23,8 @@ from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.sites import Frame
+from coserve.attention.backend import CacheShape
 from coserve.errors import CoserveError
-from coserve.memory.kv import CacheShape
 from models import tiny
 
 TRIED = int(os.environ.get("COSERVE_ATTACK_ADAPTERS", "600"))

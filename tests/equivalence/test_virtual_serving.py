@@ -192,11 +192,10 @@ def test_pages_that_held_nan_are_good_for_virtual_tokens(
 
 def spoil(engine: Engine) -> None:
     """NaN in every page; nobody uses any."""
-    pool = engine.executor.pool
-    slots = pool.slots(torch.arange(engine.config.pages))
+    pages = range(engine.config.pages)
     for layer, shape in enumerate(engine.base.caches):
-        nan = torch.full((shape.groups, len(slots), shape.key), float("nan"))
-        pool.write(layer, slots, nan, nan[..., : shape.value])
+        nan = torch.full((shape.groups, len(pages) * PAGE, shape.key), float("nan"))
+        engine.executor.attention.fill(layer, pages, nan, nan[..., : shape.value])
 
 
 @pytest.mark.parametrize("kind", KINDS)

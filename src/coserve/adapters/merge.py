@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from coserve.adapters.bypass import Dense, Side, exact_type
 from coserve.adapters.files import read_adapter
 from coserve.adapters.sites import DenseWeights, Site, decoder_layers, find_sites, gain_of
+from coserve.attention.backend import CacheShape
 from coserve.errors import AdapterError, ModelNotFound
-from coserve.memory.kv import CacheShape
 
 # What else a folder holds that the model is of no use without.
 _COPIED: Final = (

@@ -13,8 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from coserve.adapters.bypass import Dense, exact_type
+from coserve.attention.backend import CacheShape
 from coserve.errors import AdapterError, UnsupportedModel
-from coserve.memory.kv import CacheShape
 
 EMBEDDED = -1  # the stage before the first layer
 

@@ -9,7 +9,6 @@ from statistics import median
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.plan import OptimStep, Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
-from coserve.core.row_buckets import COARSE
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.executors.executor import CloseSession, DropAdapters, Executor, FreshAdapter, OpenSession
 from coserve.model.base import Base
@@ -51,7 +50,7 @@ def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) ->
     """
     probe, positions = _Probe(executor, base, page_size), base.max_positions
     batch, context, rows = _BESIDE
-    rows = min(rows, (positions - 2) // COARSE * COARSE)
+    rows = min(rows, base.row_buckets.whole_rows(positions - 2))
     if batch * -(-(context + _STEPS) // page_size) > pages or context + _STEPS > positions:
         return None
     if batch > executor.spec.sequences or base.depth < 2:
@@ -156,7 +155,8 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     executor = probe.executor
     examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
     training = TrainingConfig(batch_size=batch)
-    steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, training, probe.base.depth)
+    buckets = probe.base.row_buckets
+    steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, training, probe.base.depth, buckets)
     executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=FreshAdapter.of((LoRAConfig(),), 0)))
     (micro_batch,) = steps.next_step(_KEYS)
     executor.run(Plan(micro_batches=announce_batches([micro_batch])))

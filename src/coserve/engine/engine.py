@@ -367,6 +367,7 @@ class Engine:
                 eos_token_ids=self.executor.spec.eos_ids,
                 max_running=config.max_running,
                 prefix_sharing=config.prefix_sharing,
+                row_buckets=self.base.row_buckets,
                 **config.scheduler_settings,
             )
         except TypeError as error:

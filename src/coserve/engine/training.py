@@ -183,7 +183,8 @@ class Training:
         version = self._bank.next_version(asked.adapter)
         steps = SupervisedSteps(
             asked.job, f"{asked.adapter}@{version}", data.examples, asked.config, self._base.depth,
-            virtual.given_count, virtual.prompt_count, data.digest, resume.step if resume else 0,
+            self._base.row_buckets, virtual.given_count, virtual.prompt_count, data.digest,
+            resume.step if resume else 0,
         )  # fmt: skip
         if resume is not None:
             steps.identity.expect(resume.identity)

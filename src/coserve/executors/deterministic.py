@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypasses
+from coserve.attention.tiled import TiledBackend
 from coserve.core.plan import (
     InferenceSegment,
     Lane,
@@ -25,10 +25,9 @@ from coserve.core.sequence import Direction
 from coserve.executors.inference import InferenceBatch, adapter_ranges
 from coserve.executors.local import ForwardWindow, LocalExecutor
 from coserve.executors.sampler import Sampler
-from coserve.memory.kv import PrefillRows
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
-from coserve.model.fixed import ROWS, FixedRows, Ranged, TiledRows
+from coserve.model.fixed import ROWS, FixedRows, Ranged
 from coserve.model.sample import sample, token_logprobs
 
 
@@ -62,6 +61,7 @@ class DeterministicExecutor(LocalExecutor):
     """
 
     sampler_type = DeterministicSampler
+    attention_type = TiledBackend
 
     def _prove(self) -> None:
         fixed.prove_fixed(self.base)
@@ -82,30 +82,17 @@ class DeterministicExecutor(LocalExecutor):
         return found, [done for segment in kept for done in self._keep_alone(segment)]
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
-        rows = self.table.rows(segments)
-        chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
-        tokens = torch.cat([chunk.tokens for chunk in chunks])
-        counts = [segment.length for segment in segments]
-        adapters = adapter_ranges(self.loaded, segments, counts)
-        early = [ranged for ranged in adapters if ranged[1].touches(self.base.early_sites)]
-        positions = torch.cat([chunk.positions for chunk in chunks])
-        hidden, calls = fixed.embed(self.base, tokens, positions, early)
-        part = TiledRows(
-            self.pool,
-            torch.cat([chunk.slots for chunk in chunks]),
-            [PrefillRows(c.start, s.length, c.pages) for s, c in zip(segments, chunks, strict=True)],
-        )
-        return InferenceBatch(part, segments, rows, counts, hidden, calls, adapters, range(self.base.depth))
+        tokens, common = self.table.batch(segments, 0)
+        return self._batch(segments, tokens, common, adapter_ranges(self.loaded, segments, common.query_lens))
 
     def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
         return [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
 
-    def _prompt_rows(self, rows: PrefillRows, slots: Tensor, bypasses: Bypasses) -> InferenceBatch:
-        adapters = [(slice(0, rows.count), bypasses)]
-        positions = torch.arange(rows.start, rows.start + rows.count, device=slots.device)
-        hidden, calls = fixed.embed(self.base, torch.zeros_like(positions), positions, adapters)
-        part = TiledRows(self.pool, slots, [rows])
-        return InferenceBatch(part, (), slots, (), hidden, calls, adapters, range(self.base.depth))
+    def _embed(
+        self, tokens: Tensor, positions: Tensor, adapters: Sequence[Ranged]
+    ) -> tuple[Tensor, LayerCalls]:
+        early = [ranged for ranged in adapters if ranged[1].touches(self.base.early_sites)]
+        return fixed.embed(self.base, tokens, positions, early)
 
     def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
         (one,) = there  # windows and groups of rows pass alone

@@ -14,6 +14,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods import method_of
 from coserve.adapters.paging.stored import Outline, StoredVersion
 from coserve.core.plan import Plan, StepResult
+from coserve.core.row_buckets import RowBuckets
 from coserve.memory.ledger import Account
 from coserve.train.save_policy import SavePolicySetting
 from coserve.train.session import SessionConfig
@@ -27,7 +28,7 @@ class ExecutorSpec:
     """Facts of an executor that never change. `sequences` is the most it holds state of at once, `eos_ids`
     end an answer; `cache_nbytes` is what keys and values take, `grown` what loading took beside the weights
     and keeps, both in bytes; `fingerprint` is the base's content hash, `dtype`
-    the name of its type."""
+    the name of its type, `row_buckets` the row counts that the device's steps use."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -36,6 +37,7 @@ class ExecutorSpec:
     fingerprint: str
     parameters: int
     dtype: str
+    row_buckets: RowBuckets
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class HeldState:
     def _do(self, command: Command[Any]) -> Any:
         match command:
             case LoadAdapter():
-                return self._hold(command.adapter)
+                return self._hold(command.adapter.in_type(self.base.dtype))
             case ReadAdapter():
                 return self._hold(self._read_files(command.stored))
             case DropAdapters():

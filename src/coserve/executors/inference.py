@@ -18,7 +18,6 @@ class InferenceBatch:
 
     part: Part
     segments: Sequence[InferenceSegment]
-    rows: Tensor  # of each segment in the sequence table
     counts: Sequence[int]  # of rows each segment has here
     hidden: Tensor
     calls: LayerCalls

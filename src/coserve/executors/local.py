@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.lora_batch import AdapterRows
 from coserve.adapters.slot_pools import LoraSlotPools
+from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
+from coserve.attention.batched import BatchedBackend
 from coserve.core.plan import (
     InferenceSegment,
     Lane,
@@ -27,7 +29,6 @@ from coserve.core.plan import (
     TrainingSegment,
     Updated,
 )
-from coserve.core.row_buckets import pad_rows
 from coserve.core.sequence import Direction, Span
 from coserve.errors import CoserveError, LossNotFinite
 from coserve.executors.executor import CloseSession, Command, Executor, ExecutorSpec, R, RestartStep
@@ -37,7 +38,6 @@ from coserve.executors.lanes import Lanes
 from coserve.executors.sampler import Sampler
 from coserve.executors.sequence_table import SequenceTable
 from coserve.memory.exhausted import is_out_of_memory
-from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls, Part
 from coserve.model.together import linears_together
@@ -87,17 +87,18 @@ class LocalExecutor(Executor):
     """The `Executor` of one device: runs plans on its caches and sequence rows; decides nothing."""
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
+    attention_type: ClassVar[Callable[..., AttentionBackend[Any]]] = BatchedBackend
 
     def __init__(
         self,
         base: Base,
-        pool: KVPool,
+        attention: AttentionBackend[Any],
         table: SequenceTable,
         make_offload: MakeOffload | None = None,
         grown: int = 0,
     ) -> None:
         """`grown` is what loading the base took beside its weights, and keeps, in bytes."""
-        self.base, self.pool, self.table = base, pool, table
+        self.base, self.attention, self.table = base, attention, table
         self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
         self.held = HeldState(base, self.loaded, self.slot_pools, table.sampling.grammars, make_offload)
@@ -125,11 +126,12 @@ class LocalExecutor(Executor):
         return ExecutorSpec(
             sequences=self.table.capacity,
             eos_ids=self.table.sampling.eos_ids,
-            cache_nbytes=self.pool.nbytes,
+            cache_nbytes=self.attention.nbytes,
             grown=self._grown,
             fingerprint=self.base.fingerprint,
             parameters=self.base.parameters,
             dtype=str(self.base.dtype).removeprefix("torch."),
+            row_buckets=self.base.row_buckets,
         )
 
     def launch(self, plan: Plan) -> None:
@@ -254,33 +256,26 @@ class LocalExecutor(Executor):
     def _fill(self, prefix: Prefix) -> None:
         """Virtual tokens into their pages: given ones as they are, then prompts in a pass of their own."""
         version = self.loaded.find(prefix.adapter)
-        pages = torch.tensor(prefix.pages, device=self.base.device)
-        self.pool.clean(pages)
-        slots = self.pool.slots(pages)[: prefix.tokens]
-        given = prefix.tokens - prefix.rows
+        self.attention.clean(prefix.pages)
         for layer, (k, v) in enumerate(version.virtual.caches()):
-            self.pool.write(layer, slots[:given], k, v)
+            self.attention.fill(layer, prefix.pages, k, v)
         for start, count in self._prompt_windows(prefix.rows):
             bypasses = version.virtual.embedded(version.bypasses, start, count)
-            first, end = given + start, given + start + count
-            rows = PrefillRows(first, count, pages[: -(-end // self.pool.page_size)])
-            self._forward(self._prompt_rows(rows, slots[first:end], bypasses), [])
+            first = prefix.tokens - prefix.rows + start
+            self._forward(self._prompt_rows(prefix.pages, first, count, bypasses), [])
 
     def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
         """(start, count) of the passes that a prompt goes through the model in."""
         return [(0, rows)] if rows else []
 
-    def _prompt_rows(self, rows: PrefillRows, slots: Tensor, bypasses: Bypasses) -> InferenceBatch:
-        missing = pad_rows(rows.count) - rows.count
-        adapters = [(slice(0, rows.count), bypasses)]
-        positions = torch.arange(rows.start, rows.start + rows.count, device=slots.device)
-        hidden, calls = self.base.prologue(
-            torch.zeros(rows.count + missing, dtype=torch.long, device=slots.device),
-            F.pad(positions, (0, missing)),
-            outside_layers(self.base.early_sites, adapters),
-        )
-        part = InferenceRows(self.pool, slots, None, [rows], missing)
-        return InferenceBatch(part, (), slots, (), hidden, calls, adapters, range(self.base.depth))
+    def _prompt_rows(
+        self, pages: Sequence[int], first: int, count: int, bypasses: Bypasses
+    ) -> InferenceBatch:
+        """`count` rows of an adapter's prompt from position `first`; it stands in for their embeddings."""
+        positions = torch.arange(first, first + count, device=self.base.device)
+        table = torch.tensor([pages], device=self.base.device)
+        common = CommonAttentionMetadata(table, positions, [count], [first + count])
+        return self._batch((), torch.zeros_like(positions), common, [(slice(0, count), bypasses)])
 
     def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """Runs everything that goes forward in one fused pass; returns tokens, and the training that ran.
@@ -363,29 +358,28 @@ class LocalExecutor(Executor):
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
         ordered = sorted(segments, key=lambda s: (not self._decodes(s), *self._kind(s.adapter)))
-        rows = self.table.rows(ordered)
-        decoding = sum(map(self._decodes, ordered))
-        entering, prefills, decode = [], [], None
-        if decoding:
-            longest = max(segment.context + 1 for segment in ordered[:decoding])
-            tokens, positions, slots, decode = self.table.decode(rows[:decoding], longest)
-            entering.append((tokens, positions, slots))
-        counts = [1] * decoding
-        for segment, row in zip(ordered[decoding:], rows[decoding:], strict=True):
-            chunk = self.table.prefill(segment, row)
-            prefills.append(PrefillRows(chunk.start, segment.length, chunk.pages))
-            entering.append((chunk.tokens, chunk.positions, chunk.slots))
-            counts.append(segment.length)
-        tokens, positions, slots = (torch.cat(column) for column in zip(*entering, strict=True))
-        missing = pad_rows(len(tokens)) - len(tokens)
-        part = InferenceRows(self.pool, slots, decode, prefills, missing)
-        adapters = adapter_ranges(self.loaded, ordered, counts)
-        hidden, calls = self.base.prologue(
-            F.pad(tokens, (0, missing)),
-            F.pad(positions, (0, missing)),
-            outside_layers(self.base.early_sites, adapters),
-        )
-        return InferenceBatch(part, ordered, rows, counts, hidden, calls, adapters, range(self.base.depth))
+        tokens, common = self.table.batch(ordered, sum(map(self._decodes, ordered)))
+        return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
+
+    def _batch(
+        self,
+        segments: Sequence[InferenceSegment],
+        tokens: Tensor,
+        common: CommonAttentionMetadata,
+        adapters: list[tuple[slice, Bypasses]],
+    ) -> InferenceBatch:
+        hidden, calls = self._embed(tokens, common.positions, adapters)
+        part = InferenceRows(self.attention, common, hidden.shape[1])
+        layers = range(self.base.depth)
+        return InferenceBatch(part, segments, common.query_lens, hidden, calls, adapters, layers)
+
+    def _embed(
+        self, tokens: Tensor, positions: Tensor, adapters: Sequence[tuple[slice, Bypasses]]
+    ) -> tuple[Tensor, LayerCalls]:
+        """`Base.prologue` of rows that are filled up to one of the device's row buckets."""
+        missing = self.base.row_buckets.pad_rows(len(tokens)) - len(tokens)
+        rows = outside_layers(self.base.early_sites, adapters)
+        return self.base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)), rows)
 
     def _kind(self, adapter: str | None) -> tuple[int, str]:
         """Sort key of an adapter's rows: rows that are multiplied together lie together."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.slot_pools import LoraSlotPools
+from coserve.attention.store import Int8Store, Store
 from coserve.config import EngineConfig
 from coserve.errors import ConfigError
 from coserve.executors.deterministic import DeterministicExecutor
@@ -19,9 +20,7 @@ from coserve.executors.local import LocalExecutor
 from coserve.executors.remote import RemoteExecutor
 from coserve.executors.sequence_table import SequenceTable
 from coserve.memory.fake_tensors import fake_tensors
-from coserve.memory.kv import KVPool
 from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
-from coserve.memory.store import Int8Store, Store
 from coserve.model.base import Base
 from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
@@ -100,16 +99,18 @@ def eos_ids(base: Base) -> tuple[int, ...]:
 
 
 def _make(base: Base, config: EngineConfig, grammars: Grammars | None, grown: int) -> LocalExecutor:
+    kind = DeterministicExecutor if config.deterministic else LocalExecutor
+    store = Int8Store if config.cache_dtype == "int8" else Store
     try:
-        store = Int8Store if config.cache_dtype == "int8" else Store
-        pool = KVPool(base.caches, config.pages, config.page_size, base.dtype, base.device, store)
+        attention = kind.attention_type(
+            base.caches, config.pages, config.page_size, base.dtype, base.device, store
+        )
     except RuntimeError as error:  # what torch raises for want of memory
         raise ConfigError(
             f"engine.cache_tokens: keys and values of {config.cache_tokens} tokens do not fit into memory"
         ) from error
     most = -(-min(config.cache_tokens, base.max_positions) // config.page_size)
     sampling = SamplingTable(config.max_running, base.vocabulary, eos_ids(base), base.device, grammars)
-    table = SequenceTable(config.max_running, most, pool, sampling)
+    table = SequenceTable(config.max_running, most, attention, sampling)
     offload = offload_for(base.device, config.scratch) if config.offload else None
-    kind = DeterministicExecutor if config.deterministic else LocalExecutor
-    return kind(base, pool, table, offload, grown)
+    return kind(base, attention, table, offload, grown)

@@ -42,7 +42,7 @@ class Sampler:
         keys = [segment.key for segment in segments]
         adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
         logits = self._logits(batch.hidden[:, picked], adapters)
-        rows = batch.rows[torch.tensor(done, device=self.base.device)]
+        rows = self.table.rows(segments)
         tokens = self._choose(logits, rows, self.table.lengths(rows))
         wanted = [self.table[key].start.sampling.logprobs for key in keys]
         logprobs = self._logprobs(logits, tokens, wanted)

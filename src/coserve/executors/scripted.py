@@ -24,6 +24,7 @@ from coserve.core.plan import (
     TrainingSegment,
     Updated,
 )
+from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction, Span
 from coserve.errors import CoserveError
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
@@ -94,7 +95,7 @@ class ScriptedExecutor(Executor):
     @property
     def spec(self) -> ExecutorSpec:
         """See `Executor`. There is no model, and no bound on sequences."""
-        return ExecutorSpec(sys.maxsize, (), 0, 0, "", 0, "")
+        return ExecutorSpec(sys.maxsize, (), 0, 0, "", 0, "", EXACT)
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`. The plan is carried out, and the clock moved, when its result is collected."""

@@ -1,13 +1,14 @@
-"""Descriptors of running sequences, on the device: a step reads them by indexing, never row by row."""
+"""Running sequences on the device: their last tokens, lengths and block tables, read by indexing."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, PageCopy
 from coserve.core.plan import InferenceSegment, SequenceStart
-from coserve.memory.kv import DecodeRows, KVPool
 from coserve.model.sampling_table import SamplingTable
 
 
@@ -30,37 +31,28 @@ class SequenceState:
         return segment.start == self.length - 1 >= len(self.start.prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A prefill segment's rows: tokens, positions and cache slots [rows]; pages [n] of all up to its end.
-    The first of the rows is at position `start`."""
-
-    start: int
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    pages: Tensor
-
-
 class SequenceTable:
-    """One row per running sequence: its last token, its length, its page table, how it is sampled.
+    """One row per running sequence: its last token, its length, its block table, how it is sampled.
 
     Its tokens stand after the virtual ones of its adapter. The pages that it shares with others come first in
-    its page table and are only read; what of them does not fill a page is copied to where it goes on itself.
+    its block table and are only read; what of them does not fill a page is copied to where it goes on itself.
 
     A sequence gets its row with the plan that first names it and loses it when its key is released (it
     ended, or was preempted; then a later plan names it anew).
     """
 
-    def __init__(self, capacity: int, max_pages: int, pool: KVPool, sampling: SamplingTable) -> None:
+    def __init__(
+        self, capacity: int, max_pages: int, attention: AttentionBackend[Any], sampling: SamplingTable
+    ) -> None:
         device = sampling.device
         self.capacity = capacity
         self.sampling = sampling
-        self._pool = pool
+        self._attention = attention
         self._last_token = torch.zeros(capacity, dtype=torch.long, device=device)
         self._length = torch.zeros(capacity, dtype=torch.long, device=device)
-        self._virtual = torch.zeros(capacity, dtype=torch.long, device=device)
-        self._pages = torch.full((capacity, max_pages), pool.padding_page, dtype=torch.long, device=device)
+        self._block_table = torch.full(
+            (capacity, max_pages), attention.padding_page, dtype=torch.long, device=device
+        )
         self._states: dict[int, SequenceState] = {}
         self._free = list(range(capacity - 1, -1, -1))
 
@@ -76,21 +68,22 @@ class SequenceTable:
         """Appends a plan's new pages to the block tables of its sequences: once, however often rows of the
         plan are run again for want of memory."""
         fresh: list[int] = []
-        entering: list[tuple[SequenceStart, int]] = []
+        copies: list[PageCopy] = []
         for segment in segments:
             if not segment.new_pages:
                 continue
             state = self._states[segment.key]
             start, known, end = state.start, state.pages, state.pages + len(segment.new_pages)
-            self._pages[state.row, known:end] = self._tensor(segment.new_pages)
+            self._block_table[state.row, known:end] = self._tensor(segment.new_pages)
             state.pages = end
             own = segment.new_pages[max(start.shared - known, 0) :]
             fresh += [page for page in own if page != start.template]
             if not known and start.template is not None and own[0] != start.template:
-                entering.append((start, own[0]))
+                begun = (start.virtual + start.computed) % self._attention.page_size
+                copies.append(PageCopy(start.template, own[0], begun))
         if fresh:
-            self._pool.clean(self._tensor(fresh))
-        self._copy_templates(entering)
+            self._attention.clean(fresh)
+        self._attention.copy(copies)
 
     def rows(self, segments: Iterable[InferenceSegment]) -> Tensor:
         """Rows [segments] of their sequences."""
@@ -100,31 +93,32 @@ class SequenceTable:
         """Frees the row of a sequence; keys that never had one (training's) are ignored."""
         state = self._states.pop(key, None)
         if state is not None:
-            self._pages[state.row] = self._pool.padding_page
+            self._block_table[state.row] = self._attention.padding_page
             self.sampling.clear(state.row)
             self._free.append(state.row)
 
-    def decode(self, rows: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor, DecodeRows]:
-        """(tokens, positions, cache slots, page descriptors); no sequence takes up more than `longest`
-        positions."""
-        positions = self._virtual[rows] + self._length[rows] - 1
-        pages = self._pages[rows, : -(-longest // self._pool.page_size)]
-        return (
-            self._last_token[rows],
-            positions,
-            self._slots(pages, positions),
-            DecodeRows(pages.flatten(), positions + 1),
+    def batch(
+        self, segments: Sequence[InferenceSegment], num_decodes: int
+    ) -> tuple[Tensor, CommonAttentionMetadata]:
+        """Tokens [rows] of the segments, and what attention is told of them. The newest tokens of the first
+        `num_decodes` are read on the device."""
+        rows, chunks = self.rows(segments), segments[num_decodes:]
+        query_lens = [segment.length for segment in segments]
+        seq_lens = [segment.context + segment.length for segment in segments]
+        pages = -(-max(seq_lens) // self._attention.page_size)
+        tokens = self._last_token[rows[:num_decodes]]
+        positions = [end - 1 for end in seq_lens[:num_decodes]]
+        if chunks:
+            known: list[int] = []
+            for s in chunks:
+                known += self._states[s.key].tokens[s.start : s.start + s.length]
+                positions += range(s.context, s.context + s.length)
+            tokens = torch.cat([tokens, self._tensor(known)])
+        block_table = self._block_table[rows, :pages]
+        common = CommonAttentionMetadata(
+            block_table, self._tensor(positions), query_lens, seq_lens, num_decodes
         )
-
-    def prefill(self, segment: InferenceSegment, row: Tensor) -> Chunk:
-        """The rows of one prefill segment of the sequence at `row` []."""
-        end = segment.context + segment.length
-        known = self._states[segment.key].tokens
-        tokens = self._tensor(known[segment.start : segment.start + segment.length])
-        positions = torch.arange(segment.context, end, device=tokens.device)
-        pages = self._pages[row, : -(-end // self._pool.page_size)]
-        slots = self._slots(pages.expand(len(tokens), -1), positions)
-        return Chunk(segment.context, tokens, positions, slots, pages)
+        return tokens, common
 
     def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
         """Records tokens [n] as the next ones of the sequences `keys` at `rows` [n], and returns them."""
@@ -145,30 +139,11 @@ class SequenceTable:
         row, tokens = self._free.pop(), [*sequence.prompt, *sequence.output]
         self._states[sequence.key] = SequenceState(sequence, row, tokens)
         self._length[row] = len(tokens)
-        self._virtual[row] = sequence.virtual
         if sequence.output:
             self._last_token[row] = sequence.output[-1]
         params = sequence.sampling
         assert params.seed is not None, "a seed is drawn when the request is made"
         self.sampling.set(row, params, params.seed, sequence.prompt, sequence.output)
-
-    def _copy_templates(self, entering: Iterable[tuple[SequenceStart, int]]) -> None:
-        """Copies the part of a template page that a sequence begins with into the sequence's first own
-        page."""
-        size = self._pool.page_size
-        sources: list[int] = []
-        targets: list[int] = []
-        for start, page in entering:
-            assert start.template is not None
-            rest = (start.virtual + start.computed) % size
-            sources += range(start.template * size, start.template * size + rest)
-            targets += range(page * size, page * size + rest)
-        if sources:
-            self._pool.copy(self._tensor(sources), self._tensor(targets))
-
-    def _slots(self, pages: Tensor, positions: Tensor) -> Tensor:
-        size = self._pool.page_size
-        return pages.gather(1, (positions // size)[:, None]).squeeze(1) * size + positions % size
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._last_token.device)

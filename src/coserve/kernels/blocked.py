@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve.core.row_buckets import pad_rows
+from coserve.core.row_buckets import ONEDNN
 
 _BLOCK = 128  # queries; scores of 16 heads over 1,000 keys then take 8 MiB in float32
 # -inf above the diagonal, 0 elsewhere; adding it takes a fifth of filling by a mask. Made here, not when it
@@ -92,7 +92,7 @@ def backward(
 
 
 def _missing(q: Tensor) -> int:
-    return pad_rows(q.shape[2]) - q.shape[2]
+    return ONEDNN.pad_rows(q.shape[2]) - q.shape[2]
 
 
 def _filled(x: Tensor, missing: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Memory: pages, caches, budgets, the ledger of who owns which bytes."""
+"""Memory: pages, budgets, the ledger of who owns which bytes."""

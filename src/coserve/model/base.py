@@ -18,10 +18,11 @@ from transformers.cache_utils import KVSharingDict
 
 from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import EMBEDDED, Weights, gain_of
+from coserve.attention.backend import CacheShape
 from coserve.core.sequence import Direction
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec
-from coserve.memory.kv import CacheShape
+from coserve.kernels.cpu import row_buckets
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
 from coserve.model.block import Block, Call, VisitedWeights
 from coserve.model.chain import Chain
@@ -74,6 +75,7 @@ class Base:
         self.caches: list[CacheShape] = []
         self.dtype = origin.dtype
         self.device = origin.device
+        self.row_buckets = row_buckets(origin.device)
         self.parameters = origin.parameters
         self.hidden_size = 0
         self.vocabulary = 0

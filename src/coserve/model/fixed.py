@@ -8,7 +8,6 @@ passes of exactly `ROWS` rows, the last of them filled up.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +15,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.errors import UnsupportedModel
-from coserve.kernels.aligned import QUERIES, attend_tile, reach, tile_bias
 from coserve.kernels.attention import AttentionSpec
-from coserve.memory.kv import KVPool, PrefillRows
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.placement import Placement
@@ -45,70 +42,6 @@ class FixedRows(FusedRows):
         added = y.clone()
         bypass.add_(x, added)
         y[rows] = added[rows]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Queries of one sequence in the positions from `start` on; `pages` hold its reach, padded."""
-
-    start: int
-    pages: Tensor
-
-
-class TiledRows:
-    """A pass's inference rows, tile by tile, and rows that fill the pass up. A `Part` of a `FixedRows` run.
-
-    `slots` [rows] are the cache slots of the chunks' rows, in their order.
-    """
-
-    count = ROWS
-    keeper = None
-
-    def __init__(self, pool: KVPool, slots: Tensor, chunks: Sequence[PrefillRows]) -> None:
-        self._pool = pool
-        self._slots = slots
-        self._tiles: list[_Tile] = []
-        self._biases: dict[tuple[int, int | None], Tensor] = {}
-        tiles: list[int] = []
-        places: list[int] = []
-        for chunk in chunks:
-            first = len(self._tiles) - chunk.start // QUERIES
-            positions = range(chunk.start, chunk.start + chunk.count)
-            for start in range(positions[0] // QUERIES * QUERIES, positions[-1] + 1, QUERIES):
-                self._tiles.append(_Tile(start, self._pages(chunk.pages, reach(start))))
-            tiles += [first + position // QUERIES for position in positions]
-            places += [position % QUERIES for position in positions]
-        self._tile_of = torch.tensor(tiles, device=slots.device)  # of each row
-        self._place_of = torch.tensor(places, device=slots.device)  # and its place there
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """As `Part.attend`; rows that fill the pass up get zeros, and nothing of them is cached."""
-        rows, heads = len(self._slots), q.shape[1]
-        self._pool.write(layer, self._slots, k[0, :, :rows], v[0, :, :rows])
-        queries = q.new_zeros(len(self._tiles), heads, QUERIES, q.shape[-1])
-        queries[self._tile_of, :, self._place_of] = q[0, :, :rows].transpose(0, 1)
-        outputs = torch.stack(
-            [self._attend(layer, tile, queries[i], spec) for i, tile in enumerate(self._tiles)]
-        )
-        out = q.new_zeros(1, ROWS, heads, v.shape[-1])
-        out[0, :rows] = outputs[self._tile_of, :, self._place_of]
-        return out
-
-    def _attend(self, layer: int, tile: _Tile, q: Tensor, spec: AttentionSpec) -> Tensor:
-        keys, values = self._pool.gather(layer, tile.pages)
-        bias = self._bias(tile.start, spec.window, q.device)
-        return attend_tile(q, keys[:, : bias.shape[1]], values[:, : bias.shape[1]], bias, spec)
-
-    def _bias(self, start: int, window: int | None, device: torch.device) -> Tensor:
-        """Mask bias of a tile; the same for all layers alike."""
-        if (start, window) not in self._biases:
-            self._biases[start, window] = tile_bias(start, window, device)
-        return self._biases[start, window]
-
-    def _pages(self, pages: Tensor, keys: int) -> Tensor:
-        """The sequence's pages that hold `keys` keys, padded with the page of zeros."""
-        count = -(-keys // self._pool.page_size)
-        return F.pad(pages[:count], (0, max(count - len(pages), 0)), value=self._pool.padding_page)
 
 
 @torch.no_grad()

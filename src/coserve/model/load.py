@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from coserve.adapters.sites import Kind, decoder_layers
+from coserve.attention.backend import CacheShape
 from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound, UnsupportedModel
-from coserve.memory.kv import CacheShape
 from coserve.model.base import Base, attention_function
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
+from coserve.attention.batched import BatchedBackend
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
-from coserve.memory.kv import DecodeRows, InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows, LayerCalls, Part
 from coserve.model.masks import Masks
@@ -125,33 +126,30 @@ def prove(base: Base, own: Own, masks: Masks) -> None:
 def _prove_near(base: Base, own: Own) -> None:
     """The first prompt but its last token beside the beginning of the second; then that token, decoded,
     beside the rest of the second."""
-    (one, two), device = own.prompts, base.device
-    last = len(one) - 1
-    ends = -(-len(one) // _PAGE), -(-len(two) // _PAGE)
-    pages = torch.arange(sum(ends), device=device)
-    pool = KVPool(base.caches, len(pages), _PAGE, base.dtype, device)
-    pool.clean(pages)
-    of_one, of_two = torch.split(pages, list(ends))
-    slots_one, slots_two = pool.slots(of_one), pool.slots(of_two)
-    at = torch.arange(len(one), device=device)
-
-    beginnings = [PrefillRows(0, last, of_one[: -(-last // _PAGE)]), PrefillRows(0, _CUT, of_two[:1])]
-    started = InferenceRows(pool, torch.cat([slots_one[:last], slots_two[:_CUT]]), None, beginnings)
-    _compare(base, own, started, [slice(0, last), slice(0, _CUT)], at)
-
-    decoded = DecodeRows(of_one, at[-1:] + 1)
-    rest = [PrefillRows(_CUT, len(two) - _CUT, of_two)]
-    slots = torch.cat([slots_one[last : len(one)], slots_two[_CUT : len(two)]])
-    going_on = InferenceRows(pool, slots, decoded, rest)
-    _compare(base, own, going_on, [slice(last, len(one)), slice(_CUT, len(two))], at)
+    one, two = map(len, own.prompts)
+    pages = -(-max(one, two) // _PAGE)
+    attention = BatchedBackend(base.caches, 2 * pages, _PAGE, base.dtype, base.device)
+    table = torch.arange(2 * pages, device=base.device).view(2, pages)
+    _compare(base, own, attention, table, [slice(0, one - 1), slice(0, _CUT)])
+    _compare(base, own, attention, table, [slice(one - 1, one), slice(_CUT, two)], num_decodes=1)
 
 
 @torch.no_grad()
-def _compare(base: Base, own: Own, part: Part, spans: Sequence[slice], at: Tensor) -> None:
+def _compare(
+    base: Base,
+    own: Own,
+    attention: BatchedBackend,
+    block_table: Tensor,
+    spans: Sequence[slice],
+    num_decodes: int = 0,
+) -> None:
     """Drives these rows of each prompt, and expects its own numbers for every one of them, layer by layer:
     each is given what the model's own gave, so that rounding does not add up over the layers."""
+    positions = torch.cat([torch.arange(span.start, span.stop, device=base.device) for span in spans])
+    query_lens, seq_lens = [span.stop - span.start for span in spans], [span.stop for span in spans]
+    common = CommonAttentionMetadata(block_table, positions, query_lens, seq_lens, num_decodes)
+    part = InferenceRows(attention, common, len(positions))
     tokens = torch.cat([ids[span] for ids, span in zip(own.prompts, spans, strict=True)])
-    positions = torch.cat([at[span] for span in spans])
     near = TOLERANCE[base.dtype]
     hidden, calls = base.prologue(tokens, positions)
     with TiesAsBefore(of_rows(own.choices, spans), near), base.cell.set(FusedRows([part], [])):

@@ -99,10 +99,10 @@ class EngineRun:
 
     def _start(self, engine: Engine) -> SupervisedSteps:
         examples, config = self.job()
-        methods = settings_of(self._program.parts)
-        virtual = sketch_adapter(engine.base, _JOB, methods, 0).virtual
+        methods, base = settings_of(self._program.parts), engine.base
+        virtual = sketch_adapter(base, _JOB, methods, 0).virtual
         counts = virtual.given_count, virtual.prompt_count
-        steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, config, engine.base.depth, *counts)
+        steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, config, base.depth, base.row_buckets, *counts)
         fresh = FreshAdapter.of(methods, 0)
         engine.executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=fresh))
         return steps

@@ -17,7 +17,7 @@ from coserve.adapters.methods import method_of
 from coserve.adapters.settings import settings_of
 from coserve.adapters.sites import Kind
 from coserve.adapters.virtual import VirtualTokens
-from coserve.memory.kv import CacheShape
+from coserve.attention.backend import CacheShape
 from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage
 from coserve.plan.subject import Subject
 

@@ -3,12 +3,16 @@
 from dataclasses import dataclass
 from typing import Final
 
+from coserve.core.row_buckets import EXACT, RowBuckets
 from coserve.errors import ConfigError
 
 # Fields that the engine fills in, from its model and its own settings; nobody else may set them.
 SET_BY_ENGINE: Final = frozenset(
-    {"layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing", "interruptible"}
-)
+    {
+        "layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing", "interruptible",
+        "row_buckets",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class SchedulerConfig:
     starvation: float | None = 0.5  # a job that got nothing for so long gets one piece; None: never
     patience: float = 10.0  # deadline in the waiting line of who states none; smaller lets fewer pass
     prefix_sharing: bool = False  # whether what prompts have in common is computed once
+    row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no row is filled up
 
     def __post_init__(self) -> None:
         checks = {

@@ -12,7 +12,6 @@ from typing import Final
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TrainingProgress
 from coserve.core.plan import InferenceSegment, OptimStep, Plan, StepResult, TrainingSegment
 from coserve.core.request import FinishReason, Request
-from coserve.core.row_buckets import COARSE
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.errors import CoserveError
 from coserve.memory.pages import PagePool
@@ -278,7 +277,7 @@ class Scheduler:
         least = min(self.config.min_prefill_rows, most) if first and not beside else 0
         if limit < float("inf"):
             most = self._largest_chunk(builder, sequence, filled, least, most, limit)
-        whole = most // COARSE * COARSE
+        whole = self.config.row_buckets.whole_rows(most)
         return whole if whole and most < sequence.remaining else most
 
     def _largest_chunk(

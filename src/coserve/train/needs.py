@@ -13,7 +13,7 @@ import torch
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import exact_type
-from coserve.core.row_buckets import pad_rows
+from coserve.core.row_buckets import RowBuckets
 from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.schedule.config import SchedulerConfig
@@ -23,7 +23,6 @@ from coserve.train.save_policy import SavePolicy
 from coserve.train.tail import loss_rows
 
 _MOMENTS: Final = 2  # that AdamW keeps of every number
-_PADDING: Final = 31  # rows that `on_grid` adds at most
 # A layer's row on its way back holds what its linears were given and what they gave, the same again as
 # gradients, and about as much of norms and products in between. An estimate: `ledger.error` of the bench says
 # how good the whole is.
@@ -58,7 +57,7 @@ def job_needs(
 ) -> JobNeeds:
     """Bytes of a job whose examples have so many tokens each. The adapter may be shapes alone."""
     virtual = adapter.virtual
-    largest, at_once = rows_at_once(lengths, config, steps.in_flight, virtual.prompt_count)
+    largest, at_once = rows_at_once(lengths, config, steps.in_flight, virtual.prompt_count, base.row_buckets)
     numbers, published = _adapter_bytes(adapter, base.dtype)
     exact = exact_type(base.dtype).itemsize * numbers
     moments = _MOMENTS * exact
@@ -85,7 +84,7 @@ def _adapter_bytes(adapter: AdapterVersion, dtype: torch.dtype) -> tuple[int, in
 
 
 def rows_at_once(
-    lengths: Sequence[int], config: TrainingConfig, in_flight: int, prompt: int
+    lengths: Sequence[int], config: TrainingConfig, in_flight: int, prompt: int, buckets: RowBuckets
 ) -> tuple[int, int]:
     """Most rows of one micro-batch, and of all that are on tapes at once, padding included.
 
@@ -93,11 +92,11 @@ def rows_at_once(
     """
     longest_first = sorted(lengths, reverse=True)
     longest, step = longest_first[0], sum(longest_first[: config.batch_size])
-    largest = pad_rows(min(max(config.rows, longest + prompt), step + prompt))
+    largest = buckets.pad_rows(min(max(config.rows, longest + prompt), step + prompt))
     if step + prompt <= max(config.rows, longest + prompt):
         return largest, largest
     packs = min(in_flight, config.batch_size)
-    return largest, min(packs * largest, step + packs * (prompt + _PADDING))
+    return largest, min(packs * largest, step + packs * (prompt + buckets.most_padding))
 
 
 def tape_bytes(base: Base, rows: int, kept: float, given: int = 0) -> int:
@@ -128,6 +127,7 @@ def backward_bytes(base: Base, window: int) -> int:
     """Most bytes of one piece of the way back: a chunk of logits with its gradient, or a window's rows in the
     graph of the widest layer. One does not begin before the other has ended."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
-    loss = min(loss_rows(base.vocabulary), pad_rows(window)) * base.vocabulary * (2 * width + exact)
+    rows = min(loss_rows(base.vocabulary, base.row_buckets), base.row_buckets.pad_rows(window))
+    loss = rows * base.vocabulary * (2 * width + exact)
     widest = max(sum(_wide(base, block.path)) for block in base.chain)
     return max(loss, window * _REPLAYED * widest * width)

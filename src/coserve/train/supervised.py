@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from coserve.core.plan import OptimStep
-from coserve.core.row_buckets import pad_rows
+from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import MicroBatch
 from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example, epochs, pack, steps_per_epoch
@@ -22,6 +22,7 @@ class SupervisedSteps:
     steps exactly as it would have. `adapter` is the version that is trained from. `digest` is that of the
     examples, and may be left empty where nothing will ever be resumed. `prefix` and `prompt` count the
     adapter's virtual tokens: those given as keys and values, and those that pass through the model as rows.
+    Micro-batches are filled up to the device's `buckets`.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class SupervisedSteps:
         examples: Sequence[Example],
         config: TrainingConfig,
         layers: int,
+        buckets: RowBuckets,
         prefix: int = 0,
         prompt: int = 0,
         digest: str = "",
@@ -42,6 +44,7 @@ class SupervisedSteps:
         self.step = resumed_from  # how many have been handed out and ended
         self.identity = Identity(digest, config.seed, config.batch_size, config.epochs)
         self._layers, self._prefix, self._prompt = layers, prefix, prompt
+        self._buckets = buckets
         self._rate = LearningRate(
             peak=config.learning_rate,
             schedule=config.schedule,
@@ -96,7 +99,7 @@ class SupervisedSteps:
         config, prompt = self.config, self._prompt
         lengths = sorted(map(len, self.examples), reverse=True)
         step, longest = sum(lengths[: config.batch_size]), max(lengths, default=1)
-        return pad_rows(min(max(config.rows, longest + prompt), step + prompt))
+        return self._buckets.pad_rows(min(max(config.rows, longest + prompt), step + prompt))
 
     def _packed(self, keys: Iterator[int]) -> list[MicroBatch]:
         chosen, prompt = self._under_way, self._prompt
@@ -106,7 +109,7 @@ class SupervisedSteps:
         for index, indices in enumerate(packs):
             packed = [chosen[i] for i in indices]
             lengths = tuple(map(len, packed))
-            padding = _padding(lengths, prompt)
+            padding = _padding(lengths, prompt, self._buckets)
             made.append(
                 MicroBatch(
                     key=next(keys),
@@ -136,10 +139,10 @@ def count_steps(examples: int, config: TrainingConfig) -> int:
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
-def _padding(lengths: tuple[int, ...], prompt: int) -> tuple[int, ...]:
+def _padding(lengths: tuple[int, ...], prompt: int, buckets: RowBuckets) -> tuple[int, ...]:
     """Examples without labels that fill a micro-batch up to a row count in use, none longer than the real
     ones: positions are bounded."""
     rows, longest = prompt + sum(lengths), max(lengths)
-    missing = pad_rows(rows) - rows
+    missing = buckets.pad_rows(rows) - rows
     whole, rest = divmod(missing, longest)
     return (*[longest] * whole, *[rest] * bool(rest))

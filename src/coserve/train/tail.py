@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
-from coserve.core.row_buckets import COARSE, pad_rows
+from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import CROSS_ENTROPY, LossSpec
 from coserve.kernels.loss import cross_entropy, logprob_vjp, target_logprobs
 from coserve.model.graph import GraphRows
@@ -81,11 +81,12 @@ class Tail:
     def _chunks(self, window: Window) -> Sequence[Tensor]:
         """Rows of the window that have a label, counted from its first, a few at a time."""
         rows = (self._tape.labels[window.span] >= 0).nonzero().squeeze(1)
-        return torch.split(rows, loss_rows(self._base.vocabulary)) if len(rows) else ()
+        most = loss_rows(self._base.vocabulary, self._base.row_buckets)
+        return torch.split(rows, most) if len(rows) else ()
 
     def _logits(self, hidden: Tensor, bypasses: Bypasses) -> tuple[Tensor, Tensor]:
         """(hidden as a leaf [1, padded rows, width], logits [padded rows, vocabulary])."""
-        rows = pad_rows(len(hidden))
+        rows = self._base.row_buckets.pad_rows(len(hidden))
         leaf = F.pad(hidden, (0, 0, 0, rows - len(hidden)))[None].requires_grad_()
         return leaf, self._base.tail(leaf, GraphRows([bypasses], [rows]) if self._leaves else None)
 
@@ -124,6 +125,6 @@ class Tail:
         return gradient
 
 
-def loss_rows(vocabulary: int) -> int:
+def loss_rows(vocabulary: int, buckets: RowBuckets) -> int:
     """Rows of one chunk of the loss."""
-    return max(16, _LOGITS_PER_CHUNK // vocabulary // COARSE * COARSE)
+    return max(16, buckets.whole_rows(_LOGITS_PER_CHUNK // vocabulary))

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.core.row_buckets import pad_rows
 from coserve.kernels.attention import Attended, AttentionSpec, attend, attend_keeping
+from coserve.kernels.cpu import row_buckets
 from coserve.kernels.rows import concat_rows
 
 
@@ -155,7 +155,7 @@ class _SideBySide:
     nothing."""
 
     def __init__(self, start: int, pieces: Sequence[int], device: torch.device) -> None:
-        self._count, self._longest = len(pieces), pad_rows(max(pieces))
+        self._count, self._longest = len(pieces), row_buckets(device).pad_rows(max(pieces))
         lengths = torch.tensor(pieces, device=device)
         offsets = start + lengths.cumsum(0) - lengths
         column = torch.arange(self._longest, device=device)
@@ -196,7 +196,7 @@ def _beside(start: int, pieces: Sequence[int], device: torch.device) -> _Rows:
     first = pieces[0]
     if len(pieces) == 1:
         return _Together(start, start + first)
-    if set(pieces) == {first} and pad_rows(first) == first:
+    if set(pieces) == {first} and row_buckets(device).pad_rows(first) == first:
         return _Even(start, len(pieces), first)
     return _SideBySide(start, pieces, device)
 

@@ -3,8 +3,11 @@
 import random
 
 import pytest
+import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.core.row_buckets import EXACT, ONEDNN
+from coserve.kernels.cpu import row_buckets
 from coserve.train.example import Example
 from models import prompts, tiny
 
@@ -63,3 +66,8 @@ def test_training_a_name_again_takes_numbers_that_nobody_has(engine: Engine) -> 
     assert [update.version for update in second.result().history] == ["mine@4", "mine@5"]
     running.cancel()
     engine.run()
+
+
+def test_the_scheduler_and_the_base_have_the_device_s_row_buckets(engine: Engine) -> None:
+    assert engine.scheduler.config.row_buckets == engine.base.row_buckets == ONEDNN
+    assert row_buckets(torch.device("meta")) == EXACT

@@ -5,6 +5,7 @@ import pytest
 from coserve.core.events import Event, Finished, JobFailed, StepDone, TokenEvent, TrainingProgress
 from coserve.core.plan import Plan, StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.errors import ConfigError, LossNotFinite, PromptTooLong
 from coserve.executors.scripted import ScriptedExecutor
@@ -70,6 +71,17 @@ def test_a_long_prompt_goes_in_chunks_and_shares_the_rows() -> None:
     executor.step(it)
     rows = [sorted(segment.length for segment in plan.inference) for plan in executor.plans]
     assert rows == [[10], [4, 6], [1, 8]]
+
+
+def test_chunks_are_whole_rows_of_the_device_s_buckets() -> None:
+    """The last one, and one too small for a bucket, are what they are."""
+    it, executor = world(max_prefill_rows=18, min_prefill_rows=4, row_buckets=RowBuckets(coarse=8))
+    it.submit(request(prompt=43), 0.0)
+    it.submit(request(prompt=6), 0.0)
+    for _ in range(4):
+        executor.step(it)
+    rows = [[segment.length for segment in plan.inference] for plan in executor.plans]
+    assert rows == [[16, 2], [16, 2], [11, 2], [1, 1]]
 
 
 def test_an_urgent_prompt_overtakes_a_long_one() -> None:

@@ -9,7 +9,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.core.row_buckets import pad_rows
+from coserve.core.row_buckets import EXACT, ONEDNN, RowBuckets
 from coserve.memory.ledger import Account
 from coserve.train.example import Example, epochs, pack
 from coserve.train.fresh import fresh_adapter, sketch_adapter
@@ -49,17 +49,18 @@ def test_no_job_holds_more_than_it_was_promised(name: str, keep: SavePolicy, met
     assert most[Account.TAPES] > 0.5 * promised[Account.TAPES]
 
 
+@pytest.mark.parametrize("buckets", [EXACT, ONEDNN], ids=["exact", "onednn"])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_step_has_more_rows_than_were_counted(seed: int) -> None:
+def test_no_step_has_more_rows_than_were_counted(seed: int, buckets: RowBuckets) -> None:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 90, (40,), generator=generator).tolist()
     for batch, rows, in_flight, prompt in ((8, 100, 2, 0), (4, 64, 1, 7), (3, 1000, 2, 3), (1, 32, 2, 0)):
         config = TrainingConfig(batch_size=batch, rows=rows)
-        largest, at_once = rows_at_once(lengths, config, in_flight, prompt)
+        largest, at_once = rows_at_once(lengths, config, in_flight, prompt, buckets)
         assert at_once <= in_flight * largest
         for chosen in epochs(len(lengths), batch, 5, seed):
             packs = pack([lengths[i] for i in chosen], max(rows - prompt, 1))
-            sizes = [pad_rows(prompt + sum(lengths[chosen[i]] for i in one)) for one in packs]
+            sizes = [buckets.pad_rows(prompt + sum(lengths[chosen[i]] for i in one)) for one in packs]
             assert max(sizes) <= largest
             together = max(sum(sizes[i : i + in_flight]) for i in range(len(sizes)))
             assert together <= at_once

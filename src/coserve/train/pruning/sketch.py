@@ -25,7 +25,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, Bypasses, Dense
 from coserve.adapters.methods import method_of
 from coserve.adapters.sites import DenseWeights, Kind, Site, decoder_layers, find_sites
-from coserve.memory.kv import CacheShape
+from coserve.attention.backend import CacheShape
 from coserve.train.pruning import operators
 
 ROWS: Final = 24  # of a trace; everything is counted by the row

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from coserve.memory.kv import CacheShape, KVPool
-from coserve.memory.store import Int8Store, Store
+from coserve.attention.backend import CacheShape, PageCopy
+from coserve.attention.pool import KVPool
+from coserve.attention.store import Int8Store, Store
 
 CACHES = [CacheShape(2, 4, 4), CacheShape(3, 6, 5, window=8)]
 PAGES, SIZE = 7, 4
@@ -66,7 +67,7 @@ def test_clean_pages_are_finite_whatever_was_there(store: type[Store]) -> None:
     pool = make_pool(store)
     for layer in range(2):
         fill(pool, layer, slots_of(list(range(PAGES))), float("nan"))
-    pool.clean(torch.tensor([2, 5]))
+    pool.clean([2, 5])
     for layer in range(2):
         for x in pool.gather(layer, torch.tensor([5, 2])):
             assert torch.equal(x, torch.zeros_like(x))
@@ -159,7 +160,7 @@ def test_copies_are_of_single_slots_and_bit_for_bit(store: type[Store]) -> None:
     for layer in range(2):
         fill(pool, layer, slots_of([1, 4]))
     before = [pool.gather(layer, torch.tensor([1, 4])) for layer in range(2)]
-    pool.copy(torch.tensor([4, 5, 6]), torch.tensor([16, 17, 18]))
+    pool.copy([PageCopy(1, 4, 3), PageCopy(4, 2, 0)])
     for layer in range(2):
         for found, old in zip(pool.gather(layer, torch.tensor([1, 4])), before[layer], strict=True):
             assert torch.equal(found[:, :4], old[:, :4]) and torch.equal(found[:, 7], old[:, 7])

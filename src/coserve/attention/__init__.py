@@ -1,0 +1,1 @@
+"""Attention over cached keys and values: a protocol, and a file for each backend."""

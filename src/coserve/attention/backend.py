@@ -1,0 +1,115 @@
+"""The attention backend: who owns how keys and values are cached and attended to.
+
+An executor tells a backend, in plain data, which rows of which sequences pass: block tables and lengths.
+Where a token's keys and values lie, which masks and padding a product needs, and how it is computed, only the
+backend knows. Which page belongs to whom is `memory.pages`' business; here a page is an index.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Keys and values of one layer: `groups` heads, `key` and `value` widths, the sliding `window` in
+    positions (None is unlimited). A layer that `reads` another's has none of its own."""
+
+    groups: int
+    key: int
+    value: int
+    window: int | None = None
+    reads: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token's own take: none where they are another layer's."""
+        return 0 if self.reads is not None else self.groups * (self.key + self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonAttentionMetadata:
+    """Rows of one pass, sequence after sequence, as every backend is told of them.
+
+    `block_table` [sequences, pages] has each sequence's pages in the order of its positions, `padding_page`
+    where it has no more. `positions` [rows] are the rows' own. `query_lens` count each sequence's rows,
+    `seq_lens` the positions it takes up with them: its rows are the last of these. The first `num_decodes`
+    sequences pass one row each.
+    """
+
+    block_table: Tensor
+    positions: Tensor
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    num_decodes: int = 0
+
+
+class PageCopy(NamedTuple):
+    """The first `tokens` tokens of page `source`, to be copied into page `target`."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+Metadata = TypeVar("Metadata")
+
+
+class AttentionBackend(Protocol[Metadata]):
+    """Keys and values of all layers, in `padding_page` pages of `page_size` tokens, and attention over them.
+
+    `padding_page` is the number of no page: it stands in block tables where a sequence has none.
+    """
+
+    page_size: int
+    padding_page: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        ...
+
+    def clean(self, pages: Sequence[int]) -> None:
+        """Makes pages that change hands harmless, whatever was written into them, NaN included."""
+        ...
+
+    def copy(self, copies: Iterable[PageCopy]) -> None:
+        """Copies beginnings of pages into other pages, in every layer."""
+        ...
+
+    def fill(self, layer: int, pages: Sequence[int], k: Tensor, v: Tensor) -> None:
+        """Writes k [groups, n, dk] and v [groups, n, dv] as the first n positions of `pages`."""
+        ...
+
+    def build(self, common: CommonAttentionMetadata) -> Metadata:
+        """Makes what all layers of one pass have in common: once per pass, from block tables and lengths."""
+        ...
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, metadata: Metadata, spec: AttentionSpec
+    ) -> Tensor:
+        """Writes the rows' keys and values into their pages, and attends to all up to each row's position.
+
+        q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv], with rotary in them already;
+        returns [1, rows, heads, dv].
+        Rows beyond those that `metadata` was built for are padding: they give zeros and are not cached.
+        A layer that reads another's keys and values (`spec.reads`) writes none.
+        """
+        ...
+
+
+class InferenceRows:
+    """The inference rows of one pass, `count` with padding: a `Part` of a fused run."""
+
+    keeper = None
+
+    def __init__(self, backend: AttentionBackend[Any], common: CommonAttentionMetadata, count: int) -> None:
+        self.count = count
+        self._backend, self._metadata = backend, backend.build(common)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return self._backend.attend(layer, q, k, v, self._metadata, spec)

@@ -1,0 +1,113 @@
+"""Attention of all decode rows in one batched product, and of each prefill chunk in a call of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coserve.attention.backend import CommonAttentionMetadata
+from coserve.attention.pool import KVPool
+from coserve.kernels.attention import AttentionSpec, attend, attend_decode
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Sequences that pass one token each. `pages` [batch * n], padded; `lengths` [batch] with that token."""
+
+    pages: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """`count` tokens of one sequence from position `start`; `pages` [n] hold [0, start + count)."""
+
+    start: int
+    count: int
+    pages: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedMetadata:
+    """A pass's rows: those that decode first, then chunks. `slot_mapping` [rows] says where each row's keys
+    and values go; `biases` are the decode rows' masks by sliding window, made when a layer first asks."""
+
+    slot_mapping: Tensor
+    decode: DecodeRows | None
+    prefills: Sequence[PrefillRows]
+    biases: dict[int | None, Tensor] = field(default_factory=dict)
+
+
+class BatchedBackend(KVPool):
+    """The `AttentionBackend` of a CPU; it runs on every device."""
+
+    def build(self, common: CommonAttentionMetadata) -> BatchedMetadata:
+        """See `AttentionBackend`."""
+        decodes, decode = common.num_decodes, None
+        if decodes:
+            pages = common.block_table[:decodes, : self._pages_for(max(common.seq_lens[:decodes]))]
+            decode = DecodeRows(pages.flatten(), common.positions[:decodes] + 1)
+        prefills = []
+        for sequence in range(decodes, len(common.seq_lens)):
+            count, end = common.query_lens[sequence], common.seq_lens[sequence]
+            pages = common.block_table[sequence, : self._pages_for(end)]
+            prefills.append(PrefillRows(end - count, count, pages))
+        return BatchedMetadata(self.slot_mapping(common), decode, prefills)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, metadata: BatchedMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        slots = metadata.slot_mapping
+        count = len(slots)
+        self.write(layer, slots, k[0, :, :count], v[0, :, :count])
+        outputs = []
+        start = 0
+        if metadata.decode is not None:
+            start = len(metadata.decode.lengths)
+            outputs.append(self._attend_decode(layer, q[:, :, :start], metadata, metadata.decode, spec))
+        for chunk in metadata.prefills:
+            rows = slice(start, start + chunk.count)
+            outputs.append(
+                self._attend_chunk(chunk, layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], spec)
+            )
+            start += chunk.count
+        if padding := q.shape[2] - count:
+            outputs.append(v.new_zeros(1, padding, q.shape[1], v.shape[-1]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _attend_decode(
+        self, layer: int, q: Tensor, metadata: BatchedMetadata, rows: DecodeRows, spec: AttentionSpec
+    ) -> Tensor:
+        batch = len(rows.lengths)
+        keys, values = self.gather(layer, rows.pages)
+        keys = keys.view(keys.shape[0], batch, -1, keys.shape[-1])
+        values = values.view(values.shape[0], batch, -1, values.shape[-1])
+        if spec.window not in metadata.biases:
+            metadata.biases[spec.window] = _bias(rows.lengths, keys.shape[2], spec.window)
+        bias = metadata.biases[spec.window]
+        return attend_decode(q[0].transpose(0, 1), keys, values, bias, spec)[None]
+
+    def _attend_chunk(
+        self, chunk: PrefillRows, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> Tensor:
+        # However a prompt is cut, its rows see the same.
+        if chunk.start > 0 or self.rounds or spec.reads is not None:
+            end = chunk.start + chunk.count
+            keys, values = self.gather(layer, chunk.pages)
+            k, v = keys[None, :, :end], values[None, :, :end]
+        return attend(q, k, v, spec).transpose(1, 2)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+
+def _bias(lengths: Tensor, slots: int, window: int | None) -> Tensor:
+    """[batch, 1, slots]: 0 where a decode row may look, -inf elsewhere."""
+    positions, ends = torch.arange(slots, device=lengths.device), lengths[:, None]
+    hidden = positions >= ends
+    if window is not None:
+        hidden |= positions < ends - window
+    bias = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    return bias.masked_fill_(hidden, float("-inf"))[:, None]

@@ -1,0 +1,117 @@
+"""Pages of keys and values, group by group: the layout that backends of batched products share.
+
+Pools lie as [groups, slots, width], a slot being one token's place, so that a gathered page is one run of
+memory and decode reads each group's keys where its product wants them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from coserve.attention.backend import CacheShape, CommonAttentionMetadata, PageCopy
+from coserve.attention.store import Store
+
+
+class KVPool:
+    """Keys and values of all layers in `pages` pages of `page_size` slots, and one more page of zeros: all of
+    an `AttentionBackend` but attention.
+
+    The page of zeros pads block tables: what is masked must still be finite, because 0 x NaN is NaN. `store`
+    is how they lie in memory.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[CacheShape],
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: type[Store] = Store,
+    ) -> None:
+        self.page_size = page_size
+        self.padding_page = pages
+        self.rounds = store.rounds
+        self._device = device
+        self._last: tuple[Tensor, int, Tensor] | None = None
+        slots = (pages + 1) * page_size
+        self._keys: list[Store] = []
+        self._values: list[Store] = []
+        for c in caches:  # a layer reads one below it
+            self._keys.append(
+                store(c.groups, slots, c.key, dtype, device) if c.reads is None else self._keys[c.reads]
+            )
+            self._values.append(
+                store(c.groups, slots, c.value, dtype, device) if c.reads is None else self._values[c.reads]
+            )
+        self._owns = [c.reads is None for c in caches]
+
+    @property
+    def nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return sum(store.nbytes for store in self._stores)
+
+    @property
+    def _stores(self) -> Iterator[Store]:
+        """All there are, each once."""
+        for keys, values, is_own in zip(self._keys, self._values, self._owns, strict=True):
+            if is_own:
+                yield keys
+                yield values
+
+    def clean(self, pages: Sequence[int]) -> None:
+        """See `AttentionBackend`. Zeros them: a NaN left in keys or values would reach their next owner,
+        because neither a bias of -inf nor a weight of 0 masks it."""
+        index = self._tensor(pages)
+        for store in self._stores:
+            store.clean(index, self.page_size)
+
+    def copy(self, copies: Iterable[PageCopy]) -> None:
+        """See `AttentionBackend`."""
+        size = self.page_size
+        slots = [(c.source * size + i, c.target * size + i) for c in copies for i in range(c.tokens)]
+        if slots:
+            sources, targets = self._tensor(slots).unbind(1)
+            for store in self._stores:
+                store.copy(sources, targets)
+
+    def fill(self, layer: int, pages: Sequence[int], k: Tensor, v: Tensor) -> None:
+        """See `AttentionBackend`."""
+        first = self._tensor(pages)[:, None] * self.page_size
+        slots = (first + torch.arange(self.page_size, device=self._device)).flatten()
+        self.write(layer, slots[: k.shape[1]], k, v)
+
+    def slot_mapping(self, common: CommonAttentionMetadata) -> Tensor:
+        """Slots [rows] of the rows' own tokens."""
+        positions, sequences = common.positions, torch.arange(len(common.query_lens), device=self._device)
+        if len(sequences) < len(positions):
+            lens = self._tensor(common.query_lens)
+            sequences = sequences.repeat_interleave(lens, output_size=len(positions))
+        pages = common.block_table[sequences, positions // self.page_size]
+        return pages * self.page_size + positions % self.page_size
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k [groups, rows, dk] and v [groups, rows, dv] into slots [rows]; a layer that reads another's has
+        nothing to write."""
+        if not self._owns[layer]:
+            return
+        self._keys[layer].write(slots, k)
+        self._values[layer].write(slots, v)
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [groups, len(pages) * page_size, width] of the pages, in their order."""
+        rows = self._rows(pages, self._keys[layer].groups)
+        return self._keys[layer].gather(rows, self.page_size), self._values[layer].gather(
+            rows, self.page_size
+        )
+
+    def _rows(self, pages: Tensor, groups: int) -> Tensor:
+        """Which rows of [groups * pages, ...] the pages are; the same for all layers of a step."""
+        if self._last is None or self._last[0] is not pages or self._last[1] != groups:
+            first = torch.arange(groups, device=pages.device)[:, None] * (self.padding_page + 1)
+            self._last = (pages, groups, (first + pages).flatten())
+        return self._last[2]
+
+    def _tensor(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._device)
