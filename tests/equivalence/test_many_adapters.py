@@ -1,7 +1,7 @@
 """Many LoRA adapters in one step: each answers as PEFT's model with that adapter alone does.
 
 Ranks and targets differ, and so do how many rows each has; answers come and go, so that adapters enter and
-leave the stacks, which are few here. One adapter is broken, and spoils nobody else's answers.
+leave the slots, which are few here. One adapter is broken, and spoils nobody else's answers.
 """
 
 import itertools
@@ -9,13 +9,14 @@ import math
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 
 from coserve import Engine, EngineConfig
-from coserve.adapters.stacks import Partition, Stacks
+from coserve.adapters.lora_batch import LoraBatch
 from methods import SHAPES, SMALL, with_peft
 from mixed import SAMPLING, Logits, Mixture, make_engine
 from models import Exact, logits_of, tiny
@@ -71,23 +72,22 @@ def single() -> dict[str | None, Logits]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 to 1e-9; and steps did gather adapters of several families."""
+    """In float64 to 1e-9; and steps did take adapters of several pools together."""
     together: list[int] = []
-    lay = Stacks.lay
+    made = LoraBatch.__init__
 
-    def counted(self: Stacks, adapters: list) -> Partition:  # type: ignore[type-arg]
-        laid = lay(self, adapters)
-        together.append(len(laid.gathered))
-        return laid
+    def counted(self: LoraBatch, adapters: Any, slots: Any = ()) -> None:
+        made(self, adapters, slots)
+        together.append(len(slots))
 
-    monkeypatch.setattr(Stacks, "lay", counted)
+    monkeypatch.setattr(LoraBatch, "__init__", counted)
     alone = oracles(name, tmp_path)
     with Exact():
         mixture = Mixture(make_engine(name, torch.float64, tmp_path))
         mixture.run(list(alone), prompts=3)
     errors = mixture.errors(alone)
     assert errors.keys() == alone.keys() and max(errors.values()) <= 1e-9, errors
-    assert max(together) >= 2, "several families in one step"
+    assert max(together) >= 2, "several pools in one step"
 
 
 def test_a_broken_adapter_spoils_its_own_answers_only(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_broken_adapter_spoils_its_own_answers_only(tmp_path: Path) -> None:
 
 
 def test_few_slots_are_enough_and_versions_that_are_gone_hold_none(tmp_path: Path) -> None:
-    """Two sequences run at once, so that a family has two slots, and its adapters take turns there."""
+    """Two sequences run at once, so that a pool has two slots, and its adapters take turns there."""
     alone = oracles("llama", tmp_path)
     engine = Engine(
         tiny("llama", torch.float32, vocab_size=SMALL),
@@ -123,7 +123,7 @@ def test_few_slots_are_enough_and_versions_that_are_gone_hold_none(tmp_path: Pat
     engine.run()
     errors = mixture.errors(alone)
     assert errors.keys() == set(kinds) and max(errors.values()) <= mixture.allowed(alone, single()), errors
-    assert engine.executor.stacks.nbytes > 0
+    assert engine.executor.slot_pools.nbytes > 0
     for kind in kinds:
         engine.unload_adapter(kind)
-    assert not engine.executor.stacks.adapters
+    assert not engine.executor.slot_pools.adapters

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig
-from coserve.adapters import abreast
+from coserve.adapters import lora_batch
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods import method_of, methods
 from coserve.adapters.methods.ia3 import IA3Bypass
 from coserve.core.plan import InferenceSegment
 from coserve.executors import inference, local, sampler
 from coserve.executors.local import LocalExecutor
 from coserve.executors.sequence_table import SequenceTable
-from coserve.kernels import beside, lora
+from coserve.kernels.lora.segments import LoraSegment
 from methods import SHAPES, SMALL, case_of, engine_of, windowed_errors
 from mixed import SAMPLING, STEPS, TRAINED, VIRTUAL, Logits, Mixture, make_engine, oracles, start, trained
 from models import Exact, tiny
@@ -157,13 +158,10 @@ def swapped_rows(patch: pytest.MonkeyPatch) -> None:
 
 def missing_lora_scale(patch: pytest.MonkeyPatch) -> None:
     """One by one, and together."""
-    added = lora.add_
 
-    def unscaled(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-        added(x, y, a, b, 1.0)
-
-    patch.setattr(lora, "add_", unscaled)
-    patch.setattr(abreast, "Segment", lambda *given: replace(beside.Segment(*given), scale=1.0))
+    added = LoRABypass.add_
+    patch.setattr(LoRABypass, "add_", lambda self, x, y: added(replace(self, scale=1.0), x, y))
+    patch.setattr(lora_batch, "LoraSegment", lambda *given: replace(LoraSegment(*given), scale=1.0))
 
 
 def missing_ia3_scale(patch: pytest.MonkeyPatch) -> None:

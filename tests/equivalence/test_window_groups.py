@@ -21,7 +21,7 @@ from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.plan import Plan, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.executors.deterministic import DeterministicExecutor
-from coserve.kernels.beside import Beside
+from coserve.kernels.lora.segments import LoraSegments
 from coserve.schedule.segments import training_segment
 from coserve.train import backward
 from coserve.train.backward import BackwardWindow, LayerGradients
@@ -48,7 +48,7 @@ class Job:
 
 
 LORA = LoRAConfig(rank=4)
-COMPANIES: dict[str, list[Job]] = {
+GROUPS: dict[str, list[Job]] = {
     "alike": [Job(LORA), Job(LORA), Job(LORA), Job(LORA)],
     "of many examples": [Job(LORA, (9, 3, 12)), Job(LORA, (24,)), Job(LORA, (23, 1))],
     "cut": [Job(LORA, (10, 14), cut=5), Job(LORA, (24,), cut=9), Job(LORA, (7, 17), cut=17)],
@@ -167,10 +167,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, "llama") for kind in COMPANIES), *((kind, "gemma4_text") for kind in SHARING)]
+    ("kind", "name"), [*((kind, "llama") for kind in GROUPS), *((kind, "gemma4_text") for kind in SHARING)]
 )
 def test_gradients_are_those_of_a_job_alone(kind: str, name: str, passes: list[int]) -> None:
-    jobs = named(COMPANIES[kind])
+    jobs = named(GROUPS[kind])
     with Exact():
         engine = make_engine(name)
         together = travel(engine, jobs)
@@ -184,17 +184,17 @@ def test_gradients_are_those_of_a_job_alone(kind: str, name: str, passes: list[i
 def test_low_rank_products_of_all_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """At all seven linears of every layer, there and back, whatever their ranks and numbers of rows."""
     together: list[int] = []
-    real = Beside.__init__
+    real = LoraSegments.__init__
 
-    def counting(self: Beside, *given: object) -> None:
+    def counting(self: LoraSegments, *given: object) -> None:
         real(self, *given)  # type: ignore[arg-type]
-        together.append(len(self.a))
+        together.append(len(self.weights.a))
 
     engine = make_engine()  # which trains a little itself, to prove its base
-    monkeypatch.setattr(Beside, "__init__", counting)
+    monkeypatch.setattr(LoraSegments, "__init__", counting)
     linears = 7 * engine.base.depth
-    travel(engine, named(COMPANIES["alike"]))
-    assert together == [len(COMPANIES["alike"])] * 2 * linears
+    travel(engine, named(GROUPS["alike"]))
+    assert together == [len(GROUPS["alike"])] * 2 * linears
     together.clear()
     other = LoRAConfig(rank=3)
     travel(engine, named([Job(LORA), Job(other), Job(LORA), Job(other), Job(LORA, (12,))]))
@@ -215,7 +215,7 @@ def test_a_nan_in_one_job_reaches_no_other() -> None:
 
 def test_where_memory_is_short_they_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with what later windows owe to earlier ones, which the tape gives once."""
-    jobs = named(COMPANIES["cut"])
+    jobs = named(GROUPS["cut"])
     tried = []
 
     def failing(layer: int, windows: Sequence[BackwardWindow]) -> list[LayerGradients]:
@@ -270,5 +270,5 @@ def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> Non
 def test_the_deterministic_mode_keeps_everybody_apart(passes: list[int]) -> None:
     engine = make_engine(deterministic=True)
     assert isinstance(engine.executor, DeterministicExecutor)
-    travel(engine, named(COMPANIES["alike"]))
+    travel(engine, named(GROUPS["alike"]))
     assert not passes

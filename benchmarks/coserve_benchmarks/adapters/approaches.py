@@ -14,11 +14,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from coserve.kernels import many
-from coserve.kernels.dispatch import Approach, make_way
-from coserve.kernels.layout import Layout
-from coserve.kernels.many import Way
-from coserve.model.linear import frozen
+from coserve.kernels.lora.dispatch import Approach
+from coserve.kernels.lora.segments import LoraBackends, LoraSegment, LoraSegments
+from coserve.model.linear import bypassed, frozen
 from coserve.model.placement import Placement, place_locally
 from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.adapters.peers import Context
@@ -48,29 +46,29 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Some rows of a batch through the whole model, with `ranks` of every linear's table."""
+    """Some rows of a batch through the whole model. Each adapter there has some of the pass's tokens, in
+    order, and `ranks` of every linear's table."""
 
     rows: slice
-    ranks: slice
-    way: Way
+    tokens: tuple[slice, ...]
+    ranks: tuple[slice, ...]
+    backends: LoraBackends
 
 
 def passes_of(batch: Batch, approach: str) -> Iterator[Pass]:
     """Passes of a batch: one for each adapter in the naive approach, else one for all."""
-    row_ends, rank_ends = list(accumulate(batch.shares)), list(accumulate(batch.ranks))
-    rows = [slice(end - share, end) for end, share in zip(row_ends, batch.shares, strict=True)]
+    rows, ranks = _spans(batch.shares), _spans(batch.ranks)
     if approach != NAIVE:
-        segments = [
-            (slice(own.start * batch.length, own.stop * batch.length), i) for i, own in enumerate(rows)
-        ]
-        layout = Layout.of(segments, batch.ranks)
-        way = make_way(layout, batch.tokens, torch.device("cpu"), Approach(approach))
-        yield Pass(slice(0, batch.rows), slice(0, layout.total_ranks), way)
+        tokens = tuple(slice(own.start * batch.length, own.stop * batch.length) for own in rows)
+        yield Pass(slice(0, batch.rows), tokens, ranks, LoraBackends(Approach(approach)))
         return
-    for own, rank, end in zip(rows, batch.ranks, rank_ends, strict=True):
-        tokens = (own.stop - own.start) * batch.length
-        layout = Layout.of([(slice(0, tokens), 0)], [rank])
-        yield Pass(own, slice(end - rank, end), make_way(layout, tokens, torch.device("cpu")))
+    for own, rank in zip(rows, ranks, strict=True):
+        tokens = (slice(0, (own.stop - own.start) * batch.length),)
+        yield Pass(own, tokens, (rank,), LoraBackends())
+
+
+def _spans(sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 class SharedModel:
@@ -86,25 +84,40 @@ class SharedModel:
                 if id(module) in layers:
                     self.linears.append(linear)
 
-    def use(self, own: Pass, leaves: Sequence[Tensor] | None = None) -> None:
-        """Sets what every linear adds: the products of `leaves` [A, B, A, B, ...], or of the tables
-        themselves."""
-        for number, linear in enumerate(self.linears):
-            linear.way = own.way
-            linear.own = (
-                (linear.a[own.ranks], linear.b[own.ranks])
-                if leaves is None
-                else (leaves[2 * number], leaves[2 * number + 1])
+    def use(self, segments: Sequence[LoraSegments]) -> None:
+        """Sets what every linear adds."""
+        for linear, own in zip(self.linears, segments, strict=True):
+            linear.segments = own
+
+    def segments(self, own: Pass, leaves: Sequence[Tensor] | None = None) -> list[LoraSegments]:
+        """What a pass adds at every linear: by `leaves` as they are now, or by the tables themselves."""
+        matrices = iter(self._matrices(own) if leaves is None else leaves)
+        return [
+            LoraSegments(
+                [
+                    LoraSegment(span.start, span.stop, next(matrices), next(matrices), 1.0)
+                    for span in own.tokens
+                ],
+                own.backends,
             )
+            for _ in self.linears
+        ]
 
     def leaves(self, own: Pass) -> list[Tensor]:
-        """Parameters that train, in the order of `use`."""
-        tables = [table for linear in self.linears for table in (linear.a, linear.b)]
-        return [table[own.ranks].detach().requires_grad_() for table in tables]
+        """Parameters that train, in the order of `segments`."""
+        return [matrix.detach().requires_grad_() for matrix in self._matrices(own)]
+
+    def _matrices(self, own: Pass) -> Iterator[Tensor]:
+        """A [rank, in] and B [out, rank] of each adapter of a pass, linear by linear."""
+        for linear in self.linears:
+            for ranks in own.ranks:
+                yield linear.a[ranks]
+                yield linear.b[ranks].view(-1, ranks.stop - ranks.start)
 
 
 class Linear:
-    """A frozen linear and the adapters beside it: tables of A [ranks, in] and of B [ranks, out]."""
+    """A frozen linear and the adapters beside it: tables [ranks, in] and [ranks, out], of which an adapter's
+    lines hold its A [rank, in] and its B [out, rank]."""
 
     def __init__(self, module: nn.Linear, ranks: int) -> None:
         weight = module.weight.detach()
@@ -114,19 +127,17 @@ class Linear:
             _SPREAD * torch.randn(1, width, generator=draws).to(weight.dtype).repeat(ranks, 1)
             for width in reversed(weight.shape)
         )
-        self.way: Way | None = None
-        self.own = self.a, self.b
+        self.segments: LoraSegments | None = None
         module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)  # its bytes are elsewhere
         module.forward = self  # type: ignore[assignment]
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = frozen(x, self._placement, None)
-        if self.way is None:
-            return y
-        x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
+        if self.segments is None:
+            return frozen(x, self._placement)
         if torch.is_grad_enabled():
-            return many.add(x2, y2, *self.own, self.way).view(y.shape)
-        many.add_(x2, y2, *self.own, self.way)
+            return bypassed(x, self._placement, self.segments)
+        y = self._placement.forward(x)
+        self.segments.add_(x.flatten(0, -2), y.flatten(0, -2))
         return y
 
 
@@ -136,16 +147,16 @@ class DecodeStep:
     def __init__(self, shared: SharedModel, batch: Batch, approach: str, context: int) -> None:
         self._shared = shared
         self._passes = [
-            (own, Context(shared.shape, own.rows.stop - own.rows.start, context))
+            (shared.segments(own), Context(shared.shape, own.rows.stop - own.rows.start, context))
             for own in passes_of(batch, approach)
         ]
 
     @torch.no_grad()
     def __call__(self) -> float:
         seconds = 0.0
-        for own, context in self._passes:
+        for segments, context in self._passes:
             ids, cache = context.begin()
-            self._shared.use(own)
+            self._shared.use(segments)
             started = time.perf_counter()
             self._shared.model(input_ids=ids, past_key_values=cache).logits[:, -1:].argmax(-1)
             seconds += time.perf_counter() - started
@@ -167,7 +178,7 @@ class TrainStep:
         model: Any = self._shared.model
         started = time.perf_counter()
         for own, leaves in self._passes:
-            self._shared.use(own, leaves)
+            self._shared.use(self._shared.segments(own, leaves))
             ids = self._ids[own.rows]
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         self._optimizer.step()

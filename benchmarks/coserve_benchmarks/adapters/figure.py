@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.kernels.dispatch import Approach
+from coserve.kernels.lora.dispatch import Approach
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import training_tokens
 from coserve_benchmarks.adapters.approaches import APPROACHES, Batch, DecodeStep, SharedModel, TrainStep

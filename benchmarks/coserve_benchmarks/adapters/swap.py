@@ -126,7 +126,7 @@ def _name(number: int) -> str:
 
 
 def _warm(engine: Engine, bench: Bench, sizes: SwapSizes) -> None:
-    """Brings the popular adapters into memory and into their stacks."""
+    """Brings the popular adapters into memory and into their slots."""
     prompts = fixed_prompts(sizes.popular, sizes.prompt, bench.shape.vocabulary, bench.settings.seed)
     for number, prompt in enumerate(prompts):
         engine.generate(prompt, _name(number), greedy(4))
@@ -210,5 +210,5 @@ def _tell_paging(bench: Bench, moved: Sequence[tuple[Paging, Paging]]) -> None:
     results.figure("swap.loaded", sum(after.loaded - before.loaded for before, after in moved), "adapters")
     nbytes = sum(after.loaded_bytes - before.loaded_bytes for before, after in moved)
     results.figure("swap.loaded_bytes", nbytes / 1e6, "MB")
-    results.figure("swap.used_bytes", moved[-1][1].used_bytes / 1e6, "MB, stacks included")
+    results.figure("swap.used_bytes", moved[-1][1].used_bytes / 1e6, "MB, slots included")
     results.figure("swap.known", moved[-1][1].known, "adapters on disk")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
@@ -13,7 +14,6 @@ from coserve.adapters.bypass import Bypass, Dense, Side, exact_type
 from coserve.adapters.saved import Saved, expect_shape, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError
-from coserve.kernels import lora
 from coserve.kernels.dropout import Mask
 
 
@@ -37,12 +37,12 @@ class LoRABypass(Bypass):
         )
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        lora.add_(x, y, self.a, self.b, self.scale)
+        y.addmm_(x @ self.a.t(), self.b.t(), alpha=self.scale)
         if self.bias is not None:
             y.add_(self.bias, alpha=self.scale)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        y = lora.add(x, y, self.a, self.b, self.scale)
+        y = torch.addmm(y, x @ self.a.t(), self.b.t(), alpha=self.scale)
         return y if self.bias is None else y.add(self.bias, alpha=self.scale)
 
     def with_outputs_scaled(self, factors: Tensor) -> "LoRABypass":
@@ -61,10 +61,15 @@ class LoRABypass(Bypass):
         return Dense(weight, added if dense.bias is None else dense.bias + added)
 
 
+def is_lora(bypass: Bypass | None) -> TypeGuard[LoRABypass]:
+    """Tells whether it is two products of what the linear is given, and no more: such bypasses are multiplied
+    together."""
+    return type(bypass) is LoRABypass and bypass.bias is None
+
+
 def is_plain(bypass: Bypass | None) -> TypeGuard[LoRABypass]:
-    """Tells whether it is two products of all that the linear is given, and no more: such bypasses are
-    multiplied together, and their gradients do not depend on what the linear gives."""
-    return type(bypass) is LoRABypass and bypass.bias is None and not bypass.dropout
+    """Tells whether it is so when it trains, too: its gradients do not depend on what the linear gives."""
+    return is_lora(bypass) and not bypass.dropout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -53,7 +53,7 @@ class Stored(Protocol):
 
     @property
     def copies(self) -> int:
-        """Bytes of these that are for places in stacks."""
+        """Bytes of these that are for slots."""
         ...
 
     def shed(self, nbytes: int) -> None:
@@ -296,7 +296,7 @@ class Admission:
     def _count_adapters(self) -> None:
         """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold.
 
-        A stored one comes with its place in a stack, whether it has one yet or not.
+        A stored one comes with its slot, whether it has one yet or not.
         """
         held, bank = self._memory(), self._bank
         slots, own = held.slots, sum(accounts[Account.ADAPTERS] for accounts in held.sessions.values())
@@ -308,7 +308,7 @@ class Admission:
     def _shed(self, missing: Callable[[], int]) -> None:
         """Has stored adapters that nobody uses leave, if that is enough. What was set for them is theirs.
 
-        The place of one that left may stay in a stack for the next one: then more have to leave.
+        The slot of one that left may stay for the next one: then more have to leave.
         """
         stored, before = self._stored, -1
         while stored is not None and self._limit is None and missing() and stored.used != before:

@@ -49,7 +49,7 @@ class PagedAdapters:
 
     @property
     def copies(self) -> int:
-        """Bytes of these that are for places in stacks."""
+        """Bytes of these that are for slots."""
         return sum(item.cost - item.outline.nbytes for item in self._cache.items)
 
     def add(self, stored: StoredVersion) -> None:

@@ -12,7 +12,7 @@ from coserve.adapters.paging.levels import reads_for
 from coserve.adapters.paging.reader import Read
 from coserve.adapters.paging.stored import Outline, StoredVersion
 from coserve.adapters.settings import settings_of
-from coserve.adapters.stacks import Stacks
+from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.errors import OutOfMemory
 from coserve.executors.executor import (
     CloseSession,
@@ -51,11 +51,11 @@ class HeldState:
         self,
         base: Base,
         adapters: LoadedAdapters,
-        stacks: Stacks,
+        slot_pools: LoraSlotPools,
         grammars: Grammars | None = None,
         make_offload: MakeOffload | None = None,
     ) -> None:
-        self.base, self.adapters, self.stacks = base, adapters, stacks
+        self.base, self.adapters, self.slot_pools = base, adapters, slot_pools
         self.arena = Arena()
         self.sessions: dict[str, TrainingSession] = {}
         self.window_group_rows = 0  # most that go back together
@@ -181,6 +181,6 @@ class HeldState:
             base=self.base.nbytes,
             base_to_train=self.base.nbytes_to_train,
             adapters=self.adapters.nbytes,
-            slots=self.stacks.nbytes,
+            slots=self.slot_pools.nbytes,
             sessions={job: session.held for job, session in self.sessions.items()},
         )

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve.adapters.abreast import Abreast
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
-from coserve.adapters.stacks import Stacks
+from coserve.adapters.lora_batch import AdapterRows
+from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.core.plan import (
@@ -39,7 +39,7 @@ from coserve.executors.sampler import Sampler
 from coserve.executors.sequence_table import SequenceTable
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
-from coserve.model.batch import FusedRows, LayerCalls, Many, Part
+from coserve.model.batch import FusedRows, LayerCalls, Part
 from coserve.model.together import linears_together
 from coserve.train.backward import BackwardWindow, backward_windows
 from coserve.train.optimizer_offload import MakeOffload
@@ -99,9 +99,9 @@ class LocalExecutor(Executor):
     ) -> None:
         """`grown` is what loading the base took beside its weights, and keeps, in bytes."""
         self.base, self.attention, self.table = base, attention, table
-        self.stacks = Stacks(linears_together(base), table.capacity, base.device)
-        self.loaded = LoadedAdapters(lambda version: self.stacks.forget(version.bypasses))
-        self.held = HeldState(base, self.loaded, self.stacks, table.sampling.grammars, make_offload)
+        self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
+        self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
+        self.held = HeldState(base, self.loaded, self.slot_pools, table.sampling.grammars, make_offload)
         self.sessions, self.arena = self.held.sessions, self.held.arena
         self.sampler = self.sampler_type(base, self.loaded, table)
         self._launched: deque[Plan] = deque()
@@ -343,21 +343,17 @@ class LocalExecutor(Executor):
         inference = next((one for one in there if isinstance(one, InferenceBatch)), None)
         windows = [one for one in there if isinstance(one, ForwardWindow)]
         parts: list[Part] = [] if inference is None else [inference.part]
-        laid = self.stacks.lay([] if inference is None else inference.adapters)
-        adapters = list(laid.alone)
+        training: list[AdapterRows] = []
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]
         if windows:
             parts.append(KeptRows([(window.tape, window.window) for window in windows]))
         calls += [window.calls for window in windows]
         for window in windows:
-            adapters.append((slice(start, start + window.window.rows), window.bypasses))
+            training.append((slice(start, start + window.window.rows), window.bypasses))
             start += window.window.rows
-        many: list[Many] = list(laid.gathered)
-        if len(adapters) > 1:
-            many.append(abreast := Abreast(adapters))
-            adapters = abreast.rest
-        return FusedRows(parts, adapters, many), self.base.arguments.concat(calls)
+        lora = self.slot_pools.batch([] if inference is None else inference.adapters).with_rows(training)
+        return FusedRows(parts, lora.rest, lora), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
@@ -388,7 +384,9 @@ class LocalExecutor(Executor):
     def _kind(self, adapter: str | None) -> tuple[int, str]:
         """Sort key of an adapter's rows: rows that are multiplied together lie together."""
         return (
-            (-1, "") if adapter is None else (self.stacks.order(self.loaded.find(adapter).bypasses), adapter)
+            (-1, "")
+            if adapter is None
+            else (self.slot_pools.order(self.loaded.find(adapter).bypasses), adapter)
         )
 
     def _through_tail(self, segment: TrainingSegment) -> None:

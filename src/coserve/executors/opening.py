@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Bypasses
-from coserve.adapters.stacks import Stacks
+from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.store import Int8Store, Store
 from coserve.config import EngineConfig
 from coserve.errors import ConfigError
@@ -56,7 +56,7 @@ def open_local(model: Model, config: EngineConfig, tokenizer: Any = None) -> Ope
     grown = max(resident_bytes() - before - base.nbytes, 0)
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
     executor = _make(base, config, grammars, grown)
-    return Opened(executor, base, executor.stacks.slot_nbytes, grammars)
+    return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars)
 
 
 def open_remote(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:
@@ -71,9 +71,9 @@ def open_remote(model: Model, config: EngineConfig, tokenizer: Any = None) -> Op
         executor = RemoteExecutor(str(model), config, None if tokenizer is None else folder)
     base, spec = executor.base, executor.spec
     with fake_tensors():
-        stacks = Stacks(linears_together(base), spec.sequences, base.device)
+        slot_pools = LoraSlotPools(linears_together(base), spec.sequences, base.device)
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, spec.eos_ids)
-    return Opened(executor, base, stacks.slot_nbytes, grammars)
+    return Opened(executor, base, slot_pools.slot_nbytes, grammars)
 
 
 def open_executor(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from coserve.kernels.layout import Layout
+from coserve.kernels.lora.layout import Layout
 
 
 def attention(

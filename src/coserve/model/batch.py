@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
+from coserve.adapters.lora_batch import LoraBatch
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.placement import Placement
 
@@ -79,17 +80,9 @@ class Part(Protocol):
         ...
 
 
-class Many(Protocol):
-    """Adapters that are multiplied together, and know which rows are theirs."""
-
-    def add_(self, path: str, given: Tensor, y: Tensor) -> None:
-        """Adds to y [all rows, out] in place, at a linear that is `given` [..., in]."""
-        ...
-
-
 class FusedRows:
-    """Parts side by side in one forward run without a graph, adapters over their ranges of rows; those of
-    `many` are added together.
+    """Parts side by side in one forward run without a graph, adapters over their ranges of rows one by one,
+    those of `lora` together.
 
     Each adapter reads and writes its own rows only, so a NaN in one never reaches another.
     """
@@ -98,9 +91,9 @@ class FusedRows:
         self,
         parts: Sequence[Part],
         adapters: Sequence[tuple[slice, Bypasses]],
-        many: Sequence[Many] = (),
+        lora: LoraBatch | None = None,
     ) -> None:
-        self._adapters, self._many = adapters, many
+        self._adapters, self._lora = adapters, None if lora is None or lora.is_empty else lora
         self._parts: list[tuple[slice, Part]] = []
         start = 0
         for part in parts:
@@ -110,15 +103,15 @@ class FusedRows:
         self._bounds = [part.count for part in parts]
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
-        if not self._keepers and not self._adapters and not self._many:
+        if not self._keepers and not self._adapters and self._lora is None:
             return placement.forward(x)
         x = self._entering(path, x)
         y = placement.forward(x)
         x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
         for rows, keeper in self._keepers:
             keeper.keep(path, y2[rows])
-        for many in self._many:
-            many.add_(path, x, y2)
+        if self._lora is not None:
+            self._lora.add_(path, x, y2)
         for rows, bypasses in self._adapters:
             bypass = bypasses.outputs.get(path)
             if bypass is not None:

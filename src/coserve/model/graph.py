@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coserve.adapters.abreast import plain_segments
 from coserve.adapters.bypass import Bypass, Bypasses
-from coserve.adapters.lowrank import is_plain
+from coserve.adapters.lora_batch import LoraBatch
+from coserve.adapters.lowrank import is_lora
 from coserve.kernels.attention import AttentionSpec
-from coserve.kernels.beside import Beside, Ways
 from coserve.kernels.rows import concat_rows, split_rows
 from coserve.model.linear import bypassed, frozen
 from coserve.model.placement import Placement
@@ -23,8 +22,8 @@ class GraphRows:
 
     def __init__(self, adapters: Sequence[Bypasses], sizes: Sequence[int]) -> None:
         self._adapters, self.sizes = adapters, sizes
-        self._spans = [slice(*span) for span in pairwise(accumulate(sizes, initial=0))]
-        self._ways: Ways = {}
+        spans = (slice(*span) for span in pairwise(accumulate(sizes, initial=0)))
+        self._lora = LoraBatch(list(zip(spans, adapters, strict=True)))
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         entering = [adapter.inputs.get(path) for adapter in self._adapters]
@@ -32,13 +31,10 @@ class GraphRows:
             x2 = x.flatten(0, -2)
             x = self._added(entering, x2, x2).view(x.shape)
         kept, is_added = self._kept(path, x)
+        segments = self._lora.segments(path, is_added)
+        y = frozen(x, placement, kept) if segments is None else bypassed(x, placement, segments, kept)
         bypasses = [adapter.outputs.get(path) for adapter in self._adapters]
-        segments = plain_segments(zip(self._spans, bypasses, is_added, strict=True))
-        if segments:
-            y = bypassed(x, placement, Beside(segments, self._ways), kept)
-        else:
-            y = frozen(x, placement, kept)
-        others = [None if is_plain(bypass) else bypass for bypass in bypasses]
+        others = [None if is_lora(bypass) else bypass for bypass in bypasses]
         if any(bypass is not None for bypass in others):
             y = self._added(others, x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
         return self._summed(path, y)

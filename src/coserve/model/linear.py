@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coserve.kernels.beside import Beside
+from coserve.kernels.lora.segments import LoraSegments
 from coserve.model.batch import BatchCell
 from coserve.model.placement import Placement
 
@@ -37,40 +37,42 @@ def frozen(x: Tensor, placement: Placement, kept: Tensor | None = None) -> Tenso
 
 class _Bypassed(torch.autograd.Function):
     """A placement and low-rank bypasses beside it, in a graph: the gradient of what they are given comes of
-    one product, to which those of the bypasses are added."""
+    one product, to which those of the bypasses are added. `matrices` are those of the segments, A then B."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, placement: Placement, kept: Tensor | None, beside: Beside, *matrices: Tensor
+        ctx: Any,
+        x: Tensor,
+        placement: Placement,
+        kept: Tensor | None,
+        segments: LoraSegments,
+        *matrices: Tensor,
     ) -> Tensor:
-        ctx.placement, ctx.beside = placement, beside
-        ctx.save_for_backward(x, *matrices)
+        ctx.placement, ctx.segments = placement, segments
+        ctx.save_for_backward(x)
         y = placement.forward(x) if kept is None else kept
-        if beside.is_added:
+        if segments.is_added:
             return y
         if kept is not None:
             y = y.clone()
-        count = len(matrices) // 2
-        beside.add_(x.flatten(0, -2), y.flatten(0, -2), matrices[:count], matrices[count:])
+        segments.add_(x.flatten(0, -2), y.flatten(0, -2))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *matrices = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         grad = grads[0].contiguous()
         found = ctx.placement.backward(grad) if ctx.needs_input_grad[0] else None
-        into = None if found is None else found.view(-1, x.shape[-1])
-        count = len(matrices) // 2
-        of_a, of_b = ctx.beside.back(
-            grad.view(-1, grad.shape[-1]), x.flatten(0, -2), matrices[:count], matrices[count:], into
-        )
+        grad_x = None if found is None else found.view(-1, x.shape[-1])
+        of_a, of_b = ctx.segments.backward(grad.view(-1, grad.shape[-1]), x.flatten(0, -2), grad_x)
         return found, None, None, None, *of_a, *of_b
 
 
-def bypassed(x: Tensor, placement: Placement, beside: Beside, kept: Tensor | None = None) -> Tensor:
+def bypassed(x: Tensor, placement: Placement, segments: LoraSegments, kept: Tensor | None = None) -> Tensor:
     """The placement's product of x [..., in], or what was kept of it, with low-rank bypasses over its rows;
     in the current graph, which there is."""
-    y: Tensor = _Bypassed.apply(x, placement, kept, beside, *beside.a, *beside.b)  # type: ignore[no-untyped-call]
+    weights = segments.weights
+    y: Tensor = _Bypassed.apply(x, placement, kept, segments, *weights.a, *weights.b)  # type: ignore[no-untyped-call]
     return y
 
 

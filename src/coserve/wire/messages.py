@@ -292,7 +292,7 @@ class Paging(WireMessage, frozen=True):
     loaded: int = 0
     loaded_bytes: int = 0
     dropped: int = 0  # to make room
-    used_bytes: int = 0  # in memory or on their way, with their places in stacks
+    used_bytes: int = 0  # in memory or on their way, with their slots
 
 
 class Stats(WireMessage, frozen=True):

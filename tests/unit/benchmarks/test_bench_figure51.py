@@ -36,21 +36,23 @@ def shared() -> SharedModel:
 
 def test_the_naive_approach_has_a_pass_for_each_adapter_and_the_others_one() -> None:
     naive = list(passes_of(BATCH, NAIVE))
+    ranks = slice(0, 16), slice(16, 48), slice(48, 80)
     assert [(p.rows, p.ranks) for p in naive] == [
-        (slice(0, 2), slice(0, 16)),
-        (slice(2, 3), slice(16, 48)),
-        (slice(3, 6), slice(48, 80)),
+        (slice(0, 2), ranks[:1]),
+        (slice(2, 3), ranks[1:2]),
+        (slice(3, 6), ranks[2:]),
     ]
     for approach in set(APPROACHES) - {NAIVE}:
         (only,) = passes_of(BATCH, approach)
-        assert (only.rows, only.ranks) == (slice(0, 6), slice(0, 80))
+        assert (only.rows, only.ranks) == (slice(0, 6), ranks)
+        assert only.tokens == (slice(0, 8), slice(8, 12), slice(12, 24))
 
 
 def logits(shared: SharedModel, approach: str) -> torch.Tensor:
     ids = torch.arange(BATCH.tokens).view(BATCH.rows, BATCH.length)
     found = []
     for own in passes_of(BATCH, approach):
-        shared.use(own)
+        shared.use(shared.segments(own))
         with torch.no_grad():
             found.append(shared.model(input_ids=ids[own.rows], use_cache=False).logits)
     return torch.cat(found).float()
@@ -62,7 +64,7 @@ def test_approaches_give_the_same_logits_and_gradients(shared: SharedModel, appr
     wanted, got = logits(shared, NAIVE), logits(shared, approach)
     assert float((got - wanted).norm() / wanted.norm()) < 2e-2
     for linear in shared.linears:
-        linear.way = None
+        linear.segments = None
     with torch.no_grad():
         ids = torch.arange(BATCH.tokens).view(BATCH.rows, BATCH.length)
         bare = shared.model(input_ids=ids, use_cache=False).logits.float()
@@ -73,17 +75,20 @@ def test_approaches_give_the_same_logits_and_gradients(shared: SharedModel, appr
 
 
 def gradients(shared: SharedModel, approach: str) -> list[torch.Tensor]:
-    """Of the summed loss, all adapters' end to end, for each table."""
+    """Of the summed loss, all adapters' end to end, for A and for B of each linear."""
     ids = torch.arange(BATCH.tokens).view(BATCH.rows, BATCH.length)
     found: list[list[torch.Tensor]] = []
     for own in passes_of(BATCH, approach):
         leaves = shared.leaves(own)
-        shared.use(own, leaves)
+        shared.use(shared.segments(own, leaves))
         scores = shared.model(input_ids=ids[own.rows], use_cache=False).logits.float()
         loss = torch.nn.functional.cross_entropy(
             scores.flatten(0, 1), ids[own.rows].flatten(), reduction="sum"
         )
-        found.append([gradient.float() for gradient in torch.autograd.grad(loss, leaves)])
+        given = [gradient.float().flatten() for gradient in torch.autograd.grad(loss, leaves)]
+        of_linear = 2 * len(own.ranks)  # A and B of each adapter
+        starts = [first + side for first in range(0, len(given), of_linear) for side in (0, 1)]
+        found.append([torch.cat(given[start : start - start % 2 + of_linear : 2]) for start in starts])
     return [torch.cat(of_table) for of_table in zip(*found, strict=True)]
 
 

@@ -90,7 +90,7 @@ def test_those_that_are_not_used_leave_and_come_again_as_they_were(
         finish(engine, script)
         assert handle.tokens == expected[number]
         assert engine.bank.nbytes <= 2 * cost and engine.stored.used <= 2 * cost
-        assert engine.executor.stacks.adapters <= 2
+        assert engine.executor.slot_pools.adapters <= 2
     assert script.begun == ["a0", "a1", "a2", "a0", "a3", "a4", "a1", "a2"]
     assert engine.stats().paging.resident == ("a1", "a2")
 
@@ -102,7 +102,7 @@ def test_many_that_wait_are_all_served_and_no_byte_more_is_used(
     handles = [(number, ask(engine, number)) for number in (0, 1, 2, 3, 4, 2, 0, 1, 4, 3, 3, 0)]
     assert script.begun == ["a0", "a1"], "the next one's turn comes when one of them is there"
     finish(engine, script)
-    assert engine.executor.stacks.adapters <= 2, "who leaves gives its place in a stack back"
+    assert engine.executor.slot_pools.adapters <= 2, "who leaves gives its slot back"
     assert all(handle.tokens == expected[number] for number, handle in handles)
 
 
@@ -297,11 +297,11 @@ def test_bytes_are_reserved_before_anything_is_read(
     engine, script = paged(monkeypatch, folders)
     before = engine.admission.audit()[Account.ADAPTERS]
     ask(engine, 0)
-    assert engine.admission.audit()[Account.ADAPTERS] == before + cost, "with its place in a stack"
+    assert engine.admission.audit()[Account.ADAPTERS] == before + cost, "with its slot"
     handles = [ask(engine, 1), ask(engine, 2)]
     finish(engine, script)
     assert engine.admission.audit()[Account.ADAPTERS] == before + 3 * cost
-    assert engine.executor.stacks.nbytes > 0 and handles[0].tokens
+    assert engine.executor.slot_pools.nbytes > 0 and handles[0].tokens
 
 
 def test_what_could_never_fit_is_refused_at_once(

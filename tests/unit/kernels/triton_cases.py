@@ -4,15 +4,15 @@ type."""
 import torch
 from torch import Tensor
 
-from coserve.kernels import many, reference
-from coserve.kernels.gathered import Owned, Stack
-from coserve.kernels.layout import Layout
-from coserve.kernels.many import Way
+from coserve.kernels import reference
+from coserve.kernels.lora.backend import LoraWeights, TrainingLoraBackend
+from coserve.kernels.lora.layout import Layout
+from coserve.kernels.lora.slots import GatheredSlots, SlotTables
 from coserve.kernels.triton import blocksparse, segmented
+from coserve.kernels.triton.backends import TritonBlockSparse, TritonSegmented
 from coserve.kernels.triton.blocksparse import Topology
-from coserve.kernels.triton.stack import RowTiles, TritonStack
+from coserve.kernels.triton.slots import TritonSlots
 from coserve.kernels.triton.tiles import Tiles
-from coserve.kernels.triton.ways import BlockSparseWay, SegmentedWay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 wrongly, without a word.
@@ -41,23 +41,25 @@ def main() -> None:
                 for key, size in sizes.items()
             }
             device = given["x"].device
-            for way in (SegmentedWay.of(layout, device), BlockSparseWay.of(layout, device)):
-                _graph(f"{type(way).__name__}, {name}, {dtype}", way, layout, given, tolerance)
+            for backend in (TritonSegmented.of(layout, device), TritonBlockSparse.of(layout, device)):
+                what = f"{type(backend).__name__}, {name}, {dtype}"
+                _forward_and_back(what, backend, layout, given, tolerance)
     _keeps_what_is_not_a_number()
-    _stack()
+    _slots()
     print("equal")
 
 
-def _graph(what: str, way: Way, layout: Layout, given: dict[str, Tensor], tolerance: float) -> None:
-    """Forward and backward, as training calls them; and in place, as serving would."""
+def _forward_and_back(
+    what: str, backend: TrainingLoraBackend, layout: Layout, given: dict[str, Tensor], tolerance: float
+) -> None:
     x, y, a, b, grad = (given[key] for key in ("x", "y", "a", "b", "grad"))
-    leaves = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
-    out = many.add(leaves[0], y, *leaves[1:], way)
-    found = out.detach(), *torch.autograd.grad(out, leaves, grad)
+    spans = layout.ranks
+    weights = LoraWeights([a[span] for span in spans], [b[span].t() for span in spans], [1.0] * len(spans))
+    out, of_x = y.clone(), torch.zeros_like(x)
+    backend.expand_(backend.shrink(x, weights), weights, out)
+    of_a, of_b = backend.backward(grad, x, weights, of_x)
+    found = out, of_x, torch.cat(list(of_a)), torch.cat([one.t() for one in of_b])
     _compare(what, layout, given, found, tolerance)
-    in_place = y.clone()
-    many.add_(x, in_place, a, b, way)
-    assert torch.equal(in_place, found[0]), f"{what}: in place it is something else"
 
 
 def _compare(
@@ -89,26 +91,30 @@ def _keeps_what_is_not_a_number() -> None:
         assert not got[2:20].isfinite().any(), "what is broken shows"
 
 
-def _stack() -> None:
-    """A GPU's stack gives what a CPU's does: two linears, ranks below the stack's, rows of slots in any
-    order."""
+def _slots() -> None:
+    """A GPU's slots give what a CPU's do: two linears, ranks below the tables', rows of slots in any order,
+    and rows of nobody."""
     draws = torch.Generator().manual_seed(2)
     sizes = (3, 8, INSIDE, (OUTSIDE, 20))
     like = torch.zeros((), device=DEVICE)
-    ours, twin = TritonStack(*sizes, like), Stack(*sizes, torch.zeros((), dtype=torch.float64))
+    ours = SlotTables(*sizes, like, inputs_first=False)
+    twin = SlotTables(*sizes, torch.zeros((), dtype=torch.float64), inputs_first=True)
     for slot, rank in enumerate((8, 3, 1)):
         for linear, width in enumerate(sizes[3]):
             a, b = torch.randn(rank, INSIDE, generator=draws), torch.randn(width, rank, generator=draws)
             ours.put(slot, linear, a.to(DEVICE), b.to(DEVICE), 1.5 + slot)
             twin.put(slot, linear, a.double(), b.double(), 1.5 + slot)
-    slots = [2, 0, 1, 1, 0]
-    x = torch.randn(len(slots), INSIDE, generator=draws)
-    tiles, owned = RowTiles(slots, like.device), Owned(slots, torch.device("cpu"))
-    h, wanted_h = ours.shrink(x.to(DEVICE), tiles), twin.shrink(x.double(), owned)
-    assert torch.allclose(h.double().cpu(), wanted_h, rtol=1e-5, atol=1e-5), "the stack's first product"
-    for linear in range(2):
-        got = ours.expand(linear, h, tiles).double().cpu()
-        assert torch.allclose(got, twin.expand(linear, wanted_h, owned), rtol=1e-5, atol=1e-4), f"{linear}"
+    segments = [(slice(1, 2), 2), (slice(2, 3), 0), (slice(4, 6), 1), (slice(6, 7), 0)]
+    backend, plain = TritonSlots(segments, like.device), GatheredSlots(segments, torch.device("cpu"))
+    x = torch.randn(8, INSIDE, generator=draws)
+    h = backend.shrink(x.to(DEVICE), ours.weights(0))
+    wanted_h = plain.shrink(x.double(), twin.weights(0))
+    for linear, width in enumerate(sizes[3]):
+        y = torch.randn(8, width, generator=draws)
+        got, wanted = y.to(DEVICE), y.double()
+        backend.expand_(h, ours.weights(linear), got)
+        plain.expand_(wanted_h, twin.weights(linear), wanted)
+        assert torch.allclose(got.double().cpu(), wanted, rtol=1e-5, atol=1e-4), f"{linear}"
     assert 2 * ours.slot_nbytes == twin.slot_nbytes
 
 

@@ -36,7 +36,7 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Outline:
     """Facts of an adapter whose weights are not read: `cost` are its bytes in memory, with those of its
-    place in a stack (`nbytes` are without)."""
+    slot (`nbytes` are without)."""
 
     virtual: Counts
     nbytes: int
@@ -98,9 +98,9 @@ class Outlines:
     """Looks at adapters' files. Those with the same configuration and the same header are alike, and looked
     through once. May be used from several threads."""
 
-    def __init__(self, frame: Frame, dtype: torch.dtype, stacked: Callable[[Bypasses], int]) -> None:
-        """`stacked` tells the bytes of an adapter's place in a stack, from bypasses without values."""
-        self._frame, self._dtype, self._stacked = frame, dtype, stacked
+    def __init__(self, frame: Frame, dtype: torch.dtype, slot_nbytes: Callable[[Bypasses], int]) -> None:
+        """`slot_nbytes` tells the bytes of an adapter's slot, from bypasses without values."""
+        self._frame, self._dtype, self._slot_nbytes = frame, dtype, slot_nbytes
         self._known: dict[bytes, Outline] = {}
 
     def look(self, name: str, folder: str | Path, new: bool = False) -> StoredVersion:
@@ -112,7 +112,7 @@ class Outlines:
         outline = self._known.get(digest)
         if outline is None:
             found = read_outline(folder, name, self._frame, self._dtype)
-            self._known[digest] = outline = Outline.of(found, self._stacked(found.bypasses))
+            self._known[digest] = outline = Outline.of(found, self._slot_nbytes(found.bypasses))
             while len(self._known) > _KNOWN:
                 self._known.pop(next(iter(self._known)), None)  # another thread may have been quicker
         if new:

@@ -5,7 +5,7 @@ In the report's words DDS makes the blocks (dense by dense), SDD multiplies them
 third one, for the gradients of the matrices, multiplies the blocks' transposes. Ranks need be multiples of
 nothing, since a block that an adapter does not fill is masked, and blocks of decode rows are one row high. A
 program for each block: adapters of small ranks cost as little as they are, whatever the largest one is. The
-plain twins are `reference.shrink`, `expand` and `outer`.
+plain twins are `reference.multi_lora` and `multi_lora_backward`.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coserve.kernels.layout import Layout
+from coserve.kernels.lora.layout import Layout
 from coserve.kernels.triton.segmented import multiply
 from coserve.kernels.triton.tiles import LARGEST, tile_rows
 

@@ -2,7 +2,7 @@
 
 What lies between is [rows, largest rank]; a tile fills as many columns as its adapter has ranks, and a
 program whose ranks begin beyond those ends at once. Tiles of one row are multiplied without matrix units: a
-decode row brings no padding with it. The plain twins are `reference.shrink`, `expand` and `outer`.
+decode row brings no padding with it. The plain twins are `reference.multi_lora` and `multi_lora_backward`.
 """
 
 from typing import Any

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from coserve.kernels.layout import Layout
+from coserve.kernels.lora.layout import Layout
 
 LARGEST = 16  # rows of a tile: the least that matrix units multiply
 

@@ -30,7 +30,12 @@ class Layout:
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """The blocks: (rows, ranks)."""
-        return ((rows, self.ranks[owner]) for rows, owner in zip(self.rows, self.owners, strict=True))
+        return ((rows, self.ranks[owner]) for rows, owner in self.segments)
+
+    @property
+    def segments(self) -> tuple[tuple[slice, int], ...]:
+        """(rows, adapter)."""
+        return tuple(zip(self.rows, self.owners, strict=True))
 
     @property
     def total_ranks(self) -> int:

@@ -7,8 +7,8 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.bitfit import BitFitBypass
-from coserve.adapters.stacks import Stacks
-from coserve.kernels.gathered import Stack
+from coserve.adapters.slot_pools import LoraSlotPools
+from coserve.kernels.lora.slots import SlotTables
 
 SIZES = {"q": (12, 8), "k": (12, 4), "o": (8, 12)}
 GROUPS = (("q", "k"), ("o",))
@@ -29,16 +29,15 @@ def adapter(seed: int, rank: int, paths: tuple[str, ...] = ("q", "k", "o"), bias
 
 
 def added(
-    stacks: Stacks, adapters: list[tuple[slice, Bypasses]], given: dict[str, Tensor]
+    pools: LoraSlotPools, adapters: list[tuple[slice, Bypasses]], given: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What a step's adapters add at each linear, gathered ones and the others."""
-    laid = stacks.lay(adapters)
+    """What a step's adapters add at each linear, low-rank ones and the others."""
+    batch = pools.batch(adapters)
     found = {}
     for path, x in given.items():
         y = torch.zeros(len(x), SIZES[path][1], dtype=torch.float64)
-        for gathered in laid.gathered:
-            gathered.add_(path, x, y)
-        for rows, bypasses in laid.alone:
+        batch.add_(path, x, y)
+        for rows, bypasses in batch.rest:
             if path in bypasses.outputs:
                 bypasses.outputs[path].add_(x[rows], y[rows])
         found[path] = y
@@ -63,18 +62,20 @@ def inputs(rows: int, seed: int = 0) -> dict[str, Tensor]:
     return {"q": shared, "k": shared, "o": torch.randn(rows, 8, generator=draws, dtype=torch.float64)}
 
 
-def expect_equal(stacks: Stacks, adapters: list[tuple[slice, Bypasses]], given: dict[str, Tensor]) -> None:
-    got, wanted = added(stacks, adapters, given), one_by_one(adapters, given)
+def expect_equal(
+    pools: LoraSlotPools, adapters: list[tuple[slice, Bypasses]], given: dict[str, Tensor]
+) -> None:
+    got, wanted = added(pools, adapters, given), one_by_one(adapters, given)
     for path in given:
         assert torch.allclose(got[path], wanted[path], rtol=1e-12, atol=1e-12), path
 
 
-def make(slots: int = 8) -> Stacks:
-    return Stacks(GROUPS, slots, torch.device("cpu"))
+def make(slots: int = 8) -> LoraSlotPools:
+    return LoraSlotPools(GROUPS, slots, torch.device("cpu"))
 
 
-def test_adapters_of_several_families_and_of_none_add_what_each_adds_alone() -> None:
-    """Two families whose rows interleave, one adapter alone in its family, one with a bias (never gathered),
+def test_adapters_of_several_pools_and_of_none_add_what_each_adds_alone() -> None:
+    """Two pools whose rows interleave, one adapter alone in its pool, one with a bias (which has no slot),
     one at some linears only, one with two ranges, rows of nobody."""
     eights = [adapter(seed, 8) for seed in (1, 2)]
     threes = [adapter(3, 3), adapter(4, 4), adapter(5, 4)]
@@ -83,19 +84,19 @@ def test_adapters_of_several_families_and_of_none_add_what_each_adds_alone() -> 
     starts = [0, 1, 3, 4, 5, 7, 8, 10, 11]  # row 12 belongs to nobody
     ends = [*starts[1:], 12]
     adapters = [(slice(a, b), one) for a, b, one in zip(starts, ends, order, strict=True)]
-    stacks = make()
-    assert len(stacks.lay(adapters).gathered) == 2
-    assert [one for _, one in stacks.lay(adapters).alone] == [loose[1], loose[0], loose[2]]
-    expect_equal(stacks, adapters, inputs(13))
+    pools = make()
+    assert len(pools.batch(adapters).slots) == 2
+    assert [one for _, one in pools.batch(adapters).adapters] == [loose[1], loose[0], loose[2]]
+    expect_equal(pools, adapters, inputs(13))
 
 
 def test_the_first_product_is_not_taken_for_that_of_another_input() -> None:
     """k is given something else than q; and the next step's tensor has the same shape."""
     adapters = [(slice(0, 1), adapter(1, 4)), (slice(1, 3), adapter(2, 4))]
-    stacks = make()
+    pools = make()
     given = inputs(3)
-    expect_equal(stacks, adapters, given | {"k": given["k"] + 1})
-    expect_equal(stacks, adapters, inputs(3, seed=1))
+    expect_equal(pools, adapters, given | {"k": given["k"] + 1})
+    expect_equal(pools, adapters, inputs(3, seed=1))
 
 
 def test_what_else_an_adapter_has_stays_with_it() -> None:
@@ -103,58 +104,59 @@ def test_what_else_an_adapter_has_stays_with_it() -> None:
     first, second = adapter(1, 4, ("k", "o")), adapter(2, 4, ("k", "o"))
     mixed = Bypasses({}, {**first.outputs, "q": bias})
     adapters = [(slice(0, 1), mixed), (slice(1, 2), second)]
-    stacks = make()
-    laid = stacks.lay(adapters)
-    assert len(laid.gathered) == 1 and len(laid.alone) == 1
-    assert list(laid.alone[0][1].outputs) == ["q"]
-    expect_equal(stacks, adapters, inputs(2))
+    pools = make()
+    batch = pools.batch(adapters)
+    assert len(batch.slots) == 1 and len(batch.rest) == 1
+    assert list(batch.rest[0][1].outputs) == ["q"]
+    expect_equal(pools, adapters, inputs(2))
 
 
 def test_long_segments_and_a_lone_adapter_are_left_alone() -> None:
     one, two = adapter(1, 4), adapter(2, 4)
-    stacks = make()
-    assert not stacks.lay([(slice(0, 4), one)]).gathered
-    assert not stacks.lay([(slice(0, 400), one), (slice(400, 401), two)]).gathered
-    assert stacks.nbytes == 0
+    pools = make()
+    assert not pools.batch([(slice(0, 4), one)]).slots
+    assert not pools.batch([(slice(0, 400), one), (slice(400, 401), two)]).slots
+    assert pools.nbytes == 0
 
 
 def test_slots_are_used_again_by_whoever_comes_and_versions_that_are_gone_leave() -> None:
     """Three slots, five adapters in turns: each step's products are right, and bytes stop growing."""
-    stacks = make(slots=3)
+    pools = make(slots=3)
     known = [adapter(seed, 4) for seed in range(5)]
     for step in range(12):
         chosen = [known[(step + i) % 5] for i in range(3)]
         adapters = [(slice(i, i + 1), one) for i, one in enumerate(chosen)]
-        expect_equal(stacks, adapters, inputs(3, step))
+        expect_equal(pools, adapters, inputs(3, step))
     weights = sum(rank_bytes for rank_bytes in (4 * (a + b) * 8 for a, b in SIZES.values()))
-    assert stacks.nbytes == 3 * weights
+    assert pools.nbytes == 3 * weights
     for one in known:
-        stacks.forget(one)
-    assert stacks.nbytes == 0, "a family without members gives its memory back"
+        pools.forget(one)
+    assert pools.nbytes == 0, "a pool without entries gives its memory back"
     fresh = [adapter(seed, 4) for seed in (11, 12)]
-    expect_equal(stacks, [(slice(i, i + 1), one) for i, one in enumerate(fresh)], inputs(2))
-    assert stacks.nbytes == 2 * weights == sum(map(stacks.slot_nbytes, fresh))
+    expect_equal(pools, [(slice(i, i + 1), one) for i, one in enumerate(fresh)], inputs(2))
+    assert pools.nbytes == 2 * weights == sum(map(pools.slot_nbytes, fresh))
 
 
-def test_a_step_with_the_same_rows_is_laid_once() -> None:
+def test_a_step_with_the_same_rows_is_made_once() -> None:
     adapters = [(slice(0, 1), adapter(1, 4)), (slice(1, 2), adapter(2, 4))]
-    stacks = make()
-    assert stacks.lay(adapters) is stacks.lay(list(adapters))
-    assert stacks.lay([*adapters, (slice(2, 3), adapter(3, 4))]) is not stacks.lay(adapters)
+    pools = make()
+    first = pools.batch(adapters)
+    assert pools.batch([]).is_empty and pools.batch(list(adapters)) is first
+    assert pools.batch([*adapters, (slice(2, 3), adapter(3, 4))]) is not pools.batch(adapters)
 
 
 def test_who_stays_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a full family one leaves and another comes, whose rows are the step's first."""
+    """Of a full pool one leaves and another comes, whose rows are the step's first."""
     copied: list[int] = []
-    put = Stack.put
+    put = SlotTables.put
     monkeypatch.setattr(
-        Stack, "put", lambda self, slot, *rest: (copied.append(slot), put(self, slot, *rest))[1]
+        SlotTables, "put", lambda self, slot, *rest: (copied.append(slot), put(self, slot, *rest))[1]
     )
-    stacks = make(slots=3)
+    pools = make(slots=3)
     known = [adapter(seed, 4) for seed in range(4)]
-    stacks.lay([(slice(i, i + 1), one) for i, one in enumerate(known[:3])])
+    pools.batch([(slice(i, i + 1), one) for i, one in enumerate(known[:3])])
     assert copied == [slot for slot in range(3) for _ in SIZES]
     copied.clear()
     again = [(slice(i, i + 1), known[number]) for i, number in enumerate((3, 0, 1))]
-    expect_equal(stacks, again, inputs(3))
+    expect_equal(pools, again, inputs(3))
     assert copied == [2] * len(SIZES), "only the newcomer, where the one that left was"

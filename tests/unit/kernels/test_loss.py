@@ -1,4 +1,4 @@
-"""Loss and low-rank bypass against their plain twins and torch's autograd."""
+"""Loss against its plain twin and torch's autograd."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.kernels import lora, reference
+from coserve.kernels import reference
 from coserve.kernels.loss import cross_entropy
 
 seeds = st.integers(0, 2**31)
@@ -53,45 +53,6 @@ def test_cross_entropy_in_low_precision_sums_in_float32(
     assert loss.dtype == torch.float32 and gradient.dtype == dtype
     assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-5)
     assert torch.allclose(gradient.double(), 0.5 * wanted, rtol=tolerance, atol=1e-6)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    rows=st.integers(1, 20),
-    rank=st.integers(1, 9),
-    inside=st.integers(1, 30),
-    outside=st.integers(1, 30),
-    seed=seeds,
-)
-def test_lora_is_its_twin(rows: int, rank: int, inside: int, outside: int, seed: int) -> None:
-    """In place, out of place, and the gradients of all four tensors (float64: 1e-12)."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    own = [draw(rows, inside), draw(rows, outside), draw(rank, inside), draw(outside, rank)]
-    twins = [t.clone().requires_grad_() for t in own]
-    wanted = reference.lora(*twins, 0.7)
-    in_place = own[1].clone()
-    lora.add_(own[0], in_place, own[2], own[3], 0.7)
-    leaves = [t.clone().requires_grad_() for t in own]
-    out_of_place = lora.add(*leaves, 0.7)
-    assert torch.allclose(in_place, wanted, rtol=1e-12, atol=1e-12)
-    assert torch.allclose(out_of_place, wanted, rtol=1e-12, atol=1e-12)
-    weights = draw(rows, outside)
-    for got, twin in zip(
-        torch.autograd.grad(out_of_place, leaves, weights),
-        torch.autograd.grad(wanted, twins, weights),
-        strict=True,
-    ):
-        assert torch.allclose(got, twin, rtol=1e-12, atol=1e-12)
-
-
-def test_adding_in_place_reaches_a_slice_of_a_larger_batch() -> None:
-    y = torch.zeros(6, 4)
-    lora.add_(torch.ones(2, 3), y[2:4], torch.ones(1, 3), torch.ones(4, 1), 2.0)
-    assert torch.equal(y, torch.tensor([0, 0, 6, 6, 0, 0.0])[:, None].expand(6, 4))
 
 
 def test_the_loss_of_large_logits_is_finite() -> None:

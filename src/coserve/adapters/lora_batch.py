@@ -1,0 +1,76 @@
+"""The low-rank adapters of a step: whose rows are where, in which slots, of which ranks and scales."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypasses
+from coserve.adapters.lowrank import is_lora
+from coserve.kernels.lora.backend import LoraBackend
+from coserve.kernels.lora.segments import LoraBackends, LoraSegment, LoraSegments
+from coserve.kernels.lora.slots import SlotWeights
+
+AdapterRows = tuple[slice, Bypasses]  # the rows of one adapter
+
+
+class SlotRows:
+    """Rows of a step whose adapters have slots of one pool; `weights` are the pool's, by linear."""
+
+    def __init__(self, weights: Mapping[str, SlotWeights], backend: LoraBackend[SlotWeights]) -> None:
+        self._weights, self._backend = weights, backend
+        self._latest: tuple[Tensor, Tensor, Any] | None = None
+
+    def add_(self, path: str, x: Tensor, y: Tensor) -> None:
+        """As `LoraBatch.add_`. Linears that are given the same tensor in a row share their first product."""
+        weights = self._weights.get(path)
+        if weights is None:
+            return
+        if self._latest is None or self._latest[0] is not x or self._latest[1] is not weights.down:
+            self._latest = x, weights.down, self._backend.shrink(x.flatten(0, -2), weights)
+        self._backend.expand_(self._latest[2], weights, y)
+
+
+class LoraBatch:
+    """Adapters over their ranges of rows, in the order of the rows, made once for all linears that these
+    rows pass. Bypasses that are two products and no more are multiplied together; `rest` is what else the
+    adapters have. Rows of `slots` are multiplied by their pools."""
+
+    def __init__(self, adapters: Sequence[AdapterRows], slots: Sequence[SlotRows] = ()) -> None:
+        self.adapters, self.slots = adapters, slots
+        self._backends = LoraBackends()
+        self._segments: dict[str, LoraSegments | None] = {}
+        self.rest: list[AdapterRows] = []
+        for rows, own in adapters:
+            others = {path: bypass for path, bypass in own.outputs.items() if not is_lora(bypass)}
+            if others or own.inputs:
+                self.rest.append((rows, Bypasses(own.inputs, others)))
+
+    @property
+    def is_empty(self) -> bool:
+        """Tells whether it holds nobody's rows."""
+        return not self.adapters and not self.slots
+
+    def with_rows(self, adapters: Sequence[AdapterRows]) -> "LoraBatch":
+        """The batch and adapters whose rows come after its own."""
+        return LoraBatch([*self.adapters, *adapters], self.slots) if adapters else self
+
+    def add_(self, path: str, x: Tensor, y: Tensor) -> None:
+        """Adds the bypasses at a linear to y [all rows, out] in place; x [..., in] is what it is given."""
+        for rows in self.slots:
+            rows.add_(path, x, y)
+        if path not in self._segments:
+            self._segments[path] = self.segments(path)
+        segments = self._segments[path]
+        if segments is not None:
+            segments.add_(x.flatten(0, -2), y)
+
+    def segments(self, path: str, is_added: Sequence[bool] | None = None) -> LoraSegments | None:
+        """The segments at a linear, None where there are none. `is_added` tells of each adapter whether what
+        its bypass adds has been added, or is needed by nobody."""
+        added = [False] * len(self.adapters) if is_added is None else is_added
+        found = []
+        for (rows, own), is_in in zip(self.adapters, added, strict=True):
+            if is_lora(bypass := own.outputs.get(path)):
+                found.append(LoraSegment(rows.start, rows.stop, bypass.a, bypass.b, bypass.scale, is_in))
+        return LoraSegments(found, self._backends) if found else None

@@ -1,0 +1,206 @@
+"""Slots of low-rank adapters: what many of them add in one step, in a few operations for all.
+
+Adapters with the same linears and nearly the same ranks share a *pool*; each has a slot in the pool's tables,
+of which there is one for each group of linears that are given the same input. A version is copied there when
+a step first has rows of it, and stays until its slot is wanted: a decode step only multiplies. Rows of
+anything else (DoRA, IA3, long prompts, an adapter that shares its pool with nobody in the step) stay with
+their own bypasses.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from coserve.adapters.bypass import Bypasses
+from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
+from coserve.adapters.lowrank import LoRABypass, is_lora
+from coserve.kernels.lora.dispatch import make_slot_backend, make_slot_tables, slot_bounds, slot_rank
+from coserve.kernels.lora.slots import SlotTables, SlotWeights
+
+Shape = tuple[tuple[str, int], ...]  # of a pool: its linears' paths, and the rank of its slots at each
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotEntry:
+    """An adapter version as pools see it: its bypasses that may have a slot, and what else it has."""
+
+    bypasses: Bypasses
+    plain: Mapping[str, LoRABypass]
+    rest: Bypasses | None  # None where there is nothing else
+    shape: Shape
+
+
+class LoraSlotPool:
+    """Adapters of one shape, each in a slot of every linear's tables."""
+
+    def __init__(self, groups: Iterable[Sequence[str]], slots: int, first: SlotEntry) -> None:
+        self._free = list(reversed(range(slots)))
+        self._slots: OrderedDict[int, tuple[int, SlotEntry]] = OrderedDict()  # by id, the latest used last
+        self._tables: list[SlotTables] = []
+        self._touched = 0
+        self._places: dict[str, tuple[SlotTables, int]] = {}  # of each linear: its tables, and which it is
+        self.weights: dict[str, SlotWeights] = {}
+        for rank, paths in _alike(groups, dict(first.shape)):
+            tables = _tables(slots, rank, paths, first)
+            self._tables.append(tables)
+            for number, path in enumerate(paths):
+                self._places[path] = tables, number
+                self.weights[path] = tables.weights(number)
+
+    def __len__(self) -> int:
+        """Entries that have a slot."""
+        return len(self._slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots that have ever been used; the others have never been written, and take none."""
+        return self._touched * sum(tables.slot_nbytes for tables in self._tables)
+
+    def slot(self, entry: SlotEntry, used: Collection[int]) -> int:
+        """The slot of an entry, from now on at least; `used` are the ids of those that must stay."""
+        key = id(entry.bypasses)
+        if key not in self._slots:
+            if not self._free:
+                oldest = next(k for k in self._slots if k not in used)
+                self._free.append(self._slots.pop(oldest)[0])
+            slot = self._free.pop()
+            self._touched = max(self._touched, slot + 1)
+            for path, bypass in entry.plain.items():
+                tables, number = self._places[path]
+                tables.put(slot, number, bypass.a, bypass.b, bypass.scale)
+            self._slots[key] = slot, entry
+        self._slots.move_to_end(key)
+        return self._slots[key][0]
+
+    def forget(self, key: int) -> None:
+        """Frees the slot of an entry that is gone."""
+        found = self._slots.pop(key, None)
+        if found is not None:
+            self._free.append(found[0])
+
+
+class LoraSlotPools:
+    """The pools of a device. `groups` are the linears they may hold adapters of, those that are given the
+    same input together; `slots` is the most adapters that a step has of one pool. On a device without a
+    backend for slots there are none."""
+
+    def __init__(self, groups: Sequence[Sequence[str]], slots: int, device: torch.device) -> None:
+        self._groups, self._slots, self._device = groups, slots, device
+        self._paths = frozenset(path for group in groups for path in group)
+        self._bounds = slot_bounds(device)
+        self._entries: dict[int, SlotEntry] = {}
+        self._pools: dict[Shape, LoraSlotPool] = {}
+        self._numbers: dict[Shape, int] = {}  # of the entries' shapes
+        self._count = count()
+        self._last: tuple[tuple[tuple[int, int, int], ...], LoraBatch] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self._pools.values())
+
+    def slot_nbytes(self, bypasses: Bypasses) -> int:
+        """Bytes of a version's slot, whether it has one or not; its tensors need no values."""
+        if self._bounds is None:
+            return 0
+        entry = _entry(bypasses, self._paths)
+        alike = _alike(self._groups, dict(entry.shape))
+        return sum(_tables(1, rank, paths, entry).slot_nbytes for rank, paths in alike)
+
+    def batch(self, adapters: Sequence[AdapterRows]) -> LoraBatch:
+        """The batch of adapters over their ranges of rows, those that share a pool in its slots. The latest
+        one is given again as long as nothing changes. Without adapters, as a lane that trains asks beside one
+        that answers, nothing is touched."""
+        if not adapters:
+            return LoraBatch(())
+        key = tuple((rows.start, rows.stop, id(bypasses)) for rows, bypasses in adapters)
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._batch(adapters)
+        return self._last[1]
+
+    @property
+    def adapters(self) -> int:
+        """Versions that have a slot."""
+        return sum(len(pool) for pool in self._pools.values())
+
+    def order(self, bypasses: Bypasses) -> int:
+        """A number that adapters of one pool have in common: sorted by it, their rows lie together, and
+        nothing has to be picked out."""
+        if self._bounds is None:
+            return 0
+        shape = self._entry(bypasses).shape
+        if shape not in self._numbers:
+            self._numbers[shape] = next(self._count)
+        return self._numbers[shape]
+
+    def forget(self, bypasses: Bypasses) -> None:
+        """Frees the slot of a version that is gone."""
+        entry = self._entries.pop(id(bypasses), None)
+        pool = None if entry is None else self._pools.get(entry.shape)
+        if entry is not None and pool is not None:
+            pool.forget(id(bypasses))
+            if not len(pool):
+                del self._pools[entry.shape]
+        if entry is not None and all(other.shape != entry.shape for other in self._entries.values()):
+            self._numbers.pop(entry.shape, None)
+        self._last = None
+
+    def _batch(self, adapters: Sequence[AdapterRows]) -> LoraBatch:
+        if self._bounds is None or len(adapters) < self._bounds.adapters:
+            return LoraBatch(adapters)
+        by_shape: dict[Shape, list[tuple[slice, SlotEntry]]] = {}
+        alone: list[AdapterRows] = []
+        for rows, bypasses in adapters:
+            entry = self._entry(bypasses)
+            if entry.shape and rows.stop - rows.start <= self._bounds.rows:
+                by_shape.setdefault(entry.shape, []).append((rows, entry))
+            else:
+                alone.append((rows, bypasses))
+        slots = []
+        for shape, found in by_shape.items():
+            if len({id(entry) for _, entry in found}) < self._bounds.adapters:
+                alone += [(rows, entry.bypasses) for rows, entry in found]
+                continue
+            slots.append(self._slot_rows(shape, found))
+            alone += [(rows, entry.rest) for rows, entry in found if entry.rest is not None]
+        return LoraBatch(alone, slots)
+
+    def _slot_rows(self, shape: Shape, found: Sequence[tuple[slice, SlotEntry]]) -> SlotRows:
+        pool = self._pools.get(shape)
+        if pool is None:
+            pool = self._pools[shape] = LoraSlotPool(self._groups, self._slots, found[0][1])
+        used = {id(entry.bypasses) for _, entry in found}
+        segments = [(rows, pool.slot(entry, used)) for rows, entry in found]
+        return SlotRows(pool.weights, make_slot_backend(segments, self._device))
+
+    def _entry(self, bypasses: Bypasses) -> SlotEntry:
+        entry = self._entries.get(id(bypasses))
+        if entry is None:
+            entry = self._entries[id(bypasses)] = _entry(bypasses, self._paths)
+        return entry
+
+
+def _entry(bypasses: Bypasses, paths: Collection[str]) -> SlotEntry:
+    plain = {path: b for path, b in bypasses.outputs.items() if path in paths and is_lora(b)}
+    others = {path: bypass for path, bypass in bypasses.outputs.items() if path not in plain}
+    rest = Bypasses(bypasses.inputs, others) if others or bypasses.inputs else None
+    shape = tuple((path, slot_rank(len(bypass.a))) for path, bypass in sorted(plain.items()))
+    return SlotEntry(bypasses, plain, rest, shape)
+
+
+def _tables(slots: int, rank: int, paths: Sequence[str], entry: SlotEntry) -> SlotTables:
+    """Makes the tables for the linears at `paths`, which are given the same input."""
+    a = entry.plain[paths[0]].a
+    return make_slot_tables(slots, rank, a.shape[1], [len(entry.plain[path].b) for path in paths], a)
+
+
+def _alike(groups: Iterable[Sequence[str]], ranks: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
+    """Of each group the linears that have adapters of the same rank."""
+    for group in groups:
+        by_rank: dict[int, list[str]] = {}
+        for path in group:
+            if path in ranks:
+                by_rank.setdefault(ranks[path], []).append(path)
+        yield from by_rank.items()

@@ -1,0 +1,1 @@
+"""Batched LoRA: low-rank products of rows that belong to many adapters."""

@@ -1,0 +1,162 @@
+"""Block-sparse products in plain torch: what lies between adapters' two matrices as blocks of rows x ranks,
+all blocks of one size in one batched product.
+
+In the report's words (4.3.4) DDS makes the blocks (dense by dense) and SDD multiplies them on (sparse by
+dense); the third product, for the gradients of the matrices, multiplies the blocks' transposes. A block has
+as many ranks as its adapter, so ranks need be multiples of nothing; it is as high as suits the segments, so
+decode rows are filled up to one another's number and not to sixteen. What is filled up is a row of zeros of
+the block's own adapter: nobody sees another's numbers. The plain twins are `reference.multi_lora` and
+`multi_lora_backward`; `triton/blocksparse.py` has the kernels for GPUs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.lora.backend import Gradients, LoraWeights, or_zeros
+from coserve.kernels.lora.layout import Layout
+
+# A block's weights are read and packed anew, which costs about as much as so many rows of it.
+_ROWS_FOR_WEIGHTS: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of one size, `height` rows each: block i has `lines[i]` of the rows, where -1 stands for
+    none, and the ranks of adapter `owners[i]`."""
+
+    height: int
+    owners: tuple[int, ...]
+    lines: Tensor | slice  # int64 [blocks, height]; a range of rows where these lie there one after the other
+    filled: Tensor | None  # int64: which of the lines, end to end, are rows, where not all are
+
+    def stack(self, matrices: Sequence[Tensor], scales: Sequence[float] | None = None) -> Tensor:
+        """The matrices of the blocks' adapters, [blocks, *shape], times their scales."""
+        stacked = torch.stack([matrices[owner] for owner in self.owners])
+        return stacked if scales is None else self.scale_(stacked, scales)
+
+    def scale_(self, x: Tensor, scales: Sequence[float]) -> Tensor:
+        """Multiplies x [blocks, ...] by the adapters' scales, in place. Scales may not be numbers of x's
+        type, so a tensor of them would be rounded."""
+        own = [scales[owner] for owner in self.owners]
+        if len(set(own)) == 1:
+            return x.mul_(own[0])
+        for block, scale in zip(x, own, strict=True):
+            block.mul_(scale)
+        return x
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[blocks, height, width] of x [rows, width], zeros where there is no row."""
+        if isinstance(self.lines, slice):
+            return x[self.lines].view(len(self.owners), self.height, -1)
+        if self.filled is None:
+            return x[self.lines]
+        taken = x.new_zeros(self.lines.numel(), x.shape[1])
+        taken[self.filled] = x[self.lines.flatten()[self.filled]]
+        return taken.view(len(self.owners), self.height, -1)
+
+    def add_(self, y: Tensor, h: Tensor, stacked: Tensor) -> None:
+        """The rows of h [blocks, height, rank] · stacked [blocks, rank, width] to where they belong in y
+        [rows, width]."""
+        if isinstance(self.lines, slice):
+            y[self.lines].view(len(self.owners), self.height, -1).baddbmm_(h, stacked)
+            return
+        lines, added = self.lines.flatten(), torch.bmm(h, stacked).flatten(0, 1)
+        if self.filled is not None:
+            lines, added = lines[self.filled], added[self.filled]
+        y.index_add_(0, lines, added)
+
+    def sum_to(self, found: list[Tensor | None], products: Tensor) -> None:
+        """Puts products [blocks, ...] into what is `found` of each adapter, those of one adapter added up in
+        at least float32."""
+        if len(set(self.owners)) == len(self.owners):
+            for owner, product in zip(self.owners, products.unbind(), strict=True):
+                found[owner] = product
+            return
+        places = {owner: place for place, owner in enumerate(dict.fromkeys(self.owners))}
+        index = torch.tensor([places[owner] for owner in self.owners], device=products.device)
+        exact = torch.promote_types(products.dtype, torch.float32)
+        sums = products.new_zeros((len(places), *products.shape[1:]), dtype=exact)
+        sums.index_add_(0, index, products.to(exact))
+        for owner, total in zip(places, sums.to(products.dtype).unbind(), strict=True):
+            found[owner] = total
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparse:
+    """A layout as blocks, those of one size together; between the products each size has [blocks, height,
+    rank]."""
+
+    sizes: tuple[Blocks, ...]
+
+    @staticmethod
+    def of(layout: Layout, device: torch.device) -> "BlockSparse":
+        """The blocks of a layout for tensors on a device."""
+        ranks = [_length(span) for span in layout.ranks]
+        of_rank = sorted(layout.segments, key=lambda segment: (ranks[segment[1]], segment[0].start))
+        return BlockSparse(
+            tuple(
+                _blocks(list(segments), device)
+                for _, segments in groupby(of_rank, key=lambda segment: ranks[segment[1]])
+            )
+        )
+
+    def shrink(self, x: Tensor, weights: LoraWeights) -> list[Tensor]:
+        """DDS, see `LoraBackend`."""
+        return [torch.bmm(size.rows(x), size.stack(weights.a).transpose(1, 2)) for size in self.sizes]
+
+    def expand_(self, h: Sequence[Tensor], weights: LoraWeights, y: Tensor) -> None:
+        """SDD, see `LoraBackend`."""
+        for size, own in zip(self.sizes, h, strict=True):
+            size.add_(y, own, size.stack(weights.b, weights.scales).transpose(1, 2))
+
+    def backward(self, grad: Tensor, x: Tensor, weights: LoraWeights, grad_x: Tensor | None) -> Gradients:
+        """See `TrainingLoraBackend`."""
+        of_a: list[Tensor | None] = [None] * len(weights.a)
+        of_b: list[Tensor | None] = [None] * len(weights.b)
+        for size in self.sizes:
+            a, b = size.stack(weights.a), size.stack(weights.b, weights.scales)
+            own_grad, own_x = size.rows(grad), size.rows(x)
+            between = torch.bmm(own_grad, b)
+            if grad_x is not None:
+                size.add_(grad_x, between, a)
+            size.sum_to(of_a, torch.bmm(between.transpose(1, 2), own_x))
+            h = size.scale_(torch.bmm(own_x, a.transpose(1, 2)), weights.scales)
+            size.sum_to(of_b, torch.bmm(h.transpose(1, 2), own_grad).transpose(1, 2))
+        return or_zeros(of_a, weights.a), or_zeros(of_b, weights.b)
+
+
+def _blocks(segments: Sequence[tuple[slice, int]], device: torch.device) -> Blocks:
+    height = _height([_length(segment) for segment, _ in segments])
+    tiles = [
+        (row, min(row + height, segment.stop), owner)
+        for segment, owner in segments
+        for row in range(segment.start, segment.stop, height)
+    ]
+    owners = tuple(owner for _, _, owner in tiles)
+    start = tiles[0][0]
+    if all(
+        (first, last) == (start + i * height, start + (i + 1) * height)
+        for i, (first, last, _) in enumerate(tiles)
+    ):
+        return Blocks(height, owners, slice(start, tiles[-1][1]), None)
+    found = [[*range(first, last), *[-1] * (height - last + first)] for first, last, _ in tiles]
+    lines = torch.tensor(found, dtype=torch.int64)
+    filled = (lines.flatten() >= 0).nonzero().flatten()
+    is_full = len(filled) == lines.numel()
+    return Blocks(height, owners, lines.to(device), None if is_full else filled.to(device))
+
+
+def _height(lengths: Sequence[int]) -> int:
+    """Height of the blocks for segments of these lengths: where reading weights and filling up cost least."""
+    heights = sorted({max(lengths), *(1 << power for power in range(9))})
+    return min(heights, key=lambda h: sum(-(-n // h) for n in lengths) * (h + _ROWS_FOR_WEIGHTS))
+
+
+def _length(span: slice) -> int:
+    length: int = span.stop - span.start
+    return length

@@ -1,0 +1,81 @@
+"""Low-rank bypasses of a step's rows at one linear: forward in place, and all gradients.
+
+Matrices stay where they are; the backend that `dispatch` has for such segments multiplies them, ranks of any
+size and rows of any number. The twins are `reference.multi_lora` and `multi_lora_backward`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.lora.backend import Gradients, LoraWeights, TrainingLoraBackend
+from coserve.kernels.lora.dispatch import Approach, make_backend
+from coserve.kernels.lora.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSegment:
+    """Rows [start, stop) of an adapter with a [rank, in] and b [out, rank], times `scale`. `is_added`: what
+    they are added to has it already, and forward there is nothing to do."""
+
+    start: int
+    stop: int
+    a: Tensor
+    b: Tensor
+    scale: float
+    is_added: bool = False
+
+
+class LoraBackends:
+    """Backends of one step by spans of rows and ranks: the linears that the same rows pass share them. The
+    fastest ones, or those of one approach."""
+
+    def __init__(self, approach: Approach | None = None) -> None:
+        self._approach = approach
+        self._made: dict[tuple[tuple[int, int, int], ...], TrainingLoraBackend] = {}
+
+    def of(self, segments: Sequence[LoraSegment], device: torch.device) -> TrainingLoraBackend:
+        """The backend for segments on a device, which is always the same."""
+        key = tuple((segment.start, segment.stop, len(segment.a)) for segment in segments)
+        if key not in self._made:
+            spans = [(slice(start, stop), i) for i, (start, stop, _) in enumerate(key)]
+            layout = Layout.of(spans, [rank for *_, rank in key])
+            self._made[key] = make_backend(layout, device, self._approach)
+        return self._made[key]
+
+
+class LoraSegments:
+    """All segments at one linear, none of which overlap."""
+
+    def __init__(self, segments: Sequence[LoraSegment], backends: LoraBackends) -> None:
+        self._segments, self._backends = segments, backends
+        self._left = [segment for segment in segments if not segment.is_added]
+        self._is_whole = len(self._left) == len(segments)
+        self.weights = LoraWeights(
+            [segment.a for segment in segments],
+            [segment.b for segment in segments],
+            [segment.scale for segment in segments],
+        )
+
+    @cached_property
+    def _backend(self) -> TrainingLoraBackend:
+        return self._backends.of(self._segments, self._segments[0].a.device)
+
+    @property
+    def is_added(self) -> bool:
+        """Tells whether forward there is nothing to do."""
+        return not self._left
+
+    def add_(self, x: Tensor, y: Tensor) -> None:
+        """y [rows, out] += scale · x Aᵀ Bᵀ, in place, where it is not in there; x [rows, in]."""
+        if self._is_whole:
+            self._backend.expand_(self._backend.shrink(x, self.weights), self.weights, y)
+        elif self._left:
+            LoraSegments(self._left, self._backends).add_(x, y)
+
+    def backward(self, grad: Tensor, x: Tensor, grad_x: Tensor | None) -> Gradients:
+        """See `TrainingLoraBackend`."""
+        return self._backend.backward(grad, x, self.weights, grad_x)
