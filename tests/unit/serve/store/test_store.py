@@ -16,7 +16,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, event
 
-from coserve.core.job_status import FINAL, UNFINISHED
+from coserve.core.job_status import FINAL, UNFINISHED, JobStatus
 from coserve.errors import ConfigError, ConflictError, StateError
 from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
@@ -249,7 +249,7 @@ def test_news_counts_once_however_often_it_comes(tmp_path: Path) -> None:
 def test_news_of_a_job_that_is_over_changes_nothing(tmp_path: Path) -> None:
     async def story(store: Store) -> None:
         job = await a_job(store)
-        await store.jobs.move(job.id, ("running",), "cancelled")
+        await store.jobs.move(job.id, (JobStatus.RUNNING,), JobStatus.CANCELLED)
         await store.job_events.stepped(Mark("a", 1), a_step(1))
         await store.job_events.failed(Mark("a", 2), job.id, {"message": "x"})
         await store.job_events.stepped(Mark("a", 3), JobStep("ftjob-none", 1, 1.0, 1, 1, 1.0, 1.0, 1.0))
@@ -296,7 +296,7 @@ def test_an_adapter_stays_while_a_job_begins_with_it(tmp_path: Path) -> None:
         job = await a_job(store, start_from="adapter-1")
         with pytest.raises(ConflictError, match="ftjob-1"):
             await store.adapters.remove("local", "mine")
-        await store.jobs.move(job.id, ("running",), "cancelled")
+        await store.jobs.move(job.id, (JobStatus.RUNNING,), JobStatus.CANCELLED)
         assert await store.adapters.remove("local", "mine") is not None
 
     run(tmp_path, story)
