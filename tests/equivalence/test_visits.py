@@ -1,7 +1,5 @@
 """Blocks whose parameters exist within a visit only: the same answers and the same training."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +8,6 @@ from coserve import Engine, LoRAConfig
 from coserve.core.sequence import Direction
 from coserve.engine.handles import Completion
 from coserve.model.block import Block, Resident
-from coserve.model.linear import FrozenLinear
 from methods import SMALL, engine_of
 from mixed import SAMPLING, TRAINED, TRAINING, make_engine, make_examples, start, trained
 from models import Exact
@@ -23,7 +20,8 @@ class Away:
     """Parameters that do not exist between visits: whoever reads them there reads no numbers."""
 
     def __init__(self, block: Block) -> None:
-        self._held = [(tensor, tensor.detach().clone()) for tensor in _tensors(block)]
+        tensors = (tensor for held in block.parameters().values() for tensor in held.tensors.values())
+        self._held = [(tensor, tensor.detach().clone()) for tensor in tensors]
         self.visits: list[Direction] = []
         self._is_here = True
         self.leave()
@@ -43,14 +41,6 @@ class Away:
 
     def outside(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
-
-
-def _tensors(block: Block) -> Iterator[Tensor]:
-    yield from block.module.parameters()
-    yield from block.module.buffers()
-    for module in block.module.modules():
-        if isinstance(module, FrozenLinear):
-            yield from (x for x in vars(module.placement).values() if isinstance(x, Tensor))
 
 
 def send_away(engine: Engine) -> list[Away]:

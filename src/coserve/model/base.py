@@ -7,7 +7,7 @@ its logits. Design decision 1: drive, do not patch.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -27,9 +27,8 @@ from coserve.model.chain import Chain
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
-from coserve.model.placement import Placement, PlainPlacement
-from coserve.model.quantized.embedding import QuantizedEmbedding
-from coserve.model.quantized.int8 import Int8Placement
+from coserve.model.parameters import held_bytes, parameters_of
+from coserve.model.placement import Offer, Placed
 
 
 class Base:
@@ -80,27 +79,12 @@ class Base:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as they are held now, shared storage counted once."""
-        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._unplaced()}
-        own = (p for p in self._placements() if not (isinstance(p, PlainPlacement) and p.pointer in held))
-        return sum(held.values()) + sum(placement.nbytes for placement in own)
+        return held_bytes(parameters_of(self.model).values())
 
     @property
     def nbytes_to_train(self) -> int:
         """Bytes that its linears will hold more once something trains."""
         return sum(linear.placement.nbytes_to_train for linear in self.linears.values())
-
-    def _placements(self) -> Iterable[Placement]:
-        """Each once; a quantized embedding has one too, which a tied head shares."""
-        placed: dict[int, Placement] = {id(lin.placement): lin.placement for lin in self.linears.values()}
-        embedding = self.model.get_input_embeddings()
-        if isinstance(embedding, QuantizedEmbedding):
-            placed[id(embedding.placement)] = embedding.placement
-        return placed.values()
-
-    def _unplaced(self) -> Iterator[Tensor]:
-        """Tensors that stay in the model: embeddings, norms, experts, tables."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
 
     @property
     def arguments(self) -> RowArguments:
@@ -108,8 +92,10 @@ class Base:
         return self._arguments
 
     def weights(self, path: str) -> Weights:
-        """Weights of the frozen linear at `path`, for bypasses to use in a pass or outside of any."""
+        """Weights of the frozen linear at `path`, for bypasses to use in a pass or outside of any. Raises
+        NotOffered where norms of its rows are not to be had."""
         placement, block = self.linears[path].placement, self.chain.block_of(path)
+        placement.expect(Offer.ROW_NORMS, path)
         return placement if block is None else VisitedWeights(block, placement)
 
     def bias(self, path: str) -> Tensor | None:
@@ -117,7 +103,8 @@ class Base:
         return self._outside(path, self._bias)
 
     def dense(self, path: str) -> Dense:
-        """The weights of the linear, norm or embedding at `path`, in the base's type."""
+        """The weights of the linear, norm or embedding at `path`, in the base's type. Raises NotOffered where
+        they are not to be had."""
         weight = self._outside(path, self._weight)
         assert isinstance(weight, Tensor)
         return Dense(weight, self.bias(path))
@@ -138,6 +125,7 @@ class Base:
 
     def _weight(self, path: str) -> Tensor:
         if path in self.linears:
+            self.linears[path].placement.expect(Offer.WEIGHT, path)
             return self.linears[path].placement.weight()
         weight = self.model.get_submodule(path).weight
         assert isinstance(weight, Tensor)
@@ -150,9 +138,7 @@ class Base:
         if weight.shape != own.shape:
             return False
         given = weight.to(own.device, own.dtype)
-        if isinstance(getattr(module, "placement", None), Int8Placement):
-            given = Int8Placement(given, None).weight()
-        return torch.equal(given, own)
+        return torch.equal(module.placement.rounded(given) if isinstance(module, Placed) else given, own)
 
     def gain(self, path: str) -> Tensor:
         """Factor of the norm at `path` for each normalized feature. Raises AdapterError."""

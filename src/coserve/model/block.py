@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from coserve.adapters.sites import Weights
 from coserve.core.sequence import Direction
+from coserve.model.parameters import ModuleParameters, parameters_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -87,6 +88,10 @@ class Block:
         hidden = out[0] if isinstance(out, tuple) else out
         assert isinstance(hidden, Tensor)
         return hidden
+
+    def parameters(self) -> dict[str, ModuleParameters]:
+        """All that is frozen in the block, by module: linears, norms, experts, tables."""
+        return parameters_of(self.module)
 
     def answer_with(self, answer: Callable[[Tensor, Call], Tensor] | None) -> None:
         """Sets what the model gets for this layer from now on; None is the layer's own output."""

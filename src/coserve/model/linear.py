@@ -7,11 +7,11 @@ nor its output. That is FlexLLM's pruning of frozen-weight gradients (5.2) at th
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coserve.kernels.beside import Beside
 from coserve.model.batch import BatchCell
-from coserve.model.placement import Placement
+from coserve.model.placement import Placed, Placement
 
 
 class _Frozen(torch.autograd.Function):
@@ -74,7 +74,7 @@ def bypassed(x: Tensor, placement: Placement, beside: Beside, kept: Tensor | Non
     return y
 
 
-class FrozenLinear(nn.Module):
+class FrozenLinear(Placed):
     """Stands where a linear of the base stood; `path` is that linear's name in the model.
 
     During a run the rows in the base's cell decide what else happens to the product: bypasses of

@@ -22,7 +22,7 @@ from coserve.kernels.attention import AttentionSpec, causal_mask
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows
 from coserve.model.graph import GraphRows
-from coserve.model.placement import PackedPlacement
+from coserve.model.placement import Offer
 from coserve.model.probe import TOLERANCE, draw
 from coserve.model.refusal import refusing
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_window
@@ -49,7 +49,10 @@ Gradients = dict[str, Tensor]
 
 
 def prove_training(base: Base) -> None:
-    """Raises UnsupportedModel for a base whose gradients would not be those of whole examples."""
+    """Raises UnsupportedModel for a base whose gradients would not be those of whole examples, NotOffered for
+    one that gives none."""
+    for path, linear in base.linears.items():
+        linear.placement.expect(Offer.BACKWARD, path)
     with refusing(base.model.config.model_type, "cannot be trained"):
         for seed in range(_DRAWS):
             try:
@@ -69,8 +72,7 @@ def _prove(base: Base, seed: int) -> None:
         got = proof.in_windows()
     finally:
         for linear in base.linears.values():  # a server that never trains does not pay for it
-            if isinstance(linear.placement, PackedPlacement):
-                linear.placement.forget_transposed()
+            linear.placement.release_backward()
     least = _SMALL * max(float(want[name].float().norm()) for name in proof.parameters())
     for name, gradient in want.items():
         _expect(base, name, got[name], gradient, least)
