@@ -127,6 +127,27 @@ def start(engine: Engine, kind: str, start_from: str | None = None) -> FineTunin
     return engine.finetune(make_examples(kind), f"tuned {kind}", config, TRAINING, start_from)
 
 
+def everything(
+    engine: Engine, more: Mapping[str, Any], training: TrainingConfig = TRAINING
+) -> dict[str, Tensor]:
+    """What an engine answers while it trains adapters of every method and those of `more`, and these."""
+    configs = {**TRAINED, **more}
+    jobs = [
+        engine.finetune(make_examples(k), f"tuned {k}", config, training) for k, config in configs.items()
+    ]
+    answers = [engine.generate([1 + n, 5, 9, 2], sampling=SAMPLING) for n in range(3)]
+    for job in jobs:
+        job.result()
+    answers += [engine.generate([3, 1, 4], f"tuned {kind}", SAMPLING) for kind in configs]
+    found = {f"{kind} {name}": x for kind in configs for name, x in trained(engine, kind).items()}
+    return found | {f"answer {n}": _chosen(answer.result()) for n, answer in enumerate(answers)}
+
+
+def _chosen(answer: Completion) -> Tensor:
+    assert len(answer.tokens) == 4
+    return torch.tensor([logprobs.chosen for logprobs in answer.logprobs], dtype=torch.float64)
+
+
 def trained(engine: Engine, kind: str) -> dict[str, Tensor]:
     return engine.bank.find(f"tuned {kind}").parameters()
 

@@ -6,14 +6,12 @@ from torch import Tensor
 
 from coserve import Engine, LoRAConfig
 from coserve.core.sequence import Direction
-from coserve.engine.handles import Completion
 from coserve.model.block import Block, Resident
 from methods import SMALL, engine_of
-from mixed import SAMPLING, TRAINED, TRAINING, make_engine, make_examples, start, trained
+from mixed import everything, make_engine
 from models import Exact
 
-DORA = LoRAConfig(rank=3, dora=True)
-KINDS = (*TRAINED, "dora")
+DORA = {"dora": LoRAConfig(rank=3, dora=True)}
 
 
 class Away:
@@ -52,31 +50,14 @@ def send_away(engine: Engine) -> list[Away]:
     return made
 
 
-def everything(engine: Engine) -> dict[str, Tensor]:
-    """What an engine answers while it trains adapters of every method, and these."""
-    jobs = [start(engine, kind) for kind in TRAINED]
-    jobs.append(engine.finetune(make_examples("dora"), "tuned dora", DORA, TRAINING))
-    answers = [engine.generate([1 + n, 5, 9, 2], sampling=SAMPLING) for n in range(3)]
-    for job in jobs:
-        job.result()
-    answers += [engine.generate([3, 1, 4], f"tuned {kind}", SAMPLING) for kind in KINDS]
-    found = {f"{kind} {name}": x for kind in KINDS for name, x in trained(engine, kind).items()}
-    return found | {f"answer {n}": _numbers(answer.result()) for n, answer in enumerate(answers)}
-
-
-def _numbers(answer: Completion) -> Tensor:
-    assert len(answer.tokens) == 4
-    return torch.tensor([logprobs.chosen for logprobs in answer.logprobs], dtype=torch.float64)
-
-
 @pytest.mark.parametrize("fields", [{"deterministic": True}, {"quantize": "8bit"}])
 def test_other_executors_and_placements_visit_too(fields: dict[str, object]) -> None:
     def make() -> Engine:
         return engine_of("llama", config=fields, vocab_size=SMALL)
 
-    wanted, engine = everything(make()), make()
+    wanted, engine = everything(make(), DORA), make()
     send_away(engine)
-    found = everything(engine)
+    found = everything(engine, DORA)
     close = 0.0 if "deterministic" in fields else 1e-3
     for key, numbers in wanted.items():
         assert float((found[key].double() - numbers.double()).abs().max()) <= close, key
@@ -85,10 +66,10 @@ def test_other_executors_and_placements_visit_too(fields: dict[str, object]) -> 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_nobody_uses_parameters_outside_of_a_visit(name: str) -> None:
     with Exact():
-        wanted = everything(make_engine(name, torch.float64))
+        wanted = everything(make_engine(name, torch.float64), DORA)
         engine = make_engine(name, torch.float64)
         blocks = send_away(engine)
-        found = everything(engine)
+        found = everything(engine, DORA)
     assert found.keys() == wanted.keys()
     for key, numbers in wanted.items():
         assert torch.allclose(found[key].double(), numbers.double(), rtol=1e-7, atol=1e-9), key

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.kernels.attention import AttentionSpec
+from coserve.model.group import GroupRows, Prepared
 from coserve.model.placement import Placement
 
 
@@ -87,7 +88,7 @@ class Many(Protocol):
         ...
 
 
-class FusedRows:
+class FusedRows(GroupRows):
     """Parts side by side in one forward run without a graph, adapters over their ranges of rows; those of
     `many` are added together.
 
@@ -100,6 +101,7 @@ class FusedRows:
         adapters: Sequence[tuple[slice, Bypasses]],
         many: Sequence[Many] = (),
     ) -> None:
+        super().__init__()
         self._adapters, self._many = adapters, many
         self._parts: list[tuple[slice, Part]] = []
         start = 0
@@ -110,15 +112,22 @@ class FusedRows:
         self._bounds = [part.count for part in parts]
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
-        if not self._keepers and not self._adapters and not self._many:
+        group, added = placement.group, None
+        if group is None and not self._keepers and not self._adapters and not self._many:
             return placement.forward(x)
         x = self._entering(path, x)
-        y = placement.forward(x)
+        if group is None:
+            y = placement.forward(x)
+        else:
+            y, added = self._ask(path, group, x)
         x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
         for rows, keeper in self._keepers:
             keeper.keep(path, y2[rows])
-        for many in self._many:
-            many.add_(path, x, y2)
+        if added is None:
+            for many in self._many:
+                many.add_(path, x, y2)
+        else:
+            y2 += added
         for rows, bypasses in self._adapters:
             bypass = bypasses.outputs.get(path)
             if bypass is not None:
@@ -134,6 +143,20 @@ class FusedRows:
             for rows, bypass in found:
                 self._add(bypass, rows, x[0], y[0])
         return y
+
+    def _is_changed(self, path: str) -> bool:
+        return any(path in bypasses.inputs for _, bypasses in self._adapters)
+
+    def _prepared(self, path: str, x: Tensor, outputs: int) -> Prepared:
+        def meanwhile() -> Tensor | None:
+            if not self._many:
+                return None
+            added = x.new_zeros(x.shape[:-1].numel(), outputs)
+            for many in self._many:
+                many.add_(path, x, added)
+            return added
+
+        return None, meanwhile
 
     def _entering(self, path: str, x: Tensor) -> Tensor:
         """Input of the linear at `path`: x, changed for the rows of adapters that change it."""

@@ -13,15 +13,17 @@ from coserve.adapters.lowrank import is_plain
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.beside import Beside, Ways
 from coserve.kernels.rows import concat_rows, split_rows
+from coserve.model.group import GroupRows, Prepared
 from coserve.model.linear import bypassed, frozen
 from coserve.model.placement import Placement
 
 
-class GraphRows:
+class GraphRows(GroupRows):
     """Rows in a graph where everything but bypasses is frozen: the first `sizes[0]` rows have the bypasses
     `adapters[0]`, and so on for all rows. Nothing attends here."""
 
     def __init__(self, adapters: Sequence[Bypasses], sizes: Sequence[int]) -> None:
+        super().__init__()
         self._adapters, self.sizes = adapters, sizes
         self._spans = [slice(*span) for span in pairwise(accumulate(sizes, initial=0))]
         self._ways: Ways = {}
@@ -31,13 +33,13 @@ class GraphRows:
         if any(bypass is not None for bypass in entering):
             x2 = x.flatten(0, -2)
             x = self._added(entering, x2, x2).view(x.shape)
-        kept, is_added = self._kept(path, x)
-        bypasses = [adapter.outputs.get(path) for adapter in self._adapters]
-        segments = plain_segments(zip(self._spans, bypasses, is_added, strict=True))
-        if segments:
-            y = bypassed(x, placement, Beside(segments, self._ways), kept)
+        if placement.group is None:
+            kept, beside = self._beside(path, x)
+            y = frozen(x, placement, kept) if beside is None else bypassed(x, placement, beside, kept)
         else:
-            y = frozen(x, placement, kept)
+            y, added = self._ask(path, placement.group, x)
+            y = y if added is None else y + added
+        bypasses = [adapter.outputs.get(path) for adapter in self._adapters]
         others = [None if is_plain(bypass) else bypass for bypass in bypasses]
         if any(bypass is not None for bypass in others):
             y = self._added(others, x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
@@ -51,6 +53,23 @@ class GraphRows:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         raise AssertionError("nothing attends outside of the layers")
+
+    def _beside(self, path: str, x: Tensor) -> tuple[Tensor | None, Beside | None]:
+        """What stands for the frozen product of x [..., in], and the plain low-rank bypasses beside it."""
+        kept, is_added = self._kept(path, x)
+        bypasses = (adapter.outputs.get(path) for adapter in self._adapters)
+        segments = plain_segments(zip(self._spans, bypasses, is_added, strict=True))
+        return kept, Beside(segments, self._ways) if segments else None
+
+    def _is_changed(self, path: str) -> bool:
+        return any(path in adapter.inputs for adapter in self._adapters)
+
+    def _prepared(self, path: str, x: Tensor, outputs: int) -> Prepared:
+        kept, beside = self._beside(path, x)
+        if beside is None:
+            return kept, lambda: None
+        zeros = x.new_zeros(()).expand(*x.shape[:-1], outputs)
+        return kept, lambda: bypassed(x, None, beside, zeros)
 
     def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, Sequence[bool]]:
         """Returns what stands for the frozen product of x [..., in], which is then not computed, or None; and

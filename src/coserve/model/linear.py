@@ -37,15 +37,20 @@ def frozen(x: Tensor, placement: Placement, kept: Tensor | None = None) -> Tenso
 
 class _Bypassed(torch.autograd.Function):
     """A placement and low-rank bypasses beside it, in a graph: the gradient of what they are given comes of
-    one product, to which those of the bypasses are added."""
+    one product, to which those of the bypasses are added. Without a placement the bypasses are alone."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, placement: Placement, kept: Tensor | None, beside: Beside, *matrices: Tensor
+        ctx: Any,
+        x: Tensor,
+        placement: Placement | None,
+        kept: Tensor | None,
+        beside: Beside,
+        *matrices: Tensor,
     ) -> Tensor:
         ctx.placement, ctx.beside = placement, beside
         ctx.save_for_backward(x, *matrices)
-        y = placement.forward(x) if kept is None else kept
+        y: Tensor = ctx.placement.forward(x) if kept is None else kept
         if beside.is_added:
             return y
         if kept is not None:
@@ -58,7 +63,9 @@ class _Bypassed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *matrices = ctx.saved_tensors
         grad = grads[0].contiguous()
-        found = ctx.placement.backward(grad) if ctx.needs_input_grad[0] else None
+        found = None
+        if ctx.needs_input_grad[0]:
+            found = x.new_zeros(x.shape) if ctx.placement is None else ctx.placement.backward(grad)
         into = None if found is None else found.view(-1, x.shape[-1])
         count = len(matrices) // 2
         of_a, of_b = ctx.beside.back(
@@ -67,9 +74,9 @@ class _Bypassed(torch.autograd.Function):
         return found, None, None, None, *of_a, *of_b
 
 
-def bypassed(x: Tensor, placement: Placement, beside: Beside, kept: Tensor | None = None) -> Tensor:
+def bypassed(x: Tensor, placement: Placement | None, beside: Beside, kept: Tensor | None = None) -> Tensor:
     """The placement's product of x [..., in], or what was kept of it, with low-rank bypasses over its rows;
-    in the current graph, which there is."""
+    in the current graph, which there is. Without a placement no gradient of x comes of `kept`."""
     y: Tensor = _Bypassed.apply(x, placement, kept, beside, *beside.a, *beside.b)  # type: ignore[no-untyped-call]
     return y
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from coserve.adapters.bypass import exact_type
 from coserve.errors import NotOffered
 from coserve.kernels.cpu import multiplies_bfloat16
+from coserve.model.group import Group
 
 
 class Offer(Enum):
@@ -24,11 +25,13 @@ class Offer(Enum):
 class Placement(ABC):
     """Computes a frozen linear of the base, wherever its weight is. The product is always offered, the rest
     where `offers` has it; anything else raises NotOffered. `bias` is [out], None where the linear has none.
+    One that answers later belongs to a `group`: rows ask that one, and `forward` and `backward` wait.
     `nbytes_to_train` are bytes that it will hold beside the present ones once a gradient has come through it;
     0 from then on."""
 
     bias: Tensor | None
     offers: frozenset[Offer] = frozenset(Offer)
+    group: Group | None = None
     nbytes_to_train: int = 0
 
     @abstractmethod
