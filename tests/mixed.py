@@ -102,10 +102,10 @@ def _logits(model: Any, virtual: bool) -> Logits:
     return of
 
 
-def make_engine(name: str, dtype: torch.dtype, folder: Path | None = None) -> Engine:
+def make_engine(name: str, dtype: torch.dtype, folder: Path | None = None, **changes: Any) -> Engine:
     """Small windows and chunks, so that everything is cut; all adapters of `folder` are loaded."""
     config = EngineConfig(calibrate=False, cache_tokens=2048, page_size=4, scheduler=_CUTS)
-    engine = Engine(tiny(name, dtype, vocab_size=SMALL), config)
+    engine = Engine(tiny(name, dtype, vocab_size=SMALL, **changes), config)
     for adapter in sorted(folder.iterdir()) if folder else ():
         engine.load_adapter(adapter.name, adapter)
     return engine
@@ -128,10 +128,9 @@ def start(engine: Engine, kind: str, start_from: str | None = None) -> FineTunin
 
 
 def everything(
-    engine: Engine, more: Mapping[str, Any], training: TrainingConfig = TRAINING
+    engine: Engine, configs: Mapping[str, Any], training: TrainingConfig = TRAINING
 ) -> dict[str, Tensor]:
-    """What an engine answers while it trains adapters of every method and those of `more`, and these."""
-    configs = {**TRAINED, **more}
+    """What an engine answers while it trains an adapter of each of these settings, and the adapters."""
     jobs = [
         engine.finetune(make_examples(k), f"tuned {k}", config, training) for k, config in configs.items()
     ]

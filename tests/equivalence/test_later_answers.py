@@ -9,7 +9,7 @@ import torch
 from coserve import LoRAConfig, SavePolicy
 from coserve.adapters.methods.ia3 import IA3Config
 from later import send_elsewhere
-from mixed import TRAINING, everything, make_engine
+from mixed import TRAINED, TRAINING, everything, make_engine
 from models import Exact
 
 # By architecture: an adapter that changes what one of several siblings is given, and the siblings of a layer.
@@ -29,16 +29,17 @@ SIBLINGS = {"llama": [QKV, ("gate_proj", "up_proj")], "gpt2": [("c_attn",)], "mi
 )
 def test_answers_that_come_later_are_the_same(name: str, keep: SavePolicy) -> None:
     changed = CHANGED[name]
-    more = {
+    configs = {
+        **TRAINED,
         "dora": LoRAConfig(rank=3, dora=True),
         "ia3 at inputs": IA3Config(targets=changed, feedforward=changed),
     }
     training = replace(TRAINING, keep=keep)
     with Exact():
-        wanted = everything(make_engine(name, torch.float64), more, training)
+        wanted = everything(make_engine(name, torch.float64), configs, training)
         engine = make_engine(name, torch.float64)
         place = send_elsewhere(engine.base)
-        found = everything(engine, more, training)
+        found = everything(engine, configs, training)
     assert found.keys() == wanted.keys()
     for key, numbers in wanted.items():
         assert torch.allclose(found[key].double(), numbers.double(), rtol=1e-7, atol=1e-9), key

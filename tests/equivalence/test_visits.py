@@ -1,24 +1,35 @@
-"""Blocks whose parameters exist within a visit only: the same answers and the same training."""
+"""A model whose parameters exist within visits only: the same answers and the same training."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from coserve import Engine, LoRAConfig
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.sequence import Direction
-from coserve.model.block import Block, Resident
+from coserve.model.base import Base
+from coserve.model.block import ModelPart, Resident
+from coserve.model.load import load_base
+from coserve.train.proof import prove_training
 from methods import SMALL, engine_of
-from mixed import everything, make_engine
-from models import Exact
+from mixed import TRAINED, everything, make_engine
+from models import Exact, tiny
 
-DORA = {"dora": LoRAConfig(rank=3, dora=True)}
+KINDS = {**TRAINED, "dora": LoRAConfig(rank=3, dora=True)}
+AT_ENDS = {
+    "llama": ("embed_tokens", "lm_head"),
+    "gpt2": ("wte",),
+    "mixtral": ("lm_head",),
+    "opt": ("embed_tokens",),
+}
+CHANGES = {"opt": {"word_embed_proj_dim": 32}}  # a linear between the embedding and the first layer
 
 
 class Away:
     """Parameters that do not exist between visits: whoever reads them there reads no numbers."""
 
-    def __init__(self, block: Block) -> None:
-        tensors = (tensor for held in block.parameters().values() for tensor in held.tensors.values())
+    def __init__(self, part: ModelPart) -> None:
+        tensors = (tensor for held in part.parameters().values() for tensor in held.tensors.values())
         self._held = [(tensor, tensor.detach().clone()) for tensor in tensors]
         self.visits: list[Direction] = []
         self._is_here = True
@@ -41,11 +52,11 @@ class Away:
         return tensor.clone()
 
 
-def send_away(engine: Engine) -> list[Away]:
+def send_away(base: Base) -> list[Away]:
     made = []
-    for block in engine.base.chain:
-        assert isinstance(block.residence, Resident)
-        block.residence = away = Away(block)
+    for part in (*base.chain, base.chain.ends):
+        assert isinstance(part.residence, Resident)
+        part.residence = away = Away(part)
         made.append(away)
     return made
 
@@ -55,22 +66,33 @@ def test_other_executors_and_placements_visit_too(fields: dict[str, object]) -> 
     def make() -> Engine:
         return engine_of("llama", config=fields, vocab_size=SMALL)
 
-    wanted, engine = everything(make(), DORA), make()
-    send_away(engine)
-    found = everything(engine, DORA)
+    wanted, engine = everything(make(), KINDS), make()
+    send_away(engine.base)
+    found = everything(engine, KINDS)
     close = 0.0 if "deterministic" in fields else 1e-3
     for key, numbers in wanted.items():
         assert float((found[key].double() - numbers.double()).abs().max()) <= close, key
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", AT_ENDS)
 def test_nobody_uses_parameters_outside_of_a_visit(name: str) -> None:
+    kinds, changes = {"at the ends": LoRAConfig(rank=2, targets=AT_ENDS[name])}, CHANGES.get(name, {})
+    if not changes:
+        kinds |= {**KINDS, "words": PromptTuningConfig(3, text=(1, 2))}
     with Exact():
-        wanted = everything(make_engine(name, torch.float64), DORA)
-        engine = make_engine(name, torch.float64)
-        blocks = send_away(engine)
-        found = everything(engine, DORA)
+        wanted = everything(make_engine(name, torch.float64, **changes), kinds)
+        engine = make_engine(name, torch.float64, **changes)
+        parts = send_away(engine.base)
+        found = everything(engine, kinds)
     assert found.keys() == wanted.keys()
     for key, numbers in wanted.items():
         assert torch.allclose(found[key].double(), numbers.double(), rtol=1e-7, atol=1e-9), key
-    assert all({Direction.INFER, Direction.BACKWARD} <= set(block.visits) for block in blocks)
+    assert all({Direction.INFER, Direction.BACKWARD} <= set(part.visits) for part in parts)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "gemma4_text"])
+def test_the_proof_of_training_visits_too(name: str) -> None:
+    base = load_base(tiny(name))
+    parts = send_away(base)
+    prove_training(base)
+    assert sum(Direction.BACKWARD in part.visits for part in parts) > 1

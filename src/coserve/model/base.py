@@ -22,7 +22,7 @@ from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
-from coserve.model.block import Block, Call, VisitedWeights
+from coserve.model.block import Block, Call, Ends, VisitedWeights
 from coserve.model.chain import Chain
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
@@ -49,7 +49,7 @@ class Base:
         max_positions: int,
     ) -> None:
         self.model = model
-        self.chain = Chain(blocks, cell)
+        self.chain = Chain(blocks, Ends(model, blocks), cell)
         self.sites = origin.sites
         self.cell = cell
         self.max_positions = max_positions
@@ -94,9 +94,9 @@ class Base:
     def weights(self, path: str) -> Weights:
         """Weights of the frozen linear at `path`, for bypasses to use in a pass or outside of any. Raises
         NotOffered where norms of its rows are not to be had."""
-        placement, block = self.linears[path].placement, self.chain.block_of(path)
+        placement = self.linears[path].placement
         placement.expect(Offer.ROW_NORMS, path)
-        return placement if block is None else VisitedWeights(block, placement)
+        return VisitedWeights(self.chain.part_of(path), placement)
 
     def bias(self, path: str) -> Tensor | None:
         """Bias of the linear or norm at `path`, None where it has none."""
@@ -111,11 +111,10 @@ class Base:
 
     def _outside(self, path: str, read: Callable[[str], Tensor | None]) -> Tensor | None:
         """A parameter of the module at `path`, read in a visit, as it may be used outside of any."""
-        if (block := self.chain.block_of(path)) is None:
-            return read(path)
-        with block.visit(Direction.INFER):
+        part = self.chain.part_of(path)
+        with part.visit(Direction.INFER):
             found = read(path)
-            return None if found is None else block.residence.outside(found)
+            return None if found is None else part.residence.outside(found)
 
     def _bias(self, path: str) -> Tensor | None:
         if path in self.linears:
@@ -149,8 +148,9 @@ class Base:
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
         """Input embeddings [n, width] of token ids [n]."""
-        found: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
-        return found
+        with self.chain.ends.visit(Direction.INFER):
+            found: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
+            return found
 
     @cached_property
     def early_sites(self) -> frozenset[str]:
@@ -227,7 +227,7 @@ class Base:
     def _run_model(
         self, module: Any, answer: Callable[[Tensor, Call], Tensor], tokens: Tensor, positions: Tensor
     ) -> Any:
-        with self._standing_aside:
+        with self._standing_aside, self.chain.ends.visit(Direction.INFER):
             for block in self.chain:
                 block.answer_with(answer)
             try:

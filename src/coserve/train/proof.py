@@ -6,6 +6,7 @@ hidden state from layer to layer, or whose layers cannot be re-run for a window 
 starts.
 """
 
+from contextlib import ExitStack
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses, exact_type
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.sites import Kind
-from coserve.core.sequence import Span
+from coserve.core.sequence import Direction, Span
 from coserve.errors import UnsupportedModel
 from coserve.kernels import reference
 from coserve.kernels.attention import AttentionSpec, causal_mask
@@ -65,11 +66,15 @@ def prove_training(base: Base) -> None:
 
 def _prove(base: Base, seed: int) -> None:
     """Raises UnsupportedModel where the gradients of one draw are not those of whole examples."""
-    proof = _Proof(base, _one_of_each_kind(base), torch.Generator().manual_seed(seed))
+    layers = _one_of_each_kind(base)
+    proof = _Proof(base, layers, torch.Generator().manual_seed(seed))
     proof.forward()
     try:
-        want = proof.whole()
-        got = proof.in_windows()
+        with ExitStack() as visits:
+            for part in (*(base.chain.blocks[layer] for layer in layers), base.chain.ends):
+                visits.enter_context(part.visit(Direction.BACKWARD))
+            want = proof.whole()
+            got = proof.in_windows()
     finally:
         for linear in base.linears.values():  # a server that never trains does not pay for it
             linear.placement.release_backward()

@@ -5,7 +5,7 @@ import torch
 
 from coserve.adapters.sites import decoder_layers
 from coserve.model.load import load_base
-from coserve.model.parameters import held_bytes, parameters_of
+from coserve.model.parameters import held_bytes
 from models import tiny
 
 NAMES = ("llama", "gpt2", "mixtral", "gpt_oss", "gemma3_text")
@@ -34,13 +34,10 @@ def test_blocks_know_all_that_their_layers_are_made_of(name: str) -> None:
 
 @pytest.mark.parametrize("quantize", ["none", "8bit"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_bytes_of_a_base_are_those_of_its_blocks_and_of_what_is_around_them(
-    tied: bool, quantize: str
-) -> None:
+def test_the_bytes_of_a_base_are_those_of_its_blocks_and_of_its_ends(tied: bool, quantize: str) -> None:
     base = load_base(tiny("llama", tie_word_embeddings=tied), quantize=quantize)
     inside = [held for block in base.chain for held in block.parameters().values()]
-    paths = tuple(f"{block.path}." for block in base.chain)
-    around = {n: held for n, held in parameters_of(base.model).items() if not n.startswith(paths)}
+    around = base.chain.ends.parameters()
     assert held_bytes(inside) + held_bytes(around.values()) == base.nbytes
     embedding, head = around["model.embed_tokens"].nbytes, around["lm_head"].nbytes
     rest = sum(held.nbytes for held in around.values()) - embedding - head
