@@ -10,9 +10,12 @@ TORCH := torch==2.13.0
 demo: install
 	$(BIN)/coserve demo
 
-# Two workers with one thread each: OpenMP threads that share a core spin and crawl.
+# Two workers with one thread each: OpenMP threads that share a core spin and crawl. With `worksteal` the tests
+# of a file mostly stay with one worker, which makes what they share once. Bytecode is kept, whatever the
+# environment says: forty processes start. A test that takes ten minutes hangs, and ends with all stacks.
 test: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal \
+		-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 slow: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

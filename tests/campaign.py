@@ -26,9 +26,9 @@ from msgspec.structs import replace
 
 from coserve.errors import ServerError
 from coserve_benchmarks.client import Clients
-from coserve_benchmarks.ledger import Ledger
+from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served, Victim
-from coserve_benchmarks.streams import Ask
+from coserve_benchmarks.streams import StreamRequest
 
 Json = dict[str, Any]
 JOBS: Final = "/v1/fine_tuning/jobs"
@@ -113,7 +113,7 @@ class Work:
 
     data: bytes
     recipes: Sequence[Recipe]
-    asks: Sequence[Ask]
+    asks: Sequence[StreamRequest]
     most_jobs: int = 5  # that are not over
 
 
@@ -166,7 +166,7 @@ class Campaign:
         self._imported: list[str] = []
         self._expected: dict[str, tuple[list[tuple[int, float]], str]] = {}
         self.tokens: list[list[int]] = []  # of every stream, undisturbed
-        self._ledgers: list[Ledger] = []
+        self._ledgers: list[RecordingClient] = []
         self._file = ""
         self._adapter = (b"", b"")
 
@@ -202,7 +202,7 @@ class Campaign:
         asks = self.asks()
         most = sum(ask.answer for ask in asks)
         pieces = self._draw.randint(2 * len(asks), int(0.7 * most))
-        ledger = Ledger(self._served.url, self._served.name)
+        ledger = RecordingClient(self._served.url, self._served.name)
         self._ledgers.append(ledger)
         for job in self._jobs:
             ledger.follow(job.id)
@@ -259,7 +259,7 @@ class Campaign:
 
     # What clients do meanwhile
 
-    def asks(self) -> list[Ask]:
+    def asks(self) -> list[StreamRequest]:
         """What streams ask."""
         name = self._draw.choice(self._imported)
         return [replace(ask, model=name) if n % 2 else ask for n, ask in enumerate(self._work.asks)]
@@ -428,7 +428,9 @@ class Scribe:
     Uploads files and looks at everything, over and over, in a thread of its own.
     """
 
-    def __init__(self, ledger: Ledger, lines: Sequence[Mapping[str, str]] = ({"text": "x"},)) -> None:
+    def __init__(
+        self, ledger: RecordingClient, lines: Sequence[Mapping[str, str]] = ({"text": "x"},)
+    ) -> None:
         self._ledger, self._requests = ledger, lines
         self._stop = threading.Event()
         self._error: ServerError | None = None

@@ -1,9 +1,15 @@
-"""Surroundings of every test: one thread, no network, quiet libraries."""
+"""Surroundings of every test: one thread, no network, quiet libraries; and the samples of long sweeps."""
 
 import gc
 import os
+import random
 import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 # Before anything imports torch or transformers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,10 +17,62 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+# Decides what is drawn of `sample`s, for all workers of a run alike: they inherit it.
+SEED = os.environ.setdefault("TESTS_SAMPLE", str(time.time_ns() // 10**6 % 10**6))
+
 # The benchmarks lie beside the package; their child processes look for them too.
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 os.environ["PYTHONPATH"] = os.pathsep.join([BENCHMARKS, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--executor",
+        choices=["local", "remote"],
+        default="local",
+        help="where engines compute: in the tests' process, or each in one of its own; tests that look "
+        "into their executor are skipped then",
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def executor_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Has all engines compute in processes of their own, where that was asked for."""
+    if request.config.getoption("--executor") == "local":
+        yield
+        return
+    from forked_executors import compute_elsewhere
+
+    with pytest.MonkeyPatch.context() as patch:
+        compute_elsewhere(patch)
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if {"failed", "error"} & terminalreporter.stats.keys():
+        terminalreporter.line(f"TESTS_SAMPLE={SEED} draws the same cases again")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`sample(n, per=NAME)`: of the cases with the same value of parameter NAME the quick suite runs `n`,
+    drawn for each run. `-m slow` runs them all."""
+    groups = defaultdict[tuple[str, ...], list[pytest.Item]](list)
+    for item in items:
+        mark = item.get_closest_marker("sample")
+        is_slow = item.get_closest_marker("slow") is not None
+        if mark is not None and not is_slow and isinstance(item, pytest.Function):
+            per = mark.kwargs.get("per")
+            group = "" if per is None else repr(item.callspec.params[per])
+            groups[item.nodeid.partition("[")[0], group].append(item)
+    for group, cases in groups.items():
+        (count,) = cases[0].get_closest_marker("sample").args
+        draws = random.Random(f"{SEED}/{group}")
+        quick = [] if config.option.markexpr == "slow" else draws.sample(cases, min(count, len(cases)))
+        for case in cases:
+            if case not in quick:
+                case.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -27,7 +27,7 @@ from coserve.wire.messages import (
     Token,
 )
 
-_PATIENCE = 60.0  # seconds; only a hang takes so long
+_PATIENCE = 180.0  # seconds; only a hang takes so long
 
 
 class EngineProcess:

@@ -26,7 +26,8 @@ from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.plan import Plan, StepResult
-from coserve.engine.handles import Completion, FineTuning
+from coserve.engine.completion import Completion
+from coserve.engine.finetuning import FineTuning
 from coserve.train.example import Example
 from methods import SMALL, with_peft
 from models import Exact, logits_of, tiny
@@ -148,7 +149,7 @@ def _chosen(answer: Completion) -> Tensor:
 
 
 def trained(engine: Engine, kind: str) -> dict[str, Tensor]:
-    return engine.bank.find(f"tuned {kind}").parameters()
+    return engine.weights(f"tuned {kind}").parameters()
 
 
 @dataclass

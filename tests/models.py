@@ -238,11 +238,16 @@ class Exact(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        exact = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if exact and func is Tensor.float:
+        kwargs = kwargs or {}
+        for given in (*args[1:], *kwargs.values()):
+            if given is torch.float32 and _is_double(args):
+                args = [torch.float64 if a is torch.float32 else a for a in args]
+                kwargs = {k: torch.float64 if a is torch.float32 else a for k, a in kwargs.items()}
+                break
+        if func is Tensor.float and _is_double(args):
             return args[0]
-        if exact and any(a is torch.float32 for a in (*args, *kwargs.values())):
-            args = [torch.float64 if a is torch.float32 else a for a in args]
-            kwargs = {k: torch.float64 if a is torch.float32 else a for k, a in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _is_double(args: Sequence[Any]) -> bool:
+    return bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64

@@ -25,7 +25,7 @@ from coserve.schedule.segments import batch_start, training_segment
 from coserve.train.example import Example, epochs
 from models import linear_paths, lora_parameters, prompts, tiny, with_lora
 from rounding import largest
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 LORA = LoRAConfig(rank=4, alpha=6.0)  # as `with_lora` makes them
 _HUGE = 1e14
@@ -132,8 +132,10 @@ class Passage:
         (shuffled,) = epochs(count, count, 1, config.seed)
         placed = dict(zip(shuffled, range(count) if order is None else order, strict=True))
         data = [case.examples[placed[i]] for i in range(count)]
-        self.run = TrainingRun(case.engine.base, case.engine.bank, "probe", case.adapter, data, config)
-        self.executor.sessions["probe"] = self.run.session
+        self.run = TrainingRun(
+            case.engine.base, case.engine.executor.loaded, "probe", case.adapter, data, config
+        )
+        adopt(case.engine, self.run)
         self.before = self.run.state().adapter.parameters()
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
         if case.spec is not None:
@@ -162,7 +164,7 @@ class Passage:
     def travel(self, there: int, back: int, draws: random.Random | None = None) -> None:
         """All rows forward in windows of `there` and back in windows of `back`; with `draws`, put down
         between random layers."""
-        self.executor.sessions["probe"] = self.run.session
+        adopt(self.case.engine, self.run)
         for start, rows in windows(there, self.rows):
             for span in spans(self.case.depth, draws):
                 self.forward(start, rows, span)

@@ -20,6 +20,7 @@ from coserve.serve.http.listener import Listener
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
 from coserve.wire.messages import Submit
+from waiting import until
 
 SECONDS = 90.0  # for one story, on a machine that is busy
 
@@ -53,9 +54,8 @@ class World:
         """What these tokens are as text."""
         return self.state.text.decode(tokens)
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            await asyncio.sleep(0.001)
+    async def until(self, holds: Callable[[], object]) -> None:
+        await until(holds)
 
 
 Story = Callable[[World], Coroutine[Any, Any, None]]
@@ -68,12 +68,12 @@ async def world(folder: Path, engine: dict[str, Any], fields: dict[str, Any]) ->
         **{"model": str(tiny.path()), "state": folder / "state", "name": "tiny", **fields}
     )
     settings.state.mkdir(exist_ok=True)
-    fake = FakeEngine(folder / "engine.sock")
+    fake = FakeEngine(folder / "engine.sock", step_seconds=0.001)  # one that rests nowhere takes a processor
     for name, value in engine.items():
         assert hasattr(fake, name)
         setattr(fake, name, value)
     async with fake, build_state(settings, fake.socket) as state:
-        await state.link.wait_ready(5)
+        await state.link.wait_ready(SECONDS)
         app = create_app(state)
         transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:

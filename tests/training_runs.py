@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.bank import LoadedVersion
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import Updated
 from coserve.core.sequence import MicroBatch
+from coserve.engine.engine import Engine
 from coserve.errors import LossNotFinite
 from coserve.memory.arena import Arena
 from coserve.model.base import Base
@@ -28,7 +30,7 @@ class TrainingRun:
     def __init__(
         self,
         base: Base,
-        bank: AdapterBank,
+        loaded: LoadedAdapters,
         job: str,
         start: AdapterVersion,
         examples: Sequence[Example],
@@ -49,7 +51,7 @@ class TrainingRun:
         if resume is not None:
             identity.expect(resume.identity)
         self.session = TrainingSession(
-            base, bank, job, start, self.supervised.session, arena, identity, resume, make_offload
+            base, loaded, job, start, self.supervised.session, arena, identity, resume, make_offload
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -71,3 +73,10 @@ class TrainingRun:
             raise found
         self.supervised.ended(found.version)
         return found
+
+
+def adopt(engine: Engine, run: TrainingRun) -> None:
+    """Has the engine's executor train the run, as one that it had opened itself."""
+    session = run.session
+    engine.executor.sessions[session.job] = session
+    engine.bank.publish(LoadedVersion.of(session.current))

@@ -1,4 +1,4 @@
-"""Row `blocking.ratio`: what a short answer waits while a large batch trains."""
+"""Row `blocking.ratio`: latency of short answers while a large batch trains."""
 
 import random
 import time
@@ -66,7 +66,7 @@ def _ends(event: object, key: int) -> bool:
 
 
 def _floor(bench: Bench) -> float:
-    """Seconds: the prompt at the matrix rate, then every decode step's bytes."""
+    """Lower bound in seconds: the prompt at the matrix rate, then every decode step's bytes."""
     settings, shape, machine = bench.settings, bench.shape, bench.machine
     prompt = machine.floor_train_seconds(shape.prefill_flops(1, settings.blocking_prompt))
     return prompt + sum(

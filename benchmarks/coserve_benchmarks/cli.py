@@ -41,19 +41,23 @@ def engine(
     plans: Annotated[
         Path | None, typer.Option(help="File for the training in the co-serving run's plans.")
     ] = None,
+    executor: Annotated[
+        str,
+        typer.Option(help="local; or remote: what steps cost in a process of their own."),
+    ] = "local",
 ) -> None:
-    """Serving, training, and both at once, beside their floors and other programs."""
+    """Measures serving, training, and both at once, beside their floors and other programs."""
     check_writable("--json", json_file)
     check_writable("--plans", plans)
     from coserve_benchmarks.engine import run_engine
     from coserve_benchmarks.report import print_report
 
-    print_report(run_engine(shape, quick, only or None, json_file, plans))
+    print_report(run_engine(shape, quick, only or None, json_file, plans, executor))
 
 
 @app.command()
 def server(json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m") -> None:
-    """What HTTP costs beside the engine alone, and how long a server is away whose engine was killed."""
+    """Measures the cost of HTTP beside the engine alone, and the time to recover from a killed engine."""
     check_writable("--json", json_file)
     from coserve_benchmarks.report import print_report
     from coserve_benchmarks.server import run_server
@@ -71,7 +75,8 @@ def methods(
         Path | None, typer.Option(help="File for the loss curves, as SVG or PNG by its ending.")
     ] = None,
 ) -> None:
-    """Every adapter method: against its oracle, beside the others in one step, and while it learns."""
+    """Measures every adapter method: against its oracle, beside the others in one step, and while it
+    learns."""
     check_writable("--json", json_file)
     check_writable("--picture", picture)
     from coserve_benchmarks.methods.curves import draw
@@ -95,7 +100,8 @@ def adapters(
         typer.Option(help="File for throughput over adapters and batches, as SVG or PNG by its ending."),
     ] = None,
 ) -> None:
-    """Many adapters in one step: beside one and none, beside PEFT, training, and paged in from disk."""
+    """Measures many adapters in one step: beside one and none, beside PEFT, training, and paged in from
+    disk."""
     check_writable("--json", json_file)
     check_writable("--picture", picture)
     from coserve_benchmarks.adapters.drawing import draw
@@ -138,7 +144,8 @@ def policies(
         Path | None, typer.Option(help="File for the summary picture, as SVG or PNG by its ending.")
     ] = None,
 ) -> None:
-    """Every scheduling policy on the papers' traffic and a recorded one, and what one would do instead."""
+    """Measures every scheduling policy on the papers' traffic and a recorded one, beside alternatives to
+    coserve."""
     for flag, path in (("--json", json_file), ("--page", page), ("--picture", picture)):
         check_writable(flag, path)
     from coserve_benchmarks.policies.figures import draw
@@ -164,7 +171,8 @@ def memory(
         Path | None, typer.Option(help="File for the ablation, as SVG or PNG by its ending.")
     ] = None,
 ) -> None:
-    """What training keeps, what the ledger and the plan say beside what is measured, what is shared."""
+    """Measures activations kept for training, the errors of ledger and plan, prefix sharing and quantized
+    weights."""
     check_writable("--json", json_file)
     check_writable("--picture", picture)
     from coserve_benchmarks.memory.ablation import draw_ablation
@@ -184,7 +192,7 @@ def draw(
     ],
     out: Annotated[Path, typer.Argument(help="A page of policies (.html), or a picture (.svg, .png).")],
 ) -> None:
-    """The page or the picture of a run that is over, from its JSON."""
+    """Draws the page or the picture of a finished run from its JSON."""
     check_writable("OUT", out)
     from coserve_benchmarks.redraw import redraw
 

@@ -1,6 +1,6 @@
 """Clients in a process of their own, `python -m coserve_benchmarks.client`, so that they share no interpreter
-with what they measure. It is told a `Load` in one line and says a line when that has come far enough, and one
-with everything it heard when it is over. Free of torch."""
+with what they measure. The process reads a `ClientLoad` in one line, writes a line once that many pieces have
+come, and one with all results at the end. Free of torch."""
 
 import asyncio
 import subprocess
@@ -13,23 +13,23 @@ import msgspec
 
 from coserve.errors import CoserveError, ServerError
 from coserve.wire.control import decode_line, encode_line
-from coserve_benchmarks.streams import Ask, Heard, Streams
+from coserve_benchmarks.streams import StreamRequest, StreamResult, Streams
 
 
-class Load(msgspec.Struct, frozen=True):
-    """What to ask of which server. After `pieces` pieces of answers the client says so, if that is not 0."""
+class ClientLoad(msgspec.Struct, frozen=True):
+    """Requests to a server. After `pieces` pieces of answers, if not 0, the client reports `reached`."""
 
     url: str
     model: str
-    asks: tuple[Ask, ...]
+    asks: tuple[StreamRequest, ...]
     pieces: int = 0
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the client says: `up` before it begins, `reached`, and at the end `heard` or `failed`."""
+class ClientStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Status line of the client: `up` before it begins, `reached`, and at the end `heard` or `failed`."""
 
     kind: Literal["up", "reached", "heard", "failed"]
-    heard: list[Heard] = []
+    heard: list[StreamResult] = []
     processor_seconds: float = 0.0  # that the clients took
     text: str = ""
 
@@ -37,8 +37,8 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
 class Clients:
     """A load under way, in its own process. Use it in a `with`."""
 
-    def __init__(self, url: str, model: str, asks: Sequence[Ask], pieces: int = 0) -> None:
-        self._load = Load(url, model, tuple(asks), pieces)
+    def __init__(self, url: str, model: str, asks: Sequence[StreamRequest], pieces: int = 0) -> None:
+        self._load = ClientLoad(url, model, tuple(asks), pieces)
 
         self.processor_seconds = 0.0
 
@@ -59,21 +59,21 @@ class Clients:
         self._process.communicate()
 
     def wait_reached(self) -> None:
-        """Returns when so many pieces have come. Raises ServerError where a stream failed before."""
+        """Returns when `pieces` pieces have come. Raises ServerError where a stream failed before."""
         self._expect("reached")
 
-    def result(self) -> list[Heard]:
-        """What every stream brought, once all have ended. Raises ServerError where one failed."""
+    def result(self) -> list[StreamResult]:
+        """Results of all streams, once they have ended. Raises ServerError where one failed."""
         line = self._expect("heard")
         self.processor_seconds = line.processor_seconds
         return line.heard
 
-    def _expect(self, kind: str) -> Line:
+    def _expect(self, kind: str) -> ClientStatus:
         assert self._process.stdout is not None
         text = self._process.stdout.readline()
         if not text:
             raise ServerError(f"the clients' process ended with status {self._process.wait()}")
-        line = decode_line(text, Line)
+        line = decode_line(text, ClientStatus)
         if line.kind == "failed":
             raise ServerError(line.text)
         if line.kind != kind:
@@ -83,26 +83,26 @@ class Clients:
 
 def main() -> None:
     """Runs one load."""
-    _say(Line("up"))
-    load = decode_line(sys.stdin.readline(), Load)
+    _say(ClientStatus("up"))
+    load = decode_line(sys.stdin.readline(), ClientLoad)
     came = 0
 
     def count() -> None:
         nonlocal came
         came += 1
         if came == load.pieces:
-            _say(Line("reached"))
+            _say(ClientStatus("reached"))
 
     streams = Streams(load.url, load.model, count)
     try:
         heard = asyncio.run(streams.run(load.asks))
     except CoserveError as error:
-        _say(Line("failed", text=str(error)))
+        _say(ClientStatus("failed", text=str(error)))
     else:
-        _say(Line("heard", heard, streams.processor_seconds))
+        _say(ClientStatus("heard", heard, streams.processor_seconds))
 
 
-def _say(line: Line) -> None:
+def _say(line: ClientStatus) -> None:
     print(encode_line(line), flush=True)
 
 

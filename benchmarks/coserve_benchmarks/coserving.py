@@ -12,7 +12,7 @@ from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Workload, poisson_requests
 from coserve_benchmarks import finetune, inference
-from coserve_benchmarks.drive import Load, serve
+from coserve_benchmarks.drive import LoadResult, serve
 from coserve_benchmarks.ours import Bench, make_engine, start_training, warm_training
 from coserve_benchmarks.plans import RecordedStep, record_plans, save_plans
 from coserve_benchmarks.results import BARS
@@ -42,25 +42,26 @@ class _Scored:
     name: str
     attainment: float
     efficiency: float
-    load: Load
+    load: LoadResult
 
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What every policy is given and judged by: requests a second and their bounds, and what the machine
-    does of each kind of work alone (output tokens/s, fine-tuning tokens/s)."""
+    """Terms of comparison for all policies: requests a second and their bounds, and the machine's rates for
+    each kind of work alone (`capacity` in output tokens/s, `peak` in fine-tuning tokens/s)."""
 
     rate: float
     slo: SLO
     capacity: float
     peak: float
 
-    def efficiency(self, load: Load, begin: float = 0.0, end: float = 1.0) -> float:
-        """Both kinds of work between two parts of the load's time, each as a share of what it has alone."""
+    def efficiency(self, load: LoadResult, begin: float = 0.0, end: float = 1.0) -> float:
+        """Sum of both kinds of work between two parts of the load's time, each as a share of its rate
+        alone."""
         return load.output_rate(begin, end) / self.capacity + load.training_rate(begin, end) / self.peak
 
-    def score(self, name: str, load: Load) -> _Scored:
-        """How a policy did under that load."""
+    def score(self, name: str, load: LoadResult) -> _Scored:
+        """Score of a policy under that load."""
         return _Scored(name, load.attainment(self.slo), self.efficiency(load), load)
 
 
@@ -85,8 +86,8 @@ def run(bench: Bench, plans: str | Path | None = None) -> None:
     _time_slicing_row(bench, terms, ours, terms.score("no training at all", alone))
 
 
-def _serve(bench: Bench, engine: Engine, rate: float, slo: SLO = SLO()) -> Load:
-    """The workload: the same arrivals and prompts whoever serves them."""
+def _serve(bench: Bench, engine: Engine, rate: float, slo: SLO = SLO()) -> LoadResult:
+    """Serves the workload: the same arrivals and prompts for all policies."""
     settings = bench.settings
     requests = poisson_requests(
         rate, settings.seconds, settings.prompt, settings.answer, bench.shape.vocabulary, settings.seed, slo
@@ -95,9 +96,9 @@ def _serve(bench: Bench, engine: Engine, rate: float, slo: SLO = SLO()) -> Load:
     return serve(engine, Workload("half", title, settings.seconds, tuple(requests), ()))
 
 
-def _bounds(bench: Bench, alone: Load) -> SLO:
-    """Twice what the workload has without training, at the 99th percentile: between tokens by the bar's
-    words, and for the first token by the same rule, so that waiting in line is bounded as strictly."""
+def _bounds(bench: Bench, alone: LoadResult) -> SLO:
+    """Bounds: twice the 99th percentile of the same load without training, between tokens as the bar says,
+    and for the first token by the same rule, so that queueing is bounded as strictly."""
     between, first = percentile(alone.gaps, 0.99), percentile(alone.first_tokens, 0.99)
     bench.results.note(
         "coserve.slo",
@@ -119,7 +120,7 @@ def _ours(bench: Bench, engine: Engine, terms: _Terms) -> tuple[_Scored, float, 
 
 
 def _time_slicing_row(bench: Bench, terms: _Terms, ours: _Scored, idle: _Scored) -> None:
-    """The ratio of efficiencies where time-slicing keeps its promises as often as we do.
+    """Row with the ratio of efficiencies at equal attainment: ours over the best time-slicing.
 
     Of the settings tried, the most efficient one counts that reaches our attainment (or the bar, if ours is
     above it). Training less and less ends with not training at all, which is a setting too: where nothing
@@ -162,7 +163,7 @@ def _start_jobs(bench: Bench, engine: Engine, examples: int) -> None:
     warm_training(engine, jobs)
 
 
-def _note(bench: Bench, alone: Load, together: Load, terms: _Terms) -> None:
+def _note(bench: Bench, alone: LoadResult, together: LoadResult, terms: _Terms) -> None:
     """Absolute figures with and without training, and the points to draw them from."""
     results = bench.results
     for name, load in (("alone", alone), ("together", together)):

@@ -1,4 +1,4 @@
-"""How all pictures look, and how they are written. Needs matplotlib."""
+"""Style of all pictures, and writing them. Needs matplotlib."""
 
 import re
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ _STYLE: Final = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """How everything here looks: figures are made and saved within."""
+    """Applies the common style; figures are made and saved within."""
     with matplotlib.rc_context(_STYLE):
         yield
 

@@ -1,4 +1,4 @@
-"""Puts a timed load on an engine and watches the wall clock, not the scheduler's own book."""
+"""Replays a workload on an engine, timed by the wall clock and not by the scheduler's own counters."""
 
 import time
 from dataclasses import dataclass, field
@@ -7,8 +7,9 @@ from operator import itemgetter
 
 from coserve.core.events import StepDone, TokenEvent, TrainingProgress
 from coserve.core.request import SLO
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.handles import Completion, FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.workload.requests import TimedRequest, Workload
 from coserve_benchmarks.ours import greedy, start_job
 
@@ -16,8 +17,8 @@ _NAP = 0.001  # seconds; the wait for an arrival is cut into so many
 
 
 @dataclass(slots=True)
-class Answered:
-    """When a request arrived and when the caller could see each of its tokens; engine's clock, seconds."""
+class AnswerTimes:
+    """Times of a request: its arrival, and when the caller could see each token; engine's clock, seconds."""
 
     arrival: float
     tokens: list[float] = field(default_factory=list)
@@ -38,8 +39,8 @@ class Answered:
         return [after - before for before, after in pairwise(self.tokens)]
 
     def keeps(self, slo: SLO) -> bool:
-        """Whether the first token, every gap between two tokens, the whole, and how long training held it up
-        came within their bounds. Who got no token kept none of them."""
+        """Tells whether the first token, every gap between two tokens, the whole answer and the delay by
+        training are within their bounds. A request without any token keeps none of them."""
         first, between, whole = slo.first_token, slo.between_tokens, slo.end_to_end
         if slo.deferral is not None and self.deferred > slo.deferral:
             return False
@@ -51,12 +52,12 @@ class Answered:
 
 
 @dataclass(slots=True)
-class Load:
-    """What happened while a load ran from `started` for `seconds`, and until its last answer was complete."""
+class LoadResult:
+    """Result of a load that ran from `started` for `seconds`, and until its last answer was complete."""
 
     started: float
     seconds: float
-    answers: list[Answered] = field(default_factory=list)
+    answers: list[AnswerTimes] = field(default_factory=list)
     trained: list[tuple[float, float]] = field(default_factory=list)  # (when, tokens)
     losses: list[float] = field(default_factory=list)  # of optimizer steps, in order, over all jobs
     is_apart: bool = False  # whether training had processors of its own, and ended with the load's time
@@ -92,8 +93,8 @@ class Load:
         return found / (high - low)
 
     def overall_training_rate(self) -> float:
-        """Fine-tuning tokens a second until the last answer was complete: who pushes requests out beyond the
-        load's time pays for them all the same. Training that is apart knows nothing of answers."""
+        """Fine-tuning tokens a second until the last answer was complete, so that requests pushed out beyond
+        the load's time count, too. Training that is apart (`is_apart`) does not depend on answers."""
         last = max((a.tokens[-1] for a in self.answers if a.tokens), default=self.started)
         return self.training_rate(
             end=1.0 if self.is_apart else max(1.0, (last - self.started) / self.seconds)
@@ -120,7 +121,7 @@ class Load:
         return begin * self.seconds <= at - self.started < end * self.seconds
 
 
-def serve(engine: Engine, workload: Workload, patience: float = float("inf")) -> Load:
+def serve(engine: Engine, workload: Workload, patience: float = float("inf")) -> LoadResult:
     """Runs the engine until every request has its answer; training goes on meanwhile if there is some.
 
     A request counts as arrived at its instant, even where a step was under way: what that step still took
@@ -132,18 +133,18 @@ def serve(engine: Engine, workload: Workload, patience: float = float("inf")) ->
 
 
 class _Run:
-    """A load on its way."""
+    """A workload that is being replayed."""
 
     def __init__(self, engine: Engine, workload: Workload) -> None:
         self._engine, self._workload = engine, workload
         self._requests = sorted(workload.requests, key=lambda request: -request.at)  # the next one last
         self._jobs = sorted(workload.jobs, key=lambda job: -job.at)
-        self._open: dict[int, tuple[Answered, Completion]] = {}
+        self._open: dict[int, tuple[AnswerTimes, Completion]] = {}
         self._started_jobs: list[FineTuning] = []
-        self._load = Load(engine.clock(), workload.seconds)
+        self._load = LoadResult(engine.clock(), workload.seconds)
 
-    def until(self, end: float) -> Load:
-        """All of it, or what there is `end` seconds after the beginning."""
+    def until(self, end: float) -> LoadResult:
+        """Runs until the load is over, or until `end` seconds after its beginning."""
         engine, load = self._engine, self._load
         used = time.process_time()
         while self._is_going_on and (now := engine.clock()) < load.started + end:
@@ -179,7 +180,7 @@ class _Run:
             request.prompt, request.adapter, greedy(request.answer), request.slo, arrival
         )
         kept = handle.sequence in self._engine.scheduler.blocked_on_adapter
-        answered = Answered(arrival, slo=request.slo, kept=kept)
+        answered = AnswerTimes(arrival, slo=request.slo, kept=kept)
         self._load.answers.append(answered)
         self._open[handle.sequence.key] = answered, handle
 
@@ -199,7 +200,7 @@ class _Run:
                 self._load.losses.append(event.updated.loss)
 
     def _give_up(self) -> None:
-        """Ends what is left, so that the engine can go on with something else."""
+        """Cancels what is left, so that the engine is free for another load."""
         for answered, handle in self._open.values():
             answered.tokens.clear()
             handle.cancel()

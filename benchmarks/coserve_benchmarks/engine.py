@@ -5,11 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coserve_benchmarks import blocking, coserving, finetune, inference
+from coserve.errors import ConfigError
+from coserve_benchmarks import blocking, coserving, finetune, inference, remote
 from coserve_benchmarks.groups import begin, run_groups
-from coserve_benchmarks.results import BARS
+from coserve_benchmarks.results import BARS, REMOTE_BARS
 
 GROUPS = ("inference", "finetune", "blocking", "coserve")
+REMOTE = "remote"  # the group of `--executor remote`
 
 
 def run_engine(
@@ -18,6 +20,7 @@ def run_engine(
     only: Collection[str] | None = None,
     json_path: str | Path | None = None,
     plans: str | Path | None = None,
+    executor: str = "local",
 ) -> dict[str, Any]:
     """Measures the rows of some groups (all, by default) and returns what `--json` writes.
 
@@ -25,15 +28,21 @@ def run_engine(
     (absolute, with their floors), `notes` and `series` beside them. `json_path` is written after every row,
     so an interrupted run keeps what it has. `plans` receives the training that the co-serving run's plans
     held (`plans.watch_plans`). `quick` is for trying it out: fewer, shorter rounds, and on the tiny shape
-    smaller ones. Raises ConfigError for an unknown shape or group.
+    smaller ones. With an `executor` that is "remote" its steps are measured instead, over those of a local
+    one. Raises ConfigError for an unknown shape, group or executor.
     """
-    groups = GROUPS if only is None else tuple(only)
-    bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
+    if executor not in ("local", REMOTE):
+        raise ConfigError(f"--executor must be local or remote, not {executor!r}")
+    is_remote = executor == REMOTE
+    known, bars = ((REMOTE,), REMOTE_BARS) if is_remote else (GROUPS, BARS)
+    groups = known if only is None else tuple(only)
+    bench = begin(shape, quick, groups, known, json_path, bars)
     runs = {  # in this order: the last one's denominators are figures of the first two
         "inference": partial(inference.run, bench),
         "finetune": partial(finetune.run, bench),
         "blocking": partial(blocking.run, bench),
         "coserve": partial(coserving.run, bench, plans),
+        REMOTE: partial(remote.run, bench),
     }
     run_groups(bench, groups, runs)
     return bench.results.as_dict()

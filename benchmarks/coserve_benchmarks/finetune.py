@@ -1,4 +1,4 @@
-"""Rows `finetune.*`: tokens a second with the optimizer's step, and the bytes kept for the way back."""
+"""Rows `finetune.*`: tokens a second with the optimizer's step, and the bytes kept for the backward pass."""
 
 from functools import partial
 
@@ -8,12 +8,13 @@ from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve_benchmarks.ours import Bench, batch_tokens, make_engine, seconds_of_steps, start_training
 from coserve_benchmarks.peers import PeftTraining
-from coserve_benchmarks.plans import watch_plans
+from coserve_benchmarks.plans import local_sessions, watch_plans
 from coserve_benchmarks.timing import Timing, alternate, speedup
 
 
 def run(bench: Bench) -> None:
-    """Ours keeping products against PEFT without checkpointing, keeping inputs against PEFT with it."""
+    """Measures ours keeping products against PEFT without checkpointing, and ours keeping inputs against PEFT
+    with it."""
     default = PeftTraining(bench.shape, batch_tokens(bench), bench.settings.rank, matched=False)
     matched = PeftTraining(bench.shape, batch_tokens(bench), bench.settings.rank, matched=True)
 
@@ -75,10 +76,10 @@ def _tape_bytes(engine: Engine, vocabulary: int) -> tuple[int, int]:
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            length = sum(engine.executor.sessions[segment.job].lengths(segment.key))
+            length = sum(local_sessions(engine)[segment.job].lengths(segment.key))
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers
             if segment.direction is Direction.TRAIN_FORWARD and is_last:
-                tape = engine.executor.sessions[segment.job].tape(segment.key)
+                tape = local_sessions(engine)[segment.job].tape(segment.key)
                 logits = sum(t.nbytes for t in tape.products.values() if t.shape[-1] == vocabulary)
                 found.append((tape.nbytes - logits, logits))
 

@@ -1,14 +1,14 @@
-"""Row `first_byte_p99_ms`: how long callers wait for the first byte of a stream while two jobs train."""
+"""Row `first_byte_p99_ms`: time to the first byte of a stream while two jobs train."""
 
 import time
 
 from coserve.workload.requests import poisson_requests
 from coserve_benchmarks.client import Clients
 from coserve_benchmarks.folder import training_file
-from coserve_benchmarks.ledger import Ledger
 from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served
-from coserve_benchmarks.streams import Ask
+from coserve_benchmarks.streams import StreamRequest
 from coserve_benchmarks.timing import percentile
 
 _EXAMPLES = 16  # batches of different data before they repeat
@@ -17,10 +17,10 @@ _NAP = 0.05  # seconds
 
 
 def run(bench: Bench, served: Served) -> None:
-    """The same arrivals without training, and with it."""
+    """Measures the same arrivals without training and with it."""
     settings, results = bench.settings, bench.results
     alone = _first_bytes(bench, served)
-    ledger = Ledger(served.url, served.name)
+    ledger = RecordingClient(served.url, served.name)
     try:
         jobs = _start_jobs(bench, ledger)
         began, before = time.monotonic(), _trained(ledger, jobs)
@@ -51,13 +51,13 @@ def _first_bytes(bench: Bench, served: Served) -> list[float]:
         settings.arrivals, settings.arrivals_seconds, settings.arrivals_prompt, settings.arrivals_answer,
         bench.shape.vocabulary, settings.seed,
     )  # fmt: skip
-    asks = [Ask(request.prompt, request.answer, request.at) for request in requests]
+    asks = [StreamRequest(request.prompt, request.answer, request.at) for request in requests]
     with Clients(served.url, served.name, asks) as clients:
         return [one.first_byte - one.asked for one in clients.result()]
 
 
-def _start_jobs(bench: Bench, ledger: Ledger) -> list[str]:
-    """Two jobs, past their first steps."""
+def _start_jobs(bench: Bench, ledger: RecordingClient) -> list[str]:
+    """Starts two jobs; returns when both are past their first step."""
     settings = bench.settings
     examples = settings.server_batch * _EXAMPLES
     data = ledger.upload(training_file(bench.shape, examples, settings.server_length, settings.seed))
@@ -68,5 +68,5 @@ def _start_jobs(bench: Bench, ledger: Ledger) -> list[str]:
     return jobs
 
 
-def _trained(ledger: Ledger, jobs: list[str]) -> float:
+def _trained(ledger: RecordingClient, jobs: list[str]) -> float:
     return sum(ledger.trained_tokens(job) for job in jobs)

@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from coserve.workload.requests import Tokens, training_tokens
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 
 
-def save_shape(shape: Shape, folder: Path) -> Path:
-    """The model and a tokenizer in which every token is a word; the folder that holds them."""
+def save_shape(shape: ModelShape, folder: Path) -> Path:
+    """Saves the model and a tokenizer in which every token is a word; returns their folder."""
     path = folder / f"shape-{shape.name}"
     logging.disable_progress_bar()
     shape.build().save_pretrained(path)
@@ -24,7 +24,7 @@ def save_shape(shape: Shape, folder: Path) -> Path:
     return path
 
 
-def training_file(shape: Shape, examples: int, length: int, seed: int) -> bytes:
+def training_file(shape: ModelShape, examples: int, length: int, seed: int) -> bytes:
     """JSONL of examples of `length` tokens each."""
     return training_lines(training_tokens([length] * examples, shape.vocabulary, seed))
 

@@ -1,4 +1,4 @@
-"""What every bench begins and goes on with: a shape, this machine, and rows in groups."""
+"""Common to all benches: choosing a shape, measuring this machine, and running groups of rows."""
 
 import shlex
 import sys

@@ -13,7 +13,7 @@ _PROBE_ANSWER = 4  # tokens: enough to tell settings of the peer apart
 
 
 def run(bench: Bench) -> None:
-    """Ours against transformers' static batch, then against its continuous batching."""
+    """Measures ours against transformers' static batch, then against its continuous batching."""
     engine = make_engine(bench)
     prompts, answer = _prompts(bench), bench.settings.answer
     ours = timed(lambda: answer_all(engine, prompts, answer))

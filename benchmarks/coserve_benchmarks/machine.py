@@ -1,4 +1,4 @@
-"""What this machine can do at best: the floors that every figure is printed beside."""
+"""Peak rates of this machine: the floors that every figure is printed beside."""
 
 import time
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Machine:
         return flops / self.matrix_rate
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """The machine for JSON."""
         return asdict(self)
 
 

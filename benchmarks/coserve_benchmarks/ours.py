@@ -11,12 +11,12 @@ from coserve.config import EngineConfig
 from coserve.core.events import StepDone, TrainingProgress
 from coserve.core.request import SamplingParams
 from coserve.engine.engine import Engine
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.train.config import TrainingConfig
 from coserve.train.example import IGNORED, Example
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import TimedJob, Tokens, training_tokens
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.machine import Machine
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.settings import Settings
@@ -28,9 +28,9 @@ _EXAMPLES = 16  # batches of different data before they repeat
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What every group of rows is given."""
+    """Context of all groups of rows: shape, sizes, machine, and results to fill."""
 
-    shape: Shape
+    shape: ModelShape
     settings: Settings
     machine: Machine
     results: Results
@@ -59,7 +59,7 @@ def batch_tokens(bench: Bench) -> list[Tokens]:
 
 
 def examples(tokens: Sequence[Tokens]) -> list[Example]:
-    """Every token but the first is learned."""
+    """Training examples in which every token but the first is a label."""
     return [Example(t, (*t[1:], IGNORED)) for t in tokens]
 
 
@@ -96,7 +96,7 @@ def endless(bench: Bench, batch: int, **more: Any) -> TrainingConfig:
 
 
 def start_job(engine: Engine, job: TimedJob, keep: SavePolicy = SavePolicy.EVERYTHING) -> FineTuning:
-    """The job of a workload, with AdamW at a constant rate."""
+    """Starts a workload's job, with AdamW at a constant rate."""
     training = TrainingConfig(
         schedule="constant",
         warmup_ratio=0.0,
@@ -119,7 +119,7 @@ def seconds_of_steps(engine: Engine, count: int = 1) -> float:
 
 
 def seconds_of_tokens(engine: Engine, tokens: int) -> float:
-    """Seconds that the engine's jobs train `tokens` tokens in, whosever they are; between calls nothing runs.
+    """Seconds in which the engine's jobs together train `tokens` tokens; between calls nothing runs.
 
     Half of a token counts when it is kept and half when it has come back. What the last step did beyond that
     is taken off in proportion.

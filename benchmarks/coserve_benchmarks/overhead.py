@@ -1,4 +1,4 @@
-"""Row `overhead.ratio`: what HTTP, the server and its processes cost beside the engine called directly."""
+"""Row `overhead.ratio`: throughput through HTTP and the server over that of the engine called directly."""
 
 from coserve.errors import ServerError
 from coserve.serve.settings import DEFAULT_SLO
@@ -7,15 +7,15 @@ from coserve_benchmarks.client import Clients
 from coserve_benchmarks.inference import answer_all
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.served import Served
-from coserve_benchmarks.streams import Ask
+from coserve_benchmarks.streams import StreamRequest
 from coserve_benchmarks.timing import alternate, speedup, timed
 
 
 def run(bench: Bench, served: Served) -> None:
-    """The same answers through both, in turn. Both engines are there all the time; one is idle."""
+    """Measures the same answers through both, alternating. Both engines stay loaded; one is idle."""
     settings, shape = bench.settings, bench.shape
     prompts = fixed_prompts(settings.streams, settings.streams_prompt, shape.vocabulary, settings.seed)
-    asks = [Ask(prompt, settings.streams_answer) for prompt in prompts]
+    asks = [StreamRequest(prompt, settings.streams_answer) for prompt in prompts]
     clients_took: list[float] = []
 
     def stream_all() -> float:

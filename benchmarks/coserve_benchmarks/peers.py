@@ -14,14 +14,14 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from coserve.workload.requests import Tokens
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.saved import SavedBytes
 
 
 class StaticGenerate:
     """transformers' `generate` on one batch of prompts of equal length: nothing is padded."""
 
-    def __init__(self, shape: Shape, prompts: Sequence[Tokens], answer: int) -> None:
+    def __init__(self, shape: ModelShape, prompts: Sequence[Tokens], answer: int) -> None:
         self._model: Any = shape.build()
         self._ids = torch.tensor(prompts)
         self._answer = answer
@@ -44,7 +44,7 @@ class StaticGenerate:
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What transformers' continuous batching lets one choose on a CPU."""
+    """Settings of transformers' continuous batching that apply on a CPU."""
 
     attention: str
     batch_tokens: int  # rows in one pass; attention costs their square, whoever they belong to
@@ -62,7 +62,9 @@ class ContinuousBatching:
     a hit would leave the prompts out.
     """
 
-    def __init__(self, shape: Shape, prompts: Sequence[Tokens], answer: int, settings: BatchSettings) -> None:
+    def __init__(
+        self, shape: ModelShape, prompts: Sequence[Tokens], answer: int, settings: BatchSettings
+    ) -> None:
         _quiet()
         self._model: Any = shape.build()
         self._prompts = [list(prompt) for prompt in prompts]
@@ -104,7 +106,7 @@ class ContinuousBatching:
 
 
 def best_batch_settings(
-    shape: Shape, prompts: Sequence[Tokens], answer: int
+    shape: ModelShape, prompts: Sequence[Tokens], answer: int
 ) -> tuple[BatchSettings, dict[str, float]]:
     """The fastest of some settings on answers of `answer` tokens, and the seconds of all that were tried."""
     tried: dict[BatchSettings, float] = {}
@@ -120,7 +122,7 @@ def best_batch_settings(
 
 
 class TorchTraining:
-    """A training step as anybody would write it: forward with labels, backward, clipping, AdamW.
+    """A plain training step: forward with labels, backward, clipping, AdamW.
 
     `model` is the `base` with whatever trains in it; all examples are of one length.
     """
@@ -135,7 +137,7 @@ class TorchTraining:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of what trains."""
+        """Number types of the trained parameters."""
         return {p.dtype for p in self._trained}
 
     def step(self, checkpointing: bool) -> float:
@@ -176,7 +178,7 @@ class PeftTraining(TorchTraining):
     `matched` keeps the adapter in the base's dtype, as the engine computes; PEFT's default is float32.
     """
 
-    def __init__(self, shape: Shape, examples: Sequence[Tokens], rank: int, matched: bool) -> None:
+    def __init__(self, shape: ModelShape, examples: Sequence[Tokens], rank: int, matched: bool) -> None:
         from peft import LoraConfig, get_peft_model
 
         base: Any = shape.build()
@@ -188,5 +190,5 @@ class PeftTraining(TorchTraining):
 
 
 def _quiet() -> None:
-    """Its warning that a kept manager is sized for its requests is known here, and would come every round."""
+    """Silences a warning of every round, that a kept manager is sized for its requests."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)

@@ -1,7 +1,6 @@
-"""The training that a run's plans held, written down so that it can be run again exactly.
+"""Records the training of a run's plans, so that it can be replayed exactly.
 
-What is checked is then what ran: a test replays the windows and spans of a co-serving run against
-whole-sequence autograd.
+A test replays the windows and spans of a co-serving run against whole-sequence autograd.
 """
 
 import json
@@ -13,6 +12,8 @@ from pathlib import Path
 from coserve.core.plan import Plan, StepResult
 from coserve.core.sequence import Direction, Span
 from coserve.engine.engine import Engine
+from coserve.executors.local import LocalExecutor
+from coserve.train.session import TrainingSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,12 @@ def watch_plans(engine: Engine, look: Callable[[Plan], None]) -> Iterator[None]:
         del engine.executor.run  # the class's own is found again
 
 
+def local_sessions(engine: Engine) -> Mapping[str, TrainingSession]:
+    """Training sessions of an engine whose executor is in this process, by job."""
+    assert isinstance(engine.executor, LocalExecutor), "what a session holds is looked at here"
+    return engine.executor.sessions
+
+
 @contextmanager
 def record_plans(engine: Engine) -> Iterator[list[RecordedStep]]:
     """Fills the list it gives with the training steps that the engine runs in here."""
@@ -72,7 +79,7 @@ def record_plans(engine: Engine) -> Iterator[list[RecordedStep]]:
 
 
 def whole_journeys(steps: list[RecordedStep]) -> dict[int, list[RecordedSegment]]:
-    """The segments of each micro-batch whose way there and back lies within the steps, in order."""
+    """Segments of each micro-batch that passed forward and backward within the steps, in order."""
     by_key: dict[int, list[RecordedSegment]] = {}
     for step in steps:
         for segment in step.training:
@@ -126,7 +133,7 @@ def _recorded(plan: Plan, lengths: Mapping[int, tuple[int, ...]]) -> RecordedSte
 
 
 def _is_whole(segments: list[RecordedSegment]) -> bool:
-    """Whether they begin before the first layer of the first row and end there."""
+    """Tells whether segments start forward at the first layer of the first row, and end backward there."""
     first, last = segments[0], segments[-1]
     begins = (first.direction, first.start, first.span.first) == (Direction.TRAIN_FORWARD, 0, 0)
     return begins and (last.direction, last.start, last.span.first) == (Direction.BACKWARD, 0, 0)

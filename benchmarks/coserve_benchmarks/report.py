@@ -1,4 +1,4 @@
-"""What a run is shown as: tables for the terminal, and a picture for the documentation.
+"""Report of a run: tables for the terminal, and a picture for the documentation.
 
 Both are made from the dictionary that a run returns, or from the JSON it wrote.
 """
@@ -112,5 +112,5 @@ def _value(value: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Whole above a hundred, three digits that mean something below."""
+    """A number: whole from a hundred on, three significant digits below."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Row `restart.ready_s`: how long a server is away whose engine was killed."""
+"""Row `restart.ready_s`: time until a server whose engine was killed is ready again."""
 
 import time
 from statistics import median

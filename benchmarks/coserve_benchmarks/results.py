@@ -1,4 +1,4 @@
-"""What a run has found so far, written down after every row."""
+"""Results of a run, written to its file after every row."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from coserve.core.compact import compact_json
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a key has to reach on two cores; `at_most` where less is better."""
+    """Value that a key has to reach on two cores; `at_most` where less is better."""
 
     value: float
     at_most: bool = False
@@ -36,6 +36,13 @@ BARS = {
     "coserve.efficiency": Bar(0.85),
     "coserve.vs_time_slicing": Bar(1.1),
     "coserve.fused_share": Bar(0.5),
+}
+
+# Of an executor in a process of its own: a step's seconds over those of one in the engine's process.
+REMOTE_BARS: Mapping[str, Bar | None] = {
+    "remote.decode_one": Bar(1.05, at_most=True),
+    "remote.decode_many": Bar(1.05, at_most=True),
+    "remote.training": Bar(1.05, at_most=True),
 }
 
 # Of the server; None where a figure is only reported. A restart may also take as long as the model's loading.
@@ -98,7 +105,7 @@ class Results:
         self.save()
 
     def raise_bar(self, key: str, by: float) -> None:
-        """What this machine needs in any case does not count against a bar."""
+        """Raises a key's bar by time that this machine needs in any case."""
         bar = self._bars[key]
         assert bar is not None, f"{key} has no bar"
         self._bars[key] = replace(bar, value=bar.value + by)

@@ -31,7 +31,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """What graphs built in here save is counted for as long as they keep it."""
+        """Counts tensors that graphs built in the block save, for as long as they keep them."""
 
         def pack(tensor: Tensor) -> _Saved:
             saved = _Saved(tensor)

@@ -24,7 +24,7 @@ _LOADED = "coserve_engine_load_seconds "
 
 
 class Victim(StrEnum):
-    """What is killed, always with SIGKILL."""
+    """Process that is killed, always with SIGKILL."""
 
     ENGINE = "engine"
     API = "API"
@@ -78,11 +78,11 @@ class Served:
         self.wait_ready()
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Sends SIGTERM."""
         self._process.send_signal(signal.SIGTERM)
 
     def wait_end(self) -> int:
-        """The exit status."""
+        """Waits for the end; returns the exit status."""
         try:
             return self._process.wait(self._patience)
         except subprocess.TimeoutExpired:
@@ -109,12 +109,12 @@ class Served:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started, which supervises the others."""
+        """Process id of the supervisor."""
         return self._process.pid
 
     @property
     def running(self) -> Running:
-        """Its processes that are ready now."""
+        """The server's processes that are ready now."""
         found = self._running()
         if found is None:
             raise ServerError("the server is not there")
@@ -122,7 +122,7 @@ class Served:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests would be answered now."""
+        """Tells whether requests would be answered now."""
         try:
             return self._http.get(f"{self.url}/health/ready").status_code == 200
         except httpx.HTTPError:
@@ -130,7 +130,7 @@ class Served:
 
     @property
     def load_seconds(self) -> float:
-        """What the present engine took to load its model and to measure it."""
+        """Seconds that the present engine took to load its model and to measure it."""
         text = self._http.get(f"{self.url}/metrics").text
         found = [line.removeprefix(_LOADED) for line in text.splitlines() if line.startswith(_LOADED)]
         if not found:
@@ -139,7 +139,7 @@ class Served:
 
     @property
     def processor_seconds(self) -> float:
-        """What all its processes have used so far."""
+        """Processor seconds that all processes of the server have used so far."""
         me = psutil.Process(self._process.pid)
         taken = [process.cpu_times() for process in (me, *me.children(recursive=True))]
         return float(sum(times.user + times.system for times in taken))
@@ -198,7 +198,7 @@ def _children(pid: int) -> set[int]:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has asked after does not."""
+    """Tells whether a process runs; one that has ended and was not waited for (a zombie) does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""`coserve bench server`: what serving over HTTP costs, and how long a killed engine leaves a server away."""
+"""`coserve bench server`: the cost of serving over HTTP, and recovery from a killed engine."""
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping

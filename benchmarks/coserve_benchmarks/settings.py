@@ -1,4 +1,4 @@
-"""How much is measured: the sizes of the rows, and how often and how long each is run."""
+"""Sizes of measurements: lengths, batches, rounds and seconds of every row."""
 
 from dataclasses import dataclass
 

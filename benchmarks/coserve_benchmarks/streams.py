@@ -1,7 +1,7 @@
-"""Many streamed completions at once, as clients with as little work of their own as can be.
+"""Many streamed completions at once, by clients with little work of their own.
 
-What arrives is stamped and kept; it is read when all is over, so that little time is taken from the server
-on a small machine. A connection that breaks is made again and the same is asked anew, as clients do.
+Pieces are stamped on arrival and parsed when all streams are over, so that little time is taken from the
+server on a small machine. A broken connection is made again with the same request, as clients do.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _AWAY = (429, 502, 503)  # asked again, as OpenAI's client does
 _DONE = b"data: [DONE]"
 
 
-class Ask(msgspec.Struct, frozen=True):
+class StreamRequest(msgspec.Struct, frozen=True):
     """One completion of exactly `answer` tokens; `at` is seconds after the load begins. Greedy at temperature
     0. `tells_tokens` has the server say their ids, each in a chunk of its own. `model` is whom to ask, the
     load's where it is empty; `tier` is the service tier."""
@@ -39,7 +39,7 @@ class Ask(msgspec.Struct, frozen=True):
     tier: str = "default"
 
     def body(self, model: str) -> bytes:
-        """What is posted to /v1/completions."""
+        """Body of the request to /v1/completions."""
         fields: dict[str, Any] = {
             "model": self.model or model,
             "service_tier": self.tier,
@@ -54,12 +54,12 @@ class Ask(msgspec.Struct, frozen=True):
         return json.dumps(fields | ({"return_token_ids": True} if self.tells_tokens else {})).encode()
 
 
-class Heard(msgspec.Struct):
-    """What one stream brought; times are of `time.monotonic`, which all processes of a machine share.
+class StreamResult(msgspec.Struct):
+    """Result of one stream; times are of `time.monotonic`, which all processes of a machine share.
 
-    `asked` is when it was due.
-    `tokens` and `stamps` go by position: a token that was told again after a broken connection counts when it
-    first came. `agrees` is False if it was another one then. `attempts` is more than one after a break.
+    `asked` is when it was due. `tokens` and `stamps` go by position: a token that is sent again after a
+    broken connection counts when it first came; `agrees` is False where it differs from the first. `attempts`
+    is more than one after a break.
     """
 
     asked: float
@@ -78,12 +78,12 @@ class Heard(msgspec.Struct):
         return max((after - before for before, after in pairwise(self.stamps)), default=0.0)
 
     def is_live(self, at: float) -> bool:
-        """Whether it had been asked for and had not ended."""
+        """Tells whether the stream had begun and not ended at this time."""
         return self.asked <= at < self.ended
 
 
 class Streams:
-    """Runs asks against a server and remembers what came; `on_piece` is called as each piece comes.
+    """Runs requests against a server and keeps what arrives; `on_piece` is called for each piece.
 
     `patience` is how many seconds a stream may be without its server.
     """
@@ -93,14 +93,15 @@ class Streams:
         self._model, self._on_piece, self._patience = model, on_piece, patience
         self.processor_seconds = 0.0  # that the last run took, without reading what had come
 
-    async def run(self, asks: Sequence[Ask]) -> list[Heard]:
-        """All of them, each at its time. Raises ServerError where the server refuses one, and Unreachable."""
+    async def run(self, asks: Sequence[StreamRequest]) -> list[StreamResult]:
+        """Runs all requests, each at its time. Raises ServerError where the server refuses one, and
+        Unreachable."""
         began, used = time.monotonic(), time.process_time()
         attempts = await asyncio.gather(*(self._one(ask, began) for ask in asks))
         self.processor_seconds = time.process_time() - used
         return [_heard(one) for one in attempts]
 
-    async def _one(self, ask: Ask, began: float) -> list["_Attempt"]:
+    async def _one(self, ask: StreamRequest, began: float) -> list["_Attempt"]:
         due = began + ask.at
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         request = _Request(ask.body(self._model), self._host)
@@ -122,7 +123,7 @@ class Streams:
             await asyncio.sleep(_RETRY)
 
     async def _try(self, attempt: "_Attempt") -> None:
-        """Until the answer's end, or the connection's."""
+        """Sends the request and reads until the end of the answer or of the connection."""
         try:
             reader, writer = await asyncio.open_connection(self._host, self._port)
         except OSError:
@@ -184,7 +185,7 @@ class _Attempt:
     _is_read: bool = False
 
     def read(self) -> None:
-        """Takes the pieces apart."""
+        """Parses the pieces."""
         if self._is_read:
             return
         self._is_read = True
@@ -216,8 +217,8 @@ class _Attempt:
             self.tokens.extend((token, stamp) for token in choice.get("token_ids") or ())
 
 
-def _heard(attempts: Sequence[_Attempt]) -> Heard:
-    heard = Heard(attempts[0].asked, attempts=len(attempts))
+def _heard(attempts: Sequence[_Attempt]) -> StreamResult:
+    heard = StreamResult(attempts[0].asked, attempts=len(attempts))
     for attempt in attempts:
         attempt.read()
         for place, (token, stamp) in enumerate(attempt.tokens):

@@ -1,4 +1,4 @@
-"""Alternating measurement: A, B, A, B, ... so that a machine that drifts drifts for everybody."""
+"""Alternating measurement: A, B, A, B, ... so that drift of the machine affects all contestants alike."""
 
 import gc
 import time
@@ -30,8 +30,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster one is than another: ratio of the medians, and the least and greatest ratio
-    of two neighbouring rounds."""
+    """Ratio of two contestants' speeds: that of the medians, and the least and greatest of two neighbouring
+    rounds."""
 
     value: float
     low: float

@@ -9,11 +9,12 @@ from coserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How one engine uses its device."""
+    """Settings of one engine: its device, number formats, memory and scheduling."""
 
     dtype: str = "auto"  # float32, bfloat16, float16, float64, or what the model was saved in
     quantize: str = "none"  # bits of the base's weights: 8bit halves their bytes, 4bit thirds them; both err
     device: str = "cpu"  # or cuda, cuda:1, ...
+    executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
     cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
     page_size: int = 16  # tokens in a page of that cache; smaller wastes less, larger gathers faster
     cache_dtype: str = "auto"  # that of the model, or int8: half of bfloat16's bytes, a little less exact
@@ -46,6 +47,8 @@ class EngineConfig:
             )
         if self.cache_dtype not in ("auto", "int8"):
             raise ConfigError(f"engine.cache_dtype must be auto or int8, not {self.cache_dtype!r}")
+        if self.executor not in ("local", "remote"):
+            raise ConfigError(f"engine.executor must be local or remote, not {self.executor!r}")
         if self.deterministic:
             settings = self.scheduler_settings
             if settings["micro_batches_in_flight"] != 1 or settings["training_window"] is None:
@@ -55,8 +58,8 @@ class EngineConfig:
 
     @property
     def scheduler_settings(self) -> dict[str, Any]:
-        """What the scheduler is told: in the deterministic mode training comes in windows of one size, and
-        gradients add up in one order."""
+        """Fields of `schedule.SchedulerConfig`. The deterministic mode fixes the size of training windows and
+        the order in which gradients add up."""
         fixed = {"training_window": 128, "micro_batches_in_flight": 1} if self.deterministic else {}
         return {**fixed, **self.scheduler}
 

@@ -107,8 +107,8 @@ class LossNotFinite(JobError):
 
 
 class OutOfMemory(CoserveError):
-    """What is asked needs more bytes than there are; the text says how many are missing, and what would fit
-    where something would."""
+    """A request or a job needs more bytes than there are; the text says how many are missing, and what would
+    fit where something would."""
 
 
 class EngineLost(CoserveError):
@@ -144,7 +144,7 @@ class ConfigError(CoserveError):
 
 
 class ConflictError(CoserveError):
-    """What is asked does not go with the state that a file, a job or an adapter is in."""
+    """An operation conflicts with the state of a file, a job or an adapter."""
 
 
 class StateError(CoserveError):

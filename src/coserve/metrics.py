@@ -1,6 +1,6 @@
-"""What a server counts and times, for Prometheus: vLLM's names and units, under `coserve_`.
+"""Prometheus metrics of a server: vLLM's names and units, with the prefix `coserve_`.
 
-`finetune_` tells of jobs, `slo_` of promises kept.
+Metrics of jobs begin with `finetune_`, those of kept and missed bounds with `slo_`.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,15 +13,15 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 _MODEL = ("model_name",)
 
 
-class Followed:
-    """A counter that goes up with one elsewhere, which begins at zero again when its process does."""
+class MirroredCounter:
+    """Mirrors another process's counter, which starts at zero again whenever that process does."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter, self._seen = counter, 0
         self.total = 0  # what the counter stands at
 
     def reach(self, count: int) -> None:
-        """The other one stands at `count` now."""
+        """Sets the mirrored counter's present value; a lower one than before means that it was restarted."""
         more = count - self._seen if count >= self._seen else count
         self._counter.inc(more)
         self.total += more
@@ -77,8 +77,8 @@ class Metrics:
             "slo_attainment",
             "Answers within all bounds, of those that ended: slo_met of slo_met and slo_missed.",
         )
-        self.slo_met = Followed(self._counter("slo_met", "Answers within all bounds."))
-        self.slo_missed = Followed(self._counter("slo_missed", "Answers beyond a bound."))
+        self.slo_met = MirroredCounter(self._counter("slo_met", "Answers within all bounds."))
+        self.slo_missed = MirroredCounter(self._counter("slo_missed", "Answers beyond a bound."))
         self.cost_model_error = self._gauge(
             "cost_model_error_ratio", "Mean relative error of predicted step times."
         )
@@ -99,10 +99,10 @@ class Metrics:
             "process_resident_bytes", "Bytes of the server's processes in memory.", ("process",)
         )
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Part of the cache in use; 1 is all.")
-        self.prefix_cache_queries = Followed(
+        self.prefix_cache_queries = MirroredCounter(
             self._counter("prefix_cache_queries", "Prompt tokens looked for in the cache.")
         )
-        self.prefix_cache_hits = Followed(
+        self.prefix_cache_hits = MirroredCounter(
             self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
         )
         self._make_adapters()
@@ -115,24 +115,28 @@ class Metrics:
         self.engine_load_seconds = self._gauge(
             "engine_load_seconds", "What the engine took to load its model and to measure it."
         )
-        self.engine_steps = Followed(self._counter("engine_steps", "Steps of the engine."))
-        self.engine_fused_steps = Followed(
+        self.engine_steps = MirroredCounter(self._counter("engine_steps", "Steps of the engine."))
+        self.engine_fused_steps = MirroredCounter(
             self._counter("engine_fused_steps", "Steps that answered and trained.")
         )
-        self.num_preemptions = Followed(
+        self.num_preemptions = MirroredCounter(
             self._counter("num_preemptions", "Sequences computed again for want of pages.")
         )
 
     def _make_adapters(self) -> None:
         self.adapters_known = self._gauge("adapters_known", "Adapters that can be brought in from disk.")
         self.adapters_in_memory = self._gauge("adapters_in_memory", "Adapter versions in memory.")
-        self.adapter_hits = Followed(
+        self.adapter_hits = MirroredCounter(
             self._counter("adapter_hits", "Requests whose adapter was in memory when they came.")
         )
-        self.adapter_misses = Followed(self._counter("adapter_misses", "Requests that waited for theirs."))
-        self.adapter_loads = Followed(self._counter("adapter_loads", "Adapters brought into memory."))
-        self.adapter_loaded_bytes = Followed(self._counter("adapter_loaded_bytes", "Bytes of these."))
-        self.adapter_evictions = Followed(self._counter("adapter_evictions", "Adapters dropped for others."))
+        self.adapter_misses = MirroredCounter(
+            self._counter("adapter_misses", "Requests that waited for theirs.")
+        )
+        self.adapter_loads = MirroredCounter(self._counter("adapter_loads", "Adapters brought into memory."))
+        self.adapter_loaded_bytes = MirroredCounter(self._counter("adapter_loaded_bytes", "Bytes of these."))
+        self.adapter_evictions = MirroredCounter(
+            self._counter("adapter_evictions", "Adapters dropped for others.")
+        )
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(f"coserve_{name}", text, labels, registry=self.registry)

@@ -83,7 +83,7 @@ def test_offsets_are_places_in_the_text(play: Play) -> None:
         answer = await world.client().completions.create(
             model="tiny", prompt=list(prompt), echo=True, logprobs=0, max_tokens=len(answered)
         )
-        choice, pieces = answer.choices[0], [world.state.text.piece_bytes(t) for t in (*prompt, *answered)]
+        choice, pieces = answer.choices[0], [world.state.text.token_bytes(t) for t in (*prompt, *answered)]
         assert choice.text == "é🐶 a 🐱 ✓ b" and choice.logprobs is not None
         assert choice.logprobs.text_offset is not None
         begun, expected = b"", []

@@ -20,7 +20,6 @@ from schemathesis.specs.openapi.checks import (
 
 from serving import SECONDS, listening, world
 
-EXAMPLES = 25  # of each operation
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -52,13 +51,14 @@ def schema(address: str) -> Any:
     return schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 
+@pytest.mark.parametrize("examples", [4, pytest.param(25, marks=pytest.mark.slow)])  # of each operation
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
-def test_requests_made_from_the_document_do_no_harm(schema: Any, mode: GenerationMode) -> None:
+def test_requests_made_from_the_document_do_no_harm(schema: Any, mode: GenerationMode, examples: int) -> None:
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) >= 9
     for operation in operations:
         if mode is GenerationMode.POSITIVE or operation.body:  # there is no wrong way to ask without a body
-            _try(operation, mode)
+            _try(operation, mode, examples)
 
 
 def test_the_document_promises_nothing_that_fastapi_only_thinks_of(schema: Any) -> None:
@@ -74,9 +74,9 @@ def test_the_document_promises_nothing_that_fastapi_only_thinks_of(schema: Any) 
     assert set(chat) == {"application/json", "text/event-stream"}
 
 
-def _try(operation: Any, mode: GenerationMode) -> None:
+def _try(operation: Any, mode: GenerationMode, examples: int) -> None:
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,

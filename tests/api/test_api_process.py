@@ -14,6 +14,7 @@ from coserve import tiny
 from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.settings import ServerSettings
 from coserve.wire.messages import Drain
+from waiting import until
 
 BODY: Any = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 1}
 PATIENCE = 90.0  # seconds; only a hang takes so long
@@ -31,12 +32,10 @@ def test_a_process_serves_survives_kill_9_and_drains(tmp_path: Path) -> None:
                 async with httpx2.AsyncClient(base_url=first.url, timeout=PATIENCE) as http:
                     whole = (await http.post("/v1/completions", json=BODY)).json()["choices"][0]["text"]
                     lost = asyncio.create_task(http.post("/v1/completions", json={**BODY, "max_tokens": 900}))
-                    while not fake.running:
-                        await asyncio.sleep(0.005)
+                    await until(lambda: fake.running)
                     os.kill(first.process.pid, signal.SIGKILL)
                     await asyncio.gather(lost, return_exceptions=True)
-                while fake.running:  # its requests were cancelled with its connection
-                    await asyncio.sleep(0.005)
+                await until(lambda: not fake.running)  # its requests were cancelled with its connection
             async with served(settings, listener) as second:
                 async with httpx2.AsyncClient(base_url=second.url, timeout=PATIENCE) as http:
                     # The supervisor's socket takes connections while nobody serves them yet.
@@ -45,8 +44,7 @@ def test_a_process_serves_survives_kill_9_and_drains(tmp_path: Path) -> None:
                     ] == whole
                     assert (await second.status())["state"] == "ready"
                     running = asyncio.create_task(http.post("/v1/completions", json=BODY))
-                    while not fake.running:
-                        await asyncio.sleep(0.005)
+                    await until(lambda: fake.running)
                     second.process.terminate()
                     assert (await second.status())["state"] == "draining"
                     refused = await http.post("/v1/completions", json=BODY)
@@ -64,7 +62,7 @@ def test_answers_that_take_too_long_end_with_the_drain(tmp_path: Path) -> None:
 
     async def story() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
-        fake = FakeEngine(settings.socket, step_seconds=0.01)
+        fake = FakeEngine(settings.socket, step_seconds=0.1)
         async with (
             asyncio.timeout(PATIENCE),
             served(settings, listener) as server,
@@ -74,8 +72,7 @@ def test_answers_that_take_too_long_end_with_the_drain(tmp_path: Path) -> None:
             assert (await server.status())["state"] == "ready"
             endless = {**BODY, "max_tokens": 2000}
             asked = [asyncio.create_task(http.post("/v1/completions", json=endless)) for _ in range(40)]
-            while len(fake.running) < fake.max_running:
-                await asyncio.sleep(0.005)
+            await until(lambda: len(fake.running) == fake.max_running)
             server.process.terminate()
             answers = await asyncio.gather(*asked)
             assert {answer.status_code for answer in answers} == {503}

@@ -17,6 +17,7 @@ from coserve.serve.store.records import Job
 from coserve.wire.messages import JobCheckpoint, JobEnded, JobStep, Numbered, StartJob, StopJob
 from serving import SECONDS, Play, World, world
 from training import Trainer, checkpoint_folder, create, started, stopped, upload, weighed
+from waiting import until
 
 
 async def status_of(world: World, id: str) -> str:
@@ -100,14 +101,12 @@ def test_a_restarted_server_takes_in_what_happened_meanwhile(tmp_path: Path) -> 
                 Numbered(5, JobEnded(job.id, "succeeded", 2)),
             ]
             async with build_state(settings, engine.socket) as state:
-                while engine.news:
-                    await asyncio.sleep(0.001)
+                await until(lambda: not engine.news)
                 done = await state.store.jobs.get("local", job.id)
                 assert done is not None and (done.status, done.trained_tokens) == ("succeeded", 120)
                 assert len(await state.store.jobs.metrics(job.id)) == 2
                 assert await state.store.adapters.find("local", done.name, "tiny") is not None
-                while not any(isinstance(c, StartJob) and c.job == waits.id for c in engine.said):
-                    await asyncio.sleep(0.001)
+                await until(lambda: any(isinstance(c, StartJob) and c.job == waits.id for c in engine.said))
 
     asyncio.run(whole())
 
@@ -126,8 +125,7 @@ def test_an_old_stop_that_is_told_again_frees_no_place(tmp_path: Path) -> None:
         async with engine, asyncio.timeout(SECONDS):
             engine.jobs, engine.news = (job.id,), [Numbered(1, JobEnded(job.id, "stopped", 0))]
             async with build_state(settings, engine.socket) as state:
-                while engine.news:
-                    await asyncio.sleep(0.001)
+                await until(lambda: not engine.news)
                 assert not any(isinstance(command, StartJob) for command in engine.said)
                 still = await state.store.jobs.get("local", job.id)
                 assert still is not None and still.status == "running"

@@ -12,7 +12,7 @@ from campaign import Campaign, Recipe, Work
 from coserve import tiny
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.served import Served
-from coserve_benchmarks.streams import Ask
+from coserve_benchmarks.streams import StreamRequest
 
 KILLS = int(os.environ.get("COSERVE_KILLS", "200"))  # of the long run
 SEED = int(os.environ.get("COSERVE_KILLS_SEED", "16"))
@@ -37,7 +37,7 @@ MANY = (
 def work(streams: int, recipes: Sequence[Recipe]) -> Work:
     prompts = fixed_prompts(streams, 24, VOCABULARY)
     asks = [
-        Ask(prompt, 48, temperature=0.8 * (n // 2 % 2), seed=n, tells_tokens=True)
+        StreamRequest(prompt, 48, temperature=0.8 * (n // 2 % 2), seed=n, tells_tokens=True)
         for n, prompt in enumerate(prompts)
     ]
     return Work(DATA, recipes, asks)
@@ -67,6 +67,7 @@ def campaign(folder: Path, work: Work, kills: int) -> Campaign:
     return found
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
     found = campaign(tmp_path, work(4, FEW), kills=2)
     assert not found.tally.lost and not found.tally.unlike, found.tally

@@ -23,6 +23,7 @@ from coserve.serve.settings import ServerSettings
 from coserve.serve.store.store import Store
 from hostile_bodies import CHAT, JOB, TEXT, hostile, text
 from serving import Play, World
+from waiting import until
 
 SHORT, LONG = 2_000_000, 7_900_000  # bytes
 MOST_SECONDS = 0.2  # of the loop's own processor time between two looks, on whatever machine
@@ -50,6 +51,7 @@ async def watched() -> AsyncIterator[list[float]]:
         task.cancel()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_body_stops_the_loop(play: Play, seed: int) -> None:
     draw = random.Random(seed)
@@ -114,8 +116,7 @@ def test_streams_go_on_while_large_bodies_come(tmp_path: Path, has_key: bool) ->
             await sending.stdout.readline()
             gaps: list[float] = []
             streaming = asyncio.create_task(_stream(server.url, key, gaps))
-            while len(gaps) < 20:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(gaps) >= 20)
             quiet, attacked = list[float](), list[float]()
             for _ in range(rounds):
                 gaps.clear()

@@ -78,6 +78,7 @@ def test_silent_connections_are_closed_and_others_served(play: Play) -> None:
     play(story)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("begins", "goes_on"),
     [

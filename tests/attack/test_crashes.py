@@ -24,7 +24,7 @@ from torch import Tensor
 
 import crashing
 from coserve import tiny
-from coserve.serve.store.records import Quarantined
+from coserve.serve.store.records import QuarantineRecord
 from coserve.serve.store.store import Store
 from coserve_benchmarks.served import Served
 from crashing import FAULTS, MARK, POISON, SEED
@@ -50,7 +50,7 @@ class Crashing:
             for secret in secrets
         )
 
-    def quarantine(self) -> list[Quarantined]:
+    def quarantine(self) -> list[QuarantineRecord]:
         with Store(self.served.state) as store:
             return list(asyncio.run(store.quarantine.list()))
 

@@ -52,10 +52,8 @@ def wired(*commands: Command) -> tuple[Command, ...]:
 def answer(desk: Desk, name: str, adapter: str | None = None) -> list[int | None] | Fault:
     """The tokens of a short answer, or why there is none."""
     desk.send(ask(name, 3, adapter=adapter))
+    desk.until(lambda: any(t.finish is not None or t.fault is not None for t in desk.tokens if t.id == name))
     mine = [token for token in desk.tokens if token.id == name]
-    while not mine or (mine[-1].finish is None and mine[-1].fault is None):
-        desk.step()
-        mine = [token for token in desk.tokens if token.id == name]
     return mine[-1].fault or [token.token for token in mine]
 
 

@@ -11,7 +11,8 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import Plan, StepResult, TokenLogprobs, Updated
 from coserve.core.sequence import Direction
-from coserve.engine.handles import Completion, FineTuning
+from coserve.engine.completion import Completion
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import ConfigError, UnsupportedModel
 from coserve.executors.local import LocalExecutor
 from coserve.train.example import Example
@@ -121,6 +122,7 @@ def examples(seed: str, count: int) -> list[Example]:
     return [Example(tuple(p), (*p[1:], -100)) for p in drawn]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_answers_alone_in_a_crowd_in_other_chunks_and_after_preemption(
     folders: dict[str, Path], dtype: torch.dtype
@@ -137,6 +139,7 @@ def test_answers_alone_in_a_crowd_in_other_chunks_and_after_preemption(
     assert crowded.scheduler.stats.preemptions > 0 and crowded.scheduler.stats.fused_steps > 0
 
 
+@pytest.mark.sample(1, per="architecture")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt2"])
 def test_other_architectures(architecture: str, dtype: torch.dtype) -> None:
@@ -147,6 +150,7 @@ def test_other_architectures(architecture: str, dtype: torch.dtype) -> None:
     assert told_together(chunked, asked, steps=1) == alone
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_answers_continued_elsewhere(folders: dict[str, Path], dtype: torch.dtype) -> None:
     """Another engine takes an answer over after k tokens, which it computes again as if they were prompt."""
@@ -212,10 +216,11 @@ def trained(
     watched = Watched(engine.executor, job.job)
     engine.executor.run = watched.run  # type: ignore[method-assign]
     train(engine, job)
-    weights = [p.view(torch.uint8) for p in engine.bank.find("job").parameters().values()]
+    weights = [p.view(torch.uint8) for p in engine.weights("job").parameters().values()]
     return job.history, weights, watched.put_downs(engine.base.depth)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "keep"),
     [*((torch.bfloat16, keep) for keep in SavePolicy), (torch.float32, SavePolicy.PRUNED)],
@@ -231,6 +236,7 @@ def test_weights_alone_and_beside_traffic(dtype: torch.dtype, keep: SavePolicy) 
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_of_a_job_that_is_stopped_and_resumed(dtype: torch.dtype) -> None:
     """In another engine, from where it stood after two optimizer steps."""
@@ -246,7 +252,7 @@ def test_weights_of_a_job_that_is_stopped_and_resumed(dtype: torch.dtype) -> Non
         first.step()
     resumed = second.finetune(data, "job", lora, training, resume=job.pause()).result()
     assert [d.grad_norm for d in resumed.history] == [d.grad_norm for d in history[len(job.history) :]]
-    weights, same = (engine.bank.find("job").parameters() for engine in (whole, second))
+    weights, same = (engine.weights("job").parameters() for engine in (whole, second))
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 

@@ -13,7 +13,7 @@ from test_deterministic import Told, crowd, engine_of, examples
 
 from coserve import Engine, SavePolicy, TrainingConfig
 from coserve.adapters.settings import settings_of
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 
 METHODS: dict[str, object] = {
     "lora": {"peft_type": "LORA", "r": 5, "lora_dropout": 0.1, "target_modules": ["q_proj", "embed_tokens"]},
@@ -41,7 +41,7 @@ def default_type(dtype: torch.dtype) -> Iterator[None]:
 def bits_of(engine: Engine, handles: list[FineTuning]) -> Bits:
     """Every step's loss and gradient norm, each step once, and the weights they led to."""
     steps = {update.step: update for handle in handles for update in handle.history}
-    weights = {n: p.view(torch.uint8) for n, p in engine.bank.find("job").parameters().items()}
+    weights = {n: p.view(torch.uint8) for n, p in engine.weights("job").parameters().items()}
     return [(u.step, u.loss, u.grad_norm) for _, u in sorted(steps.items())], weights
 
 
@@ -55,6 +55,7 @@ def engines() -> tuple[Engine, Engine]:
     return engine_of("llama", torch.bfloat16), engine_of("llama", torch.bfloat16)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_torchs_default_type(engines: tuple[Engine, Engine], method: str) -> None:
     """Another one from before the job begins to its end, answers beside it included."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.engine.handles import Completion
+from coserve.engine.completion import Completion
 from coserve.errors import ConfigError
 from coserve_benchmarks.memory.eight_bits import logit_errors
 from models import logits_of, prompts, tiny

@@ -10,7 +10,7 @@ import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.plan import TokenLogprobs
-from coserve.engine.handles import Completion
+from coserve.engine.completion import Completion
 from coserve.train.example import Example
 from models import prompts, tiny, with_lora
 from virtual import KINDS, with_virtual
@@ -110,6 +110,7 @@ def start_job(engine: Engine) -> None:
     engine.finetune(data, "trained", LoRAConfig(rank=3), TrainingConfig(batch_size=3, epochs=100))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_of_an_engine_that_shares_nothing(make: Make, name: str) -> None:
     """Two adapters and none, in chunks, beside training."""
@@ -145,6 +146,7 @@ def test_answers_behind_virtual_tokens(make: Make, cache_tokens: int) -> None:
     assert KINDS["prefix"][1]["num_virtual_tokens"] == 7 and KINDS["prompt"][1]["num_virtual_tokens"] == 9
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cache_tokens", [2048, 120])
 def test_bits_of_the_deterministic_mode(make: Make, dtype: torch.dtype, cache_tokens: int) -> None:

@@ -19,11 +19,6 @@ TOLERANCE = 1e-10
 LENGTHS = (9, 40, 1, 25, 12)  # packed end to end; some longer than the sliding windows
 ROWS = sum(LENGTHS)
 SHORT = (9, 14, 1, 5)
-WHOLE = (
-    "gpt2",
-    "gemma2",
-    "gemma4_text",
-)  # learnt positions; sliding windows, soft-capping, norms behind products; shared keys and values
 
 
 def travel(case: Case, keep: SavePolicy, there: int, back: int, draws: random.Random | None) -> float:
@@ -32,6 +27,7 @@ def travel(case: Case, keep: SavePolicy, there: int, back: int, draws: random.Ra
     return passage.error()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
 def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
     """Small windows put down anywhere, large ones and whole micro-batches, each with another tape."""
@@ -48,13 +44,8 @@ def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
     assert max(errors.values()) <= TOLERANCE, errors
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in WHOLE else pytest.param(name, marks=pytest.mark.slow)
-        for name in (*ARCHITECTURES, *SHARING)
-    ],
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
 def test_windows_of_any_size_with_any_tape(name: str) -> None:
     """All sizes with all tapes, put down and not."""
     draws = random.Random(f"any/{name}")

@@ -35,7 +35,7 @@ class Fused:
         example = Example(tuple(tokens), (*tokens[1:], -100))
         start = fresh_adapter(self.engine.base, "mine", LoRAConfig(rank=4), 0)
         config = TrainingConfig(batch_size=1, keep=keep)
-        self.run = TrainingRun(self.engine.base, self.engine.bank, "job", start, [example], config)
+        self.run = TrainingRun(self.engine.base, self.engine.executor.loaded, "job", start, [example], config)
         self.executor.sessions["job"] = self.run.session
         self.keys = itertools.count(1)
         (self.micro_batch,) = self.run.next_step(self.keys)
@@ -80,6 +80,7 @@ def kept_beside(keep: SavePolicy, count: int, length: int) -> tuple[int, int]:
     return live_bytes() - before, fused.run.nbytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", SavePolicy)
 def test_bytes_kept_do_not_depend_on_the_inference_rows(keep: SavePolicy) -> None:
     alone = kept_beside(keep, 0, 0)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
-from coserve.adapters.bank import AdapterBank
 from coserve.core.plan import Plan
 from coserve.train.example import Example
 from coserve_benchmarks.plans import watch_plans
@@ -116,9 +115,7 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
             engine.run()
     assert all(job.status == "succeeded" for job in jobs)
     losses = [update.loss for job in jobs for update in job.history]
-    return Done(
-        [handle.tokens for handle in handles], weights(engine.bank) if data else {}, losses, split, fused
-    )
+    return Done([handle.tokens for handle in handles], weights(engine) if data else {}, losses, split, fused)
 
 
 def in_exact_threads(engine: Engine) -> None:
@@ -136,8 +133,8 @@ def exactly(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return exact
 
 
-def weights(bank: AdapterBank) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in bank.find("trained").parameters().items()}
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights("trained").parameters().items()}
 
 
 def worst_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -145,6 +142,7 @@ def worst_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((got[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
 
 
+@pytest.mark.sample(1)
 def test_lanes_compute_what_a_fused_step_does(adapters: tuple[str, dict[str, Path]]) -> None:
     for number in range(ROUNDS[adapters[0]]):
         asked, data = requests(f"asked/{number}"), examples(f"data/{number}")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.events import JobFailed, StepDone
 from coserve.core.sequence import LossSpec, MicroBatch
@@ -22,7 +22,7 @@ from coserve.train.fresh import fresh_adapter
 from coserve.train.losses import LOSSES, loss_spec
 from models import Exact, tiny
 from passages import Passage, make_case
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 TOLERANCE = 1e-10
 LENGTHS = (9, 14, 6, 11)
@@ -94,7 +94,9 @@ def test_a_prompt_is_no_example() -> None:
     engine = Engine(tiny("llama", torch.float64), EngineConfig(calibrate=False, cache_tokens=64))
     start = fresh_adapter(engine.base, "mine", PromptTuningConfig(tokens=3), 0)
     example = Example((1, 2, 3, 4), (2, 3, 4, -100))
-    run = TrainingRun(engine.base, AdapterBank(), "job", start, [example] * 2, TrainingConfig(batch_size=2))
+    run = TrainingRun(
+        engine.base, LoadedAdapters(), "job", start, [example] * 2, TrainingConfig(batch_size=2)
+    )
     (batch,) = run.next_step(iter([1]))
     assert run.session.tail(batch.key)._examples.tolist()[:11] == [-1] * 3 + [0] * 4 + [1] * 4
 
@@ -142,8 +144,10 @@ def test_a_scheduler_sends_a_coupled_loss_through_the_tail_twice() -> None:
             tiny("llama", torch.float64), EngineConfig(calibrate=False, cache_tokens=64, scheduler=settings)
         )
         start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2), 0)
-        run = TrainingRun(engine.base, engine.bank, "j", start, examples, TrainingConfig(batch_size=4))
-        engine.executor.sessions["j"] = run.session
+        run = TrainingRun(
+            engine.base, engine.executor.loaded, "j", start, examples, TrainingConfig(batch_size=4)
+        )
+        adopt(engine, run)
         (batch,) = run.supervised.next_step(iter([1]))
         batch.loss = loss_spec("dpo", {"reference": (-3.0,) * batch.length})
         engine.scheduler.add_training("j", [batch], update=run.supervised.optim_step)

@@ -68,6 +68,7 @@ def single() -> dict[str | None, Logits]:
     return oracles("llama", dtype=torch.float32)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 to 1e-9; and steps did gather adapters of several families."""
@@ -92,7 +93,7 @@ def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: p
 def test_a_broken_adapter_spoils_its_own_answers_only(tmp_path: Path) -> None:
     alone = oracles("llama", tmp_path)
     engine = make_engine("llama", torch.float32, tmp_path)
-    broken = engine.bank.find("four again")
+    broken = engine.weights("four again")
     for tensor in broken.parameters().values():
         tensor.fill_(math.nan)
     mixture = Mixture(engine)

@@ -42,6 +42,7 @@ def test_served_logits(name: str, tmp_path: Path) -> None:
     assert error <= 1 and difference > 1e-2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients(name: str, tmp_path: Path) -> None:
     oracle = plain(name, torch.float32)
@@ -50,6 +51,7 @@ def test_gradients(name: str, tmp_path: Path) -> None:
     assert max(errors.values()) <= 1e-5, errors
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [*SHAPES, "qwen2", "qwen3"])
 def test_windowed_gradients(name: str, tmp_path: Path) -> None:
     with Exact():

@@ -21,6 +21,7 @@ def test_served_logits(name: str, layout: str, activation: str, tmp_path: Path) 
     assert error <= 1 and difference > 1e-2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients(name: str, tmp_path: Path) -> None:
     plain = with_bottlenecks(name, torch.float32, "houlsby", "gelu")
@@ -30,6 +31,7 @@ def test_gradients(name: str, tmp_path: Path) -> None:
     assert max(errors.values()) <= 1e-5, errors
 
 
+@pytest.mark.sample(1, per="layout")
 @pytest.mark.parametrize(("layout", "activation"), KINDS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_windowed_gradients(name: str, layout: str, activation: str, tmp_path: Path) -> None:

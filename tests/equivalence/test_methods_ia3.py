@@ -37,12 +37,14 @@ def test_served_logits(name: str, tmp_path: Path) -> None:
     assert error <= 1 and difference > 1e-2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients(name: str, tmp_path: Path) -> None:
     errors = windowed_errors(case_of(name, adapted(name, torch.float32), tmp_path, dtype=torch.float32))
     assert max(errors.values()) <= 1e-5, errors
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_windowed_gradients(name: str, tmp_path: Path) -> None:
     with Exact():

@@ -60,6 +60,7 @@ def changes_of(variant: str, name: str) -> dict[str, Any]:
 CASES = [(v, n) for v in VARIANTS for n in SHAPES if not (v.startswith("bias") and n == "mixtral")]
 
 
+@pytest.mark.sample(1, per="variant")
 @pytest.mark.parametrize(("variant", "name"), CASES)
 def test_served_logits(variant: str, name: str, tmp_path: Path) -> None:
     changes = changes_of(variant, name)
@@ -68,6 +69,7 @@ def test_served_logits(variant: str, name: str, tmp_path: Path) -> None:
     assert error <= 1 and difference > 1e-2
 
 
+@pytest.mark.sample(1, per="variant")
 @pytest.mark.parametrize(("variant", "name"), CASES)
 def test_windowed_gradients(variant: str, name: str, tmp_path: Path) -> None:
     changes = changes_of(variant, name)
@@ -76,6 +78,7 @@ def test_windowed_gradients(variant: str, name: str, tmp_path: Path) -> None:
         assert max(windowed_errors(case, sizes=(11,)).values()) <= 1e-10
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_in_single_precision(variant: str, tmp_path: Path) -> None:
     changes = changes_of(variant, "llama")
@@ -103,6 +106,7 @@ def untied(variant: str, name: str) -> dict[str, Any]:
     return {**changes_of(variant, name), "tie_word_embeddings": False, "vocab_size": SMALL}
 
 
+@pytest.mark.sample(1, per="variant")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_merged_models_are_those_of_peft(variant: str, name: str, tmp_path: Path) -> None:

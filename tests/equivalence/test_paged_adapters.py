@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coserve import SamplingParams
-from coserve.engine.handles import Completion
+from coserve.engine.completion import Completion
 from paged import METHODS, make_engine, stored
 
 NAMES = ("lora", "larger-lora", "dora", "ia3", "prefix", "ia3-and-lora")

@@ -73,6 +73,7 @@ def plain(make: Callable[..., Any], bits: str, *args: Any) -> Any:
     return oracle
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_answers_are_those_of_the_dense_weights(name: str, bits: str) -> None:
@@ -138,6 +139,7 @@ METHODS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_are_those_of_the_dense_weights(method: str, bits: str, tmp_path: Path) -> None:
@@ -168,6 +170,7 @@ def test_gradients_through_tiles(tmp_path: Path) -> None:
     assert worst["4bit"] <= 2 * worst["none"], worst
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bits", BITS)
 def test_in_the_deterministic_mode_bits_are_the_same(bits: str) -> None:
     """Alone or beside others and a job: tokens, log-probabilities and what is trained."""
@@ -182,7 +185,7 @@ def test_in_the_deterministic_mode_bits_are_the_same(bits: str) -> None:
         answers = [engine.generate(prompt, sampling=sampling) for prompt in asked[: 1 + others]]
         engine.run()
         first = answers[0].result()
-        weights = engine.bank.find("mine").parameters()
+        weights = engine.weights("mine").parameters()
         found.append((first.tokens, first.logprobs, [step.loss for step in job.history], weights))
     alone, together = found
     assert alone[:3] == together[:3]
@@ -190,6 +193,7 @@ def test_in_the_deterministic_mode_bits_are_the_same(bits: str) -> None:
     assert all(torch.equal(alone[3][name], together[3][name]) for name in alone[3])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bits", BITS)
 def test_a_base_in_few_bits_learns_what_the_dense_one_learns(bits: str) -> None:
     losses = {}

@@ -66,19 +66,14 @@ SCHEDULERS: dict[str, dict[str, object]] = {
         "quantum": 1e-4, "quantum_with_inference": 1e-4, "min_training_rows": 5, "starvation": 1e-3,
     },
 }  # fmt: skip
-CASES = [
-    pytest.param(name, scheduler, marks=[pytest.mark.slow] if slow else [], id=f"{kind}-{name}")
-    for name in ("llama", "mistral", "gemma2", "mixtral")
-    for kind, scheduler in SCHEDULERS.items()
-    for slow in [kind == "short quanta" and name in ("mistral", "mixtral")]  # ten seconds each
-]
 
 
-@pytest.mark.parametrize(("name", "scheduler"), CASES)
-def test_plans_just_run_give_the_gradients_of_whole_sequences(
-    name: str, scheduler: dict[str, object], tmp_path: Path
-) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "mixtral"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_plans_just_run_give_the_gradients_of_whole_sequences(name: str, kind: str, tmp_path: Path) -> None:
     """The three micro-batches that were cut into the most pieces, each with another tape."""
+    scheduler = SCHEDULERS[kind]
     with Exact():
         case = make_case(name, LENGTHS)
         save_plans(record(name, case, **scheduler), tmp_path / "plans.json")
@@ -94,7 +89,9 @@ def test_plans_just_run_give_the_gradients_of_whole_sequences(
         assert any(len(segment.span) < case.depth for segment in segments), "no window was put down"
 
 
-def test_plans_of_the_bench_give_the_gradients_of_whole_sequences() -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("cut", "keep"), zip((-3, -2, -1), SavePolicy, strict=True))
+def test_plans_of_the_bench_give_the_gradients_of_whole_sequences(cut: int, keep: SavePolicy) -> None:
     """Recorded runs of the co-serving bench, on a narrow model of the same depth: the three micro-batches
     that were cut into the most pieces, each with another tape."""
     files = sorted(FILES.glob("plans*.json"))
@@ -102,17 +99,12 @@ def test_plans_of_the_bench_give_the_gradients_of_whole_sequences() -> None:
     for file in files:
         journeys = whole_journeys(load_plans(file))
         assert journeys, f"{file.name} holds no micro-batch that went there and back"
-        most_cut = sorted(journeys.values(), key=len)[-3:]
-        kept = [s for journey in most_cut for s in journey if s.direction is Direction.TRAIN_FORWARD]
-        depth = max(segment.span.last for segment in kept)
+        journey = sorted(journeys.values(), key=len)[cut]
+        lengths = tuple(sorted(journey[0].lengths))
+        kinds = Counter(segment.direction for segment in journey)
+        assert kinds[Direction.TRAIN_FORWARD] and kinds[Direction.BACKWARD]
+        depth = max(s.span.last for s in journey if s.direction is Direction.TRAIN_FORWARD)
         shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": depth}
-        cases: dict[tuple[int, ...], Case] = {}
         with Exact():
-            for keep, journey in zip(SavePolicy, most_cut, strict=True):
-                lengths = tuple(sorted(journey[0].lengths))
-                if lengths not in cases:
-                    longest = max(max(lengths), 256)
-                    cases[lengths] = make_case("llama", lengths, max_position_embeddings=longest, **shape)
-                kinds = Counter(segment.direction for segment in journey)
-                assert kinds[Direction.TRAIN_FORWARD] and kinds[Direction.BACKWARD]
-                assert error(cases[lengths], journey, keep) <= TOLERANCE
+            case = make_case("llama", lengths, max_position_embeddings=max(*lengths, 256), **shape)
+            assert error(case, journey, keep) <= TOLERANCE

@@ -28,7 +28,7 @@ from coserve.core.sequence import Direction, Span
 from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
 from models import Exact, lora_parameters, prompts, tiny, with_lora
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 from virtual import KINDS, encoder_of, logits_behind, own_logits, with_virtual
 
 TOLERANCE = 1e-10
@@ -129,8 +129,10 @@ class Passage:
             rows=sum(LENGTHS) + case.adapter.virtual.prompt_count,
             keep=keep,
         )
-        self.run = TrainingRun(base, case.engine.bank, "probe", case.adapter, case.examples, config)
-        case.engine.executor.sessions["probe"] = self.run.session
+        self.run = TrainingRun(
+            base, case.engine.executor.loaded, "probe", case.adapter, case.examples, config
+        )
+        adopt(case.engine, self.run)
         (self.micro_batch,) = self.run.next_step(itertools.count(1))
 
     def go(self, direction: Direction, start: int, rows: int, span: Span) -> None:
@@ -163,7 +165,8 @@ class Passage:
     def error(self) -> float:
         """The worst relative error of any gradient, and of the loss."""
         result = self.case.engine.executor.run(Plan(updates=(self.run.supervised.optim_step,)))
-        before, after = self.case.adapter.parameters(), self.case.engine.bank.find("probe").parameters()
+        updated = self.case.engine.executor.loaded.find(result.updated["probe"].version)
+        before, after = self.case.adapter.parameters(), updated.parameters()
         errors = [abs(result.updated["probe"].loss - self.case.loss) / self.case.loss]
         assert before.keys() == self.case.wanted.keys()
         for name, wanted in self.case.wanted.items():
@@ -191,6 +194,7 @@ def errors_of(case: Case, ways: Sequence[str], seed: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sample(1, per="kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_windows_give_peft_s_gradients(name: str, kind: str) -> None:
@@ -228,6 +232,7 @@ def combined_case(name: str) -> Case:
     return Case(engine, examples, adapter, float(loss.detach()), wanted)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_prefix_prompt_and_lora_in_one_adapter(name: str) -> None:
     with Exact():

@@ -13,7 +13,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.engine.handles import Completion
+from coserve.engine.completion import Completion
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import Exact, logits_of, prompts, tiny, with_lora
@@ -85,6 +85,7 @@ def check_scores(
 SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True)
 
 
+@pytest.mark.sample(1, per="kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_peft_s(name: str, kind: str, folders: dict[tuple[str, str], Path]) -> None:
@@ -106,7 +107,7 @@ def test_prefix_prompt_and_lora_are_one_adapter(
     engine = engine_of(name, folders, deterministic=deterministic, scheduler=scheduler)
     configs = (PrefixTuningConfig(5), PromptTuningConfig(18))
     adapter = fresh_adapter(engine.base, "both", configs, 7)
-    lora = engine.bank.find("lora").parts
+    lora = engine.weights("lora").parts
     engine.add_adapter(AdapterVersion("both", 0, (*adapter.parts, *lora)))
     prefix, prompt = adapter.parameters().values()
     oracle = with_lora(tiny(name), 1, 0.6)
@@ -118,6 +119,7 @@ def test_prefix_prompt_and_lora_are_one_adapter(
         check_scores(theirs, exact, tuple(tokens), engine.generate(tokens, "both", SCORED).result())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "pages"), [("gemma2", 500), ("gemma2", 22), ("gpt2", 22)])
 def test_any_mix_is_one_at_a_time(name: str, pages: int, folders: dict[tuple[str, str], Path]) -> None:
     """All methods and the base in the same steps, while a prefix and a prompt train beside them; with few
@@ -162,7 +164,7 @@ def test_a_nan_in_virtual_tokens_harms_nobody_else(
     scheduler = {"training_window": 16} if deterministic else {}
     engine = engine_of("llama", folders, cache_tokens=48, deterministic=deterministic, scheduler=scheduler)
     for kind in ("prefix", "prompt"):
-        broken = engine.bank.find(kind)
+        broken = engine.weights(kind)
         nan = {name: torch.full_like(tensor, float("nan")) for name, tensor in broken.parameters().items()}
         engine.add_adapter(broken.with_parameters(nan))
     prompt = (3, 1, 4, 1, 5)

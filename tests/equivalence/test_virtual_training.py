@@ -12,7 +12,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.engine.handles import Keeping
+from coserve.engine.finetuning import Keeping
 from coserve.errors import DataError
 from coserve.train.checkpoint import read_checkpoint, write_checkpoint
 from coserve.train.example import Example
@@ -50,7 +50,7 @@ def examples(count: int = 12, longest: int = 40) -> list[Example]:
 
 
 def weights(engine: Engine, adapter: str) -> dict[str, Tensor]:
-    return engine.bank.find(adapter).parameters()
+    return engine.weights(adapter).parameters()
 
 
 def train_alone(engine: Engine, method: object) -> dict[str, Tensor]:
@@ -64,6 +64,7 @@ def far(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[n] - other[n]).norm() / other[n].norm().clamp_min(1e-30)) for n in one)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_all_methods_train_side_by_side_as_they_do_alone(name: str) -> None:
     """In one engine, among requests by all of them while they change."""
@@ -87,6 +88,7 @@ def test_all_methods_train_side_by_side_as_they_do_alone(name: str) -> None:
     assert max(errors.values()) <= 1e-7, errors  # 1e-15 a step, which AdamW's first steps divide by gradients
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_keeps_all_that_trains(method: str, tmp_path: Path) -> None:
     """Encoders too: what goes on from the disk is what would have been, bit by bit."""
@@ -105,6 +107,7 @@ def test_a_checkpoint_keeps_all_that_trains(method: str, tmp_path: Path) -> None
     assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_fall(method: str) -> None:
     engine = engine_of("llama", torch.float32)
@@ -140,6 +143,7 @@ def test_examples_have_to_fit_behind_the_virtual_tokens() -> None:
             engine.finetune([example], f"of {length}", PromptTuningConfig(7), TRAINING)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_the_same_in_a_crowd_where_that_is_promised(dtype: torch.dtype) -> None:
     """Deterministic mode: answers alone and among others with few pages, training alone and beside them."""

@@ -74,6 +74,7 @@ def test_other_executors_and_placements_visit_too(fields: dict[str, object]) -> 
         assert float((found[key].double() - numbers.double()).abs().max()) <= close, key
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", AT_ENDS)
 def test_nobody_uses_parameters_outside_of_a_visit(name: str) -> None:
     kinds, changes = {"at the ends": LoRAConfig(rank=2, targets=AT_ENDS[name])}, CHANGES.get(name, {})

@@ -28,7 +28,7 @@ from coserve.train.backward import BackwardWindow, LayerGradients
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import VOCABULARY, Exact, tiny
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 TOLERANCE = 1e-10
 
@@ -94,8 +94,10 @@ def examples(job: Job) -> list[Example]:
 
 def begin(engine: Engine, name: str, job: Job) -> MicroBatch:
     config = TrainingConfig(batch_size=len(job.lengths), keep=job.keep)
-    run = TrainingRun(engine.base, engine.bank, name, drawn(engine, name, job), examples(job), config)
-    engine.executor.sessions[name] = run.session
+    run = TrainingRun(
+        engine.base, engine.executor.loaded, name, drawn(engine, name, job), examples(job), config
+    )
+    adopt(engine, run)
     (micro_batch,) = run.next_step(itertools.count(secrets.randbits(30)))
     return micro_batch
 
@@ -163,6 +165,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "name"), [*((kind, "llama") for kind in COMPANIES), *((kind, "gemma4_text") for kind in SHARING)]
 )
@@ -253,7 +256,7 @@ def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> Non
             if cancelled is not None and len(handles[cancelled].history) == 2 and passes:
                 handles[cancelled].cancel()
                 cancelled = None
-        return {n: dict(engine.bank.find(n).parameters()) for n in names}
+        return {n: dict(engine.weights(n).parameters()) for n in names}
 
     with Exact():
         together = learn(list(data), cancelled="job 1")

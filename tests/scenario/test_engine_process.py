@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -209,9 +209,27 @@ def test_pause_resume_and_drain(engine: EngineProcess, data: Path, tmp_path: Pat
     assert kept is not None and kept.step == server.of(JobCheckpoint, "p1")[-1].step > ended.step
 
 
-def test_sigterm_ends_an_engine_once_its_server_has_gone(model: Path, data: Path, tmp_path: Path) -> None:
-    with EngineProcess(tmp_path) as engine:
-        server = engine.launch(model, threads=1)
+def test_sigterm_ends_an_engine_that_is_loading_at_once(tmp_path: Path) -> None:
+    with EngineProcess(tmp_path, calibrate=True) as engine:
+        engine.feed(embedded.path(), threads=1)
+        while engine.phase().state != "measuring":
+            pass
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.process.wait(60) == -signal.SIGTERM
+
+
+def test_one_that_comes_after_another_does_not_measure_and_ends_on_sigterm_once_its_server_has_gone(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    remembered = tmp_path / "calibration.json"
+    with EngineProcess(tmp_path, calibrate=True) as engine:
+        engine.feed(model, threads=1, calibration=str(remembered))
+        assert [engine.phase().state for _ in range(4)] == ["standby", "loading", "measuring", "ready"]
+        engine.kill()
+    first = remembered.read_bytes()
+    with EngineProcess(tmp_path, calibrate=True) as engine:
+        server = engine.launch(model, threads=1, calibration=str(remembered))  # and does not measure
+        assert remembered.read_bytes() == first  # no step has corrected anything
         server.send(job("p1", data, tmp_path / "job", every=100))
         server.until(lambda s: s.of(JobStep, "p1"))
         engine.process.send_signal(signal.SIGTERM)
@@ -223,38 +241,6 @@ def test_sigterm_ends_an_engine_once_its_server_has_gone(model: Path, data: Path
         assert engine.process.wait(60) == 0
     kept = newest_checkpoint(tmp_path / "job")
     assert kept is not None and kept.step >= server.of(JobStep, "p1")[-1].step
-
-
-def test_sigterm_ends_an_engine_that_is_loading_at_once(tmp_path: Path) -> None:
-    with EngineProcess(tmp_path, calibrate=True) as engine:
-        engine.feed(embedded.path(), threads=1)
-        while engine.phase().state != "measuring":
-            pass
-        engine.process.send_signal(signal.SIGTERM)
-        assert engine.process.wait(60) == -signal.SIGTERM
-
-
-def test_an_engine_that_comes_after_another_does_not_measure_again(model: Path, tmp_path: Path) -> None:
-    remembered = tmp_path / "calibration.json"
-
-    def phases(ends: Callable[[EngineProcess], object]) -> list[str]:
-        """What an engine goes through until it is ready; then it ends."""
-        with EngineProcess(tmp_path, calibrate=True) as engine:
-            engine.feed(model, threads=1, calibration=str(remembered))
-            found = [engine.phase().state]
-            while found[-1] != "ready":
-                found.append(engine.phase().state)
-            ends(engine)
-            return found
-
-    def drain(engine: EngineProcess) -> None:
-        engine.process.send_signal(signal.SIGTERM)
-        assert engine.phase().state == "drained"
-
-    assert phases(EngineProcess.kill) == ["standby", "loading", "measuring", "ready"]
-    first = remembered.read_bytes()
-    assert phases(drain) == ["standby", "loading", "ready"]
-    assert remembered.read_bytes() == first  # no step has corrected anything
 
 
 def test_a_model_that_is_none_says_so(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from campaign import Campaign, Recipe, Work
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.client import Clients
 from coserve_benchmarks.served import Served
-from coserve_benchmarks.streams import Ask
+from coserve_benchmarks.streams import StreamRequest
 from models import VOCABULARY, save, tiny
 
 STREAMS, PROMPT, ANSWER = 16, 16, 160
@@ -27,7 +27,7 @@ WORK = Work(
     DATA,
     [Recipe(f"seed {seed}", {"seed": seed, **EPOCHS}) for seed in (1, 2)],
     [
-        Ask(prompt, ANSWER, temperature=0.8 * (n // 2 % 2), seed=n, tells_tokens=True)
+        StreamRequest(prompt, ANSWER, temperature=0.8 * (n // 2 % 2), seed=n, tells_tokens=True)
         for n, prompt in enumerate(fixed_prompts(STREAMS, PROMPT, VOCABULARY))
     ],
 )
@@ -43,6 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         engine_cache_tokens=8192,
         engine_calibrate=False,
         engine_deterministic=True,
+        standby=False,
     ) as found:
         yield found
 
@@ -90,6 +91,16 @@ def test_whoever_leaves_frees_the_work(served: Served, campaign: Campaign) -> No
 def figure(served: Served, name: str) -> float:
     lines = httpx.get(f"{served.url}/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"coserve_{name}"))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["engine", "API", "everything"])
+def test_a_kill(campaign: Campaign, kind: str) -> None:
+    """Its jobs end in the last test."""
+    campaign.begin()
+    campaign.round(kind)
+    assert not campaign.tally.lost and not campaign.tally.unlike, campaign.tally
+    assert campaign.tally.jobs["paused"] and campaign.tally.jobs["cancelled"]
 
 
 def test_sigterm_finishes_answers_and_keeps_jobs(served: Served, campaign: Campaign) -> None:

@@ -239,6 +239,7 @@ anything = given(
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", SCHEDULES)
 @settings(max_examples=60, deadline=None)
 @anything
@@ -307,6 +308,7 @@ def test_the_tiny_pool_does_preempt() -> None:
     assert [s.output for s in world.sequences] == [answer_alone(s.request) for s in world.sequences]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", SCHEDULES)
 @settings(max_examples=30, deadline=None)
 @given(burst=bursts, script=st.lists(actions, max_size=20))

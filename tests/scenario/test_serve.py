@@ -16,6 +16,13 @@ from coserve.errors import CoserveError
 from coserve.serve.processes.claim import find_running
 from whole_server import PATIENCE, RUN, Server, children_of, until
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "maximum": 99, "minimum": 1}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 ASK = {"model": "coserve-tiny", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
 
 
@@ -38,6 +45,7 @@ def test_it_answers_survives_a_killed_engine_and_ends_in_order(server: Server) -
         assert [model["id"] for model in client.get("/v1/models")["data"]] == ["coserve-tiny"]
         first = ask(client, max_tokens=12)
         assert first
+        assert json.loads(ask(client, response_format=FORM)).keys() == {"age"}
         until(server.stands_by, "an engine standing by")
 
         pieces: list[str] = []

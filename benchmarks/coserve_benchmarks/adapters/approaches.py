@@ -20,7 +20,7 @@ from coserve.kernels.layout import Layout
 from coserve.kernels.many import Way
 from coserve.model.linear import frozen
 from coserve.model.placement import Placement, place_locally
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.adapters.peers import Context
 
 NAIVE: Final = "naive"
@@ -30,8 +30,8 @@ _SPREAD: Final = 0.02  # of the adapters' random numbers
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Who is in a batch: adapter i has `ranks[i]` ranks and `shares[i]` rows of `length` tokens each, at
-    least one; those of one adapter lie together."""
+    """A batch of rows of several adapters: adapter i has `ranks[i]` ranks and `shares[i]` rows, at least one,
+    of `length` tokens each. Rows of one adapter are adjacent."""
 
     ranks: tuple[int, ...]
     shares: tuple[int, ...]
@@ -56,7 +56,7 @@ class Pass:
 
 
 def passes_of(batch: Batch, approach: str) -> Iterator[Pass]:
-    """One for each adapter in the naive approach, else one for all."""
+    """Passes of a batch: one for each adapter in the naive approach, else one for all."""
     row_ends, rank_ends = list(accumulate(batch.shares)), list(accumulate(batch.ranks))
     rows = [slice(end - share, end) for end, share in zip(row_ends, batch.shares, strict=True)]
     if approach != NAIVE:
@@ -76,7 +76,7 @@ def passes_of(batch: Batch, approach: str) -> Iterator[Pass]:
 class SharedModel:
     """A model with room for adapters of `ranks` ranks in all beside every linear of its layers."""
 
-    def __init__(self, shape: Shape, ranks: int) -> None:
+    def __init__(self, shape: ModelShape, ranks: int) -> None:
         self.shape, self.model = shape, shape.build().requires_grad_(False)
         layers = {id(module) for module in self.model.model.layers.modules()}
         self.linears: list[Linear] = []
@@ -87,7 +87,8 @@ class SharedModel:
                     self.linears.append(linear)
 
     def use(self, own: Pass, leaves: Sequence[Tensor] | None = None) -> None:
-        """What every linear adds from now on: by `leaves` [A, B, A, B, ...], or the tables themselves."""
+        """Sets what every linear adds: the products of `leaves` [A, B, A, B, ...], or of the tables
+        themselves."""
         for number, linear in enumerate(self.linears):
             linear.way = own.way
             linear.own = (
@@ -129,7 +130,7 @@ class Linear:
         return y
 
 
-class Decoding:
+class DecodeStep:
     """A call decodes one token for every row of a batch and returns the seconds that took."""
 
     def __init__(self, shared: SharedModel, batch: Batch, approach: str, context: int) -> None:
@@ -151,7 +152,7 @@ class Decoding:
         return seconds
 
 
-class Training:
+class TrainStep:
     """A call is one optimizer step of every adapter of a batch, and returns the seconds that took."""
 
     def __init__(self, shared: SharedModel, batch: Batch, approach: str) -> None:

@@ -13,12 +13,12 @@ from coserve.engine.engine import Engine
 from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.adapters.peers import AtBestThreads, NaivePasses, PeftMixed
-from coserve_benchmarks.adapters.sizes import Sizes, adapter_bytes, mean_rank, ranks_of
+from coserve_benchmarks.adapters.sizes import AdapterSizes, adapter_bytes, mean_rank, ranks_of
 from coserve_benchmarks.ours import Bench, greedy, make_engine
 from coserve_benchmarks.timing import Timing, alternate, speedup
 
 
-def run(bench: Bench, sizes: Sizes, series: str) -> None:
+def run(bench: Bench, sizes: AdapterSizes, series: str) -> None:
     """Ours with one adapter, with some and with none; then the largest number of them in PEFT's mixed
     batch."""
     engine = make_engine(bench, max_running=sizes.rows)
@@ -43,7 +43,9 @@ def run(bench: Bench, sizes: Sizes, series: str) -> None:
     _peers(bench, sizes, series, partial(decode_seconds, engine, bench, sizes, many))
 
 
-def decode_seconds(engine: Engine, bench: Bench, sizes: Sizes, adapters: Sequence[str | None]) -> float:
+def decode_seconds(
+    engine: Engine, bench: Bench, sizes: AdapterSizes, adapters: Sequence[str | None]
+) -> float:
     """Seconds of a step in which each of `sizes.rows` sequences gets a token; they belong to the adapters in
     equal shares."""
     prompts = fixed_prompts(sizes.rows, sizes.prompt, bench.shape.vocabulary, bench.settings.seed)
@@ -78,7 +80,7 @@ def add_random(engine: Engine, name: str, rank: int, seed: int) -> str:
     return name
 
 
-def _figures(bench: Bench, sizes: Sizes, series: str, times: dict[str, Timing]) -> None:
+def _figures(bench: Bench, sizes: AdapterSizes, series: str, times: dict[str, Timing]) -> None:
     """Milliseconds of a step beside what reading its bytes, or its arithmetic, takes at least."""
     shape, machine = bench.shape, bench.machine
     base = shape.decode_bytes(sizes.rows, sizes.prompt)
@@ -96,7 +98,7 @@ def _figures(bench: Bench, sizes: Sizes, series: str, times: dict[str, Timing]) 
             bench.results.figure(f"{series}.decode.bytes[{name}]", read / 1e6, "MB a step")
 
 
-def _vs_floor(bench: Bench, sizes: Sizes, times: dict[str, Timing]) -> None:
+def _vs_floor(bench: Bench, sizes: AdapterSizes, times: dict[str, Timing]) -> None:
     shape, most = bench.shape, sizes.counts[-1]
     base = shape.decode_bytes(0, 0)
     one = base + adapter_bytes(shape, [mean_rank("mixed")])
@@ -107,7 +109,7 @@ def _vs_floor(bench: Bench, sizes: Sizes, times: dict[str, Timing]) -> None:
     bench.results.row("mixed.decode.vs_floor", ratio.value / allowed, spread, note)
 
 
-def _peers(bench: Bench, sizes: Sizes, series: str, ours: partial[float]) -> None:
+def _peers(bench: Bench, sizes: AdapterSizes, series: str, ours: partial[float]) -> None:
     """PEFT with `adapter_names`, and one pass of the whole model for each adapter."""
     ranks, most = ranks_of(series, sizes.counts[-1]), bench.machine.threads
     mixed = PeftMixed(bench.shape, ranks, sizes.rows, sizes.prompt, sizes.steps)

@@ -15,10 +15,10 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.kernels.dispatch import Approach
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import training_tokens
-from coserve_benchmarks.adapters.approaches import APPROACHES, Batch, Decoding, SharedModel, Training
+from coserve_benchmarks.adapters.approaches import APPROACHES, Batch, DecodeStep, SharedModel, TrainStep
 from coserve_benchmarks.adapters.decode import add_random, decode_seconds
 from coserve_benchmarks.adapters.peers import AtBestThreads
-from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, Sizes, mean_rank, ranks_of
+from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, AdapterSizes, mean_rank, ranks_of
 from coserve_benchmarks.ours import Bench, endless, examples, make_engine, seconds_of_tokens
 from coserve_benchmarks.timing import Timing, alternate
 
@@ -30,8 +30,8 @@ _FEW: Final = 4  # adapters that the series' ranks need to be a quarter each
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What is swept in one task: numbers of adapters at `rows` rows, and batches with `default` adapters.
-    Rows have `length` tokens; a round has `steps` of ours, after one round that does not count."""
+    """Sweep of one task: over `counts` of adapters at `rows` rows, and over `batches` with `default`
+    adapters. Rows have `length` tokens; a round has `steps` steps of the engine, after one warm-up round."""
 
     counts: tuple[int, ...]
     batches: tuple[int, ...]
@@ -49,7 +49,7 @@ class Extent:
 
 
 def extents(shape: str, quick: bool) -> dict[str, Extent]:
-    """By task; all of it, or a check that everything runs."""
+    """Sweeps by task; `quick` ones and those of the tiny shape only check that everything runs."""
     if shape == "tiny":
         return {
             INFERENCE: Extent((1, 4), (2, 4), rows=4, length=1, steps=1, rounds=1, default=4),
@@ -66,8 +66,8 @@ def extents(shape: str, quick: bool) -> dict[str, Extent]:
     }
 
 
-def run(bench: Bench, sizes: Sizes, quick: bool) -> None:
-    """All points, as the section `figure`, written down after each."""
+def run(bench: Bench, sizes: AdapterSizes, quick: bool) -> None:
+    """Measures all points into the section `figure`, which is written after each."""
     swept = extents(bench.shape.name, quick)
     points: list[dict[str, Any]] = []
     for task, extent in swept.items():
@@ -89,7 +89,7 @@ def run(bench: Bench, sizes: Sizes, quick: bool) -> None:
 def _point(
     task: str, sweep: str, adapters: int, batch: Batch, approach: str, taken: Timing
 ) -> dict[str, Any]:
-    """As it stands in the JSON; `present` are the adapters that have a row."""
+    """A point as the JSON has it; `present` is the number of adapters with a row."""
     return {
         "task": task,
         "sweep": sweep,
@@ -104,7 +104,7 @@ def _point(
 
 
 def ranks_for(count: int) -> list[int]:
-    """Of so many adapters: the series', and its mean where there are too few to have a quarter each."""
+    """Ranks of `count` adapters: the series', or its mean where there are fewer than four."""
     return ranks_of(SERIES, count) if count >= _FEW else [mean_rank(SERIES)] * count
 
 
@@ -121,7 +121,7 @@ def drawn(extent: Extent, adapters: int, rows: int) -> Batch:
 class _Inference:
     """Decode steps: the engine, and the approaches on the shared model. `rows` is the largest batch."""
 
-    def __init__(self, bench: Bench, shared: SharedModel, sizes: Sizes, rows: int) -> None:
+    def __init__(self, bench: Bench, shared: SharedModel, sizes: AdapterSizes, rows: int) -> None:
         self._bench, self._shared, self._sizes = bench, shared, sizes
         self._engine = make_engine(bench, max_running=rows)
         self._names: dict[tuple[int, int], str] = {}
@@ -130,7 +130,7 @@ class _Inference:
         """By approach: seconds of a step."""
         threads = self._bench.machine.threads
         made: dict[str, Callable[[], float]] = {
-            name: Decoding(self._shared, batch, name, self._sizes.prompt) for name in APPROACHES
+            name: DecodeStep(self._shared, batch, name, self._sizes.prompt) for name in APPROACHES
         }
         grouped = str(Approach.GROUPED)  # of the three, the one whose products are too small to be shared
         made[grouped] = AtBestThreads(made[grouped], threads)
@@ -144,7 +144,7 @@ class _Inference:
         return made
 
     def clear(self) -> None:
-        """Nothing lasts from one point to the next."""
+        """Does nothing: no state lasts from one point to the next."""
 
     def _adapters(self, batch: Batch) -> Iterator[str]:
         """Names of adapters of these ranks, different ones, added when first asked for."""
@@ -161,7 +161,7 @@ class _Inference:
 class _FineTuning:
     """Optimizer steps of all adapters of a batch, each on its own examples."""
 
-    def __init__(self, bench: Bench, shared: SharedModel, sizes: Sizes, rows: int) -> None:
+    def __init__(self, bench: Bench, shared: SharedModel, sizes: AdapterSizes, rows: int) -> None:
         self._bench, self._shared = bench, shared
         self._engine = make_engine(bench, cache_tokens=1024, scheduler=NOBODY_WAITS)
         self._jobs: list[Any] = []
@@ -169,7 +169,7 @@ class _FineTuning:
     def contestants(self, batch: Batch) -> Mapping[str, Callable[[], float]]:
         """By approach: seconds of a step."""
         made: dict[str, Callable[[], float]] = {
-            name: Training(self._shared, batch, name) for name in APPROACHES
+            name: TrainStep(self._shared, batch, name) for name in APPROACHES
         }
         self._jobs = [
             self._job(f"figure-{i}", rank, share, batch.length)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 
 _FEWER_STEPS = 4  # of a slow peer's in a round, where ours has this many times more
 
@@ -17,7 +17,7 @@ class PeftMixed:
     """`adapter_names` of PEFT: the base's products for all rows, and a loop over adapters at each linear. The
     adapters are in the base's type, which is faster here than PEFT's default."""
 
-    def __init__(self, shape: Shape, ranks: Sequence[int], rows: int, prompt: int, steps: int) -> None:
+    def __init__(self, shape: ModelShape, ranks: Sequence[int], rows: int, prompt: int, steps: int) -> None:
         from peft import LoraConfig, get_peft_model
 
         names = [f"adapter{i}" for i in range(len(ranks))]
@@ -49,7 +49,7 @@ class PeftMixed:
 class NaivePasses:
     """The report's 4.3.2: rows grouped by adapter, and each group passes the whole model by itself."""
 
-    def __init__(self, mixed: PeftMixed, shape: Shape, prompt: int) -> None:
+    def __init__(self, mixed: PeftMixed, shape: ModelShape, prompt: int) -> None:
         self._model = mixed.model
         self._contexts = {
             name: Context(shape, mixed.names.count(name), prompt) for name in dict.fromkeys(mixed.names)
@@ -72,7 +72,7 @@ class Context:
     """Keys and values of so many sequences of `length` tokens, random ones: it takes as long to attend to
     them as to a prompt's, and no time to make them."""
 
-    def __init__(self, shape: Shape, rows: int, length: int) -> None:
+    def __init__(self, shape: ModelShape, rows: int, length: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self._length, self._cache = length, DynamicCache()
         self._ids = torch.randint(0, shape.vocabulary, (rows, 1), generator=generator)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coserve_benchmarks.adapters import decode, figure, swap, training
-from coserve_benchmarks.adapters.sizes import Sizes
+from coserve_benchmarks.adapters.sizes import AdapterSizes
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.results import Bar
 
@@ -35,11 +35,12 @@ def run_adapters(
 ) -> dict[str, Any]:
     """Measures the rows of some groups (all, by default) and returns what `--json` writes.
 
-    The dictionary is as `bench.engine.run_engine`'s. Raises ConfigError for an unknown shape or group.
+    The dictionary is as `coserve_benchmarks.engine.run_engine`'s. Raises ConfigError for an unknown shape or
+    group.
     """
     groups = GROUPS if only is None else tuple(only)
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
-    sizes = Sizes.of(bench.settings, bench.shape, quick)
+    sizes = AdapterSizes.of(bench.settings, bench.shape, quick)
     runs = {
         "rank8": partial(decode.run, bench, sizes, "rank8"),
         "mixed": partial(decode.run, bench, sizes, "mixed"),

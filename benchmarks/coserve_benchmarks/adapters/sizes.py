@@ -1,10 +1,10 @@
-"""How many adapters of which ranks are measured, and the bytes that a decode step reads of them."""
+"""Numbers and ranks of the adapters that are measured, and the bytes that a decode step reads of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.settings import Settings
 
 _BYTES: Final = 2  # of a bfloat16
@@ -17,9 +17,9 @@ RANKS: Final[Mapping[str, tuple[int, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of one run: `rows` that decode, `counts` of adapters they belong to, `steps` in a timed round, tokens
-    of the prompts; then what trains."""
+class AdapterSizes:
+    """Sizes of one run: `rows` that decode, `counts` of adapters they belong to, `steps` in a timed round,
+    tokens of the prompts; then those of training."""
 
     rows: int = 64
     counts: tuple[int, ...] = (4, 16, 32)
@@ -34,25 +34,25 @@ class Sizes:
     train_rounds: int = 3
 
     @staticmethod
-    def of(settings: Settings, shape: Shape, quick: bool) -> "Sizes":
-        """Everything once, and small on the tiny shape, where it is only asked whether all runs."""
+    def of(settings: Settings, shape: ModelShape, quick: bool) -> "AdapterSizes":
+        """Sizes for a shape; on the tiny one they only check that everything runs."""
         if shape.name == "tiny":
-            return Sizes(8, (2, 4), 2, 4, 2, 64, 2, 16, 1, 1, 1)
-        return Sizes(rounds=2, train_rounds=1) if quick else Sizes(rounds=settings.rounds)
+            return AdapterSizes(8, (2, 4), 2, 4, 2, 64, 2, 16, 1, 1, 1)
+        return AdapterSizes(rounds=2, train_rounds=1) if quick else AdapterSizes(rounds=settings.rounds)
 
 
 def ranks_of(series: str, count: int) -> list[int]:
-    """Of so many adapters of a series."""
+    """Ranks of `count` adapters of a series."""
     kinds = RANKS[series]
     return [kinds[i * len(kinds) // count] for i in range(count)]
 
 
 def mean_rank(series: str) -> int:
-    """That of the single adapter which a series is compared with."""
+    """Rank of the single adapter that a series is compared with."""
     kinds = RANKS[series]
     return sum(kinds) // len(kinds)
 
 
-def adapter_bytes(shape: Shape, ranks: list[int]) -> int:
+def adapter_bytes(shape: ModelShape, ranks: list[int]) -> int:
     """Bytes of adapters of these ranks beside every linear of the layers."""
     return _BYTES * sum(map(shape.lora_weights, ranks))

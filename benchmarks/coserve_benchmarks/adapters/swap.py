@@ -1,4 +1,4 @@
-"""Row `swap.others_p99_ratio`: what loading cold adapters does to those who ask for others.
+"""Row `swap.others_p99_ratio`: the effect of loading cold adapters on requests for resident ones.
 
 Thousands of adapters lie on disk, and there is memory for some. Requests come at random times, and the
 popularity of their adapters falls as a power of their rank. *Others* are requests for the most popular ones
@@ -27,7 +27,7 @@ from coserve.engine.process import SWITCH
 from coserve.train.fresh import fresh_adapter
 from coserve.wire.messages import Paging
 from coserve.workload.requests import TimedRequest, Workload, fixed_prompts
-from coserve_benchmarks.drive import Answered, Load, serve
+from coserve_benchmarks.drive import AnswerTimes, LoadResult, serve
 from coserve_benchmarks.ours import Bench, greedy, make_engine
 from coserve_benchmarks.timing import percentile
 
@@ -39,8 +39,8 @@ ARMS: Final = (*TIMED, "alone")
 
 @dataclass(frozen=True, slots=True)
 class SwapSizes:
-    """Of one run: `adapters` on disk, of which `files` have weights of their own; memory for `resident`; the
-    first `popular` are the others'. `rate` is requests a second."""
+    """Sizes of one run: `adapters` on disk, of which `files` have weights of their own; memory for
+    `resident`; the first `popular` are the others'. `rate` is requests a second."""
 
     adapters: int = 2000
     files: int = 16
@@ -61,11 +61,11 @@ class SwapSizes:
 
 
 def run(bench: Bench, quick: bool) -> None:
-    """The row, and what it is made of."""
+    """Measures the row and its figures."""
     sizes = SwapSizes.of(bench, quick)
     with tempfile.TemporaryDirectory() as scratch, _switching():
         engine = _engine(bench, sizes, Path(scratch))
-        rounds: list[dict[str, Load]] = []
+        rounds: list[dict[str, LoadResult]] = []
         moved = []
         serve(engine, _workload(bench, sizes, -1, "cold"))  # what every step makes the first time
         for number in range(sizes.rounds):
@@ -82,7 +82,7 @@ def run(bench: Bench, quick: bool) -> None:
 
 @contextmanager
 def _switching() -> Iterator[None]:
-    """Threads take turns as they do in an engine's process."""
+    """Sets the interpreter's switch interval to that of an engine's process."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH)
     try:
@@ -92,7 +92,7 @@ def _switching() -> Iterator[None]:
 
 
 def _engine(bench: Bench, sizes: SwapSizes, scratch: Path) -> Engine:
-    """With all adapters registered, and memory for so many."""
+    """An engine with all adapters registered, and memory for `sizes.resident` of them."""
     sample = make_engine(bench, max_running=sizes.running, calibrate=False)
     folders = _folders(sample, sizes, scratch)
     cost = sample.register_adapter("sample", folders[0]).cost
@@ -126,7 +126,7 @@ def _name(number: int) -> str:
 
 
 def _warm(engine: Engine, bench: Bench, sizes: SwapSizes) -> None:
-    """The popular ones are in memory, and in their stacks."""
+    """Brings the popular adapters into memory and into their stacks."""
     prompts = fixed_prompts(sizes.popular, sizes.prompt, bench.shape.vocabulary, bench.settings.seed)
     for number, prompt in enumerate(prompts):
         engine.generate(prompt, _name(number), greedy(4))
@@ -153,8 +153,10 @@ def _workload(bench: Bench, sizes: SwapSizes, number: int, arm: str) -> Workload
     )
 
 
-def _others(sizes: SwapSizes, workload: Workload, loads: dict[str, Load]) -> dict[str, list[Answered]]:
-    """Of each arm, the answers to those who asked for a popular adapter and found it in memory."""
+def _others(
+    sizes: SwapSizes, workload: Workload, loads: dict[str, LoadResult]
+) -> dict[str, list[AnswerTimes]]:
+    """By arm, the answers to requests for a popular adapter that was in memory."""
     popular = {_name(number) for number in range(sizes.popular)}
     ours = [request.adapter in popular for request in workload.requests]
     found = [not answered.kept for answered in loads["cold"].answers]
@@ -164,8 +166,8 @@ def _others(sizes: SwapSizes, workload: Workload, loads: dict[str, Load]) -> dic
     return {arm: list(compress(load.answers, among[arm])) for arm, load in loads.items()}
 
 
-def _tell(bench: Bench, sizes: SwapSizes, rounds: Sequence[dict[str, Load]]) -> None:
-    """The row is of all rounds together, its spread of single ones."""
+def _tell(bench: Bench, sizes: SwapSizes, rounds: Sequence[dict[str, LoadResult]]) -> None:
+    """Reports the row: its value is of all rounds together, its spread of single ones."""
     others = [
         _others(sizes, _workload(bench, sizes, number, "cold"), loads) for number, loads in enumerate(rounds)
     ]
@@ -188,19 +190,19 @@ def _tell(bench: Bench, sizes: SwapSizes, rounds: Sequence[dict[str, Load]]) -> 
     bench.results.row("swap.others_p99_ratio", value, (min(ratios), max(ratios)), note)
 
 
-def _gap(answers: Sequence[Answered], share: float = 0.99) -> float:
-    """Seconds between two tokens that so many of all such times do not exceed."""
+def _gap(answers: Sequence[AnswerTimes], share: float = 0.99) -> float:
+    """Seconds between two tokens: the quantile `share`."""
     return percentile([gap for answered in answers for gap in answered.gaps], share)
 
 
-def _first_tokens(bench: Bench, name: str, answers: Sequence[Answered]) -> None:
+def _first_tokens(bench: Bench, name: str, answers: Sequence[AnswerTimes]) -> None:
     times = [answered.first_token for answered in answers]
     for share in (50, 99):
         bench.results.figure(f"swap.{name}_p{share}", 1e3 * percentile(times, share / 100), "ms")
 
 
 def _tell_paging(bench: Bench, moved: Sequence[tuple[Paging, Paging]]) -> None:
-    """What was found and what was loaded in the cold rounds."""
+    """Reports hits, misses and loads of the cold rounds."""
     results = bench.results
     hits = sum(after.hits - before.hits for before, after in moved)
     misses = sum(after.misses - before.misses for before, after in moved)

@@ -8,7 +8,7 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import training_tokens
-from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, Sizes
+from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, AdapterSizes
 from coserve_benchmarks.ours import Bench, endless, examples, make_engine, seconds_of_steps
 from coserve_benchmarks.peers import PeftTraining
 from coserve_benchmarks.timing import Timing, alternate, speedup
@@ -36,13 +36,13 @@ class Trainers:
         return seconds_of_steps(self._engine, self._jobs * self._steps)
 
 
-def run(bench: Bench, sizes: Sizes) -> None:
-    """Both rows."""
+def run(bench: Bench, sizes: AdapterSizes) -> None:
+    """Measures both rows."""
     _against_one(bench, sizes)
     _against_sequential(bench, sizes)
 
 
-def _against_one(bench: Bench, sizes: Sizes) -> None:
+def _against_one(bench: Bench, sizes: AdapterSizes) -> None:
     length = sizes.tokens // sizes.trained
     contestants = {
         "one": Trainers(bench, 1, sizes.trained, length),
@@ -56,7 +56,7 @@ def _against_one(bench: Bench, sizes: Sizes) -> None:
     bench.results.row(f"train.vs_single[{sizes.trained}]", ratio.value, (ratio.low, ratio.high), note)
 
 
-def _against_sequential(bench: Bench, sizes: Sizes) -> None:
+def _against_sequential(bench: Bench, sizes: AdapterSizes) -> None:
     data = training_tokens([sizes.job_tokens], bench.shape.vocabulary, bench.settings.seed)
     peers = {
         "peft": PeftTraining(bench.shape, data, _RANK, matched=False),
@@ -76,8 +76,9 @@ def _against_sequential(bench: Bench, sizes: Sizes) -> None:
         bench.results.row(key, ratio.value, (ratio.low, ratio.high))
 
 
-def _one_after_the_other(peer: PeftTraining, sizes: Sizes) -> float:
-    """As many steps as all jobs take; that it is one adapter's weights again and again helps the peer."""
+def _one_after_the_other(peer: PeftTraining, sizes: AdapterSizes) -> float:
+    """Seconds of as many steps as all jobs take. All of them use one adapter's weights, which favours the
+    peer."""
     return sum(peer.step(checkpointing=False) for _ in range(sizes.jobs * sizes.job_steps))
 
 

@@ -1,1 +1,2 @@
-"""What is kept, accounted for, planned and shared, against what others keep and what was promised."""
+"""`coserve bench memory`: activations kept, ledger, plans, prefix sharing and quantized weights, beside
+peers."""

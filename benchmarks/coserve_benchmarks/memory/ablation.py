@@ -1,4 +1,5 @@
-"""Section `ablation`: what each of FlexLLM's memory optimizations saves (8.2, figure 14), step by step."""
+"""Section `ablation`: bytes saved by each of FlexLLM's memory optimizations (8.2, figure 14), step by
+step."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,8 @@ STEPS: Final = (FULL, PEER, PRUNED, COMPUTED, WINDOWS)
 
 
 def run(bench: Bench) -> None:
-    """Bytes of each method: `held` between the passes, and of the graph of one `layer` while it goes back.
+    """Measures bytes of each method: `held` between the passes, and of the graph of one `layer` while it goes
+    back.
 
     The first step is counted in the traced layer, as torch would keep it; the second is measured of the
     peer. Pruning alone is the set to keep, before step 2 of the algorithm. The last two are tapes: all

@@ -1,4 +1,4 @@
-"""Rows `activations.*`: bytes held for the way back, and the speed of holding so many, beside the peers'."""
+"""Rows `activations.*`: bytes held for the backward pass, and the speed at these bytes, beside peers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from coserve.workload.requests import Tokens, training_tokens
 from coserve_benchmarks.memory.peers import OURS, peer_of
 from coserve_benchmarks.ours import Bench, endless, examples, make_engine, seconds_of_steps
 from coserve_benchmarks.peers import TorchTraining
-from coserve_benchmarks.plans import watch_plans
+from coserve_benchmarks.plans import local_sessions, watch_plans
 from coserve_benchmarks.timing import alternate, speedup
 
 # Rows, where training goes by token windows. Larger ones owe less to earlier keys and values (float32, in
@@ -27,7 +27,7 @@ _PEAK: Final = f"the most at any time, in windows of {WINDOW} rows, with what ke
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TapeBytes:
     """Bytes of a micro-batch's tape: when all its rows are through the layers, and at most."""
 
     border: int
@@ -35,7 +35,7 @@ class Held:
 
 
 def run(bench: Bench) -> None:
-    """Each method with the pruned set, with two budgets, and with token windows and inputs alone."""
+    """Measures each method with the pruned set, with two budgets, and with token windows and inputs alone."""
     for method in OURS:
         tokens = held_tokens(bench)
         peer = peer_of(method, bench.shape, tokens)
@@ -73,7 +73,7 @@ def _measure(
     bench.results.row(f"activations.speed{suffix}[{method}]", ratio.value, (ratio.low, ratio.high))
 
 
-def _figure(bench: Bench, name: str, held: Held) -> None:
+def _figure(bench: Bench, name: str, held: TapeBytes) -> None:
     bench.results.figure(f"activations.bytes_{name}", held.border, "bytes")
     bench.results.figure(f"activations.peak_{name}", held.peak, "bytes")
 
@@ -96,14 +96,14 @@ def training_engine(bench: Bench, method: str, keep: SavePolicySetting, window: 
     return engine
 
 
-def held_bytes(engine: Engine) -> Held:
-    """Of the next micro-batch, on its way there and back."""
+def held_bytes(engine: Engine) -> TapeBytes:
+    """Bytes of the next micro-batch's tape, forward and backward."""
     border: list[int] = []
     peak: list[int] = []
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            session = engine.executor.sessions[segment.job]
+            session = local_sessions(engine)[segment.job]
             peak.append(session.held[Account.TAPES])  # none where the micro-batch is through
             length = sum(session.lengths(segment.key))
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers
@@ -112,4 +112,4 @@ def held_bytes(engine: Engine) -> Held:
 
     with watch_plans(engine, look):
         seconds_of_steps(engine)
-    return Held(border[0], max(peak))
+    return TapeBytes(border[0], max(peak))

@@ -21,7 +21,7 @@ def measure_eight_bits(bench: Bench) -> None:
     """Bytes and speed on the bench's shape; the error on the embedded model, whose keys mean something."""
     settings = bench.settings
     engines = {kind: make_engine(bench, cache_dtype=kind, calibrate=False) for kind in _KINDS}
-    sizes = {kind: engine.executor.pool.nbytes for kind, engine in engines.items()}
+    sizes = {kind: engine.executor.spec.cache_nbytes for kind, engine in engines.items()}
     for kind, size in sizes.items():
         bench.results.figure(f"cache8.{kind}_bytes", size, "bytes of the cache")
     bench.results.figure("cache8.bytes", sizes["int8"] / sizes["auto"], "of the model's own type's bytes")
@@ -42,8 +42,8 @@ def measure_eight_bits(bench: Bench) -> None:
 
 
 def logit_errors(texts: int) -> tuple[float, float]:
-    """By how much eight bits change log-probabilities of texts that the embedded model wrote, in float32: the
-    mean and the greatest difference of a token's."""
+    """Difference that eight bits make to log-probabilities of texts that the embedded model wrote, in
+    float32: the mean and the greatest difference of a token's."""
     exact, rounded = (
         Engine(
             tiny.path(),

@@ -1,4 +1,4 @@
-"""Rows `ledger.*`: what the ledger says is used against what is, in a process that may have no more.
+"""Rows `ledger.*`: bytes that the ledger declares against bytes in use, in a process with a limit.
 
 A child answers and trains at once under a limit of the system (RLIMIT_DATA): what it had mapped when it had
 imported everything, and its budget. Two jobs fit one after the other, a third one never. Another child, which
@@ -13,7 +13,7 @@ import msgspec
 
 from coserve.core.size import show_size
 from coserve.errors import ServerError
-from coserve_benchmarks.memory.limited import Order, Told
+from coserve_benchmarks.memory.limited import LimitedOrder, LimitedReport
 from coserve_benchmarks.ours import Bench
 
 _CHILD: Final = "coserve_benchmarks.memory.limited"
@@ -23,9 +23,9 @@ _PATIENCE: Final = 600.0  # seconds
 
 
 def run(bench: Bench) -> None:
-    """The error at the peak, and whether the limit was one."""
+    """Measures the error at the peak, and that the limit is enforced. Raises ServerError where it is not."""
     settings = bench.settings
-    order = Order(
+    order = LimitedOrder(
         shape=bench.shape.name,
         threads=bench.machine.threads,
         prompts=settings.prompts,
@@ -49,11 +49,11 @@ def run(bench: Bench) -> None:
 
 
 def _limit(nbytes: int) -> int:
-    """What a process that uses so many bytes may map."""
+    """Limit of mapped bytes for a process that uses `nbytes`."""
     return int(_SLACK * nbytes) + _BESIDE
 
 
-def _report(bench: Bench, told: Told, budget: int, died: "subprocess.CompletedProcess[str]") -> None:
+def _report(bench: Bench, told: LimitedReport, budget: int, died: "subprocess.CompletedProcess[str]") -> None:
     results = bench.results
     note = (
         f"{show_size(told.declared)} declared, {show_size(told.measured)} measured: {told.measure}; while "
@@ -70,16 +70,16 @@ def _report(bench: Bench, told: Told, budget: int, died: "subprocess.CompletedPr
     results.note("ledger.control", f"a process that took what both jobs need died under the limit: {last[0]}")
 
 
-def _tell(order: Order) -> Told:
-    """What a child answers; ServerError if it does not."""
+def _tell(order: LimitedOrder) -> LimitedReport:
+    """Runs a child and gives its answer. Raises ServerError where it fails."""
     ended = _run(order)
     if ended.returncode != 0:
         lines = ended.stderr.strip().splitlines()[-3:]
         raise ServerError(f"the process for {order.act!r} ended with {ended.returncode}: {' '.join(lines)}")
-    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=Told)
+    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=LimitedReport)
 
 
-def _run(order: Order) -> "subprocess.CompletedProcess[str]":
+def _run(order: LimitedOrder) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", _CHILD],
         input=msgspec.json.encode(order).decode(),

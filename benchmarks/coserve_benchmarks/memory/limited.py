@@ -1,4 +1,5 @@
-"""A process under a limit: python -m coserve_benchmarks.memory.limited, told on stdin what to do."""
+"""A process under a memory limit: python -m coserve_benchmarks.memory.limited, with a `LimitedOrder` on
+stdin."""
 
 import resource
 import sys
@@ -10,25 +11,26 @@ import torch
 
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.config import EngineConfig
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.handles import Completion, FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import OutOfMemory
 from coserve.memory.malloc import keep_freed_memory
 from coserve.memory.measured import make_meter
 from coserve.train.config import TrainingConfig
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import fixed_prompts, training_tokens
-from coserve.workload.shapes import Shape, shape_named
+from coserve.workload.shapes import ModelShape, shape_named
 from coserve_benchmarks.ours import examples, greedy
 
 _STEPS = 2  # optimizer steps of each job
 _HUGE = 64  # times the batch of the others: more than there ever is
 
 
-class Order(msgspec.Struct, frozen=True):
-    """Which `act`: `size` says how large everything is; `serve` answers and trains with a `budget`, under a
-    `limit`; `control` takes `control` bytes under the same limit and asks nobody. Bytes are above those of
-    the process before its model was there."""
+class LimitedOrder(msgspec.Struct, frozen=True):
+    """An act to perform: `size` measures how large everything is; `serve` answers and trains with a `budget`,
+    under a `limit`; `control` takes `control` bytes under the same limit and asks nobody. Bytes are above
+    those of the process before its model was there."""
 
     shape: str
     threads: int
@@ -45,7 +47,7 @@ class Order(msgspec.Struct, frozen=True):
     control: int = 0
 
 
-class Told(msgspec.Struct, frozen=True):
+class LimitedReport(msgspec.Struct, frozen=True):
     """`fixed` and `job` are bytes without jobs, and of one job more. `declared` and `measured` are those at
     the peak, by `accounts` and by the `measure`."""
 
@@ -61,8 +63,8 @@ class Told(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Answers one `Order` with one line, a `Told`; `control` ends otherwise."""
-    order = msgspec.json.decode(sys.stdin.read(), type=Order)
+    """Answers one `LimitedOrder` with one line, a `LimitedReport`; `control` ends otherwise."""
+    order = msgspec.json.decode(sys.stdin.read(), type=LimitedOrder)
     torch.set_num_threads(order.threads)
     keep_freed_memory()
     shape = shape_named(order.shape)
@@ -77,14 +79,14 @@ def main() -> None:
     print(msgspec.json.encode(told).decode())
 
 
-def _size(order: Order, shape: Shape) -> Told:
+def _size(order: LimitedOrder, shape: ModelShape) -> LimitedReport:
     engine = _engine(order, shape, "auto")
     fixed = engine.admission.ledger.used
     _start(engine, order, shape, "one")
-    return Told(fixed, engine.admission.ledger.used - fixed)
+    return LimitedReport(fixed, engine.admission.ledger.used - fixed)
 
 
-def _serve(order: Order, shape: Shape) -> Told:
+def _serve(order: LimitedOrder, shape: ModelShape) -> LimitedReport:
     meter = make_meter(torch.device("cpu"))  # before there is a model
     engine = _engine(order, shape, order.budget)
     ledger = engine.admission.ledger
@@ -96,7 +98,7 @@ def _serve(order: Order, shape: Shape) -> Told:
     answers = _load(engine, order, shape, first)
     measured = meter.peak()
     second.result()
-    return Told(
+    return LimitedReport(
         fixed,
         declared - fixed,
         declared,
@@ -109,14 +111,14 @@ def _serve(order: Order, shape: Shape) -> Told:
     )
 
 
-def _engine(order: Order, shape: Shape, memory: int | str) -> Engine:
-    """With as many pages as the answers take: all of them are touched then."""
+def _engine(order: LimitedOrder, shape: ModelShape, memory: int | str) -> Engine:
+    """An engine with exactly the pages that the answers take, so that all of them are touched."""
     tokens = order.prompts * (order.prompt + order.answer)
     config = EngineConfig(cache_tokens=tokens, max_running=order.prompts, memory=memory, calibrate=False)
     return Engine(shape.build(), config)
 
 
-def _start(engine: Engine, order: Order, shape: Shape, name: str, times: int = 1) -> FineTuning:
+def _start(engine: Engine, order: LimitedOrder, shape: ModelShape, name: str, times: int = 1) -> FineTuning:
     tokens = training_tokens([order.length] * order.batch * times, shape.vocabulary, order.seed)
     training = TrainingConfig(
         batch_size=order.batch * times,
@@ -127,7 +129,7 @@ def _start(engine: Engine, order: Order, shape: Shape, name: str, times: int = 1
     return engine.finetune(examples(tokens), name, LoRAConfig(rank=order.rank), training)
 
 
-def _refusal(engine: Engine, order: Order, shape: Shape) -> str:
+def _refusal(engine: Engine, order: LimitedOrder, shape: ModelShape) -> str:
     try:
         _start(engine, order, shape, "huge", _HUGE)
     except OutOfMemory as error:
@@ -135,8 +137,8 @@ def _refusal(engine: Engine, order: Order, shape: Shape) -> str:
     raise AssertionError("a job that never fits is refused")
 
 
-def _load(engine: Engine, order: Order, shape: Shape, job: FineTuning) -> int:
-    """Answers, as many at once as the cache holds, for as long as the job trains; how many there were."""
+def _load(engine: Engine, order: LimitedOrder, shape: ModelShape, job: FineTuning) -> int:
+    """Generates answers, as many at once as the cache holds, while the job trains; returns their number."""
     answered = 0
     waiting: list[Completion] = []
     while job.is_under_way:
@@ -151,7 +153,7 @@ def _load(engine: Engine, order: Order, shape: Shape, job: FineTuning) -> int:
 
 
 def _mapped() -> int:
-    """Bytes that count for RLIMIT_DATA so far."""
+    """Bytes of this process that count for RLIMIT_DATA."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 

@@ -1,4 +1,4 @@
-"""How far one base's logits are from another's, over whole texts."""
+"""Differences between two bases' logits, over whole texts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class LogitError:
 
     @staticmethod
     def between(exact: Tensor, found: Tensor) -> "LogitError":
-        """Of logits [rows, vocabulary]. What all logits of a row share is no difference."""
+        """Errors of logits [rows, vocabulary]. An offset common to all logits of a row does not count."""
         centred = exact - exact.mean(-1, keepdim=True)
         difference = found - found.mean(-1, keepdim=True) - centred
         wanted, given = exact.log_softmax(-1), found.log_softmax(-1)
@@ -37,11 +37,11 @@ class LogitError:
 
 @torch.no_grad()
 def logits_of(base: Base, texts: Iterable[Tokens]) -> Tensor:
-    """What `base` says after every token, float32 [rows, vocabulary], text after text."""
+    """Logits of `base` after every token, float32 [rows, vocabulary], text after text."""
     return torch.cat([_logits(base, torch.tensor(text, device=base.device)).float().cpu() for text in texts])
 
 
-class _Whole:
+class _WholeSequence:
     """A sequence from its beginning to its end."""
 
     keeper = None
@@ -54,7 +54,7 @@ class _Whole:
 
 
 def _logits(base: Base, tokens: Tensor) -> Tensor:
-    rows = FusedRows([_Whole(len(tokens))], [])
+    rows = FusedRows([_WholeSequence(len(tokens))], [])
     hidden, calls = base.prologue(tokens, torch.arange(len(tokens), device=tokens.device))
     with base.cell.set(rows):
         for layer in range(base.depth):

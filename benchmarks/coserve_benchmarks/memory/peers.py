@@ -1,4 +1,4 @@
-"""Whom held activations are compared with: PEFT, and where it has no such method plain torch on the model."""
+"""Peers for held activations: PEFT, or plain torch on the model for methods that PEFT does not have."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -11,7 +11,7 @@ from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.workload.requests import Tokens
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.peers import PeftTraining, TorchTraining
 
 RANK: Final = 8
@@ -24,7 +24,7 @@ OURS: Final[Mapping[str, object]] = {
 }
 
 
-def peer_of(method: str, shape: Shape, examples: Sequence[Tokens]) -> TorchTraining:
+def peer_of(method: str, shape: ModelShape, examples: Sequence[Tokens]) -> TorchTraining:
     """Trains an adapter of the method with all of it in the base's dtype, as the engine computes."""
     if method == "lora":
         return PeftTraining(shape, examples, RANK, matched=True)
@@ -33,7 +33,7 @@ def peer_of(method: str, shape: Shape, examples: Sequence[Tokens]) -> TorchTrain
     return peer
 
 
-def _ia3(shape: Shape, examples: Sequence[Tokens]) -> TorchTraining:
+def _ia3(shape: ModelShape, examples: Sequence[Tokens]) -> TorchTraining:
     """At keys, values and what enters the second linear of the feed-forward, as PEFT chooses for a Llama."""
     from peft import IA3Config, get_peft_model
 
@@ -56,7 +56,7 @@ class _Bottleneck(nn.Module):
         return y + added
 
 
-def _bottleneck(shape: Shape, examples: Sequence[Tokens]) -> TorchTraining:
+def _bottleneck(shape: ModelShape, examples: Sequence[Tokens]) -> TorchTraining:
     """One behind each attention and each feed-forward, hooked on from outside."""
     base: Any = shape.build()
     base.requires_grad_(False)

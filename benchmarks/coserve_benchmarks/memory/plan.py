@@ -1,10 +1,10 @@
-"""Row `plan.error`: how far what is planned is from what is measured, for the worst stage of all programs."""
+"""Row `plan.error`: relative error of planned against measured bytes, for the worst stage of all programs."""
 
 from typing import Final
 
 from coserve.plan.recipes import METHODS
-from coserve.plan.rows import Asked, make_plan
-from coserve.plan.stages import Loss
+from coserve.plan.rows import PlanRequest, make_plan
+from coserve.plan.stages import PlainLoss
 from coserve.plan.subject import subject_of
 from coserve_benchmarks.ours import Bench
 
@@ -13,15 +13,15 @@ _CACHE_TOKENS: Final = 8192
 
 
 def run(bench: Bench) -> None:
-    """Answers, full fine-tuning and adapters of three kinds, by plain torch and by the engine, on 1,024-token
-    examples: each stage estimated without data and run in a process of its own."""
+    """Plans and measures answers, full fine-tuning and adapters of three kinds, by plain torch and by the
+    engine, on 1,024-token examples: each stage estimated without data and run in a process of its own."""
     tiny = bench.shape.name == "tiny"
-    asked = Asked(
+    asked = PlanRequest(
         {name: [METHODS[name]] for name in (_COMPARED[:1] if tiny else _COMPARED)},
         batches=(2,),
         length=64 if tiny else 1024,
         cache_tokens=512 if tiny else _CACHE_TOKENS,
-        loss=Loss.LABELS,
+        loss=PlainLoss.LABELS,
         budget=1 << 40,
         device="cpu",
     )

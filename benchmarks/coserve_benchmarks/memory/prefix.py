@@ -1,6 +1,7 @@
-"""Row `prefix.ttft_ratio`: the first token of a prompt that begins as another one did, over that one's.
+"""Row `prefix.ttft_ratio`: time to the first token of a prompt with a cached prefix, over that of one
+without.
 
-Beside it what the cache costs in eight bits a number, and what it gives for that.
+Figures of the cache in eight bits are measured beside it.
 """
 
 import random
@@ -18,13 +19,13 @@ from coserve_benchmarks.timing import alternate, speedup
 
 
 def run(bench: Bench) -> None:
-    """Both halves of the group."""
+    """Measures both halves of the group."""
     _first_tokens(bench)
     measure_eight_bits(bench)
 
 
 def _first_tokens(bench: Bench) -> None:
-    """In turn: a prompt that nobody asked before, and one that begins alike and ends otherwise."""
+    """Alternates a new prompt and one with the same prefix and another end."""
     settings = bench.settings
     engine = make_engine(bench, prefix_sharing=True, calibrate=False)
     draw = _drawing(bench)
@@ -54,7 +55,7 @@ def _first_tokens(bench: Bench) -> None:
 
 
 def _drawing(bench: Bench) -> Callable[[int], Tokens]:
-    """Gives that many tokens of a text that nobody had before; a shorter vocabulary's repeat sooner."""
+    """A function that draws `count` random tokens of a new text."""
     draws = random.Random(bench.settings.seed)
     return lambda count: tuple(draws.randrange(1, bench.shape.vocabulary) for _ in range(count))
 

@@ -1,5 +1,5 @@
-"""Rows `quantized.*`: bytes of a base in eight and in four bits, what its logits lose, what is learned on it,
-and how quick it is."""
+"""Rows `quantized.*`: a base in eight and in four bits: its bytes, the error of its logits, losses of
+training on it, and speed."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.inference import answer_all
 from coserve_benchmarks.memory.logits import LogitError, logits_of
-from coserve_benchmarks.memory.resident import Held, Order
+from coserve_benchmarks.memory.resident import ResidentBytes, ResidentOrder
 from coserve_benchmarks.ours import Bench, make_engine, seconds_of_steps, start_training
 from coserve_benchmarks.timing import alternate, timed
 
@@ -50,7 +50,8 @@ def run(bench: Bench) -> None:
 
 
 def _bytes(bench: Bench) -> None:
-    """By the base's own count of unique storages, and by the resident size of a process that holds it."""
+    """Measures bytes: the base's own count of unique storages, and the resident size of a process that holds
+    it."""
     results = bench.results
     dense = 2 * bench.shape.parameters
     with tempfile.TemporaryDirectory() as folder:
@@ -65,15 +66,16 @@ def _bytes(bench: Bench) -> None:
                 results.row(f"quantized.bytes_{kind}", held.counted / dense, note=note)
 
 
-def _measure(model: Path, kind: str) -> Held:
+def _measure(model: Path, kind: str) -> ResidentBytes:
     command = (sys.executable, "-m", "coserve_benchmarks.memory.resident")
-    order = encode_line(Order(str(model), kind))
+    order = encode_line(ResidentOrder(str(model), kind))
     done = subprocess.run(command, input=order + "\n", stdout=subprocess.PIPE, text=True, check=True)
-    return decode_line(done.stdout.splitlines()[-1], Held)
+    return decode_line(done.stdout.splitlines()[-1], ResidentBytes)
 
 
 def _errors(bench: Bench) -> None:
-    """On the embedded model, whose logits mean something, and on the bench's shape of random weights."""
+    """Measures logit errors on the embedded model, which is trained, and on the bench's shape of random
+    weights."""
     exact = load_base(tiny.path(), "float32")
     engine = Engine(tiny.path(), EngineConfig(calibrate=False, cache_tokens=1024))
     asked = [question for kind in KINDS for question in questions(kind, "held_out", _OF_EACH_KIND)]
@@ -100,7 +102,7 @@ def _figures(bench: Bench, name: str, error: LogitError) -> None:
 
 
 def _losses(bench: Bench) -> None:
-    """A new task, learned through each kind of weights: mean loss of the last steps."""
+    """Trains a new task on each kind of weights: mean loss of the first and last steps."""
     steps = bench.settings.curve_steps
     asked = examples(_TASK, "train", _BATCH * steps)
     training = TrainingConfig(learning_rate=3e-3, batch_size=_BATCH, warmup_ratio=0.05)
@@ -116,7 +118,7 @@ def _losses(bench: Bench) -> None:
 
 
 def _speeds(bench: Bench) -> None:
-    """Tokens a second of answers and of training, beside bfloat16 in the same minutes."""
+    """Measures tokens a second of answers and of training, alternating with bfloat16."""
     settings, vocabulary = bench.settings, bench.shape.vocabulary
     engines = {kind: make_engine(bench, quantize=kind, calibrate=False) for kind in (DENSE, *QUANTIZED)}
     for batch in _BATCHES:

@@ -1,5 +1,5 @@
-"""What a process takes that holds one base, told on stdin which: python -m
-coserve_benchmarks.memory.resident."""
+"""Memory of a process that holds one base: python -m coserve_benchmarks.memory.resident, with an
+`ResidentOrder` on stdin."""
 
 import gc
 import sys
@@ -16,16 +16,17 @@ from coserve.wire.control import decode_line, encode_line
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """The folder of a model and how its weights are kept."""
+class ResidentOrder:
+    """A model's folder and the quantization of its weights."""
 
     model: str
     quantize: str
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes that the process grew by: in the end, and at most. `counted` is what the base says of itself."""
+class ResidentBytes:
+    """Growth of the process in bytes: at the end (`resident`) and at most (`peak`). `counted` is the base's
+    own count."""
 
     resident: int
     peak: int
@@ -34,8 +35,8 @@ class Held:
 
 
 def main() -> None:
-    """Answers one `Order` with one line, a `Held`."""
-    order = decode_line(sys.stdin.readline(), Order)
+    """Answers one `ResidentOrder` with one line, a `ResidentBytes`."""
+    order = decode_line(sys.stdin.readline(), ResidentOrder)
     # Code is no weights, nor is what libraries set up when they first see these shapes: 8 MB of scratch and
     # compiled products for a model of 34 MB on a processor with AMX. So the model was here once before.
     bitsandbytes()
@@ -50,7 +51,7 @@ def main() -> None:
         peak = meter.peak()
     gc.collect()
     return_freed_memory()
-    print(encode_line(Held(resident_bytes() - before, peak, base.nbytes, "resident memory")))
+    print(encode_line(ResidentBytes(resident_bytes() - before, peak, base.nbytes, "resident memory")))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def run_memory(
 ) -> dict[str, Any]:
     """Measures the rows of some groups (all, by default) and returns what `--json` writes.
 
-    The dictionary is as `bench.engine.run_engine`'s. Raises ConfigError for an unknown shape or group.
+    The dictionary is as `coserve_benchmarks.engine.run_engine`'s. Raises ConfigError for an unknown shape or
+    group.
     """
     groups = GROUPS if only is None else tuple(only)
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)

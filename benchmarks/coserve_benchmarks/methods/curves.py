@@ -9,7 +9,7 @@ from coserve import tiny
 from coserve.adapters.settings import settings_of
 from coserve.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.tiny.newtasks import examples
 from coserve.train.config import TrainingConfig
 from coserve.train.save_policy import SavePolicy

@@ -14,7 +14,7 @@ from coserve_benchmarks.timing import alternate, speedup
 
 
 def run(bench: Bench) -> None:
-    """One sequence of each adapter, decoding side by side; what a step takes, in alternation."""
+    """Measures decode steps with one sequence of each adapter, alternating between both sets of adapters."""
     engine = make_engine(bench)
     count = EACH * len(MIXED)
     same = [_add(engine, f"same-{i}", "lora", i) for i in range(count)]

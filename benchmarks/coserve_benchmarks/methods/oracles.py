@@ -1,4 +1,4 @@
-"""What each method's adapter should compute: PEFT's model, or a plain one with hooks where PEFT has none."""
+"""Oracles of adapter methods: PEFT's model, or a plain one with hooks where PEFT has no such method."""
 
 import json
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ class Oracle(Protocol):
         ...
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """What trains, by the names in the adapter's file."""
+        """Trained tensors, by their names in the adapter's file."""
         ...
 
 
@@ -37,7 +37,7 @@ def oracle_of(model: PreTrainedModel, folder: Path) -> Oracle:
 
 
 class PeftOracle:
-    """PEFT's own."""
+    """PEFT's own implementation."""
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
         from peft import PeftModel
@@ -84,7 +84,7 @@ class HookedOracle(ABC):
 
     @abstractmethod
     def change(self, path: str, module: nn.Module, y: Tensor) -> Tensor:
-        """What the module at `path` should give, where it gave y."""
+        """Output that the module at `path` should have, given its unmodified output y."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits
@@ -120,7 +120,7 @@ class BottleneckOracle(HookedOracle):
 
 
 class BitFitOracle(HookedOracle):
-    """Another bias than the module's."""
+    """Replaces a module's bias."""
 
     marker = "bias"
 

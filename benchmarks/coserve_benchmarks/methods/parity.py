@@ -105,7 +105,7 @@ def _model(shape: str) -> PreTrainedModel:
 
 
 def _stirred(adapter: AdapterVersion) -> AdapterVersion:
-    """Fresh adapters change nothing; this one does."""
+    """The adapter with noise on its parameters: a fresh one would change nothing."""
     generator = torch.Generator().manual_seed(1)
     return adapter.with_parameters(
         {n: p + 0.1 * torch.randn(p.shape, generator=generator) for n, p in adapter.parameters().items()}

@@ -27,7 +27,8 @@ def run_methods(
     """Measures the rows of some groups (all, by default) and returns what `--json` writes.
 
     Parity is measured on models made on the spot, learning on the embedded one; `shape` is that of the mixed
-    step. The dictionary is as `bench.engine.run_engine`'s. Raises ConfigError for an unknown shape or group.
+    step. The dictionary is as `coserve_benchmarks.engine.run_engine`'s. Raises ConfigError for an unknown
+    shape or group.
     """
     groups = GROUPS if only is None else tuple(only)
     bench = begin(shape, quick, groups, GROUPS, json_path, BARS)

@@ -22,9 +22,10 @@ _WIDE_RANGE: Final = 12.0  # between the least and the greatest latency, from wh
 
 
 def latencies(axes: Any, workload: Mapping[str, Any], inks: Inks) -> None:
-    """For each contestant, the share of all requests answered within x seconds; bounds as vertical lines.
+    """Draws, for each contestant, the share of all requests answered within x seconds; bounds are vertical
+    lines.
 
-    Who left requests unanswered does not reach 100%.
+    A contestant with unanswered requests does not reach 100%.
     """
     axes.set(title="Latency: share of requests answered within", xlabel="seconds", ylabel="requests")
     runs = {name: run["latencies"] for name, run in workload["runs"].items() if run.get("latencies")}

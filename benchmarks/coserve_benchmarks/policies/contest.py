@@ -1,4 +1,4 @@
-"""Contestants on one workload: who kept which bounds, and what each trained meanwhile."""
+"""Contests of policies on one workload: attainment of bounds, and fine-tuning meanwhile."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 
 from coserve.core.request import SLO
 from coserve.workload.requests import Workload
-from coserve_benchmarks.drive import Answered, Load
+from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.timing import percentile
 
 OURS: Final = "adaptive"
@@ -18,16 +18,15 @@ ISOLATED: Final = "isolated"
 PROMISED: Final = 0.99  # share of requests within their bounds
 _CLOSE: Final = (0.1, 0.3)  # in attainment, and in fine-tuning, relative
 
-Judge = Callable[[Answered], bool]
+Judge = Callable[[AnswerTimes], bool]
 
 
 @dataclass(slots=True)
 class Contest:
-    """A workload, by whom and how it was served. `judges` are the bounds that are looked at, by their labels;
-    the first one counts where one must. `peak` is what the machine trains alone, tokens/s.
+    """A workload and the rounds of all contestants on it. `judges` test bounds, by their labels; the first
+    one counts where one must. `peak` is the machine's fine-tuning rate alone, tokens/s.
 
-    Of who served it several times `runs` has the round in the middle, by fine-tuning, and the mean
-    attainment.
+    For a contestant with several rounds `runs` has the median one, by fine-tuning, with the mean attainment.
     """
 
     workload: Workload
@@ -38,8 +37,8 @@ class Contest:
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     _rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def add(self, name: str, load: Load, note: str = "") -> dict[str, Any]:
-        """Takes a round in."""
+    def add(self, name: str, load: LoadResult, note: str = "") -> dict[str, Any]:
+        """Adds a round."""
         found = summary(load, self.workload, self.judges, self.peak, note)
         self._rounds.setdefault(name, []).append(found)
         self.runs[name] = _middle(self._rounds[name])
@@ -51,14 +50,14 @@ class Contest:
         return found
 
     def is_close(self, name: str) -> bool:
-        """Whether one round does not tell who of this one and ours does more: machines that others use too
-        are faster one minute than the next."""
+        """Tells whether this contestant is too close to ours for one round to decide: shared machines vary
+        from minute to minute."""
         attained = self.attainment(name) - self.attainment(OURS)
         least, most = sorted((self.training(name), self.training(OURS)))
         return abs(attained) <= _CLOSE[0] and most <= (1 + _CLOSE[1]) * least
 
     def attainment(self, name: str) -> float:
-        """Share of the requests that the first judge is content with."""
+        """Share of the requests that pass the first judge."""
         share: float = next(iter(self.runs[name]["attainment"].values()))
         return share
 
@@ -68,7 +67,7 @@ class Contest:
         return rate
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, and for the page."""
+        """The contest for JSON and for the page."""
         return {
             "title": self.workload.title,
             "scale": self.workload.scale,
@@ -79,36 +78,36 @@ class Contest:
         }
 
 
-def own_bounds(answer: Answered) -> bool:
-    """Whether an answer kept the bounds that its request stated."""
+def own_bounds(answer: AnswerTimes) -> bool:
+    """Tells whether an answer kept the bounds that its request stated."""
     return answer.keeps(answer.slo)
 
 
 def within(seconds: float) -> Judge:
-    """Whether an answer was complete in time."""
+    """A judge that tells whether an answer was complete within `seconds`."""
     return lambda answer: answer.keeps(SLO(end_to_end=seconds))
 
 
 def bounds_deferral(workload: Workload) -> bool:
-    """Whether somebody says how long training may hold his request up."""
+    """Tells whether any request bounds its delay by training."""
     return any(request.slo.deferral is not None for request in workload.requests)
 
 
-def charge_deferral(load: Load, undisturbed: Load) -> None:
-    """Where the engine does not say, or does not know, how long training held an answer up: that is what it
-    took longer than in another load, of the same requests on the whole machine without training."""
+def charge_deferral(load: LoadResult, undisturbed: LoadResult) -> None:
+    """Sets the delay by training where the engine does not report it: the difference in latency to
+    `undisturbed`, a load of the same requests on the whole machine without training."""
     for answer, other in zip(load.answers, undisturbed.answers, strict=True):
         if answer.tokens and other.tokens:
             answer.deferred = max(answer.latency - other.latency, 0.0)
 
 
-def attained(load: Load, workload: Workload, judge: Judge) -> float:
-    """Share of a workload's requests whose answers a judge is content with."""
+def attained(load: LoadResult, workload: Workload, judge: Judge) -> float:
+    """Share of a workload's requests whose answers pass a judge."""
     return sum(map(judge, load.answers)) / max(1, len(workload.requests))
 
 
 def summary(
-    load: Load, workload: Workload, judges: Mapping[str, Judge], peak: float, note: str
+    load: LoadResult, workload: Workload, judges: Mapping[str, Judge], peak: float, note: str
 ) -> dict[str, Any]:
     """All figures of a round."""
     answered = [answer for answer in load.answers if answer.tokens]
@@ -134,7 +133,7 @@ def summary(
 
 
 def _middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of several rounds one that stands for them."""
+    """Summary of several rounds: the median one by fine-tuning, with the mean attainment."""
     ordered = sorted(rounds, key=itemgetter("training"))
     labels = ordered[0]["attainment"]
     attained = {label: sum(one["attainment"][label] for one in rounds) / len(rounds) for label in labels}
@@ -143,7 +142,7 @@ def _middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**middle, "attainment": attained, "rounds": len(rounds), "training_spread": spread}
 
 
-def _flow(load: Load, workload: Workload) -> list[list[float]]:
+def _flow(load: LoadResult, workload: Workload) -> list[list[float]]:
     """(second, output tokens/s, fine-tuning tokens/s, arrivals/s) of each second."""
     arrivals = [0] * max(1, int(workload.seconds))
     for request in workload.requests:

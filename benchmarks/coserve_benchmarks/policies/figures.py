@@ -18,7 +18,7 @@ _ACROSS: Final = 4  # panels of the picture beside each other
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is varied in a sweep, what is shown of it, and which figure of which paper it repeats."""
+    """A sweep: the quantity varied, the value shown, and the paper's figure that it repeats."""
 
     key: str
     along: str
@@ -70,7 +70,7 @@ SWEEPS: Final = (
 
 
 def ours_of(results: Mapping[str, Any]) -> str:
-    """The contestant that is ours: what the results call so, else the policy of our own."""
+    """Name of our contestant: as the results say, else the default."""
     return str(results.get("ours", OURS))
 
 
@@ -90,7 +90,7 @@ def bounds_of(runs: Mapping[str, Run]) -> list[str]:
 
 
 def inks_of(results: Mapping[str, Any]) -> Inks:
-    """An ink for everybody who is named anywhere."""
+    """An ink for every contestant in the results."""
     names = [name for workload in workloads_of(results).values() for name in runs_of(workload)]
     names += [point["policy"] for sweep in (results.get("sweeps") or {}).values() for point in sweep]
     return inks(names, ours_of(results))
@@ -177,5 +177,5 @@ def _sweep(axes: Any, sweep: Sweep, points: Sequence[Mapping[str, Any]], inks: I
 
 
 def _short(title: str) -> str:
-    """What stands before the colon: the picture has little room."""
+    """The part of a long title before its colon, for small panels."""
     return title if len(title) <= 44 else title.split(":")[0]

@@ -32,7 +32,7 @@ _FOREIGN: Final = ("two", "stop")
 
 @dataclass(frozen=True, slots=True)
 class Ink:
-    """How a contestant is drawn."""
+    """Drawing style of a contestant."""
 
     color: str
     dash: object = "solid"

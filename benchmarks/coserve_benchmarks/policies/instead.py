@@ -1,4 +1,4 @@
-"""What a user would do instead, on the same weights: two processes, or one that stops serving to train."""
+"""Alternatives to coserve on the same weights: two processes, or one that stops serving to train."""
 
 from dataclasses import replace
 from typing import Final
@@ -7,12 +7,12 @@ import torch
 
 from coserve.core.request import SLO
 from coserve.workload import traffic
-from coserve.workload.mixes import Training
+from coserve.workload.mixes import TrainingSpec
 from coserve.workload.requests import Workload
 from coserve_benchmarks.policies.contest import OURS, Contest, within
-from coserve_benchmarks.policies.rounds import Rounds
+from coserve_benchmarks.policies.rounds import ContestRunner
 from coserve_benchmarks.policies.without.onestops import OneProcess, best_turns
-from coserve_benchmarks.policies.without.trials import Tried
+from coserve_benchmarks.policies.without.trials import TrialResult
 from coserve_benchmarks.policies.without.twoprocess import TwoProcesses, best_split
 from coserve_benchmarks.timing import percentile
 
@@ -27,7 +27,7 @@ _TRIAL: Final = 0.5  # of a round's length: each setting
 _ROUNDS: Final = 3
 
 
-def compare(rounds: Rounds) -> None:
+def compare(rounds: ContestRunner) -> None:
     """Both alternatives, and ours on the bound that two processes kept at the 99th percentile.
 
     So attainment is equal by construction, and fine-tuning is what is left to compare.
@@ -35,14 +35,14 @@ def compare(rounds: Rounds) -> None:
     _row(rounds, "", _LOAD * rounds.capacity(64, 32))
 
 
-def compare_loads(rounds: Rounds) -> None:
+def compare_loads(rounds: ContestRunner) -> None:
     """The same with fewer and with more requests."""
     capacity = rounds.capacity(64, 32)
     for name, load in _FURTHER.items():
         _row(rounds, name, load * capacity)
 
 
-def _row(rounds: Rounds, name: str, rate: float) -> None:
+def _row(rounds: ContestRunner, name: str, rate: float) -> None:
     """At one load, called `name`."""
     contest, ratios, shares = _at(rounds, name, rate)
     middle = sorted(range(_ROUNDS), key=ratios.__getitem__)[_ROUNDS // 2]
@@ -60,10 +60,10 @@ def _row(rounds: Rounds, name: str, rate: float) -> None:
     rounds.sweep(INSTEAD, points)
 
 
-def _at(rounds: Rounds, name: str, rate: float) -> tuple[Contest, list[float], list[float]]:
+def _at(rounds: ContestRunner, name: str, rate: float) -> tuple[Contest, list[float], list[float]]:
     """The last round of everybody; in all of them what ours trained over what two processes did, and the
     share of requests for which it kept their bound."""
-    training = Training(batch=4, length=256)
+    training = TrainingSpec(batch=4, length=256)
     workload = traffic.poisson(rounds.sizes.given(), rate=rate, prompt=64, training=training)
     where = name and f" ({name} load)"
     title = f"Poisson arrivals; what a user would do instead{where}"
@@ -83,7 +83,7 @@ def _at(rounds: Rounds, name: str, rate: float) -> tuple[Contest, list[float], l
             )
             contest.add(TWO, theirs, f"the best of {len(tried)} settings: {split.describe()}")
             for policy in (OURS, "hybrid"):
-                contest.add(policy, rounds.arena.run(policy, _bounded(workload, bound)))
+                contest.add(policy, rounds.testbed.run(policy, _bounded(workload, bound)))
             ratios.append(contest.training(OURS) / contest.training(TWO))
             shares.append(contest.attainment(OURS))
     turns, tried = best_turns(shape, workload, threads, trial)
@@ -99,7 +99,7 @@ def _bounded(workload: Workload, bound: float) -> Workload:
     return replace(workload, requests=tuple(replace(request, slo=slo) for request in workload.requests))
 
 
-def _note(rounds: Rounds, name: str, tried: dict[str, Tried]) -> None:
+def _note(rounds: ContestRunner, name: str, tried: dict[str, TrialResult]) -> None:
     text = "; ".join(
         f"{setting}: {found.training:,.0f} tokens/s trained, answers {found.p50:.2f} s (p99 {found.p99:.2f})"
         for setting, found in tried.items()

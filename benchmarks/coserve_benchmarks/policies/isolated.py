@@ -17,22 +17,24 @@ from coserve.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.errors import ServerError
 from coserve.workload.requests import Workload
-from coserve.workload.shapes import Shape, shape_named
-from coserve_benchmarks.drive import Load, serve
+from coserve.workload.shapes import ModelShape, shape_named
+from coserve_benchmarks.drive import LoadResult, serve
 
 _SOON = 0.2  # seconds from an agreement to begin until the beginning
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """What the training engine did."""
+    """Results of the training engine."""
 
     trained: list[tuple[float, float]]
     losses: list[float]
     processor: float
 
 
-def isolated(engine: Engine, shape: Shape, workload: Workload, serving: int, patience: float) -> Load:
+def isolated(
+    engine: Engine, shape: ModelShape, workload: Workload, serving: int, patience: float
+) -> LoadResult:
     """One round: `engine` serves with so many threads, another process trains with the others.
 
     Without threads left nothing trains. Raises ServerError if the other process dies.
@@ -55,7 +57,7 @@ def isolated(engine: Engine, shape: Shape, workload: Workload, serving: int, pat
 
 
 @contextmanager
-def _training(shape: Shape, workload: Workload, threads: int) -> Iterator[Connection]:
+def _training(shape: ModelShape, workload: Workload, threads: int) -> Iterator[Connection]:
     """A process that is ready to train and has been told when to begin."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -1,4 +1,4 @@
-"""The page that a run is shown as: one HTML file with nothing outside it, and nothing that runs.
+"""Report page of a run: one self-contained HTML file without scripts.
 
 It is made from the dictionary that a run returns, or from the JSON it wrote. Sections of what was not run
 are left out. `page.html` is the template, `tables` what its cells say. Needs matplotlib.

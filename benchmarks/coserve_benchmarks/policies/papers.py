@@ -1,4 +1,4 @@
-"""The papers' own experiments, scaled to this machine: what they found, and what is found here."""
+"""The papers' own experiments, scaled to this machine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from coserve.core.request import SLO
 from coserve.workload import traffic
-from coserve.workload.mixes import Adapters, Training
+from coserve.workload.mixes import ServedAdapters, TrainingSpec
 from coserve.workload.requests import Workload
 from coserve_benchmarks.policies.contest import ISOLATED, OURS, Contest, attained, own_bounds, within
-from coserve_benchmarks.policies.rounds import EVERYWHERE, SOME, Rounds
+from coserve_benchmarks.policies.rounds import EVERYWHERE, SOME, ContestRunner
 from coserve_benchmarks.results import Bar
 
 BARS: Final[dict[str, Bar | None]] = {
@@ -44,7 +44,7 @@ _BASE: Final = "continuous"
 _TOGETHER: Final = "deferred, together"
 
 
-def report(rounds: Rounds) -> Contest:
+def report(rounds: ContestRunner) -> Contest:
     """The multi-LoRA report's table 5.2: enhanced temporal sharing against temporal sharing."""
     scene = _scene(rounds)
     names = {f"temporal:{n}": f"temporal:{n},batch={_BATCH},delay={scene.delay:.4f}" for n in _TEMPORAL}
@@ -81,11 +81,11 @@ class _Scene:
         self.tight, self.loose = 2 * delay, 12 * delay
 
 
-def _scene(rounds: Rounds) -> _Scene:
-    """As much inference and as much fine-tuning as there."""
-    given, arena = rounds.sizes.given(), rounds.arena
-    adapters = Adapters(32, 32)
-    training = Training(batch=2, length=64, rank=32)
+def _scene(rounds: ContestRunner) -> _Scene:
+    """Scales the report's workload: the same shares of inference and fine-tuning as there."""
+    given, testbed = rounds.sizes.given(), rounds.testbed
+    adapters = ServedAdapters(32, 32)
+    training = TrainingSpec(batch=2, length=64, rank=32)
     together = round(_BATCH * 50 / 64)  # requests in five seconds, of a batch's 64
     shape: dict[str, Any] = {"prompt": 32, "answer": 24, "adapters": adapters}
     every = given.seconds / (2 * together)  # so that there are enough of them
@@ -93,7 +93,7 @@ def _scene(rounds: Rounds) -> _Scene:
         given, every=every, tune_every=given.seconds, examples=2, training=training, **shape
     )
     burst = tuple(replace(r, at=0.0) for r in probe.requests[:together])
-    alone = [arena.alone(replace(probe, seconds=0.001, requests=burst)) for _ in range(3)]
+    alone = [testbed.alone(replace(probe, seconds=0.001, requests=burst)) for _ in range(3)]
     delay = median(load.finished_at - load.started for load in alone) / _BUSY
     peak = rounds.peak(probe)
     batch = max(1, round(_OFFERED * 4 * delay * peak / training.length / _BATCHES))
@@ -105,7 +105,7 @@ def _scene(rounds: Rounds) -> _Scene:
     return _Scene(workload, delay)
 
 
-def _batch_sweep(rounds: Rounds, scene: _Scene) -> None:
+def _batch_sweep(rounds: ContestRunner, scene: _Scene) -> None:
     """Figure 5.2: mean latency against the size of a fine-tuning request."""
     points: list[dict[str, Any]] = []
     for part in (0.5, 1.0, 1.5):
@@ -118,22 +118,24 @@ def _batch_sweep(rounds: Rounds, scene: _Scene) -> None:
             ("temporal:10", f"temporal:10,batch={_BATCH},delay={scene.delay:.4f}"),
             ("enhanced-temporal", f"enhanced-temporal:{_BATCH},{scene.delay:.4f}"),
         ):
-            load = rounds.arena.run(policy, workload)
+            load = rounds.testbed.run(policy, workload)
             latencies = [answer.latency for answer in load.answers if answer.tokens]
             mean, rate = sum(latencies) / max(1, len(latencies)), load.overall_training_rate()
             points.append({"batch": len(jobs[0].examples), "policy": name, "latency": mean, "training": rate})
     rounds.sweep("batch", points)
 
 
-def fineinfer(rounds: Rounds) -> Contest:
+def fineinfer(rounds: ContestRunner) -> Contest:
     """FineInfer's figure 4: what deferral gains over continuous batching, by its bound."""
-    given, arena = rounds.sizes.given(), rounds.arena
-    probe = traffic.fineinfer(given, deferral=0.0, prompt=224, training=Training(batch=4, length=64))
+    given, testbed = rounds.sizes.given(), rounds.testbed
+    probe = traffic.fineinfer(given, deferral=0.0, prompt=224, training=TrainingSpec(batch=4, length=64))
     one = replace(probe, seconds=0.001, requests=(replace(probe.requests[0], at=0.0),))
-    loads = [arena.alone(one) for _ in range(3)]
+    loads = [testbed.alone(one) for _ in range(3)]
     alone = median(load.finished_at - load.started for load in loads)
     ratio = alone / _THEIR_ANSWER
-    training = Training(batch=max(1, round(rounds.peak(probe) * _THEIR_ITERATION * ratio / 64)), length=64)
+    training = TrainingSpec(
+        batch=max(1, round(rounds.peak(probe) * _THEIR_ITERATION * ratio / 64)), length=64
+    )
     rounds.bench.results.note(
         "fineinfer.scale",
         f"an answer takes {alone:.2f} s here and, as continuous batching left 1 / 3.2 of the GPU to "
@@ -184,7 +186,7 @@ def fineinfer(rounds: Rounds) -> Contest:
 
 
 def _deferral_sweep(
-    rounds: Rounds, workloads: Mapping[float, Workload], ratio: float, deferring: Mapping[str, str]
+    rounds: ContestRunner, workloads: Mapping[float, Workload], ratio: float, deferring: Mapping[str, str]
 ) -> dict[tuple[str, float], list[float]]:
     """Figure 4: fine-tuning tokens/s of each round, by policy and bound (in their seconds). Policies take
     turns: what one gains over another is read off rounds of the same minute."""
@@ -194,7 +196,7 @@ def _deferral_sweep(
     for bound, workload in workloads.items():
         again = rounds.sizes.again if bound in _BOUNDS else 0
         turns = [
-            {name: rounds.arena.run(policy, workload) for name, policy in policies.items()}
+            {name: rounds.testbed.run(policy, workload) for name, policy in policies.items()}
             for _ in range(1 + again)
         ]
         for name in turns[0]:
@@ -207,7 +209,7 @@ def _deferral_sweep(
     return rates
 
 
-def load_sweep(rounds: Rounds) -> None:
+def load_sweep(rounds: ContestRunner) -> None:
     """FlexLLM's figures 12 and 15: fine-tuning against the requests a second."""
     capacity = rounds.capacity(256, 64)
     points: list[dict[str, Any]] = []
@@ -216,8 +218,8 @@ def load_sweep(rounds: Rounds) -> None:
         workload = rounds.bounded(partial(traffic.flexllm, rate=rate, adapters=SOME))
         for policy in (OURS, "hybrid", "spatial", "temporal:8,grain=batch", ISOLATED):
             if policy != ISOLATED:
-                load = rounds.arena.run(policy, workload)
-            elif apart := rounds.arena.isolated(workload, own_bounds):
+                load = rounds.testbed.run(policy, workload)
+            elif apart := rounds.testbed.isolated(workload, own_bounds):
                 load, _ = apart
             else:
                 continue

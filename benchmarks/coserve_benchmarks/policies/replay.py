@@ -1,4 +1,4 @@
-"""Workloads replayed against `coserve serve` over HTTP, as its users would put them there."""
+"""Replays workloads against `coserve serve` over HTTP."""
 
 import re
 import time
@@ -20,14 +20,14 @@ from coserve.errors import ConfigError
 from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import TimedJob, TimedRequest, Workload
 from coserve_benchmarks.client import Clients
-from coserve_benchmarks.drive import Answered, Load
+from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.folder import save_shape, training_lines
-from coserve_benchmarks.ledger import Ledger
 from coserve_benchmarks.ours import CACHE_TOKENS, Bench
-from coserve_benchmarks.policies.arena import RELIABILITY, Arena, patience_for
 from coserve_benchmarks.policies.contest import bounds_deferral, charge_deferral
+from coserve_benchmarks.policies.testbed import RELIABILITY, Testbed, patience_for
+from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served
-from coserve_benchmarks.streams import Ask, Heard
+from coserve_benchmarks.streams import StreamRequest, StreamResult
 
 _LOOK: Final = 0.2  # seconds between two looks at what is trained
 _MOST_EPOCHS: Final = 100  # that a job may ask for
@@ -36,7 +36,7 @@ _TOKENS: Final = re.compile(r"^coserve_finetune_tokens_total(?:\{.*\})? (\S+)$",
 _UNLIMITED: Final = float("inf")
 
 
-class ServerArena(Arena):
+class ServerTestbed(Testbed):
     """A server for each round, all over one state folder: it remembers what steps cost.
 
     Requests come in the service tiers, which have the bounds that the workload states (three different ones
@@ -49,11 +49,11 @@ class ServerArena(Arena):
     def __init__(self, bench: Bench, folder: Path) -> None:
         self._bench, self._folder = bench, folder
         self._model = save_shape(bench.shape, folder)
-        self._undisturbed: dict[tuple[TimedRequest, ...], Load] = {}
+        self._undisturbed: dict[tuple[TimedRequest, ...], LoadResult] = {}
         self._adapters: dict[str, Path] = {}
 
-    def run(self, policy: str, workload: Workload, patience: float | None = None) -> Load:
-        """See `Arena.run`."""
+    def run(self, policy: str, workload: Workload, patience: float | None = None) -> LoadResult:
+        """See `Testbed.run`."""
         undisturbed = self._without_training(workload) if bounds_deferral(workload) else None
         tiers = _tiers(request.slo for request in workload.requests)
         self._make_adapters(workload)
@@ -68,18 +68,18 @@ class ServerArena(Arena):
             max_jobs=max(1, len(workload.jobs)),
         ) as served:
             end = workload.seconds + (patience_for(workload) if patience is None else patience)
-            load = _Replay(served, workload, tiers, end).run()
+            load = _ServerReplay(served, workload, tiers, end).run()
         if undisturbed is not None:
             charge_deferral(load, undisturbed)
         return load
 
-    def _without_training(self, workload: Workload) -> Load:
+    def _without_training(self, workload: Workload) -> LoadResult:
         if workload.requests not in self._undisturbed:
             self._undisturbed[workload.requests] = self.alone(workload)
         return self._undisturbed[workload.requests]
 
     def _make_adapters(self, workload: Workload) -> None:
-        """Folders of those that requests name."""
+        """Writes folders of the adapters that requests name."""
         missing = [(name, rank) for name, rank in workload.served if name not in self._adapters]
         if missing:
             base = Engine(self._bench.shape.build(), EngineConfig(calibrate=False)).base
@@ -113,27 +113,29 @@ def _config(tiers: dict[SLO, str], adapters: dict[str, Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class _Replay:
+class _ServerReplay:
     """One workload against one server."""
 
     def __init__(self, served: Served, workload: Workload, tiers: dict[SLO, str], end: float) -> None:
         self._served, self._workload = served, workload
         self._end = end  # after its beginning; who has no answer then is given up
         self._asks = [
-            Ask(r.prompt, r.answer, r.at, tells_tokens=True, model=r.adapter or "", tier=tiers[r.slo])
+            StreamRequest(
+                r.prompt, r.answer, r.at, tells_tokens=True, model=r.adapter or "", tier=tiers[r.slo]
+            )
             for r in workload.requests
         ]
 
-    def run(self) -> Load:
+    def run(self) -> LoadResult:
         """The load, once every answer has come or was given up. Then all jobs are cancelled, so that those
         come too whom the policy lets wait for training to end."""
         used = self._served.processor_seconds
         with (
-            _Training(self._served, self._workload.jobs) as training,
+            _ReplayedJobs(self._served, self._workload.jobs) as training,
             Clients(self._served.url, self._served.name, self._asks) as clients,
             ThreadPoolExecutor(1) as threads,
         ):
-            load = Load(time.monotonic(), self._workload.seconds)
+            load = LoadResult(time.monotonic(), self._workload.seconds)
             answered = Event()
             watching = threads.submit(training.watch, load.started, load.seconds, self._end, answered)
             try:
@@ -148,25 +150,25 @@ class _Replay:
         load.processor = self._served.processor_seconds - used
         return load
 
-    def _answered(self, request: TimedRequest, heard: Heard) -> Answered:
+    def _answered(self, request: TimedRequest, heard: StreamResult) -> AnswerTimes:
         """An answer as its client saw it; nothing of one that came after the load's end and patience."""
         in_time = heard.ended - heard.asked + request.at <= self._end
-        return Answered(heard.asked, heard.stamps if in_time else [], request.slo)
+        return AnswerTimes(heard.asked, heard.stamps if in_time else [], request.slo)
 
 
-class _Training:
-    """The jobs of a workload, and how far they are."""
+class _ReplayedJobs:
+    """Starts the jobs of a workload on a server and follows their progress."""
 
     def __init__(self, served: Served, jobs: Sequence[TimedJob]) -> None:
         self._jobs = sorted(jobs, key=lambda job: -job.at)  # the next one last
-        self._ledger = Ledger(served.url, served.name)
+        self._ledger = RecordingClient(served.url, served.name)
         self._metrics = httpx.Client(base_url=served.url, trust_env=False)
         self._files = {job.adapter: self._ledger.upload(training_lines(job.examples)) for job in jobs}
         self._started: list[str] = []
         self._served = served
 
-    def __enter__(self) -> "_Training":
-        """Jobs that are there from the beginning have begun before anything else does."""
+    def __enter__(self) -> "_ReplayedJobs":
+        """Starts the jobs of time 0 and waits until they have begun."""
         self._start_due(0.0)
         self._served.wait(lambda: all(map(self._has_begun, self._started)), "to begin with its jobs")
         return self
@@ -196,7 +198,7 @@ class _Training:
         return found
 
     def losses(self) -> list[float]:
-        """Of optimizer steps, by their number in each job."""
+        """Losses of optimizer steps, ordered by step number."""
         steps = [step for job in self._started for step in self._ledger.losses(job)]
         return [loss for _, loss in sorted(steps, key=lambda step: step[0])]
 

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from coserve.core.request import SLO
 from coserve.workload import traffic
-from coserve.workload.mixes import Adapters, Given, bounds
+from coserve.workload.mixes import ServedAdapters, WorkloadSettings, describe_bounds
 from coserve.workload.requests import Tokens, Workload
 from coserve.workload.traces import TraceRow
-from coserve_benchmarks.drive import Load
+from coserve_benchmarks.drive import LoadResult
 from coserve_benchmarks.ours import Bench
-from coserve_benchmarks.policies.arena import Arena
 from coserve_benchmarks.policies.contest import ISOLATED, OURS, Contest, Judge, own_bounds
+from coserve_benchmarks.policies.testbed import Testbed
 from coserve_benchmarks.timing import percentile
 
 EVERYWHERE: Final = (
@@ -26,8 +26,8 @@ EVERYWHERE: Final = (
     OURS,
 )
 _ROOM: Final = 1.5  # bounds over what requests take without training, where a workload's source has none
-SOME: Final = Adapters()  # requests ask for the base: what adapters cost is not the question here
-_FEW: Final = Adapters(count=2, rank=8, exponent=1.0)
+SOME: Final = ServedAdapters()  # requests ask for the base: what adapters cost is not the question here
+_FEW: Final = ServedAdapters(count=2, rank=8, exponent=1.0)
 _PEAK_SHARE: Final = 0.3  # of a round's length: what training alone is watched for
 _SHARE: Final = 0.12  # of the requests that the machine answers 16 at once; few at once take much more of it
 _MOSTLY_FLEX: Final = (0.1, 0.3, 0.6)  # of the requests: priority, default, flex
@@ -36,8 +36,8 @@ _OWN: Final = "own bounds"
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """How long each round takes, and what it is made from."""
+class RoundSettings:
+    """Length and contents of rounds."""
 
     seconds: float
     vocabulary: int
@@ -46,19 +46,19 @@ class Sizes:
     seed: int = 0
     again: int = 0  # further rounds of those that one round does not tell apart
 
-    def given(self, slo: SLO = SLO()) -> Given:
-        """What the workloads of `traffic` are built from."""
-        return Given(self.vocabulary, self.seconds, slo, self.seed, self.prompts)
+    def given(self, slo: SLO = SLO()) -> WorkloadSettings:
+        """Settings for the workloads of `traffic`."""
+        return WorkloadSettings(self.vocabulary, self.seconds, slo, self.seed, self.prompts)
 
 
 @dataclass(slots=True)
-class Rounds:
-    """Runs contests in one arena; `done` are those that are over, as JSON has them, `sweeps` runs by one
+class ContestRunner:
+    """Runs contests in one arena. `done` are finished ones, as JSON has them; `sweeps` are runs over one
     quantity."""
 
     bench: Bench
-    arena: Arena
-    sizes: Sizes
+    testbed: Testbed
+    sizes: RoundSettings
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
     sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -71,8 +71,8 @@ class Rounds:
         named: Mapping[str, str] = MappingProxyType({}),
         latency_bounds: Mapping[str, float] = MappingProxyType({}),
     ) -> Contest:
-        """Every policy on a workload, and isolation where there is such a thing; those that are close to ours
-        some times more, in turn. `named` are policies with options, by shorter names."""
+        """Runs every policy on a workload, and isolation where the arena has it; those close to ours run
+        again, in turn. `named` are policies with options, by shorter names."""
         peak = self.peak(workload)
         contest = Contest(workload, bounds, judges, peak, latency_bounds)
         everybody = {**named, **{policy: policy for policy in policies}, ISOLATED: ISOLATED}
@@ -82,8 +82,8 @@ class Rounds:
             for name in names:
                 policy = everybody[name]
                 if name != ISOLATED:
-                    contest.add(name, self.arena.run(policy, workload), "" if name == policy else policy)
-                elif apart := self.arena.isolated(workload, judge):
+                    contest.add(name, self.testbed.run(policy, workload), "" if name == policy else policy)
+                elif apart := self.testbed.isolated(workload, judge):
                     contest.add(name, *apart)
 
         run(everybody)
@@ -94,22 +94,22 @@ class Rounds:
         return contest
 
     def peak(self, workload: Workload) -> float:
-        """What the workload's jobs train without its requests, tokens/s."""
-        return self.arena.peak(workload, _PEAK_SHARE * self.sizes.seconds)
+        """Fine-tuning rate of the workload's jobs without its requests, tokens/s."""
+        return self.testbed.peak(workload, _PEAK_SHARE * self.sizes.seconds)
 
     def keep(self, contest: Contest) -> None:
-        """Writes down what has been found."""
+        """Writes a finished contest into the results."""
         self.done[contest.workload.name] = contest.as_dict()
         self.bench.results.section("workloads", self.done)
 
     def sweep(self, name: str, points: list[dict[str, Any]]) -> None:
-        """Writes down what has been found by one quantity."""
+        """Writes a sweep's points into the results."""
         self.sweeps[name] = points
         self.bench.results.section("sweeps", self.sweeps)
 
     def own(self, workload: Workload, *more: str) -> Contest:
         """A contest on the bounds that the requests state."""
-        stated = ", ".join(sorted({bounds(request.slo) for request in workload.requests}))
+        stated = ", ".join(sorted({describe_bounds(request.slo) for request in workload.requests}))
         return self.contest(workload, (*EVERYWHERE, *more), {_OWN: own_bounds}, {_OWN: stated})
 
     # General traffic
@@ -120,12 +120,12 @@ class Rounds:
         return self._bounded(lambda given: traffic.flexllm(given, rate=rate, adapters=SOME))
 
     def poisson(self) -> Contest:
-        """Independent users."""
+        """Poisson arrivals: independent users."""
         rate = _SHARE * self.capacity(128, 32)
         return self._bounded(lambda given: traffic.poisson(given, rate=rate, adapters=SOME))
 
     def bursty(self) -> Contest:
-        """Users that come together."""
+        """Bursts: users that come together."""
         rate = _SHARE * self.capacity(128, 32)
         return self._bounded(lambda given: traffic.bursty(given, rate=rate, adapters=SOME))
 
@@ -151,14 +151,16 @@ class Rounds:
         return self.own(workload, "enhanced-temporal:16,0.5", "deferred:0.5", "deferred:0.5,together=1")
 
     def flex(self) -> Contest:
-        """Mostly requests that can wait, as those of batch tiers do; rounds are twice as long."""
+        """Mostly patient requests, as in batch tiers; rounds are twice as long."""
         given = replace(self.sizes.given(), seconds=2 * self.sizes.seconds)
         patience = _PATIENT * given.seconds
         workload = self._tiers(given, _MOSTLY_FLEX, deferral=patience)
         workload = replace(workload, name="flex", title="Mostly requests that can wait")
         return self.own(workload, *_pushed_out(patience))
 
-    def _tiers(self, given: Given, shares: tuple[float, float, float], deferral: float) -> Workload:
+    def _tiers(
+        self, given: WorkloadSettings, shares: tuple[float, float, float], deferral: float
+    ) -> Workload:
         rate = _SHARE * self.capacity(128, 32)
         alone = self._alone(lambda given: traffic.poisson(given, rate=rate, adapters=_FEW))
         classes = traffic.service_tiers(
@@ -171,7 +173,7 @@ class Rounds:
         return traffic.tiers(given, classes, rate=rate, adapters=_FEW)
 
     def answers(self) -> Contest:
-        """Whole answers wanted in time, not single tokens: what a bound on the end allows to push out."""
+        """Bounds on whole answers, not on single tokens."""
         rate = _SHARE * self.capacity(64, 32)
         alone = self._alone(lambda given: traffic.poisson(given, rate=rate, prompt=64, adapters=SOME))
         given = self.sizes.given(SLO(end_to_end=4.0 * alone.latency + 1.0))
@@ -187,40 +189,41 @@ class Rounds:
         given = replace(self.sizes.given(), seconds=0.001)
         one = traffic.poisson(given, rate=1.0, prompt=prompt, answer=answer, adapters=SOME)
         burst = replace(one, requests=tuple(replace(one.requests[0], at=0.0) for _ in range(16)))
-        loads = [self.arena.alone(burst) for _ in range(3)]
+        loads = [self.testbed.alone(burst) for _ in range(3)]
         return 16 / median(load.finished_at - load.started for load in loads)
 
-    def _alone(self, make: Callable[[Given], Workload]) -> "Alone":
-        return Alone.of(self.arena.alone(make(self.sizes.given())))
+    def _alone(self, make: Callable[[WorkloadSettings], Workload]) -> "Alone":
+        return Alone.of(self.testbed.alone(make(self.sizes.given())))
 
-    def bounded(self, make: Callable[[Given], Workload]) -> Workload:
-        """With bounds on the first token and between tokens: what they take without training, and room."""
+    def bounded(self, make: Callable[[WorkloadSettings], Workload]) -> Workload:
+        """A workload with bounds on the first token and between tokens: their values without training, and
+        room."""
         alone = self._alone(make)
         return make(self.sizes.given(SLO(_ROOM * alone.first + 0.5, 3 * alone.between)))
 
-    def _bounded(self, make: Callable[[Given], Workload]) -> Contest:
+    def _bounded(self, make: Callable[[WorkloadSettings], Workload]) -> Contest:
         workload = self.bounded(make)
         return self.own(workload, *_pushed_out(0.5 * (workload.requests[0].slo.first_token or 0.0)))
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What requests take without training: 99th percentiles, seconds."""
+    """Latencies of requests without training: 99th percentiles, seconds."""
 
     latency: float
     first: float
     between: float
 
     @classmethod
-    def of(cls, load: Load) -> "Alone":
-        """Of a load without jobs."""
+    def of(cls, load: LoadResult) -> "Alone":
+        """Percentiles of a load without jobs."""
         latencies = [answer.latency for answer in load.answers]
         first = percentile(load.first_tokens, 0.99)
         return cls(percentile(latencies, 0.99), first, percentile(load.gaps, 0.99))
 
 
 def _pushed_out(seconds: float) -> tuple[str, ...]:
-    """The policies that let requests wait, told how long they may."""
+    """Policies that defer requests, with `seconds` as their bound."""
     return (
         f"enhanced-temporal:16,{seconds:.3f}",
         f"deferred:{seconds:.3f}",

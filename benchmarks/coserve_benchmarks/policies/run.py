@@ -11,17 +11,17 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from coserve.errors import ConfigError
-from coserve.workload.mixes import Training
-from coserve.workload.prompts import encoded, read_prompts, word_ids
+from coserve.workload.mixes import TrainingSpec
+from coserve.workload.prompts import encode_prompts, read_prompts, word_tokenizer
 from coserve.workload.traces import read_trace
 from coserve.workload.traffic import poisson
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import instead, papers, switching
-from coserve_benchmarks.policies.arena import Arena, EngineArena
 from coserve_benchmarks.policies.contest import OURS, PROMISED
-from coserve_benchmarks.policies.replay import ServerArena
-from coserve_benchmarks.policies.rounds import Rounds, Sizes
+from coserve_benchmarks.policies.replay import ServerTestbed
+from coserve_benchmarks.policies.rounds import ContestRunner, RoundSettings
+from coserve_benchmarks.policies.testbed import EngineTestbed, Testbed
 from coserve_benchmarks.results import Bar
 
 TRACED: Final = ("azure", "azure-arrivals")
@@ -68,8 +68,9 @@ def run_policies(
     requests begin with; `seconds` is how long requests arrive in each run. With `further` what `json_path`
     already has stays, but for the groups that are measured now. `shape` is by default small for `quick`, and
     otherwise large enough for weights to be what decoding reads. The dictionary is as
-    `bench.engine.run_engine`'s, with sections `workloads`, `sweeps` and `switch` for `policies.page`. Raises
-    ConfigError or DataError, and ServerError where a server does not do what it should.
+    `coserve_benchmarks.engine.run_engine`'s, with sections `workloads`, `sweeps` and `switch` for
+    `policies.page`. Raises ConfigError or DataError, and ServerError where a server does not do what it
+    should.
     """
     known = tuple(g for g in GROUPS if not (server and g in _INSIDE))
     usual = _QUICK if quick else tuple(g for g in GROUPS if trace is not None or g not in TRACED)
@@ -79,12 +80,14 @@ def run_policies(
     earlier = _earlier(json_path, shape, against) if further else {}
     bench = begin(shape, quick, groups, known, json_path, BARS)
     vocabulary = bench.shape.vocabulary
-    texts = () if prompts is None else encoded(read_prompts(prompts), word_ids(vocabulary), _LONGEST)
+    texts = (
+        () if prompts is None else encode_prompts(read_prompts(prompts), word_tokenizer(vocabulary), _LONGEST)
+    )
     rows = () if trace is None else read_trace(trace)
     length = seconds or (_QUICK_SECONDS if quick else _SECONDS)
-    sizes = Sizes(length, vocabulary, rows, texts, again=0 if quick else _AGAIN)
-    with _arena(bench, server) as arena:
-        rounds = Rounds(bench, arena, sizes)
+    sizes = RoundSettings(length, vocabulary, rows, texts, again=0 if quick else _AGAIN)
+    with _testbed(bench, server) as testbed:
+        rounds = ContestRunner(bench, testbed, sizes)
         if earlier:
             bench.results.take_over(earlier)
             rounds.done.update(earlier.get("workloads", {}))
@@ -100,15 +103,15 @@ def run_policies(
 
 
 @contextmanager
-def _arena(bench: Bench, server: bool) -> Iterator[Arena]:
+def _testbed(bench: Bench, server: bool) -> Iterator[Testbed]:
     if not server:
-        yield EngineArena(bench)
+        yield EngineTestbed(bench)
         return
     with TemporaryDirectory(prefix="coserve-bench-") as folder:
-        yield ServerArena(bench, Path(folder))
+        yield ServerTestbed(bench, Path(folder))
 
 
-def _runs(rounds: Rounds) -> Mapping[str, Callable[[], object]]:
+def _runs(rounds: ContestRunner) -> Mapping[str, Callable[[], object]]:
     return {
         "switch": partial(_switch, rounds),
         "report": partial(papers.report, rounds),
@@ -127,15 +130,16 @@ def _runs(rounds: Rounds) -> Mapping[str, Callable[[], object]]:
     }
 
 
-def _switch(rounds: Rounds) -> None:
-    training = Training(batch=4, length=128)
+def _switch(rounds: ContestRunner) -> None:
+    training = TrainingSpec(batch=4, length=128)
     workload = poisson(replace(rounds.sizes.given(), seconds=1.0), rate=1.0, prompt=64, training=training)
-    assert isinstance(rounds.arena, EngineArena), "it looks into an engine"
-    switching.measure(rounds.bench, rounds.arena, workload, rounds=5)
+    assert isinstance(rounds.testbed, EngineTestbed), "it looks into an engine"
+    switching.measure(rounds.bench, rounds.testbed, workload, rounds=5)
 
 
 def _earlier(path: str | Path | None, shape: str, against: str) -> dict[str, Any]:
-    """What an earlier run wrote down, if there was one."""
+    """Results of an earlier run, empty where there is none. Raises ConfigError for results of another
+    kind."""
     if path is None or not Path(path).exists():
         return {}
     foreign = f"{path} holds no results of this bench to go on with"
@@ -153,7 +157,7 @@ def _earlier(path: str | Path | None, shape: str, against: str) -> dict[str, Any
     return found
 
 
-def _compare(rounds: Rounds) -> None:
+def _compare(rounds: ContestRunner) -> None:
     """Ours against the best of the others on every workload: where it is beaten, and by how much it leads."""
     dominated: list[str] = []
     leads: dict[str, tuple[float, str]] = {}
@@ -178,7 +182,7 @@ def _compare(rounds: Rounds) -> None:
 
 
 def _judged(run: Mapping[str, Any]) -> tuple[float, float]:
-    """A run's share of requests that the first judge is content with, and its fine-tuning tokens/s."""
+    """A run's attainment by the first judge, and its fine-tuning tokens/s."""
     return next(iter(run["attainment"].values())), run["training"]
 
 

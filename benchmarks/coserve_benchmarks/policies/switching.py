@@ -1,4 +1,4 @@
-"""What it costs to change from answering to training and back (FineInfer, table 1)."""
+"""Cost of switching between answering and training (FineInfer, table 1)."""
 
 import gc
 import time
@@ -11,21 +11,20 @@ from coserve.core.plan import Plan, StepResult
 from coserve.schedule.policies import make_policy
 from coserve.workload.requests import Workload
 from coserve_benchmarks.ours import Bench, greedy, seconds_of_steps, start_job
-from coserve_benchmarks.policies.arena import EngineArena
+from coserve_benchmarks.policies.testbed import EngineTestbed
 from coserve_benchmarks.timing import timed
 
 _TURNS: Final = 6  # requests and iterations in one round
 _Ran = tuple[bool, float, float]  # whether a step trained, and its beginning and end
 
 
-def measure(bench: Bench, arena: EngineArena, workload: Workload, rounds: int) -> None:
-    """Requests and fine-tuning iterations by turns, against the same ones in two blocks.
+def measure(bench: Bench, testbed: EngineTestbed, workload: Workload, rounds: int) -> None:
+    """Measures requests and fine-tuning iterations in alternation against the same ones in two blocks.
 
-    Whatever takes longer by turns is what the switches cost: what they move, the adapter that computes, is
-    resident. What is done between two steps where the kind of work changes, beyond what is done between two
-    of one kind, is initialisation and clean-up.
+    The difference is the cost of switches; there is no data movement, as adapters are resident. The time
+    between two steps of different kinds, beyond that between two of one kind, is initialisation and clean-up.
     """
-    turns = _Turns(arena, workload)
+    turns = _Turns(testbed, workload)
     by_turns, in_blocks = timed(turns.by_turns), timed(turns.in_blocks)
     found: list[float] = []
     ran: list[_Ran] = []
@@ -51,8 +50,8 @@ def measure(bench: Bench, arena: EngineArena, workload: Workload, rounds: int) -
 class _Turns:
     """A job and requests, one piece of either at a time."""
 
-    def __init__(self, arena: EngineArena, workload: Workload) -> None:
-        self._engine = arena.engine
+    def __init__(self, testbed: EngineTestbed, workload: Workload) -> None:
+        self._engine = testbed.engine
         self._prompt = workload.requests[0].prompt
         self._answering(False)
         self._job = start_job(self._engine, workload.jobs[0])
@@ -70,7 +69,7 @@ class _Turns:
             self._iterate()
 
     def watching(self, work: Callable[[], float], ran: list[_Ran]) -> float:
-        """What `work` returns; every step that it runs goes into `ran`."""
+        """Runs `work` and returns its result; every step that it runs is appended to `ran`."""
         executor = self._engine.executor
         run = executor.run
 

@@ -1,4 +1,4 @@
-"""What the cells of the page's tables say, made from the dictionary of a run."""
+"""Cells of the page's tables, made from the dictionary of a run."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ class _Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class KeyRow:
     """One key against its bar; `met` is None where there is nothing to meet."""
 
     key: str
@@ -61,7 +61,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class ContestTable:
     """Every figure of every contestant of one workload: `groups` of columns with their widths, and rows by
     contestant."""
 
@@ -70,21 +70,21 @@ class Contest:
     rows: Mapping[str, Sequence[Cell]]
 
 
-def keys(results: Mapping[str, Any]) -> list[Key]:
+def keys(results: Mapping[str, Any]) -> list[KeyRow]:
     """Each key against its bar, and whether it is met."""
     rows = []
     for key, bar in results.get("bars", {}).items():
         if key not in results:
-            rows.append(Key(key, "not run", "", str(bar), None))
+            rows.append(KeyRow(key, "not run", "", str(bar), None))
             continue
         spread = results.get("spreads", {}).get(key)
         between = "" if spread is None else " – ".join(number(end) for end in spread)
-        rows.append(Key(key, number(results[key]), between, str(bar), results.get("met", {}).get(key)))
+        rows.append(KeyRow(key, number(results[key]), between, str(bar), results.get("met", {}).get(key)))
     return rows
 
 
 def glance(results: Mapping[str, Any]) -> dict[str, list[Cell | None]]:
-    """Fine-tuning tokens/s of everybody on every workload, and the share of requests within the first
+    """Fine-tuning tokens/s of every contestant on every workload, and the share of requests within the first
     bound."""
     everywhere = [runs_of(workload) for workload in workloads_of(results).values()]
     most = [max([1e-9, *(run.get("training") or 0.0 for run in runs.values())]) for runs in everywhere]
@@ -95,7 +95,7 @@ def glance(results: Mapping[str, Any]) -> dict[str, list[Cell | None]]:
     }
 
 
-def contestants(workload: Mapping[str, Any]) -> Contest:
+def contestants(workload: Mapping[str, Any]) -> ContestTable:
     """Every figure of every contestant of one workload; the best of each column is marked."""
     runs = runs_of(workload)
     columns = _columns(runs)
@@ -105,11 +105,11 @@ def contestants(workload: Mapping[str, Any]) -> Contest:
         name: [_figure(column, run, best[column], most[column]) for column in columns]
         for name, run in runs.items()
     }
-    return Contest(list(Counter(column.group for column in columns).items()), columns, rows)
+    return ContestTable(list(Counter(column.group for column in columns).items()), columns, rows)
 
 
 def switch(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """What a switch between the two kinds of work costs, beside FineInfer's table 1 as published."""
+    """Cost of a switch between the two kinds of work, beside FineInfer's table 1 as published."""
     names = [*_SWITCH, *(key for key in found if key not in _SWITCH)] if found else []
     rows: list[tuple[str, ...]] = []
     for name in names:
@@ -134,12 +134,12 @@ def absolute(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def number(value: float) -> str:
-    """Whole above a hundred, three digits that mean something below."""
+    """A number: whole from a hundred on, three significant digits below."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _columns(runs: Mapping[str, Run]) -> list[_Column]:
-    """Those of which at least one contestant has a figure."""
+    """Columns for which at least one contestant has a figure."""
     found = []
     for key, group in (("latency", "latency"), ("first_token", "first token"), ("between", "between tokens")):
         unit, text = _time_unit(key, runs)
@@ -211,6 +211,6 @@ def _glanced(run: Run | None, most: float) -> Cell | None:
 
 
 def _percent(share: float) -> str:
-    """Never 100% unless it is."""
+    """A share in percent; 100% only where it is exact."""
     shown = f"{share:.1%}"
     return "100%" if share >= 1 else "99.9%" if shown == "100.0%" else shown

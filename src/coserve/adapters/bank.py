@@ -2,37 +2,70 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.paging.stored import StoredVersion
+from coserve.adapters.paging.stored import Counts, Outline, StoredVersion
 from coserve.errors import AdapterError, AdapterNotFound
 
-Known = AdapterVersion | StoredVersion
 _REMEMBERED: Final = 4096  # names that are gone, of which the newest version's number is remembered
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedVersion:
+    """Version `version` of adapter `name`, whose weights are on the device and can be read from nowhere
+    else: a trained one, or one that was loaded for good."""
+
+    name: str
+    version: int
+    outline: Outline
+
+    @classmethod
+    def of(cls, adapter: AdapterVersion) -> "LoadedVersion":
+        """Describes a version by its weights, or by their shapes alone."""
+        return cls(adapter.name, adapter.version, Outline.of(adapter))
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}@{self.version}"
+
+    @property
+    def virtual(self) -> Counts:
+        """Counts of the virtual tokens that stand before every sequence."""
+        return self.outline.virtual
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights on the device."""
+        return self.outline.nbytes
+
+
+Known = LoadedVersion | StoredVersion
+
+
 class AdapterBank:
-    """Adapters by name; `publish` makes a version the current one in a single move.
+    """Adapters by name; `publish` makes a version the current one in a single move. No weights are here.
 
     A version that is pinned (by a running request, or by training rows that travelled through it) stays
     until its last pin is gone, however many versions have been published since. A stored version may be known
     without its weights: they are brought in and sent out again by whoever looks after the bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, when_dropped: Callable[[str], object] = lambda key: None) -> None:
+        """`when_dropped` is called with the key of each version that leaves the device."""
         self._current: dict[str, Known] = {}
-        self._stored: dict[str, StoredVersion] = {}
-        self._versions: dict[str, AdapterVersion] = {}  # whose weights are here
+        self._known: dict[str, Known] = {}  # by key, whether the weights are on the device or not
+        self._resident: dict[str, int] = {}  # bytes, by key, of those whose weights are on the device
         self._pins: Counter[str] = Counter()
         self._newest: dict[str, int] = {}  # by name, those that are gone included, the latest published last
         self._floor = 0  # no name that is forgotten had a version of this number, or of a greater one
-        self._watchers: list[Callable[[AdapterVersion], None]] = []
+        self._when_dropped = when_dropped
         self._forgetters: list[Callable[[str], None]] = []
 
     def __len__(self) -> int:
         """Versions on the device."""
-        return len(self._versions)
+        return len(self._resident)
 
     def __contains__(self, name: str) -> bool:
         return name in self._current
@@ -42,15 +75,13 @@ class AdapterBank:
         return sorted(self._current)
 
     def publish(self, adapter: Known) -> None:
-        """Makes `adapter` what its name means from now on."""
+        """Makes `adapter` what its name means from now on; the weights of a loaded one are on the device."""
         if "@" in adapter.name or not adapter.name:
             raise AdapterError(f"an adapter's name must not be empty or contain '@': {adapter.name!r}")
         before = self._current.get(adapter.name)
-        if isinstance(adapter, StoredVersion):
-            self._stored[adapter.key] = adapter
-        else:
-            self._versions[adapter.key] = adapter
-        self._current[adapter.name] = adapter
+        if isinstance(adapter, LoadedVersion):
+            self._resident[adapter.key] = adapter.nbytes
+        self._current[adapter.name] = self._known[adapter.key] = adapter
         newest = self._newest.pop(adapter.name, -1)
         self._newest[adapter.name] = max(adapter.version, newest)
         self._forget_names()
@@ -60,33 +91,26 @@ class AdapterBank:
     def look(self, name: str) -> Known:
         """The current version of a name, or the version a key (`name@3`) names while it is still held; maybe
         without its weights."""
-        found = self._current.get(name) or self._versions.get(name) or self._stored.get(name)
+        found = self._current.get(name) or self._known.get(name)
         if found is None:
             known = ", ".join(self.names) or "none are loaded"
             raise AdapterNotFound(f"there is no adapter {name!r} (known: {known})")
         return found
 
-    def find(self, name: str) -> AdapterVersion:
-        """As `look`, with its weights. Raises AdapterNotFound also for one whose weights are not here."""
-        found = self.look(name)
-        if isinstance(found, StoredVersion):
-            if found.key not in self._versions:
-                raise AdapterNotFound(f"the adapter {name!r} is on disk, and not in memory")
-            found = self._versions[found.key]
-        return found
+    def is_resident(self, key: str) -> bool:
+        """Tells whether the weights of a version are on the device."""
+        return key in self._resident
 
-    def has_weights(self, key: str) -> bool:
-        """Tells whether the weights of a version are here."""
-        return key in self._versions
-
-    def bring_in(self, adapter: AdapterVersion) -> None:
-        """The weights of a stored version are here."""
-        assert adapter.key in self._stored, f"{adapter.key} is no stored version"
-        self._versions[adapter.key] = adapter
+    def bring_in(self, key: str, nbytes: int) -> None:
+        """The weights of a stored version are on the device, and take so many bytes there. One that has been
+        forgotten meanwhile leaves again."""
+        self._resident[key] = nbytes
+        if key not in self._known:
+            self._leave(key)
 
     def send_out(self, key: str) -> None:
-        """The weights of a stored version are not here any more."""
-        assert key in self._stored, f"{key} is no stored version"
+        """The weights of a stored version are wanted on the device no more."""
+        assert isinstance(self._known.get(key), StoredVersion), f"{key} is no stored version"
         self._leave(key)
 
     def next_version(self, name: str) -> int:
@@ -103,7 +127,7 @@ class AdapterBank:
 
     def pin(self, key: str) -> Known:
         """Keeps a version; whether its weights stay is decided elsewhere, if they are stored."""
-        adapter = self._versions.get(key) or self._stored[key]
+        adapter = self._known[key]
         self._pins[key] += 1
         return adapter
 
@@ -112,21 +136,19 @@ class AdapterBank:
         assert self._pins[key] >= 0, f"{key} was unpinned more often than pinned"
         if not self._pins[key]:
             del self._pins[key]
-            if (known := self._stored.get(key) or self._versions.get(key)) is not None:
+            if (known := self._known.get(key)) is not None:
                 self._drop_if_unused(known)
 
     @property
     def nbytes(self) -> int:
-        return sum(adapter.nbytes for adapter in self._versions.values())
+        """Bytes of all weights on the device."""
+        return sum(self._resident.values())
 
     @property
     def stored_nbytes(self) -> int:
         """Of `nbytes`, those of stored versions."""
-        return sum(self._versions[key].nbytes for key in self._stored.keys() & self._versions.keys())
-
-    def when_dropped(self, tell: Callable[[AdapterVersion], None]) -> None:
-        """`tell` is called with each version that leaves the device."""
-        self._watchers.append(tell)
+        stored = (key for key in self._resident if isinstance(self._known[key], StoredVersion))
+        return sum(self._resident[key] for key in stored)
 
     def when_forgotten(self, tell: Callable[[str], None]) -> None:
         """`tell` is called with the key of each stored version that nobody will ask for again."""
@@ -144,12 +166,10 @@ class AdapterBank:
         if self._pins[key] or (current is not None and current.key == key):
             return
         self._leave(key)
-        if self._stored.pop(key, None) is not None:
+        if isinstance(self._known.pop(key, None), StoredVersion):
             for forget in self._forgetters:
                 forget(key)
 
     def _leave(self, key: str) -> None:
-        adapter = self._versions.pop(key, None)
-        if adapter is not None:
-            for tell in self._watchers:
-                tell(adapter)
+        if self._resident.pop(key, None) is not None:
+            self._when_dropped(key)

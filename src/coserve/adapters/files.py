@@ -8,13 +8,13 @@ configurations of its parts, and the names of part n's tensors begin with `n:`.
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
@@ -155,6 +155,45 @@ def write_adapter(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    config, tensors = _written(adapter, base_name, model_type, whole)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """An adapter version as bytes: what its two files would hold, with all that training needs. `is_exact`
+    says that its tensors are in the type that master weights have."""
+
+    name: str
+    version: int
+    config: bytes
+    weights: bytes
+    is_exact: bool
+
+
+def pack_adapter(adapter: AdapterVersion, dtype: torch.dtype) -> PackedAdapter:
+    """Packs an adapter of a base in `dtype`."""
+    config, tensors = _written(adapter, whole=True)
+    is_exact = all(tensor.dtype == exact_type(dtype) for tensor in adapter.parameters().values())
+    return PackedAdapter(adapter.name, adapter.version, json.dumps(config).encode(), save(tensors), is_exact)
+
+
+def unpack_adapter(
+    packed: PackedAdapter, frame: Frame, dtype: torch.dtype, device: torch.device
+) -> AdapterVersion:
+    """The adapter that was packed, on `device`, for a base in `dtype`. Raises AdapterMismatch where it does
+    not fit the base."""
+    fields, tensors = json.loads(packed.config), load(packed.weights)
+    found = _assemble(packed.name, Path(packed.name), fields, tensors, frame, dtype, device)
+    found = replace(found, version=packed.version)
+    return found.in_type(exact_type(dtype) if packed.is_exact else dtype, copy=True)
+
+
+def _written(
+    adapter: AdapterVersion, base_name: str = "", model_type: str = "", whole: bool = False
+) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Configuration and tensors of an adapter's two files."""
     written = [method_named(part.method).write(part) for part in adapter.parts]
     if whole:
         written = [replace(w, tensors={**w.tensors, **w.own}) for w in written]
@@ -166,8 +205,7 @@ def write_adapter(
     else:
         tensors = {f"{n}:{name}": t for n, w in enumerate(written) for name, t in w.tensors.items()}
         config = {"peft_type": _LIST, "base_model_name_or_path": base_name, "parts": configs}
-    save_file({n: _plain(t) for n, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return config, {n: _plain(t) for n, t in tensors.items()}
 
 
 def _config(part: Part, written: Written, base_name: str) -> dict[str, Any]:
@@ -222,7 +260,7 @@ def _as_peft_reads(fields: Mapping[str, Any], model_type: str) -> Mapping[str, A
             f"PEFT (0.21.2) takes targets such as {found[0]} of {model_type} for fused experts, and has no "
             f"{beyond[0]} beside weights: it reads this adapter as something else. coserve reads it as it "
             f"is; for PEFT, leave out the linears of shared experts and dense layers, or {beyond[0]}.",
-            stacklevel=3,
+            stacklevel=4,
         )
         return fields
     return name_weights(fields, found)

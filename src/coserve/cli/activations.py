@@ -16,8 +16,8 @@ _COLUMNS = ("tensor", "bytes a token", "is", "kept", "why")
 def activations(
     config: Any, dtype: Any, parts: Sequence[Mapping[str, Any]], keep: str, as_json: bool
 ) -> None:
-    """Prints it for a transformers configuration, a torch type, the parts of an adapter as a request has
-    them, and a setting of what tapes keep. Raises AdapterError, ConfigError or UnsupportedModel."""
+    """Prints that table for a transformers configuration, a torch type, the parts of an adapter as a request
+    has them, and a setting of what tapes keep. Raises AdapterError, ConfigError or UnsupportedModel."""
     from coserve.adapters.settings import settings_of
     from coserve.train.pruning.plan import explain_model
     from coserve.train.save_policy import SavePolicy

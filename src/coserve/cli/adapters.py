@@ -166,12 +166,12 @@ def merge(
 
 
 def _place(model: dict[str, Any]) -> str:
-    """Where an adapter is, and whether it stays there."""
+    """Location of an adapter (disk, memory), and whether it is pinned there."""
     return f"{model.get('location') or '-'}{', pinned' if model.get('pinned') else ''}"
 
 
 def _pin_of(name: str) -> str:
-    """Where an adapter's pin is put and taken away."""
+    """Path of the endpoint that pins and unpins an adapter."""
     from coserve.cli.client import in_path
 
     return f"/v1/adapters/{in_path(name)}/pin"
@@ -186,7 +186,7 @@ def _tell_pin(name: str, found: dict[str, Any], as_json: bool) -> None:
 
 
 def _download(client: "Client", name: str, to: Path) -> int:
-    """An adapter's files into a folder; their bytes."""
+    """Downloads an adapter's files into a folder; returns their bytes."""
     from coserve.cli.client import in_path
 
     parts = (("config", CONFIG), ("weights", WEIGHTS))

@@ -1,4 +1,4 @@
-"""Staying with a job until it is over, or until Ctrl-C, which asks what to do."""
+"""Watches a job until it is over, or until Ctrl-C, which asks what to do."""
 
 import sys
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def attach(client: "Client", job: str, ask: Callable[[str], str] | None = None) 
 
 
 def _interrupted(client: "Client", job: str, ask: Callable[[str], str] | None) -> bool:
-    """What the user wants now; returns whether to leave."""
+    """Asks what to do after Ctrl-C and does it; returns whether to stop watching."""
     from coserve.cli.client import in_path
 
     if ask is None:
@@ -58,7 +58,7 @@ def _interrupted(client: "Client", job: str, ask: Callable[[str], str] | None) -
 
 
 def _close(watched: "Watched") -> None:
-    """The last words on a job."""
+    """Prints the outcome of a job. Raises typer.Exit with status 1 if it neither succeeded nor was paused."""
     match watched.status:
         case "succeeded":
             name = watched.job.get("fine_tuned_model")

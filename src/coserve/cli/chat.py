@@ -57,7 +57,7 @@ def names_of(client: "Client") -> list[str]:
 
 @dataclass
 class Conversation:
-    """What has been said, and with whom."""
+    """Messages of a conversation so far (`said`), and the model that answers."""
 
     client: "Client"
     model: str
@@ -66,7 +66,8 @@ class Conversation:
     said: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> Iterator[str]:
-        """The answer, piece by piece. What has come is remembered, also where the caller stops listening."""
+        """Asks, and gives the answer piece by piece. Pieces received are kept in `said`, also where the
+        caller stops the iteration."""
         self.said.append({"role": "user", "content": text})
         answer: list[str] = []
         try:
@@ -89,13 +90,13 @@ class Conversation:
 
 
 class Turn:
-    """One line of the user's: something to say, or a command. `tell` prints what commands answer."""
+    """Handles lines of the user's: messages and commands. `tell` prints the output of commands."""
 
     def __init__(self, conversation: Conversation, tell: Callable[[str], object]) -> None:
         self._conversation, self._tell = conversation, tell
 
     def take(self, line: str) -> bool:
-        """Returns whether the conversation goes on."""
+        """Handles one line; returns False where the conversation is to end."""
         if not line:
             return True
         if not line.startswith("/"):
@@ -141,7 +142,7 @@ def _say(conversation: Conversation, text: str) -> None:
 
 
 def _talk(conversation: Conversation) -> None:
-    """At a terminal. Ctrl-C stops an answer, at an empty line the conversation."""
+    """Chats at a terminal. Ctrl-C stops the answer under way; at the prompt it ends the conversation."""
     from contextlib import suppress
 
     from rich.console import Console

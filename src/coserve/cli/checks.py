@@ -31,7 +31,7 @@ EXTRAS = {
 
 
 class Level(StrEnum):
-    """How a check ended. NOTE is neither good nor bad; with BROKEN coserve cannot run."""
+    """Outcome of a check. NOTE is neither good nor bad; with BROKEN coserve cannot run."""
 
     GOOD = "good"
     NOTE = "note"
@@ -41,7 +41,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at, what was found, and what would help."""
+    """One checked item (`what`), what was found, and what would help."""
 
     what: str
     level: Level
@@ -50,7 +50,7 @@ class Check:
 
 
 def run_checks(settings: ServerSettings) -> list[Check]:
-    """Everything, for a server with these settings. Imports torch, which takes seconds."""
+    """Runs all checks for a server with these settings. Imports torch, which takes seconds."""
     return [
         _python(),
         _system(),
@@ -112,7 +112,7 @@ def _memory() -> Check:
 
 
 def _memory_limit() -> int | None:
-    """What a container allows, bytes."""
+    """Memory limit of the container in bytes (cgroup v2); None where there is none."""
     try:
         text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:

@@ -16,12 +16,12 @@ def complete_adapters(incomplete: str) -> list[str]:
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Those, and the base."""
+    """Adapters of that server, and its base model."""
     return _ask(incomplete, lambda client: [model["id"] for model in client.get("/v1/models")["data"]])
 
 
 def complete_jobs(incomplete: str) -> list[str]:
-    """The newest jobs' ids."""
+    """Ids of the newest jobs."""
     return _ask(
         incomplete,
         lambda client: [job["id"] for job in client.get("/v1/fine_tuning/jobs", limit=MOST)["data"]],

@@ -1,4 +1,5 @@
-"""Where settings come from: flags over environment over `coserve.toml`. Unknown keys are errors.
+"""Settings from flags, the environment and `coserve.toml`, in this order of precedence. Unknown keys are
+errors.
 
     [server]                # fields of ServerSettings
     model = "Qwen/Qwen3-0.6B"
@@ -49,7 +50,7 @@ class ClientSettings:
 
 
 class _Places(TypedDict, total=False):
-    """Those of a server's settings that are looked at before all are converted; they must be text by then."""
+    """Server settings that are read before all of them are converted; these must be text by then."""
 
     model: str
     name: str
@@ -94,7 +95,7 @@ def load_client_settings(
     config: Path | None,
     environment: Mapping[str, str] = os.environ,
 ) -> ClientSettings:
-    """Which server to talk to, and with which key. Raises ConfigError."""
+    """Settings of a client: the server's address and the API key. Raises ConfigError."""
     return _convert(_layers("client", flags, config, environment), ClientSettings)
 
 
@@ -246,7 +247,7 @@ def _anchor(server: dict[str, Any], folder: Path) -> None:
 
 
 def _default_state(name: str) -> Path:
-    """Jobs and adapters belong to one base model, and so does a state folder."""
+    """Default state folder of a base model: jobs and adapters belong to one base each."""
     import platformdirs
 
     return platformdirs.user_data_path("coserve") / name.strip("/").replace("/", "--")

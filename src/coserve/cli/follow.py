@@ -1,4 +1,4 @@
-"""Watching a job from afar: its state and its events, asked for once a second."""
+"""Follows a job over HTTP: polls its state and its events once a second."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ OVER = ("succeeded", "failed", "cancelled", "paused")
 
 @dataclass
 class Watched:
-    """What is known of a job. Losses are by optimizer step: a job that resumes repeats some."""
+    """State of a followed job. Losses are by optimizer step: a job that resumes repeats some."""
 
     job: dict[str, Any]
     losses: dict[int, float] = field(default_factory=dict)
@@ -55,7 +55,8 @@ class Watched:
         return sum(tokens for tokens, _ in self.pace) / seconds if seconds > 0 else None
 
     def seconds_left(self, now: float) -> float | None:
-        """To the end, as the server expects it, or as the recent steps' pace has it."""
+        """Seconds to the end, by the server's estimate, else by the pace of recent steps; None where
+        unknown."""
         if self.is_over:
             return None
         if isinstance(finish := self.job.get("estimated_finish"), int | float):
@@ -66,7 +67,7 @@ class Watched:
         return (self.steps - self.step) * each
 
     def take(self, event: dict[str, Any]) -> None:
-        """One event, in the order in which they happened."""
+        """Takes in one event; events come in the order in which they happened."""
         data = event.get("data")
         if event.get("type") != "metrics" or not isinstance(data, dict) or "step" not in data:
             self.messages.append(str(event.get("message", "")))
@@ -83,7 +84,7 @@ class Watched:
 
 
 class Follower:
-    """Looks at one job again and again. Each event is taken once."""
+    """Polls one job. Each event is taken once."""
 
     def __init__(self, client: "Client", job: str) -> None:
         self._client = client
@@ -92,7 +93,7 @@ class Follower:
         self.watched = Watched(client.get(self._path))
 
     def look(self) -> Watched:
-        """Asks for what is new. The job comes first: a final state is seen with all of its events."""
+        """Asks for news. The job is asked for first, so that a final state is seen with all of its events."""
         self.watched.job = self._client.get(self._path)
         self.watched.messages.clear()
         for event in self._new_events():
@@ -100,7 +101,7 @@ class Follower:
         return self.watched
 
     def follow(self, show: Callable[[Watched], None], sleep: Callable[[float], None] = time.sleep) -> Watched:
-        """Shows how things stand until the job is over."""
+        """Polls and shows the job until it is over."""
         while True:
             watched = self.look()
             show(watched)
@@ -109,7 +110,7 @@ class Follower:
             sleep(PERIOD)
 
     def _new_events(self) -> list[dict[str, Any]]:
-        """Oldest first. The server lists the newest first, a page at a time."""
+        """Events since the last poll, oldest first. The server lists the newest first, a page at a time."""
         found: list[dict[str, Any]] = []
         after: str | None = None
         for _ in range(MOST_PAGES):

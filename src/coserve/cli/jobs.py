@@ -1,4 +1,5 @@
-"""`coserve jobs`: what trains, what has trained, and how it went."""
+"""`coserve jobs`: lists fine-tuning jobs, shows their events and checkpoints, pauses, resumes and cancels
+them."""
 
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ def list_jobs(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """The newest jobs."""
+    """Lists the newest jobs."""
     from coserve.cli.output import moment, print_json, print_table
 
     with connect(context, url, api_key) as client:
@@ -46,7 +47,7 @@ def list_jobs(
 def show(
     context: typer.Context, job: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
 ) -> None:
-    """Everything about one job."""
+    """Shows all fields of one job."""
     from coserve.cli.output import moment, print_fields, print_json
 
     found = _ask(context, url, api_key, job)
@@ -65,7 +66,7 @@ def events(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """What happened to a job, the newest at the bottom."""
+    """Lists a job's events, the newest at the bottom."""
     from coserve.cli.output import moment, print_json
 
     found = _ask(context, url, api_key, job, "events", limit)["data"][::-1]
@@ -84,7 +85,7 @@ def checkpoints(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """A job's checkpoints: each can be chatted with by its name."""
+    """Lists a job's checkpoints: each can be chatted with by its name."""
     from coserve.cli.output import moment, print_json, print_table
 
     found = _ask(context, url, api_key, job, "checkpoints", limit)["data"]

@@ -1,4 +1,4 @@
-"""`coserve keys`: who may use a server. Works on its state folder, whether it runs or not."""
+"""`coserve keys`: API keys of a server. Works on its state folder, whether the server runs or not."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -43,7 +43,7 @@ def create(
 def list_keys(
     context: typer.Context, state: State = None, model: Model = None, as_json: AsJson = False
 ) -> None:
-    """All keys, revoked ones too. The secrets themselves are kept nowhere."""
+    """Lists all keys, revoked ones too. The secrets themselves are kept nowhere."""
     from coserve.cli.output import moment, print_json, print_table
 
     found = with_store(context, state, model, lambda store: store.tenants.keys())
@@ -78,7 +78,7 @@ def revoke(
 
 @app.command()
 def forget(context: typer.Context, state: State = None, model: Model = None, as_json: AsJson = False) -> None:
-    """After every key was revoked: the server asks for none again, once it has been started anew.
+    """Forgets revoked keys, once all are: from its next start the server asks for none again.
 
     Tenants keep what they own, for the next key that is made for them.
     """

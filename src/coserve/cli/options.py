@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they lead to."""
+"""Options that several commands share, and the client and configuration they select."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +42,7 @@ ModelName = Annotated[
 
 
 class ListsAlone(TyperGroup):
-    """Commands about one kind of thing: without one of them, `list`."""
+    """Command group that runs `list` where no command of it is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = args[0] if args else "--"
@@ -52,7 +52,7 @@ class ListsAlone(TyperGroup):
 
 
 def connect(context: typer.Context, url: str | None, api_key: str | None) -> "Client":
-    """The client of the server that flags, environment and file name, in this order."""
+    """A client of the server that flags, the environment or the file name, in this order."""
     from coserve.cli.client import Client
     from coserve.cli.config import load_client_settings
 
@@ -66,7 +66,7 @@ def config_of(context: typer.Context) -> Path | None:
 
 
 def given(**flags: Any) -> dict[str, Any]:
-    """Those flags that were given."""
+    """Flags that were given, by name: those that are not None."""
     return {key: value for key, value in flags.items() if value is not None}
 
 

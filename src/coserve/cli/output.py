@@ -1,4 +1,4 @@
-"""What commands print: a table for people, JSON for programs."""
+"""Output of commands: tables for people, JSON for programs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ PIPED_WIDTH = 160
 
 
 def print_json(value: Any) -> None:
-    """The value, indented, on stdout."""
+    """Prints a value as indented JSON on stdout."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], nothing: str) -> None:
-    """A plain table, or the sentence `nothing` where there are no rows."""
+    """Prints a plain table, or the sentence `nothing` where there are no rows."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -35,7 +35,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], nothing: 
 
 
 def print_fields(values: Mapping[str, Any]) -> None:
-    """Names and values of one thing, one on a line, without what is not set."""
+    """Prints names and values, one pair a line, without those that are not set."""
     shown = {key: value for key, value in values.items() if value not in (None, {}, [])}
     width = max(map(len, shown), default=0)
     for key, value in shown.items():
@@ -50,7 +50,7 @@ def moment(seconds: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 45 s, 3 min 20 s, 2 h 05 min."""
+    """A duration in words: 45 s, 3 min 20 s, 2 h 05 min."""
     whole = max(round(seconds), 0)
     if whole < 60:
         return f"{whole} s"

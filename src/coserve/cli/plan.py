@@ -1,4 +1,4 @@
-"""`coserve plan`: what a model will take, before it is loaded."""
+"""`coserve plan`: the memory that a model will take, before it is loaded."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from coserve.plan.rows import Asked, Recipes
+    from coserve.plan.rows import PlanRequest, Recipes
     from coserve.plan.subject import Subject
     from coserve.train.save_policy import SavePolicySetting
 
@@ -88,7 +88,7 @@ def plan(
 
 
 def _subject(model: str, dtype: str) -> "Subject":
-    """Raises ConfigError or ModelNotFound for what is no model."""
+    """Finds the model that `model` names. Raises ConfigError or ModelNotFound where it names none."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -131,26 +131,26 @@ def _asked(
     memory: str,
     device: str,
     measure: bool,
-) -> "Asked":
-    """Raises ConfigError for what is out of its range."""
+) -> "PlanRequest":
+    """Checks the options of a plan. Raises ConfigError for one that is out of range."""
     import torch
 
     from coserve.engine.admission import device_capacity
     from coserve.memory.budget import budget_of
-    from coserve.plan.rows import Asked
-    from coserve.plan.stages import Loss
+    from coserve.plan.rows import PlanRequest
+    from coserve.plan.stages import PlainLoss
 
-    if loss not in set(Loss):
-        raise ConfigError(f"--loss must be {' or '.join(Loss)}, not {loss!r}")
+    if loss not in set(PlainLoss):
+        raise ConfigError(f"--loss must be {' or '.join(PlainLoss)}, not {loss!r}")
     where = torch.device(device if measure else "cpu")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {device}: torch finds no such device")
-    return Asked(
+    return PlanRequest(
         recipes,
         tuple(batches or (4,)),
         length,
         cache_tokens,
-        Loss(loss),
+        PlainLoss(loss),
         _keep(keep),
         budget_of(memory, device_capacity(where)),
         device if measure else None,
@@ -158,7 +158,7 @@ def _asked(
 
 
 def _keep(text: str) -> "SavePolicySetting":
-    """The name of a setting, or a number of bytes."""
+    """Parses --keep: the name of a setting, or a number of bytes."""
     from coserve.core.size import read_size
     from coserve.train.save_policy import SavePolicy, save_policy
 
@@ -166,7 +166,7 @@ def _keep(text: str) -> "SavePolicySetting":
 
 
 def _print(results: dict[str, Any]) -> None:
-    """The table of a plan, what does not fit and what would, and how far measured and estimated are apart."""
+    """Prints a plan's table, programs that do not fit and settings that would, and the error of estimates."""
     from coserve.cli.output import print_table
     from coserve.core.size import show_size
 
@@ -204,7 +204,7 @@ def _measured(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _say(message: str) -> None:
-    """On a terminal only: what is under way."""
+    """Prints progress to stderr, on a terminal only."""
     if sys.stderr.isatty():
         print(message, file=sys.stderr)
 

@@ -8,7 +8,7 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row and co
 
 
 def curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Lines of `width` characters, `height` of them, the first value at the left and the largest at the top.
+    """Draws a curve as `height` lines of `width` characters, the first value left, the largest at the top.
 
     More values than there are columns of dots are averaged; fewer leave the right side empty.
     """
@@ -30,7 +30,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def resample(values: Sequence[float], most: int) -> list[float]:
-    """At most so many values: neighbours are averaged."""
+    """At most `most` values: neighbours are averaged."""
     count = min(most, len(values))
     edges = [len(values) * i // count for i in range(count + 1)] if count else []
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""How a job is shown: a panel with its loss curve at a terminal, lines elsewhere."""
+"""Progress of a job: a panel with its loss curve at a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Callable
@@ -19,14 +19,14 @@ STYLES = {"succeeded": "green", "failed": "red", "cancelled": "red", "paused": "
 
 
 class Progress(Protocol):
-    """Where a job is shown."""
+    """Displays a job's progress."""
 
     def show(self, watched: Watched) -> None:
-        """How things stand now."""
+        """Displays the job's present state."""
         ...
 
     def pause(self) -> None:
-        """Leaves the terminal to others until the next `show`."""
+        """Frees the terminal for other output until the next `show`."""
         ...
 
 
@@ -35,7 +35,7 @@ def make_progress(console: Console) -> Progress:
 
 
 class LineProgress:
-    """A line for each message, and one every few seconds for how far it is."""
+    """Prints a line for each message, and a summary every few seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.time) -> None:
         self._console, self._clock = console, clock
@@ -58,7 +58,7 @@ class LineProgress:
 
 
 class LiveProgress:
-    """Messages scroll; below them a panel stays."""
+    """Prints messages above a panel that is redrawn in place."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.time) -> None:
         self._console, self._clock = console, clock

@@ -1,4 +1,5 @@
-"""`coserve quarantine`: what brought engines down and is not tried again. Works on the state folder."""
+"""`coserve quarantine`: requests, jobs and adapters that crashed engines and are not tried again. Works on
+the state folder."""
 
 from dataclasses import asdict
 from typing import Annotated

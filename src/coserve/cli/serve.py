@@ -1,4 +1,4 @@
-"""`coserve serve`: settings from everywhere, then the supervisor."""
+"""`coserve serve`: collects the settings and starts the supervisor."""
 
 import re
 from pathlib import Path
@@ -174,7 +174,7 @@ def serve(
 
 
 def _check_model(model: str) -> None:
-    """Better here than from the hub, which takes a missing folder for a malformed name."""
+    """Raises ConfigError for a folder that is missing: the hub would call that a malformed name."""
     if not Path(model).exists() and not HUB_NAME.fullmatch(model):
         raise ConfigError(f"there is no model folder {model}")
 

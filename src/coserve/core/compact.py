@@ -1,4 +1,4 @@
-"""Measured figures as JSON that is small and that a diff can be read of: a row a line, four digits."""
+"""Measured figures as compact JSON whose diffs are readable: a row a line, four significant digits."""
 
 import json
 from typing import Any, Final

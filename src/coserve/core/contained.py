@@ -1,4 +1,4 @@
-"""Work that is done for one tenant ends with an error of its own, whatever it raises.
+"""Containment: work for one tenant that fails ends with an error of its own, whatever it raises.
 
 `contained` is called where such work is run, and nowhere else: `engine.background` (reading on threads),
 `engine.worker` (commands), `engine.jobs` and `engine.training` (a job between two steps), `train.shortage`

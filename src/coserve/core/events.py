@@ -1,4 +1,4 @@
-"""Events: what a step brought about, for whoever asked. Plain data, no tensors."""
+"""Events: outcomes of a step for requests and jobs. Plain data, no tensors."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A sequence ended because what it needs cannot be had; in place of its `Finished`."""
+    """A sequence ended with an error; this event takes the place of its `Finished`."""
 
     key: int
     request_id: str
@@ -49,8 +49,8 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """Rows of one job went some way; `rows` counts a row that passed half of the layers as one half,
-    and one that passed the tail as one layer's."""
+    """Rows of one job passed layers. `rows` counts a row that passed half of the layers as one half, and one
+    that passed the tail as one layer's."""
 
     job: str
     micro_batch: int

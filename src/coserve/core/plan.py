@@ -1,8 +1,7 @@
-"""The scheduler's question to the executor and its answer. Plain data, no tensors."""
+"""Plans, which the scheduler gives to an executor, and results, which come back. Plain data, no tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from coserve.core.request import SamplingParams
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec, Span
@@ -216,21 +215,3 @@ class StepResult:
     failed: Mapping[str, CoserveError] = field(default_factory=dict)
     trained: tuple[TrainingSegment, ...] = ()
     lanes: tuple[float, float] = (0.0, 0.0)
-
-
-class Executor(Protocol):
-    """Anything that can run a plan: a local device, a scripted fake, later a split or remote one."""
-
-    def run(self, plan: Plan) -> StepResult: ...
-
-    def pause_training(self) -> None:
-        """Has training of pausable plans stop at the next boundary between layers, until `resume_training`.
-
-        May be called by any thread, at any time. The first layer of a plan's training always runs, so that
-        arrivals in every step slow training down and never stop it.
-        """
-        ...
-
-    def resume_training(self) -> None:
-        """Withdraws `pause_training`."""
-        ...

@@ -12,7 +12,7 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended, in OpenAI's words (`cancelled` is ours)."""
+    """Reason that an answer ended, in OpenAI's words (`cancelled` is coserve's)."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Service-level objective: what a request may be made to wait, in seconds; None where it does not matter.
+    """Service-level objective: bounds on a request's waits, in seconds; None is no bound.
 
     `deferral` is FineInfer's bound (algorithm 1): the sum of all delay that training may cause this
     request, checked when it is admitted and while it runs.
@@ -86,7 +86,7 @@ class SamplingParams:
             )
 
     def _check_kinds(self) -> None:
-        """What would break a step later, for all who are in it: counts that are no integers, and such."""
+        """Raises ConfigError for values of a wrong type, which would make a whole step fail later."""
         for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if type(value) is not int and (

@@ -1,4 +1,4 @@
-"""Row counts that steps use: few, so that what is made once for a shape is used again.
+"""Row buckets: steps use few different row counts, so that code compiled for a shape is used again.
 
 oneDNN builds code for every new shape of a product. On the CPU this was measured on one new number of rows
 took 0.3 to 0.5 ms and 0.65 MB for each product it met, and its cache holds few of them
@@ -12,7 +12,7 @@ _EXACT, _MIDDLE = 8, 64  # up to these: any count, multiples of `_FINE`
 
 
 def pad_rows(rows: int) -> int:
-    """The next row count that is used, at least `rows`."""
+    """The smallest row count in use that is at least `rows`."""
     if rows <= _EXACT:
         return rows
     grain = _FINE if rows <= _MIDDLE else COARSE

@@ -17,7 +17,7 @@ from coserve.core.request import FinishReason, Request
 
 
 class Direction(Enum):
-    """Which way a segment's rows pass through the layers it spans."""
+    """Direction in which a segment's rows pass the layers of its span."""
 
     INFER = "infer"  # forward, keys and values into pages, nothing kept for a gradient
     TRAIN_FORWARD = "train_forward"  # forward, what the backward pass needs goes onto the tape
@@ -33,8 +33,8 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """Which loss a micro-batch has (`train.losses`), with `inputs` for each of its rows by their names. One
-    that `couples` tokens passes the tail twice: log-probabilities first, then the loss."""
+    """Loss of a micro-batch: its name in `train.losses`, and named `inputs` with a number for each row. A
+    loss that `couples` tokens passes the tail twice: log-probabilities first, then the loss."""
 
     name: str = "cross_entropy"
     inputs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -241,7 +241,7 @@ class MicroBatch:
         return PausedWindow(self.frontier, self.length - self.frontier, first)
 
     def _turn(self) -> None:
-        """All rows are through: to the tail, back, or done."""
+        """Goes on to the next direction once all rows have passed: to the tail, back, or done."""
         if self.direction is Direction.TRAIN_FORWARD and self.loss.couples:
             self.direction, self.frontier = Direction.LOGPROBS, 0
         elif self.direction in (Direction.TRAIN_FORWARD, Direction.LOGPROBS):

@@ -1,4 +1,4 @@
-"""What the demo measured: counted while it runs, closed into tables and JSON at the end."""
+"""Figures of the demo: counted while it runs, reported as tables and JSON at the end."""
 
 from collections import deque
 from dataclasses import asdict, dataclass, field, replace
@@ -11,7 +11,7 @@ WINDOW: Final = 3.0  # seconds that the rates on screen look back
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class TokenRates:
     """Tokens a second by kind. A training token counts once it has been there and back."""
 
     decode: float = 0.0
@@ -20,13 +20,13 @@ class Rates:
     fused: float | None = None  # of the steps that could carry both, the share that did
 
 
-def rates(before: Stats, after: Stats, seconds: float) -> Rates:
-    """What happened between two readings of the scheduler's counters."""
+def rates(before: Stats, after: Stats, seconds: float) -> TokenRates:
+    """Rates between two readings of the scheduler's counters, `seconds` apart."""
     if seconds <= 0:
-        return Rates()
+        return TokenRates()
     rows = after.kept_rows + after.backward_rows - before.kept_rows - before.backward_rows
     possible = after.fused_possible - before.fused_possible
-    return Rates(
+    return TokenRates(
         decode=(after.decode_tokens - before.decode_tokens) / seconds,
         prefill=(after.prefill_tokens - before.prefill_tokens) / seconds,
         training=rows / 2 / seconds,
@@ -34,7 +34,7 @@ def rates(before: Stats, after: Stats, seconds: float) -> Rates:
     )
 
 
-class Meter:
+class RateMeter:
     """Readings of the scheduler's counters over time."""
 
     def __init__(self, stats: Stats, now: float) -> None:
@@ -42,7 +42,7 @@ class Meter:
         self._first = replace(stats)
         self._recent: deque[tuple[float, Stats]] = deque([(now, self._first)])
 
-    def now(self, stats: Stats, now: float) -> Rates:
+    def now(self, stats: Stats, now: float) -> TokenRates:
         """Rates over the last few seconds."""
         self._recent.append((now, replace(stats)))
         while len(self._recent) > 2 and self._recent[1][0] <= now - WINDOW:
@@ -50,7 +50,7 @@ class Meter:
         at, before = self._recent[0]
         return rates(before, stats, now - at)
 
-    def total(self, stats: Stats, now: float) -> Rates:
+    def total(self, stats: Stats, now: float) -> TokenRates:
         """Rates since the meter was made."""
         return rates(self._first, stats, now - self.started)
 
@@ -73,8 +73,8 @@ class Phase:
     answers_within_slo: float | None = None
 
 
-def phase(latencies: Latencies, measured: Rates, seconds: float) -> Phase:
-    """Closes an act."""
+def phase(latencies: Latencies, measured: TokenRates, seconds: float) -> Phase:
+    """Figures of an act that is over."""
     slo = latencies.slo
     return Phase(
         seconds=seconds,
@@ -95,7 +95,7 @@ def phase(latencies: Latencies, measured: Rates, seconds: float) -> Phase:
 
 
 @dataclass(slots=True)
-class Learned:
+class AdapterFigures:
     """One adapter's training and marks."""
 
     adapter: str
@@ -112,8 +112,8 @@ class Learned:
 
 
 @dataclass(slots=True)
-class Report:
-    """Everything measured so far."""
+class DemoReport:
+    """All figures measured so far."""
 
     model: str = ""
     dtype: str = ""
@@ -124,8 +124,8 @@ class Report:
     trace: dict[str, Any] | None = None
     alone: Phase | None = None
     training: Phase | None = None
-    adapters: list[Learned] = field(default_factory=list)
+    adapters: list[AdapterFigures] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """The figures for JSON."""
         return asdict(self)

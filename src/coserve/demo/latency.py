@@ -1,4 +1,4 @@
-"""How long callers waited: for the first token, and between two tokens."""
+"""Latencies as callers see them: to the first token, and between two tokens."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Latencies:
         self._waiting[key] = _Waiting(at)
 
     def token(self, key: int, at: float) -> None:
-        """Its next token reached the caller."""
+        """The request's next token reached the caller."""
         answer = self._waiting[key]
         self.tokens += 1
         if answer.last is None:
@@ -53,7 +53,7 @@ class Latencies:
         answer.last = at
 
     def ended(self, key: int) -> None:
-        """Its answer is complete."""
+        """The request's answer is complete."""
         answer = self._waiting.pop(key)
         self.answers += 1
         self.kept += self.slo is None or answer.slowest <= self.slo

@@ -1,4 +1,4 @@
-"""What the two adapters are taught, and what they are asked before and after."""
+"""Training examples of the demo's two adapters, and held-out questions for both of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +61,8 @@ def new_tasks(tokenizer: Tokenizer, questions: int) -> list[Lesson]:
 
 
 def from_file(path: Path, tokenizer: Tokenizer, questions: int, longest: int) -> tuple[list[Lesson], str]:
-    """The records of a file: some held out, the rest in two halves, one for each adapter; and what was done.
+    """Splits a file's records: some are held out, the rest is one half for each adapter; and a sentence about
+    it.
 
     Examples are cut to `longest` tokens. Raises DataError.
     """

@@ -6,8 +6,8 @@ from typing import Final
 
 from coserve.core.request import SamplingParams
 from coserve.demo.lessons import HeldOut
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine, Prompt
-from coserve.engine.handles import Completion
 from coserve.train.example import IGNORED, Example
 
 LONGEST_ANSWER: Final = 64
@@ -15,8 +15,8 @@ Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """What one model made of a set of questions. `loss` is per token of the expected answers."""
+class Score:
+    """Score of one model on a set of questions. `loss` is per token of the expected answers, in nats."""
 
     answers: tuple[str, ...]
     right: int
@@ -28,12 +28,12 @@ class Marks:
         return self.right / len(self.answers)
 
 
-def mark(engine: Engine, step: Step, questions: Sequence[HeldOut], adapter: str | None) -> Marks:
+def score_model(engine: Engine, step: Step, questions: Sequence[HeldOut], adapter: str | None) -> Score:
     """Greedy answers of the base or an adapter to all questions at once, and the loss of the right ones."""
     answers = ask_all(engine, step, [question.prompt for question in questions], adapter)
     right = sum(matches(given, question.answer) for given, question in zip(answers, questions, strict=True))
     loss = held_out_loss(engine, step, [question.example for question in questions], adapter)
-    return Marks(tuple(answers), right, loss)
+    return Score(tuple(answers), right, loss)
 
 
 def matches(given: str, expected: str) -> bool:

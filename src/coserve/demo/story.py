@@ -11,15 +11,15 @@ from coserve import tiny
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.demo import lessons as material
 from coserve.demo import tables
-from coserve.demo.crowds import Crowds, Replays, Talks
-from coserve.demo.figures import Learned, Report
+from coserve.demo.acts import ActRunner, open_engine
+from coserve.demo.figures import AdapterFigures, DemoReport
 from coserve.demo.lessons import Lesson
-from coserve.demo.score import Marks, mark
-from coserve.demo.stage import Stage, open_engine
+from coserve.demo.request_sources import ConversationSources, RequestSources, TraceSources
+from coserve.demo.score import Score, score_model
 from coserve.demo.tables import milliseconds
 from coserve.demo.trace import read_load
-from coserve.demo.view import View
-from coserve.engine.handles import FineTuning
+from coserve.demo.view import DemoView
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import ModelNotFound
 from coserve.train.config import TrainingConfig
 from coserve.train.save_policy import SavePolicy
@@ -41,7 +41,7 @@ _GRACE: Final = 5.0  # seconds of overtime at least
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may be chosen about the demo. `seconds` is the time for training; the rest is in proportion."""
+    """Options of the demo. `seconds` is the time for training; the other acts are in proportion."""
 
     data: Path | None = None
     trace: Path | None = None
@@ -57,22 +57,22 @@ class Options:
 
 
 class Story:
-    """Told once. What has been measured so far is in `report` at any time."""
+    """Runs the demo once. `report` holds the figures measured so far."""
 
-    def __init__(self, options: Options, view: View) -> None:
-        self.options, self.view, self.report = options, view, Report()
+    def __init__(self, options: Options, view: DemoView) -> None:
+        self.options, self.view, self.report = options, view, DemoReport()
 
-    def tell(self) -> Report:
-        """All acts, or as many as there are before Ctrl-C; then the closing tables."""
+    def tell(self) -> DemoReport:
+        """Runs all acts, or those before Ctrl-C, then shows the closing tables."""
         started = time.monotonic()
         try:
-            self._say_what_comes()
+            self._announce()
             self._open()
             with self.stage.listening():
-                self._listen()
-                self._ask_before()
-                self._teach()
-                self._ask_after()
+                self._measure_alone()
+                self._score_base()
+                self._train()
+                self._score_all()
         except KeyboardInterrupt:
             self.report.stopped = True
         finally:
@@ -87,7 +87,7 @@ class Story:
 
     # The acts
 
-    def _say_what_comes(self) -> None:
+    def _announce(self) -> None:
         who = (
             "the requests of a trace are"
             if self.options.trace
@@ -104,26 +104,26 @@ class Story:
         """Loads the model, the questions, and the trace."""
         started = time.monotonic()
         engine, why = open_engine(self.options.model or _embedded(), self.options.device)
-        self.stage = Stage(engine, self.view)
+        self.stage = ActRunner(engine, self.view)
         report, threads = self.report, torch.get_num_threads()
         report.model = self.options.model or "coserve-tiny"
         report.dtype, report.threads = str(engine.base.dtype).removeprefix("torch."), threads
         self.lessons = self._lessons()
-        report.adapters = [Learned(lesson.adapter, lesson.about) for lesson in self.lessons]
-        self.crowds = self._crowds()
+        report.adapters = [AdapterFigures(lesson.adapter, lesson.about) for lesson in self.lessons]
+        self.sources = self._make_sources()
         took = time.monotonic() - started
         self.view.say(f"{report.model} is ready after {took:.1f} s, on {threads} threads. {why}.")
 
-    def _listen(self) -> None:
-        """Answers only: what they take without training, and hence what they may take with it."""
-        if isinstance(self.crowds, Replays):
-            capacity = self.stage.play("Capacity", self.crowds.backlog(), self._share(12))
+    def _measure_alone(self) -> None:
+        """Answers requests without training, and derives the bound between tokens for the acts that train."""
+        if isinstance(self.sources, TraceSources):
+            capacity = self.stage.play("Capacity", self.sources.backlog(), self._share(12))
             self.stage.go_on()
-            said, self.report.trace = self.crowds.fit(capacity)
+            said, self.report.trace = self.sources.fit(capacity)
             self.view.say(said)
         # A trace comes at a quarter of the speed and in bursts: it takes longer to show what is usual.
         part = 7.5 if self.report.trace is None else 4
-        self.report.alone = self.stage.play("Answers only", self.crowds.alone(), self._share(part))
+        self.report.alone = self.stage.play("Answers only", self.sources.alone(), self._share(part))
         self.stage.go_on()
         slowest = self.report.alone.between_tokens_p99
         if slowest is not None:
@@ -133,9 +133,9 @@ class Story:
                 f"request states {SLO_FACTOR:g} times that, {milliseconds(SLO_FACTOR * slowest)}, as its SLO."
             )
 
-    def _ask_before(self) -> None:
-        """The base's marks; adapters that were not trained yet would give the same answers."""
-        self.before = {lesson.adapter: self._mark(lesson, None) for lesson in self.lessons}
+    def _score_base(self) -> None:
+        """Scores the base, whose answers untrained adapters would give, too."""
+        self.before = {lesson.adapter: self._score(lesson, None) for lesson in self.lessons}
         for lesson, learned in zip(self.lessons, self.report.adapters, strict=True):
             marks = self.before[lesson.adapter]
             learned.held_out, learned.held_out_loss_before = len(marks.answers), marks.loss
@@ -143,8 +143,8 @@ class Story:
         told = [f"{lesson.adapter} {_result(lesson, self.before[lesson.adapter])}" for lesson in self.lessons]
         self.view.say(f"Held-out questions before training, asked of the base: {', '.join(told)}.")
 
-    def _teach(self) -> None:
-        """Both adapters at once, while everybody goes on asking, some of them the adapters themselves."""
+    def _train(self) -> None:
+        """Trains both adapters at once while requests go on, some of them to these adapters."""
         plans = self._plan_training()
         engine = self.stage.engine
         jobs = [
@@ -155,21 +155,21 @@ class Story:
         self.view.say(f"Training {names}, while the answers go on:")
         longest = self.options.seconds + max(self.options.seconds * OVERTIME, _GRACE)
         self.report.training = self.stage.play(
-            "Answers and training", self.crowds.taught(self.lessons), longest, self._slo, jobs
+            "Answers and training", self.sources.taught(self.lessons), longest, self._slo, jobs
         )
         for job, learned in zip(jobs, self.report.adapters, strict=True):
             _note(job, learned)
             job.cancel()
         self.stage.go_on()
 
-    def _ask_after(self) -> None:
-        """The same questions again, to base and both adapters."""
+    def _score_all(self) -> None:
+        """Scores the base and both adapters on the same questions."""
         models = {"base": None, **{lesson.adapter: lesson.adapter for lesson in self.lessons}}
         asked = (
             self.lessons if self._exact else self.lessons[:1]
         )  # the halves of a file share their questions
         after = {
-            lesson.adapter: {name: self._mark(lesson, adapter) for name, adapter in models.items()}
+            lesson.adapter: {name: self._score(lesson, adapter) for name, adapter in models.items()}
             for lesson in asked
         }
         for lesson in asked:
@@ -205,26 +205,27 @@ class Story:
         self.view.say(said)
         return found
 
-    def _crowds(self) -> Crowds:
+    def _make_sources(self) -> RequestSources:
         engine, seats = self.stage.engine, self.options.conversations
         if self.options.trace is None:
-            return Talks(seats)
+            return ConversationSources(seats)
         text = [token for t in material.texts(self.lessons) for token in engine.tokenize(t)]
-        return Replays(read_load(self.options.trace, engine.base.max_positions), text, seats)
+        return TraceSources(read_load(self.options.trace, engine.base.max_positions), text, seats)
 
-    def _mark(self, lesson: Lesson, adapter: str | None) -> Marks:
-        return mark(self.stage.engine, self.stage.step, lesson.held_out, adapter)
+    def _score(self, lesson: Lesson, adapter: str | None) -> Score:
+        return score_model(self.stage.engine, self.stage.step, lesson.held_out, adapter)
 
     def _plan_training(self) -> list[TrainingConfig]:
-        """As many steps as fit into the time at the pace of a short rehearsal with adapters that are dropped.
+        """Plans as many optimizer steps as fit into the time, at the pace of a rehearsal with throw-away
+        adapters.
 
-        The number must be known beforehand: the learning rate is to have come down to zero at the end.
+        The number must be known beforehand, for the learning rate's schedule to end at zero.
         """
         engine = self.stage.engine
         tried = [replace(lesson, adapter=f"try-{lesson.adapter}") for lesson in self.lessons]
         endless = replace(TRAINING, epochs=_EPOCHS, schedule="constant")
         jobs = [engine.finetune(lesson.examples, lesson.adapter, LORA, endless) for lesson in tried]
-        pace = self.stage.play("Rehearsal", self.crowds.taught(tried), self._share(15), self._slo)
+        pace = self.stage.play("Rehearsal", self.sources.taught(tried), self._share(15), self._slo)
         for job in jobs:
             job.cancel()
             engine.unload_adapter(job.adapter)
@@ -251,13 +252,13 @@ def _embedded() -> Path:
         raise ModelNotFound(str(error)) from error
 
 
-def _result(lesson: Lesson, marks: Marks) -> str:
+def _result(lesson: Lesson, marks: Score) -> str:
     loss = f"loss {marks.loss:.2f} per token"
     return f"{marks.right} of {len(marks.answers)} right, {loss}" if lesson.exact else loss
 
 
-def _note(job: FineTuning, learned: Learned) -> None:
-    """What a job came to, whether or not it was ended early."""
+def _note(job: FineTuning, learned: AdapterFigures) -> None:
+    """Writes a job's steps and losses into its figures, whether or not it ended early."""
     losses = [updated.loss for updated in job.history]
     learned.steps = len(losses)
     if losses:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
 
-from coserve.demo.figures import Learned, Report
+from coserve.demo.figures import AdapterFigures, DemoReport
 from coserve.demo.lessons import Lesson
-from coserve.demo.score import Marks, matches
+from coserve.demo.score import Score, matches
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Sheet:
     prose: bool = False  # cells are sentences, not figures
 
 
-def closing(report: Report) -> list[Sheet]:
+def closing(report: DemoReport) -> list[Sheet]:
     """The figures of both acts side by side, then what the adapters learned; only what was measured."""
     sheets = []
     phases = [p for p in (report.alone, report.training) if p is not None]
@@ -37,7 +37,7 @@ def closing(report: Report) -> list[Sheet]:
     return sheets
 
 
-def side_by_side(lesson: Lesson, marks: dict[str, Marks], count: int) -> Sheet:
+def side_by_side(lesson: Lesson, marks: dict[str, Score], count: int) -> Sheet:
     """Some of a lesson's held-out questions with the answer of each model."""
     rows = []
     for i, question in enumerate(lesson.held_out[:count]):
@@ -50,7 +50,7 @@ def side_by_side(lesson: Lesson, marks: dict[str, Marks], count: int) -> Sheet:
     return Sheet(f"Held-out questions{about}", ("question", *marks), tuple(rows), prose=True)
 
 
-def scores(lessons: Sequence[Lesson], before: dict[str, Marks], after: dict[str, dict[str, Marks]]) -> Sheet:
+def scores(lessons: Sequence[Lesson], before: dict[str, Score], after: dict[str, dict[str, Score]]) -> Sheet:
     """Exact matches of every model on every lesson's held-out questions."""
     models = list(next(iter(after.values())))
     rows = [
@@ -71,7 +71,7 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-def _lines(report: Report) -> list[tuple[str, str, str]]:
+def _lines(report: DemoReport) -> list[tuple[str, str, str]]:
     slo = "" if report.slo_between_tokens is None else f" (SLO {milliseconds(report.slo_between_tokens)})"
     return [
         ("answer tokens/s", "output_tokens_per_second", "rate"),
@@ -100,7 +100,7 @@ def _cell(value: float | None, unit: str) -> str:
     return formats[unit]
 
 
-def _learned(learned: Learned) -> tuple[str, ...]:
+def _learned(learned: AdapterFigures) -> tuple[str, ...]:
     return (
         f"{learned.adapter}: {learned.about}",
         f"{learned.steps} of {learned.planned}",
@@ -116,5 +116,5 @@ def _change(before: float | None, after: float | None, form: str) -> str:
     return f"{before:{form}} -> " + ("?" if after is None else f"{after:{form}}")
 
 
-def _share(marks: Marks) -> str:
+def _share(marks: Score) -> str:
     return f"{marks.right}/{len(marks.answers)}"

@@ -1,4 +1,4 @@
-"""A recorded trace as load: its arrivals and lengths, made to fit this machine and model."""
+"""A recorded trace as a request source: arrivals and lengths scaled to this machine and model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coserve.core.request import SamplingParams
-from coserve.demo.crowd import Ask
+from coserve.demo.load_generator import DemoRequest
 from coserve.workload.traces import ScaledTrace, TraceRow, read_trace, scale_trace
 
 REQUESTS: Final = 2000  # of the trace; the scales are computed over them once
@@ -19,7 +19,7 @@ _SHORTEST: Final = 1e-3  # seconds that a replay of the whole trace takes at lea
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TraceLoad:
     """A trace's requests with lengths that the model takes; arrivals are still as recorded."""
 
     rows: tuple[TraceRow, ...]
@@ -39,7 +39,7 @@ class Load:
         return scale_trace(self.rows, rate, seconds, self.longest_prompt, self.longest_answer)
 
 
-def read_load(path: Path, positions: int) -> Load:
+def read_load(path: Path, positions: int) -> TraceLoad:
     """Part of a trace, its lengths to be scaled to the model's positions. Raises DataError.
 
     A recording begins slowly, and a demo is so short that it would see little else: what is taken begins
@@ -51,7 +51,7 @@ def read_load(path: Path, positions: int) -> Load:
     begin = _busy_from(rows)
     taken = rows[begin : begin + REQUESTS]
     started = taken[0].at
-    return Load(tuple(replace(row, at=row.at - started) for row in taken), prompt, most - prompt, begin)
+    return TraceLoad(tuple(replace(row, at=row.at - started) for row in taken), prompt, most - prompt, begin)
 
 
 def _busy_from(rows: Sequence[TraceRow]) -> int:
@@ -61,7 +61,7 @@ def _busy_from(rows: Sequence[TraceRow]) -> int:
     return next((i for i in range(last) if rows[i + _STRETCH].at - rows[i].at <= _STRETCH * average), 0)
 
 
-def describe(scaled: ScaledTrace, load: Load, capacity: float) -> tuple[str, dict[str, Any]]:
+def describe(scaled: ScaledTrace, load: TraceLoad, capacity: float) -> tuple[str, dict[str, Any]]:
     """By how much the trace was scaled, as a sentence and as figures. `capacity` is in requests a second."""
     recorded = load.rows
     was, now = rate(recorded), rate(scaled.rows)
@@ -87,7 +87,7 @@ def _mean(values: Iterator[int]) -> float:
     return sum(found) / len(found)
 
 
-class _Replay:
+class _TraceSource:
     """Requests of a scaled trace, in order, and from the beginning again when they run out.
 
     A trace holds lengths only: prompts are cut from `text`, and answers go on to the recorded length
@@ -98,7 +98,7 @@ class _Replay:
         self._rows, self._text, self._adapters = scaled.rows, text, adapters
         self._number = 0
 
-    def _next(self, at: float | None) -> Ask:
+    def _next(self, at: float | None) -> DemoRequest:
         """The next request, as one that arrived `at`."""
         number = self._number
         row = self._rows[number % len(self._rows)]
@@ -109,27 +109,27 @@ class _Replay:
         if self._adapters and number % ADAPTED == 0:
             adapter = self._adapters[number // ADAPTED % len(self._adapters)]
         sampling = SamplingParams(max_tokens=row.answer, ignore_eos=True)
-        return Ask(number, prompt, f"[{row.prompt} tokens]", sampling, adapter, at)
+        return DemoRequest(number, prompt, f"[{row.prompt} tokens]", sampling, adapter, at)
 
 
-class Backlog(_Replay):
-    """As many requests at once as there are seats: what the machine can do when nobody pauses."""
+class TraceBacklog(_TraceSource):
+    """Keeps `seats` requests under way at any time, to measure the machine's capacity."""
 
     def __init__(self, scaled: ScaledTrace, text: Sequence[int], seats: int) -> None:
         super().__init__(scaled, text)
         self._free = seats
 
-    def due(self, now: float) -> Iterator[Ask]:
+    def due(self, now: float) -> Iterator[DemoRequest]:
         while self._free:
             self._free -= 1
             yield self._next(None)
 
-    def answered(self, ask: Ask, text: str) -> None:
+    def answered(self, request: DemoRequest, text: str) -> None:
         self._free += 1
 
 
-class Arrivals(_Replay):
-    """Requests at the times of the scaled trace, whoever is still being answered."""
+class TraceArrivals(_TraceSource):
+    """Requests at the times of the scaled trace, independent of answers under way."""
 
     def __init__(self, scaled: ScaledTrace, text: Sequence[int], adapters: Sequence[str] = ()) -> None:
         super().__init__(scaled, text, adapters)
@@ -137,13 +137,13 @@ class Arrivals(_Replay):
         self._period = last * (len(scaled.rows) + 1) / len(scaled.rows)
         self._begun: float | None = None
 
-    def due(self, now: float) -> Iterator[Ask]:
+    def due(self, now: float) -> Iterator[DemoRequest]:
         self._begun = now if self._begun is None else self._begun
         while (at := self._begun + self._at()) <= now:
             yield self._next(at)
 
-    def answered(self, ask: Ask, text: str) -> None:
-        """Nobody waits for an answer before asking."""
+    def answered(self, request: DemoRequest, text: str) -> None:
+        """Arrivals do not depend on answers."""
 
     def _at(self) -> float:
         rounds, index = divmod(self._number, len(self._rows))

@@ -1,4 +1,4 @@
-"""How the demo is shown: live on a terminal, line by line where output is piped, or the tables only."""
+"""Views of the demo: live on a terminal, line by line where output is piped, or the tables only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from coserve.demo.crowd import Heard
-from coserve.demo.figures import Rates
+from coserve.demo.figures import TokenRates
+from coserve.demo.load_generator import Exchange
 from coserve.demo.tables import Sheet, milliseconds, short
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -24,7 +24,7 @@ _ECHOED = len("^C^C")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobProgress:
     """A fine-tuning job: steps done and planned, and the loss of every step."""
 
     adapter: str
@@ -34,44 +34,44 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What there is to see at one moment. Times in seconds."""
+class Snapshot:
+    """State of the demo at one moment, for display. Times in seconds."""
 
     act: str
     elapsed: float
     left: float  # expected, to the end of the act
-    rates: Rates
+    rates: TokenRates
     gap_p50: float | None
     gap_p99: float | None
     slo: float | None
-    jobs: tuple[Job, ...] = ()
-    under_way: tuple[Heard, ...] = ()
-    just_said: tuple[Heard, ...] = ()
+    jobs: tuple[JobProgress, ...] = ()
+    under_way: tuple[Exchange, ...] = ()
+    completed: tuple[Exchange, ...] = ()
 
 
-class View(Protocol):
-    """Where the story is told. `period` is the time between two frames, seconds."""
+class DemoView(Protocol):
+    """Output of the demo. `period` is the time between two calls of `show`, seconds."""
 
     period: float
 
     def say(self, text: str) -> None:
-        """A sentence."""
+        """Prints a sentence."""
         ...
 
-    def show(self, frame: Frame) -> None:
-        """How things stand."""
+    def show(self, snapshot: Snapshot) -> None:
+        """Displays the present state."""
         ...
 
     def sheet(self, sheet: Sheet, closing: bool = False) -> None:
-        """A finished table; `closing` ones are the result."""
+        """Prints a finished table; `closing` ones are the result."""
         ...
 
     def close(self) -> None:
-        """Nothing moves any more."""
+        """Ends the display."""
         ...
 
 
-def make_view(plain: bool, quiet: bool, file: TextIO | None = None) -> View:
+def make_view(plain: bool, quiet: bool, file: TextIO | None = None) -> DemoView:
     """The live view on a terminal, else the plain one; `quiet` shows the closing tables only."""
     console = Console(file=file)
     if quiet:
@@ -80,7 +80,7 @@ def make_view(plain: bool, quiet: bool, file: TextIO | None = None) -> View:
 
 
 class QuietView:
-    """The closing tables, nothing else."""
+    """Prints the closing tables, nothing else."""
 
     period = float("inf")
 
@@ -91,7 +91,7 @@ class QuietView:
 
     def say(self, text: str) -> None: ...
 
-    def show(self, frame: Frame) -> None: ...
+    def show(self, snapshot: Snapshot) -> None: ...
 
     def sheet(self, sheet: Sheet, closing: bool = False) -> None:
         if closing:
@@ -101,18 +101,19 @@ class QuietView:
 
 
 class PlainView(QuietView):
-    """A line every few seconds, and with it an answer that has just been completed."""
+    """Prints a line every few seconds, with an answer that has just been completed."""
 
     period = 5.0
 
     def say(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
-    def show(self, frame: Frame) -> None:
-        self._console.print(Text(progress_line(frame)), soft_wrap=True)
+    def show(self, snapshot: Snapshot) -> None:
+        self._console.print(Text(progress_line(snapshot)), soft_wrap=True)
         # An adapter's answer is the more telling one.
-        for heard in sorted(frame.just_said, key=lambda heard: not heard.adapted)[:1]:
-            line = f'         {heard.who}: "{short(heard.question, 80)}" -> "{short(heard.answer, 100)}"'
+        for exchange in sorted(snapshot.completed, key=lambda exchange: not exchange.adapted)[:1]:
+            question, answer = short(exchange.question, 80), short(exchange.answer, 100)
+            line = f'         {exchange.who}: "{question}" -> "{answer}"'
             self._console.print(Text(line), soft_wrap=True)
 
     def sheet(self, sheet: Sheet, closing: bool = False) -> None:
@@ -132,12 +133,12 @@ class LiveView(PlainView):
         self._pause()
         self._console.print(Text(text, style="bold"))
 
-    def show(self, frame: Frame) -> None:
+    def show(self, snapshot: Snapshot) -> None:
         if self._live is None:
             # Redrawn here only: a thread of its own would take the interpreter from the engine.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-        self._live.update(panel(frame, self._console.width, self._console.height), refresh=True)
+        self._live.update(panel(snapshot, self._console.width, self._console.height), refresh=True)
 
     def sheet(self, sheet: Sheet, closing: bool = False) -> None:
         self._pause()
@@ -163,38 +164,38 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[min(int(mean / top * len(BARS)), len(BARS) - 1)] for mean in means)
 
 
-def progress_line(frame: Frame) -> str:
+def progress_line(snapshot: Snapshot) -> str:
     """A frame in one line."""
-    r = frame.rates
-    parts = [f"{frame.elapsed:5.1f} s", f"decode {r.decode:.0f}/s, prefill {r.prefill:.0f}/s"]
+    r = snapshot.rates
+    parts = [f"{snapshot.elapsed:5.1f} s", f"decode {r.decode:.0f}/s, prefill {r.prefill:.0f}/s"]
     if r.training:
         parts[-1] += f", training {r.training:.0f}/s"
-    parts += [f"{job.adapter} {job.steps}/{job.planned}{_loss(job)}" for job in frame.jobs]
-    if frame.gap_p50 is not None and frame.gap_p99 is not None:
-        slo = "" if frame.slo is None else f" (SLO {milliseconds(frame.slo)})"
+    parts += [f"{job.adapter} {job.steps}/{job.planned}{_loss(job)}" for job in snapshot.jobs]
+    if snapshot.gap_p50 is not None and snapshot.gap_p99 is not None:
+        slo = "" if snapshot.slo is None else f" (SLO {milliseconds(snapshot.slo)})"
         parts.append(
-            f"between tokens p50 {milliseconds(frame.gap_p50)}, p99 {milliseconds(frame.gap_p99)}{slo}"
+            f"between tokens p50 {milliseconds(snapshot.gap_p50)}, p99 {milliseconds(snapshot.gap_p99)}{slo}"
         )
     if r.fused is not None:
         parts.append(f"fused {r.fused:.0%}")
-    return " | ".join([*parts, f"{max(frame.left, 0):.0f} s left"])
+    return " | ".join([*parts, f"{max(snapshot.left, 0):.0f} s left"])
 
 
-def panel(frame: Frame, width: int, height: int) -> RenderableType:
+def panel(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     """A frame as a panel for a terminal of that size."""
     inside = max(width - _ECHOED - 4, 20)
-    parts: list[RenderableType] = [_figures(frame)]
-    if frame.jobs:
-        parts += [Text(), *(_job(job, inside) for job in frame.jobs)]
+    parts: list[RenderableType] = [_figures(snapshot)]
+    if snapshot.jobs:
+        parts += [Text(), *(_job(job, inside) for job in snapshot.jobs)]
     parts.append(Text())
-    room = height - 7 - len(frame.jobs)
-    parts += [_heard(heard, inside) for heard in frame.under_way[: max(room, 1)]]
-    title = f"[bold]{frame.act}[/]  {frame.elapsed:.0f} s, {max(frame.left, 0):.0f} s left"
+    room = height - 7 - len(snapshot.jobs)
+    parts += [_exchange_line(exchange, inside) for exchange in snapshot.under_way[: max(room, 1)]]
+    title = f"[bold]{snapshot.act}[/]  {snapshot.elapsed:.0f} s, {max(snapshot.left, 0):.0f} s left"
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", width=inside + 4)
 
 
-def _figures(frame: Frame) -> Text:
-    r = frame.rates
+def _figures(snapshot: Snapshot) -> Text:
+    r = snapshot.rates
     speeds = Text.assemble(("tokens/s   ", "dim"), (f"decode {r.decode:.0f}", "green"))
     speeds.append(f"   prefill {r.prefill:.0f}", "blue")
     if r.training:
@@ -202,17 +203,17 @@ def _figures(frame: Frame) -> Text:
         if r.fused is not None:
             speeds.append(f"   fused {r.fused:.0%}", "dim")
     gaps = Text.assemble(("per token  ", "dim"))
-    if frame.gap_p50 is not None and frame.gap_p99 is not None:
-        gaps.append(f"p50 {milliseconds(frame.gap_p50)}   p99 {milliseconds(frame.gap_p99)}   ")
-        if frame.slo is not None:
-            gaps.append_text(_bar(frame.gap_p99, frame.slo))
+    if snapshot.gap_p50 is not None and snapshot.gap_p99 is not None:
+        gaps.append(f"p50 {milliseconds(snapshot.gap_p50)}   p99 {milliseconds(snapshot.gap_p99)}   ")
+        if snapshot.slo is not None:
+            gaps.append_text(_bar(snapshot.gap_p99, snapshot.slo))
     both = Text("\n").join([speeds, gaps])
     both.no_wrap, both.overflow = True, "ellipsis"
     return both
 
 
 def _bar(value: float, bound: float) -> Text:
-    """How much of the bound a latency uses."""
+    """A bar of the share of the bound that a latency uses."""
     cells = 16
     used = min(round(value / bound * cells), cells)
     colour = "green" if value <= bound else "red"
@@ -221,7 +222,7 @@ def _bar(value: float, bound: float) -> Text:
     )
 
 
-def _job(job: Job, width: int) -> Text:
+def _job(job: JobProgress, width: int) -> Text:
     cells = 20
     done = cells * job.steps // max(job.planned, 1)
     line = Text.assemble(
@@ -232,18 +233,18 @@ def _job(job: Job, width: int) -> Text:
     return line
 
 
-def _loss(job: Job) -> str:
+def _loss(job: JobProgress) -> str:
     return f" loss {job.losses[-1]:.3f}" if job.losses else ""
 
 
-def _heard(heard: Heard, width: int) -> Text:
+def _exchange_line(exchange: Exchange, width: int) -> Text:
     """One conversation on one line; a long answer shows its newest words."""
-    question = short(heard.question, max(width // 3, 10))
+    question = short(exchange.question, max(width // 3, 10))
     room = max(width - len(question) - 19, 8)
-    answer = " ".join(heard.answer.split())
+    answer = " ".join(exchange.answer.split())
     answer = answer if len(answer) <= room else "…" + answer[1 - room :]
-    style = "yellow" if heard.adapted else "cyan"
-    line = Text.assemble((f"{heard.who:>14} ", style), (question, "dim"), "  ", answer)
+    style = "yellow" if exchange.adapted else "cyan"
+    line = Text.assemble((f"{exchange.who:>14} ", style), (question, "dim"), "  ", answer)
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 

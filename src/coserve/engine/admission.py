@@ -15,10 +15,11 @@ from typing import Final, Protocol
 import torch
 
 from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bank import AdapterBank
 from coserve.config import EngineConfig
 from coserve.core.size import read_memory, show_size
 from coserve.errors import ConfigError, OutOfMemory
-from coserve.executors.local import LocalExecutor
+from coserve.executors.executor import DeviceMemory, Executor, ReadMemory, SetLimits
 from coserve.memory.budget import Capacity, budget_of, process_capacity
 from coserve.memory.compiled import BUILT_BYTES, bound_compiled_shapes
 from coserve.memory.ledger import Account, Bytes, Ledger
@@ -80,7 +81,6 @@ class Admission:
         bound_compiled_shapes()
         self.meter = make_meter(device)
         self.imports = resident_bytes()  # of the process so far: no budget counts it
-        self._grown = 0  # bytes that the process took on while its model was loaded, without the model's own
         self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
         self._limit = _limit_of(config, self.ledger.budget)
         self._stored: Stored | None = None
@@ -88,18 +88,16 @@ class Admission:
         self._jobs: dict[str, JobSize] = {}
         self._left = 0  # jobs, since freed memory was given back
 
-    def loaded(self, base: Base) -> None:
-        """Gives back what loading took on top, and notes what stays beside the weights."""
-        return_freed_memory()
-        self._grown = max(resident_bytes() - self.imports - base.nbytes, 0)
-
-    def open(self, executor: LocalExecutor, config: SchedulerConfig, steps: Steps) -> None:
+    def open(
+        self, executor: Executor, base: Base, bank: AdapterBank, config: SchedulerConfig, steps: Steps
+    ) -> None:
         """Enters what is there for good. Raises ConfigError where that is more than the budget."""
-        self._executor, self._base, self._steps = executor, executor.base, steps
-        executor.window_group_rows = 0 if config.training_window is not None else config.max_training_rows
-        self._window_groups = backward_bytes(executor.base, executor.window_group_rows)
-        weights, pages = executor.base.nbytes, executor.pool.nbytes
-        workspace = step_bytes(executor.base, config, pages)
+        self._executor, self._base, self._bank, self._steps = executor, base, bank, steps
+        group = 0 if config.training_window is not None else config.max_training_rows
+        executor.call(SetLimits(window_group_rows=group))
+        self._window_groups = backward_bytes(base, group)
+        weights, pages = self._memory().base, executor.spec.cache_nbytes
+        workspace = step_bytes(base, config, pages)
         fixed: dict[str, Bytes] = {
             "base": {Account.BASE: weights},
             "pages": {Account.PAGES: pages},
@@ -129,7 +127,7 @@ class Admission:
         is no room."""
         if self._base.device.type != "cpu":
             return
-        nbytes = (self._grown if grown is None else grown) + BUILT_BYTES
+        nbytes = (self._executor.spec.grown if grown is None else grown) + BUILT_BYTES
         wanted = {_LIBRARIES: {Account.LIBRARIES: nbytes}}
         if missing := self.ledger.missing(wanted):
             raise ConfigError(
@@ -247,10 +245,11 @@ class Admission:
 
     def audit(self) -> dict[Account, int]:
         """Charges what is held in fact; bytes by account then."""
+        held = self._memory()
         self._count_adapters()
-        self.ledger.charge("base", Account.BASE, self._base.nbytes)
-        for job, session in self._executor.sessions.items():
-            for account, nbytes in session.held.items():
+        self.ledger.charge("base", Account.BASE, held.base)
+        for job, accounts in held.sessions.items():
+            for account, nbytes in accounts.items():
                 self.ledger.charge(_owner(job), account, nbytes)
         if self.ledger.of(_LIBRARIES) and resident_bytes() > self.imports + self.ledger.budget:
             return_freed_memory()
@@ -263,10 +262,11 @@ class Admission:
         for the rows that go back at a time."""
         needs = size.needs(self._base, self._steps)
         others = (other for job, other in self._jobs.items() if job != name)
+        held = self._memory()
         return {
             _owner(name): needs.own,
             _BACKWARD: {Account.WORKSPACES: self._backward([size, *others])},
-            "base": {Account.BASE: self._base.nbytes + self._base.nbytes_to_train},
+            "base": {Account.BASE: held.base + held.base_to_train},
         }
 
     def _backward(self, jobs: Iterable[JobSize]) -> int:
@@ -283,26 +283,27 @@ class Admission:
         """Reserves what the jobs that are there need together: never more than before, unless it was
         reserved."""
         self.ledger.reserve({_BACKWARD: {Account.WORKSPACES: self._backward(self._jobs.values())}})
-        self._executor.arena.set_limit(self.ledger.accounts()[Account.TAPES])
+        self._executor.call(SetLimits(tape_nbytes=self.ledger.accounts()[Account.TAPES]))
 
     def _room(self) -> int:
         """Bytes that a job could have if it were alone, with no adapter loaded."""
-        fixed = sum(map(self.ledger.of, ("pages", "steps", _LIBRARIES)))
-        return (
-            self.ledger.budget - fixed - (self._limit or 0) - self._base.nbytes - self._base.nbytes_to_train
-        )
+        fixed, held = sum(map(self.ledger.of, ("pages", "steps", _LIBRARIES))), self._memory()
+        return self.ledger.budget - fixed - (self._limit or 0) - held.base - held.base_to_train
+
+    def _memory(self) -> DeviceMemory:
+        return self._executor.call(ReadMemory())
 
     def _count_adapters(self) -> None:
         """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold.
 
         A stored one comes with its place in a stack, whether it has one yet or not.
         """
-        bank, stacks = self._executor.bank, self._executor.stacks.nbytes
-        own = sum(session.current.nbytes for session in self._executor.sessions.values())
+        held, bank = self._memory(), self._bank
+        slots, own = held.slots, sum(accounts[Account.ADAPTERS] for accounts in held.sessions.values())
         if self._stored is not None:
-            stacks = max(stacks - self._stored.copies, 0)
+            slots = max(slots - self._stored.copies, 0)
             self.ledger.charge(_STORED, Account.ADAPTERS, self._stored.used)
-        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, bank.nbytes - bank.stored_nbytes + stacks - own)
+        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, bank.nbytes - bank.stored_nbytes + slots - own)
 
     def _shed(self, missing: Callable[[], int]) -> None:
         """Has stored adapters that nobody uses leave, if that is enough. What was set for them is theirs.

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coserve.core.plan import Executor
+from coserve.executors.executor import Executor
 
 
 class Arrivals:

@@ -6,19 +6,17 @@ from dataclasses import replace
 from itertools import count, islice
 from statistics import median
 
-from coserve.adapters.bank import AdapterBank
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.plan import OptimStep, Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.row_buckets import COARSE
 from coserve.core.sequence import MicroBatch, Sequence
-from coserve.executors.local import LocalExecutor
+from coserve.executors.executor import CloseSession, DropAdapters, Executor, FreshAdapter, OpenSession
+from coserve.model.base import Base
 from coserve.schedule.cost import Features
-from coserve.schedule.segments import batch_start, inference_plan, training_segment
+from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
-from coserve.train.fresh import fresh_adapter
-from coserve.train.session import TrainingSession
 from coserve.train.supervised import SupervisedSteps
 
 Sample = tuple[Features, float]
@@ -33,32 +31,30 @@ _STEPS = 48  # of these sequences, at most, beside one window
 _KEYS = count(-1, -1)  # never a scheduler's
 
 
-def measure(executor: LocalExecutor, page_size: int, pages: int, positions: int) -> list[Sample]:
+def measure(executor: Executor, base: Base, page_size: int, pages: int) -> list[Sample]:
     """(features, seconds) of decode, prefill, training and mixed steps; nothing of them remains.
 
     Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Runs
     before the engine serves anybody, because it writes into the pages it likes.
     """
-    probe = _Probe(executor, page_size)
-    limit = min(pages * page_size, positions) - 2
+    probe = _Probe(executor, base, page_size)
+    limit = min(pages * page_size, base.max_positions) - 2
     rounds = [[*_inference(probe, limit), *_training(probe, limit)] for _ in range(_ROUNDS)]
     return [(same[0][0], min(seconds for _, seconds in same)) for same in zip(*rounds, strict=True)]
 
 
-def measure_lanes(
-    executor: LocalExecutor, page_size: int, pages: int, positions: int
-) -> tuple[float, float] | None:
+def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) -> tuple[float, float] | None:
     """Measures how many times as long decode steps take on half of the machine, beside training on the other
     half, as alone on all of it, and the training there. Like `measure`; two seconds on 255M parameters.
 
     None where there is no room for it, or the executor does one thing after the other.
     """
-    probe = _Probe(executor, page_size)
+    probe, positions = _Probe(executor, base, page_size), base.max_positions
     batch, context, rows = _BESIDE
     rows = min(rows, (positions - 2) // COARSE * COARSE)
     if batch * -(-(context + _STEPS) // page_size) > pages or context + _STEPS > positions:
         return None
-    if batch > executor.table.capacity or executor.base.depth < 2:
+    if batch > executor.spec.sequences or base.depth < 2:
         return None
     answering, training = [], []
     with _micro_batch(probe, 1, rows) as micro_batch:
@@ -78,9 +74,8 @@ def measure_lanes(
 class _Probe:
     """Runs one-off plans and times them."""
 
-    def __init__(self, executor: LocalExecutor, page_size: int) -> None:
-        self.executor = executor
-        self.page_size = page_size
+    def __init__(self, executor: Executor, base: Base, page_size: int) -> None:
+        self.executor, self.base, self.page_size = executor, base, page_size
 
     def run(self, plan: Plan) -> Sample:
         features = Features.of(plan)
@@ -136,7 +131,7 @@ def _next_tokens(answers: list[Sequence]) -> Plan:
 def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
     for batch, context in (*_DECODE, *_PREFILL):
         pages = -(-(context + 1) // probe.page_size)
-        if batch * pages * probe.page_size > limit or batch > probe.executor.table.capacity:
+        if batch * pages * probe.page_size > limit or batch > probe.executor.spec.sequences:
             continue
         answered = 1 if (batch, context) in _DECODE else 0
         answers = [probe.sequence(context, answered, i * pages) for i in range(batch)]
@@ -146,7 +141,7 @@ def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
 
 
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
-    half = max(1, probe.executor.base.depth // 2)
+    half = max(1, probe.base.depth // 2)
     for batch, rows in _WINDOWS:
         if rows > limit:
             continue
@@ -158,22 +153,22 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
 @contextmanager
 def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     """The one micro-batch of a job's only step, `batch` examples of `rows` tokens."""
-    executor, base = probe.executor, probe.executor.base
+    executor = probe.executor
     examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
-    adapter = fresh_adapter(base, _JOB, LoRAConfig(), 0)
-    steps = SupervisedSteps(_JOB, adapter.key, examples, TrainingConfig(batch_size=batch), base.depth)
-    session = TrainingSession(base, AdapterBank(), _JOB, adapter, steps.session, executor.arena)
-    executor.sessions[_JOB] = session
+    training = TrainingConfig(batch_size=batch)
+    steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, training, probe.base.depth)
+    executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=FreshAdapter.of((LoRAConfig(),), 0)))
     (micro_batch,) = steps.next_step(_KEYS)
-    session.begin(batch_start(micro_batch))
+    executor.run(Plan(micro_batches=announce_batches([micro_batch])))
     yield micro_batch
-    executor.close_session(_JOB)
+    executor.call(CloseSession(_JOB))
+    executor.call(DropAdapters((f"{_JOB}@0", f"{_JOB}@1")))
 
 
 def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int) -> Iterator[Sample]:
     """One window forward in two spans, the first beside a decoding sequence, the tail, and back in two."""
     answer = probe.sequence(64, 1, 0)
-    depth = probe.executor.base.depth
+    depth = probe.base.depth
     inference = inference_plan([(answer, 63, 1)])
     while not micro_batch.done:
         span = micro_batch.next_span(depth if micro_batch.is_paused else half)

@@ -6,11 +6,13 @@ from typing import Final
 
 import torch
 
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.engine.engine import Engine
-from coserve.engine.training import JobSpec
+from coserve.engine.finetuning import JobSpec
 from coserve.errors import ConfigError
+from coserve.executors.executor import FreshAdapter, TraceLayers
 from coserve.jobs import datasets
 from coserve.train.config import TrainingConfig
 from coserve.train.example import prepare
@@ -36,5 +38,18 @@ def read_beginning(engine: Engine, command: CheckJob) -> JobSpec:
     records = islice(datasets.read(Path(command.data)), _FIRST)
     text = engine.text
     data = prepare(records, text.tokenizer, config.loss_on, config.max_length, text.allow_special_tokens)
-    foresee(engine.base, first, config.keep)
+    foresee_job(engine, first, config, None if start is not None else method)
     return JobSpec(command.job, command.job, data, method, config, start)
+
+
+def foresee_job(
+    engine: Engine, first: AdapterVersion, training: TrainingConfig, fresh: tuple[object, ...] | None
+) -> None:
+    """Finds out what tapes of a job will keep that begins with an adapter, `first`, or a `fresh` one of these
+    methods, of which `first` are the shapes: most of a second, once for each shape of layers. Takes no lock:
+    steps go on meanwhile."""
+    foresee(engine.base, first, training.keep)  # for whoever counts its bytes, here
+    if fresh is None:
+        engine.executor.call(TraceLayers(training.keep, start=first))
+    else:
+        engine.executor.call(TraceLayers(training.keep, fresh=FreshAdapter.of(fresh, training.seed)))

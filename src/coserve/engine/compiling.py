@@ -8,6 +8,7 @@ from typing import Final
 
 from coserve.engine.background import Background, Outcome
 from coserve.errors import CoserveError, RequestError
+from coserve.executors.executor import CompileGrammar, Executor
 from coserve.model.grammar import Grammar, Grammars
 from coserve.wire.messages import Submit
 
@@ -34,11 +35,16 @@ class Compiling:
     def __init__(
         self,
         grammars: Grammars | None,
+        executor: Executor,
         background: Background,
         submit: Callable[[Submit, float], None],
         refuse: Callable[[Submit, BaseException], None],
     ) -> None:
-        self._grammars, self._background = grammars, background.another(_THREADS, "grammars")
+        self._executor, self._grammars, self._background = (
+            executor,
+            grammars,
+            background.another(_THREADS, "grammars"),
+        )
         self._submit, self._refuse = submit, refuse
         self._under_way: dict[str, _Compiling] = {}
 
@@ -84,13 +90,14 @@ class Compiling:
 
     # Inside
 
-    @staticmethod
-    def _compile(grammars: Grammars, text: str, compiling: _Compiling) -> Grammar | None:
+    def _compile(self, grammars: Grammars, text: str, compiling: _Compiling) -> Grammar | None:
         """On a thread; None where nobody waits any more."""
         if not compiling.waiting:
             return None
         compiling.began = time.monotonic()
-        return grammars.compile(text)
+        grammar = grammars.compile(text)
+        self._executor.call(CompileGrammar(text))
+        return grammar
 
     def _compiled(self, text: str, compiling: _Compiling, outcome: Outcome[Grammar | None]) -> None:
         """Holds the grammar until each request holds it itself."""

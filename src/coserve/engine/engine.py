@@ -13,34 +13,35 @@ import torch
 from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank, Known
+from coserve.adapters.bank import AdapterBank, Known, LoadedVersion
 from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.adapters.paging.levels import reads_for
 from coserve.adapters.paging.reader import Reader
-from coserve.adapters.paging.stored import Outlines, StoredVersion
+from coserve.adapters.paging.stored import Outline, Outlines, StoredVersion
 from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
+from coserve.core.plan import StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.engine.admission import Admission
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.calibrate import measure, measure_lanes
-from coserve.engine.handles import Completion, FineTuning, Keeping
+from coserve.engine.completion import Completion
+from coserve.engine.finetuning import FineTuning, JobSpec, Keeping
 from coserve.engine.paged import PagedAdapters
 from coserve.engine.stats import count
-from coserve.engine.training import JobSpec, Training
+from coserve.engine.training import Training
 from coserve.errors import AdapterError, ConfigError, CoserveError, RequestError
-from coserve.executors.deterministic import DeterministicExecutor
-from coserve.executors.local import LocalExecutor
-from coserve.executors.sequence_table import SequenceTable
+from coserve.executors.executor import (
+    CompileGrammar,
+    DropAdapters,
+    FetchAdapter,
+    LoadAdapter,
+    ReadAdapter,
+)
+from coserve.executors.opening import open_executor
 from coserve.jobs import datasets
-from coserve.memory.kv import KVPool
-from coserve.memory.malloc import keep_freed_memory
 from coserve.memory.pages import PagePool
-from coserve.memory.store import Int8Store, Store
-from coserve.model.grammar import Grammars
-from coserve.model.load import load_base
-from coserve.model.sampling_table import SamplingTable
+from coserve.model.sampling_table import check_sampling
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import Policy, make_policy
@@ -49,8 +50,6 @@ from coserve.text import Text
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
 from coserve.train.needs import Steps
-from coserve.train.optimizer_offload import offload_for
-from coserve.train.proof import prove_training
 from coserve.train.state import TrainingState
 from coserve.wire.messages import Stats
 
@@ -75,35 +74,31 @@ class Engine:
     ) -> None:
         self.config, self.clock = config, clock
         policy = make_policy(config.policy, **config.policy_options)  # a wrong one is found out first
-        dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        if config.device == "cpu":
-            keep_freed_memory()
         self.admission = Admission(config)
-        self.base = load_base(model, dtype, config.device, config.quantize)
-        prove_training(self.base)
-        self.admission.loaded(self.base)
         special = config.allow_special_tokens
         self.text = _text_of(model, special) if tokenizer is None else Text(tokenizer, special)
-        self.bank = AdapterBank()
+        opened = open_executor(model, config, None if self.text is None else self.text.tokenizer)
+        self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
+        self.bank = AdapterBank(self._drop_adapter)
         self.completions: dict[int, Completion] = {}
         self._random = random.Random(config.seed)
         self._requests = 0
         self._lock = threading.RLock()
-        self.executor = self._make_executor()
         self.arrivals = Arrivals(self.executor)
         self.scheduler = self._make_scheduler(policy)
-        self.admission.open(self.executor, self.scheduler.config, self._steps(policy))
-        self._outlines = Outlines(self.base, self.base.dtype, self.executor.stacks.slot_nbytes)
+        self.admission.open(self.executor, self.base, self.bank, self.scheduler.config, self._steps(policy))
+        self._outlines = Outlines(self.base, self.base.dtype, opened.slot_nbytes)
         self.stored = self._make_stored()
         self.training = Training(
-            self.executor, self.scheduler, self.admission, self._drive, self.save_adapter, self._lock
-        )
+            self.executor, self.base, self.bank, self.scheduler, self.admission,
+            self._drive, self.save_adapter, self._lock,
+        )  # fmt: skip
         if config.calibrate:
             self.calibrate()
 
     def calibrate(self) -> None:
         """Measures what steps cost on this machine: seconds, before anything else is under way."""
-        room = self.config.page_size, self.config.pages, self.base.max_positions
+        room = self.base, self.config.page_size, self.config.pages
         self.scheduler.cost.fit(measure(self.executor, *room))
         threads = torch.get_num_threads()
         if (lanes := measure_lanes(self.executor, *room)) is not None:
@@ -119,6 +114,7 @@ class Engine:
             self.stored.advance()
             plan = self.scheduler.plan(self.clock())
             result = self.executor.run(plan)
+            self._publish(result)
             events = self.scheduler.apply(plan, result, self.clock())
             for event in events:
                 self._deliver(event)
@@ -153,7 +149,9 @@ class Engine:
         token of a `newcomer` goes first. Raises RequestError, AdapterNotFound or ConfigError, nothing queued.
         """
         # Before the lock is taken: no step waits while a grammar is compiled.
-        grammar = self.executor.table.sampling.check(sampling, continued)
+        grammar = check_sampling(sampling, self.base.vocabulary, self.grammars, continued)
+        if grammar is not None:
+            self.executor.call(CompileGrammar(grammar.text))
         with self.arrivals.arriving(), self._lock:
             version = None if adapter is None else self.bank.look(adapter)
             request = self._request(self.tokenize(prompt), version, sampling, slo, arrival)
@@ -204,7 +202,7 @@ class Engine:
             self.training.refuse_while_trained(adapter.name)
             self.admission.load(adapter)
             adapter = replace(adapter, version=self.bank.next_version(adapter.name))
-            self.bank.publish(adapter)
+            self.bank.publish(LoadedVersion(adapter.name, adapter.version, self._load(adapter)))
             return adapter
 
     def register_adapter(self, name: str, folder: str | Path) -> StoredVersion:
@@ -239,12 +237,21 @@ class Engine:
             self.bank.remove(name)
             self.admission.advance()
 
+    def weights(self, name: str) -> AdapterVersion:
+        """An adapter's current version, or the one that a key names, with its weights; they are read from
+        files if they are not on the device. Raises AdapterNotFound."""
+        with self._lock:
+            known = self.bank.look(name)
+            if isinstance(known, StoredVersion) and not self.bank.is_resident(known.key):
+                return known.read(self.base, self.base.dtype, self.base.device)
+            return self.executor.call(FetchAdapter(known.key))
+
     def save_adapter(self, name: str, folder: str | Path) -> None:
         """Writes the adapter's current version in PEFT's format."""
         with self._lock:
             try:
                 config = self.base.model.config
-                write_adapter(self._weights(name), folder, str(config.name_or_path), config.model_type)
+                write_adapter(self.weights(name), folder, str(config.name_or_path), config.model_type)
             except OSError as error:
                 raise AdapterError(f"the adapter cannot be written to {folder}: {error.strerror}") from error
 
@@ -272,7 +279,7 @@ class Engine:
         """
         prepared = data if isinstance(data, Prepared) else self.prepare(data, training)
         with self._lock:
-            start = self._weights(start_from) if isinstance(start_from, str) else start_from
+            start = self.weights(start_from) if isinstance(start_from, str) else start_from
             asked = JobSpec(
                 job or f"job-{self.training.started + 1}", adapter, prepared, method, training,
                 start if resume is None else resume.adapter, resume,
@@ -314,14 +321,6 @@ class Engine:
         """Tells whether a step would do anything."""
         return self.scheduler.has_work
 
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer, as the model says."""
-        eos = getattr(self.base.model.generation_config, "eos_token_id", None)
-        if eos is None:
-            eos = self.base.model.config.get_text_config().eos_token_id
-        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-
     def stats(self) -> Stats:
         """Counters since the start, and where things stand now."""
         with self._lock:
@@ -330,37 +329,28 @@ class Engine:
 
     # Inside
 
-    def _make_executor(self) -> LocalExecutor:
-        config, base = self.config, self.base
-        try:
-            store = Int8Store if config.cache_dtype == "int8" else Store
-            pool = KVPool(base.caches, config.pages, config.page_size, base.dtype, base.device, store)
-        except RuntimeError as error:  # what torch raises for want of memory
-            raise ConfigError(
-                f"engine.cache_tokens: keys and values of {config.cache_tokens} tokens do not fit into memory"
-            ) from error
-        most = -(-min(config.cache_tokens, base.max_positions) // config.page_size)
-        eos = self.eos_ids
-        grammars = None if self.text is None else Grammars(self.text.tokenizer, base.vocabulary, eos)
-        sampling = SamplingTable(config.max_running, base.vocabulary, eos, base.device, grammars)
-        executor = DeterministicExecutor if config.deterministic else LocalExecutor
-        table = SequenceTable(config.max_running, most, pool, sampling)
-        offload = offload_for(base.device, config.scratch) if config.offload else None
-        return executor(base, self.bank, pool, table, offload)
-
     def _make_stored(self) -> PagedAdapters:
-        reads = reads_for(self.base, self.base.dtype, self.base.device)
-        reader = Reader(reads, self.executor.pause_training)
+        reader = Reader(self._read_stored, self.executor.pause_training)
         stored = PagedAdapters(self.bank, self.scheduler, reader, self.admission.room)
         self.admission.stored(stored)
         return stored
 
-    def _weights(self, name: str) -> AdapterVersion:
-        """An adapter with its weights, read from its files if they are not in memory."""
-        known = self.bank.look(name)
-        if isinstance(known, StoredVersion) and not self.bank.has_weights(known.key):
-            return known.read(self.base, self.base.dtype, self.base.device)
-        return self.bank.find(name)
+    def _read_stored(self, stored: StoredVersion) -> int:
+        """Brings a stored version onto the device; its bytes there. Runs on the reader's thread."""
+        return self.executor.call(ReadAdapter(stored)).nbytes
+
+    def _load(self, adapter: AdapterVersion) -> Outline:
+        return self.executor.call(LoadAdapter(adapter))
+
+    def _drop_adapter(self, key: str) -> None:
+        self.executor.call(DropAdapters((key,)))
+
+    def _publish(self, result: StepResult) -> None:
+        """Notes the versions that a step's optimizer steps have made; they are like those before."""
+        for updated in result.updated.values():
+            name, _, number = updated.version.rpartition("@")
+            before = self.bank.look(name)
+            self.bank.publish(LoadedVersion(name, int(number), before.outline))
 
     def _steps(self, policy: Policy) -> Steps:
         """Limits of what a job may have under way at once."""
@@ -374,7 +364,7 @@ class Engine:
             settings = SchedulerConfig(
                 layers=self.base.depth,
                 max_positions=self.base.max_positions,
-                eos_token_ids=self.eos_ids,
+                eos_token_ids=self.executor.spec.eos_ids,
                 max_running=config.max_running,
                 prefix_sharing=config.prefix_sharing,
                 **config.scheduler_settings,

@@ -21,15 +21,15 @@ from coserve.core.contained import contained
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.plan import Updated
 from coserve.engine.background import Background, Outcome
+from coserve.engine.checking import foresee_job
 from coserve.engine.engine import Engine
-from coserve.engine.handles import FineTuning, Keeping
+from coserve.engine.finetuning import FineTuning, Keeping
 from coserve.engine.scoring import Scoring, check_lengths
 from coserve.errors import CoserveError, DataError, JobError
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared
 from coserve.train.fresh import sketch_adapter
-from coserve.train.pruning.plan import foresee
 from coserve.train.state import TrainingState
 from coserve.wire.messages import (
     Fault,
@@ -329,7 +329,7 @@ class Jobs:
         """Scores the version that the job has just published."""
         if job.ready is None or not job.ready.validation:
             return None
-        version = self._engine.bank.find(_adapter_of(job.command.job))
+        version = self._engine.bank.look(_adapter_of(job.command.job))
         return Scoring(self._engine, version.key, job.ready.validation)
 
     def _written(self, job: _Job, pending: _Pending, outcome: Outcome[Checkpoint]) -> None:
@@ -430,10 +430,9 @@ def _read(engine: Engine, command: StartJob) -> _Ready:
     resume = start = None
     if checkpoint is not None:
         resume = read_checkpoint(checkpoint.path, name, base, exact)
-        first = resume.adapter
     elif command.start_from is not None:
-        first = start = read_adapter(Path(command.start_from), name, base, exact, base.device)
-    else:
-        first = sketch_adapter(base, name, method, training.seed)
-    foresee(base, first, training.keep)
+        start = read_adapter(Path(command.start_from), name, base, exact, base.device)
+    first = start if resume is None else resume.adapter
+    shapes = sketch_adapter(base, name, method, training.seed) if first is None else first
+    foresee_job(engine, shapes, training, method if first is None else None)
     return _Ready(training, method, data, validation, start, checkpoint, resume)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Final
 
-from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank
 from coserve.adapters.paging.cache import AdapterCache
 from coserve.adapters.paging.reader import Reads
@@ -133,11 +132,11 @@ class PagedAdapters:
     def _take_in(self) -> None:
         for stored, outcome in self._reads.take():
             self._loading -= 1
-            if isinstance(outcome, AdapterVersion):
+            if isinstance(outcome, int):
                 self._loaded += 1
-                self._loaded_bytes += outcome.nbytes
-                if self._cache.arrived(stored.key):
-                    self._bank.bring_in(outcome)
+                self._loaded_bytes += outcome
+                self._cache.arrived(stored.key)
+                self._bank.bring_in(stored.key, outcome)
             else:
                 self._cache.failed(stored.key)
                 self._fail(stored.key, outcome)

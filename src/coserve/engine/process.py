@@ -37,7 +37,7 @@ from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.worker import Worker
 from coserve.errors import CoserveError
 from coserve.train.pruning.once import TRACING
-from coserve.wire.child import Supervised
+from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
 from coserve.wire.messages import Hello
 
@@ -49,7 +49,7 @@ _FLUSH: Final = 5.0  # seconds that the last report of a drain may take to be re
 _MEASURING: Final = "measuring what steps cost on this machine (some seconds, the first time only)"
 
 
-def main(pipes: Supervised) -> None:
+def main(pipes: SupervisorPipes) -> None:
     """Waits to be told what to load, loads, serves."""
     threading.excepthook = lambda args: sys.excepthook(
         args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
@@ -77,7 +77,8 @@ def main(pipes: Supervised) -> None:
     hello = _hello(start, engine, seconds)
     inbox.pauses(engine.arrivals)
     worker = Worker(engine, hello, Background(inbox), costs)
-    engine.base.chain.on_layer = TRACING.on_progress = pipes.beat
+    engine.executor.on_progress(pipes.beat)
+    TRACING.on_progress = pipes.beat
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()
     pipes.say(Status("ready", f"{_describe(hello)}; {_memory(engine)}", seconds))
@@ -194,7 +195,7 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         width=base.hidden_size,
         cache_tokens=config.pages * config.page_size,
         max_running=config.max_running,
-        eos=engine.eos_ids,
+        eos=engine.executor.spec.eos_ids,
         deterministic=config.deterministic,
         load_seconds=seconds,
         quantize=base.quantized,

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from coserve.core.request import FinishReason, SamplingParams
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.handles import Completion
 from coserve.errors import DataError
 from coserve.train.example import IGNORED, Example
 

@@ -3,43 +3,36 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bank import AdapterBank, LoadedVersion
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, StepDone
 from coserve.core.sequence import MicroBatch
 from coserve.engine.admission import Admission
-from coserve.engine.handles import FineTuning, Keeping
+from coserve.engine.finetuning import FineTuning, JobSpec, Keeping
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
-from coserve.executors.local import LocalExecutor
-from coserve.memory.exhausted import is_out_of_memory
+from coserve.executors.executor import (
+    CloseSession,
+    Executor,
+    FreshAdapter,
+    OpenSession,
+    RestartStep,
+    SaveState,
+)
+from coserve.model.base import Base
 from coserve.schedule.scheduler import Scheduler
-from coserve.train.config import TrainingConfig
-from coserve.train.example import Prepared, check_room
+from coserve.train.example import check_room
 from coserve.train.fitting import JobSize, Rank
-from coserve.train.fresh import fresh_adapter, sketch_adapter
+from coserve.train.fresh import sketch_adapter
 from coserve.train.save_policy import SavePolicy
 from coserve.train.state import TrainingState
 from coserve.train.supervised import SupervisedSteps, count_steps
 
 Methods = object | Sequence[object]  # settings of an adapter's method, or of several
-
-
-@dataclass(frozen=True, slots=True)
-class JobSpec:
-    """A fine-tuning job as it was asked for. `start` is the version that training begins with, None for a
-    fresh one; `resume` where the same job stood before."""
-
-    job: str
-    adapter: str
-    data: Prepared
-    method: Methods
-    config: TrainingConfig
-    start: AdapterVersion | None = None
-    resume: TrainingState | None = None
 
 
 class Training:
@@ -49,7 +42,9 @@ class Training:
 
     def __init__(
         self,
-        executor: LocalExecutor,
+        executor: Executor,
+        base: Base,
+        bank: AdapterBank,
         scheduler: Scheduler,
         admission: Admission,
         drive: Callable[[], bool],
@@ -59,7 +54,7 @@ class Training:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
         self.started = 0  # jobs that ever were
         self._executor, self._scheduler, self._admission = executor, scheduler, admission
-        self._base, self._bank = executor.base, executor.bank
+        self._base, self._bank = base, bank
         self._drive, self._save, self._lock = drive, save, lock
         self._queued: dict[str, JobSpec] = {}
         self._steps: dict[str, SupervisedSteps] = {}  # of jobs that train
@@ -78,12 +73,8 @@ class Training:
         if asked.job in self.jobs:
             raise JobError(f"there is a job {asked.job!r} already, and it has not ended")
         size = self.check(asked)
-        handle = FineTuning(
-            asked.job, asked.adapter, count_steps(len(asked.data.examples), asked.config),
-            self._drive, partial(self._end, asked.job), partial(self._save, asked.adapter),
-            partial(self._state, asked.job), asked.data.truncated, asked.data.dropped, keeping,
-        )  # fmt: skip
-        handle.weight = asked.config.weight
+        steps = count_steps(len(asked.data.examples), asked.config)
+        handle = FineTuning(asked, steps, self, keeping)
         if self._admission.enter(asked.job, size, partial(self._start_later, asked), handle.wait):
             try:
                 self._open(asked)
@@ -133,18 +124,26 @@ class Training:
 
     # For handles
 
-    def _end(self, job: str, status: str) -> None:
-        """Ends a job that has not ended; all it held is free."""
+    def drive(self) -> bool:
+        """See `Trainer`."""
+        return self._drive()
+
+    def save(self, adapter: str, folder: str | Path) -> None:
+        """See `Trainer`."""
+        self._save(adapter, folder)
+
+    def end(self, job: str, status: str) -> None:
+        """See `Trainer`."""
         with self._lock:
             if (handle := self.jobs.get(job)) is not None:
                 handle.end(status)
                 self._forget(job)
 
-    def _state(self, job: str) -> TrainingState:
-        """State of a job. Raises JobError where there is none."""
+    def state(self, job: str) -> TrainingState:
+        """See `Trainer`."""
         with self._lock:
             if job in self._steps:
-                return self._executor.sessions[job].state()
+                return self._executor.call(SaveState(job))
             queued = self._queued.get(job)
             if queued is not None and queued.resume is not None:
                 return queued.resume
@@ -161,7 +160,13 @@ class Training:
         def sketch(method: Methods) -> AdapterVersion:
             return sketch_adapter(self._base, asked.adapter, method, asked.config.seed)
 
-        return JobSize(sketch(asked.method), lengths, asked.config, _rank_of(asked.method, sketch))
+        return JobSize(self._shapes(asked), lengths, asked.config, _rank_of(asked.method, sketch))
+
+    def _shapes(self, asked: JobSpec) -> AdapterVersion:
+        """The adapter that a job begins with; of a fresh one the shapes alone."""
+        if asked.start is not None:
+            return asked.start
+        return sketch_adapter(self._base, asked.adapter, asked.method, asked.config.seed)
 
     def _start_later(self, asked: JobSpec) -> None:
         """Begins a job whose bytes are free now, or fails it."""
@@ -174,32 +179,27 @@ class Training:
 
     def _open(self, asked: JobSpec) -> None:
         """Opens a job's session, which its first step is ready for."""
-        first = self._first(asked)
-        data, virtual = asked.data, first.virtual
+        virtual, data, resume = self._shapes(asked).virtual, asked.data, asked.resume
+        version = self._bank.next_version(asked.adapter)
         steps = SupervisedSteps(
-            asked.job, first.key, data.examples, asked.config, self._base.depth,
-            virtual.given_count, virtual.prompt_count, data.digest, asked.resume.step if asked.resume else 0,
+            asked.job, f"{asked.adapter}@{version}", data.examples, asked.config, self._base.depth,
+            virtual.given_count, virtual.prompt_count, data.digest, resume.step if resume else 0,
         )  # fmt: skip
-        if asked.resume is not None:
-            steps.identity.expect(asked.resume.identity)
-        try:
-            self._executor.open_session(asked.job, first, steps.session, steps.identity, asked.resume)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemory(f"job {asked.job}: there is no memory for its adapter") from error
-        self._steps[asked.job] = steps
-
-    def _first(self, asked: JobSpec) -> AdapterVersion:
-        """The adapter that training starts from, under a version number that nobody has."""
-        if asked.start is None:
-            first = fresh_adapter(self._base, asked.adapter, asked.method, asked.config.seed)
-        else:
-            first = asked.start
-            for _, bypass in first.placed():
+        if resume is not None:
+            steps.identity.expect(resume.identity)
+        start = asked.start
+        if start is not None:
+            for _, bypass in start.placed():
                 if bypass.note:
-                    warnings.warn(f"{first.name}: {bypass.note}", stacklevel=5)
-        return replace(first, name=asked.adapter, version=self._bank.next_version(asked.adapter))
+                    warnings.warn(f"{start.name}: {bypass.note}", stacklevel=5)
+        fresh = FreshAdapter.of(asked.methods, asked.config.seed) if start is None else None
+        outline = self._executor.call(
+            OpenSession(
+                asked.job, asked.adapter, version, steps.session, start, fresh, steps.identity, resume
+            )
+        )
+        self._bank.publish(LoadedVersion(asked.adapter, version, outline))
+        self._steps[asked.job] = steps
 
     def _begin(self, job: str) -> None:
         self.jobs[job].begin()
@@ -211,7 +211,7 @@ class Training:
         if micro_batches:
             self._add(job, micro_batches)
         else:
-            self._end(job, "succeeded")
+            self.end(job, "succeeded")
 
     def _add(self, job: str, micro_batches: Sequence[MicroBatch]) -> None:
         weight, update = self.jobs[job].weight, self._steps[job].optim_step
@@ -223,7 +223,7 @@ class Training:
         if not isinstance(event.error, OutOfMemory) or handle.notes or not steps.is_under_way:
             return False
         micro_batches = steps.smaller_step(iter(self._scheduler.new_key, None))
-        self._executor.restart_step(event.job, steps.session)
+        self._executor.call(RestartStep(event.job, steps.session))
         self._admission.shrink(event.job, steps.config)
         handle.notes.append(
             f"{event.error}; step {steps.step + 1} runs again, and the job goes on, with "
@@ -239,7 +239,7 @@ class Training:
 
     def _forget(self, job: str) -> None:
         """Frees all a job held, its handle too unless its caller has it; its published version stays."""
-        self._executor.close_session(job)
+        self._executor.call(CloseSession(job))
         self._scheduler.remove_training(job)
         self._queued.pop(job, None)
         self._steps.pop(job, None)

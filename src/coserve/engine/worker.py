@@ -12,11 +12,11 @@ from coserve.core.request import SamplingParams
 from coserve.engine.background import Background, Outcome
 from coserve.engine.checking import read_beginning
 from coserve.engine.compiling import Compiling
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.handles import Completion
+from coserve.engine.finetuning import JobSpec
 from coserve.engine.jobs import Jobs, fault_of
 from coserve.engine.remembered import CostFile
-from coserve.engine.training import JobSpec
 from coserve.errors import (
     AdapterError,
     ConfigError,
@@ -65,8 +65,7 @@ class Worker:
         self.draining = False
         self._engine, self._hello, self._background = engine, hello, background
         self._jobs = Jobs(engine, background)
-        grammars = engine.executor.table.sampling.grammars
-        self._compiling = Compiling(grammars, background, self._generate, self._fail)
+        self._compiling = Compiling(engine.grammars, engine.executor, background, self._generate, self._fail)
         self._connection = 0  # counts servers, so that a late reply never reaches the next one
         self._answers: dict[str, Completion] = {}
         self._ids: dict[int, str] = {}  # of the answers, by their sequences' keys

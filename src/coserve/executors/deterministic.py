@@ -86,7 +86,7 @@ class DeterministicExecutor(LocalExecutor):
         chunks = [self.table.prefill(segment, row) for segment, row in zip(segments, rows, strict=True)]
         tokens = torch.cat([chunk.tokens for chunk in chunks])
         counts = [segment.length for segment in segments]
-        adapters = adapter_ranges(self.bank, segments, counts)
+        adapters = adapter_ranges(self.loaded, segments, counts)
         early = [ranged for ranged in adapters if ranged[1].touches(self.base.early_sites)]
         positions = torch.cat([chunk.positions for chunk in chunks])
         hidden, calls = fixed.embed(self.base, tokens, positions, early)

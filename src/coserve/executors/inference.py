@@ -6,8 +6,8 @@ from itertools import groupby
 
 from torch import Tensor
 
-from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment
 from coserve.model.batch import FusedRows, LayerCalls, Part
 
@@ -35,7 +35,7 @@ class InferenceBatch:
 
 
 def adapter_ranges(
-    bank: AdapterBank, segments: Sequence[InferenceSegment], counts: Sequence[int]
+    loaded: LoadedAdapters, segments: Sequence[InferenceSegment], counts: Sequence[int]
 ) -> list[tuple[slice, Bypasses]]:
     """Ranges of neighbouring rows that share an adapter version; rows of the bare base are in none."""
     ranges: list[tuple[slice, Bypasses]] = []
@@ -43,7 +43,7 @@ def adapter_ranges(
     for key, group in groupby(zip(segments, counts, strict=True), lambda pair: pair[0].adapter):
         end = start + sum(count for _, count in group)
         if key is not None:
-            ranges.append((slice(start, end), bank.find(key).bypasses))
+            ranges.append((slice(start, end), loaded.find(key).bypasses))
         start = end
     return ranges
 

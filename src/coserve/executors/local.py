@@ -1,7 +1,8 @@
 """Runs a plan on the local device: one fused forward, the sampled tokens, backward, optimizer steps."""
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.abreast import Abreast
-from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.stacks import Stacks
 from coserve.core.plan import (
     InferenceSegment,
@@ -30,11 +30,12 @@ from coserve.core.plan import (
 from coserve.core.row_buckets import pad_rows
 from coserve.core.sequence import Direction, Span
 from coserve.errors import CoserveError, LossNotFinite
+from coserve.executors.executor import CloseSession, Command, Executor, ExecutorSpec, R, RestartStep
+from coserve.executors.held import HeldState
 from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
 from coserve.executors.lanes import Lanes
 from coserve.executors.sampler import Sampler
 from coserve.executors.sequence_table import SequenceTable
-from coserve.memory.arena import Arena
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.memory.kv import InferenceRows, KVPool, PrefillRows
 from coserve.model.base import Base
@@ -43,9 +44,8 @@ from coserve.model.together import linears_together
 from coserve.train.backward import BackwardWindow, backward_windows
 from coserve.train.optimizer_offload import MakeOffload
 from coserve.train.pause import TrainingPause
-from coserve.train.session import SessionConfig, TrainingSession
+from coserve.train.session import TrainingSession
 from coserve.train.shortage import Shortages
-from coserve.train.state import Identity, TrainingState
 from coserve.train.tape import Tape
 from coserve.train.updating import update_all
 from coserve.train.window import Window
@@ -83,42 +83,85 @@ class ForwardWindow:
         return replace(self.segment, span=Span(self.layers.start, self.layers.stop))
 
 
-class LocalExecutor:
-    """The `Executor` of one device. Owns caches, sequence rows and sessions; decides nothing."""
+class LocalExecutor(Executor):
+    """The `Executor` of one device: runs plans on its caches and sequence rows; decides nothing."""
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
 
     def __init__(
         self,
         base: Base,
-        bank: AdapterBank,
         pool: KVPool,
         table: SequenceTable,
         make_offload: MakeOffload | None = None,
+        grown: int = 0,
     ) -> None:
-        self.base, self.bank, self.pool, self.table = base, bank, pool, table
-        self.arena = Arena()
-        self.window_group_rows = 0  # most that go back together
-        self.sampler = self.sampler_type(base, bank, table)
+        """`grown` is what loading the base took beside its weights, and keeps, in bytes."""
+        self.base, self.pool, self.table = base, pool, table
         self.stacks = Stacks(linears_together(base), table.capacity, base.device)
-        bank.when_dropped(lambda version: self.stacks.forget(version.bypasses))
-        self.sessions: dict[str, TrainingSession] = {}
-        self._make_offload = make_offload
+        self.loaded = LoadedAdapters(lambda version: self.stacks.forget(version.bypasses))
+        self.held = HeldState(base, self.loaded, self.stacks, table.sampling.grammars, make_offload)
+        self.sessions, self.arena = self.held.sessions, self.held.arena
+        self.sampler = self.sampler_type(base, self.loaded, table)
+        self._launched: deque[Plan] = deque()
+        self._results: deque[StepResult] = deque()  # that nobody has collected
+        self._grown = grown
         self._lanes = Lanes(base.device)
         self._beside: Future[tuple[float, list[TrainingSegment]]] | None = (
             None  # training in a lane of its own, while steps go on
         )
         self._trained: list[TrainingSegment] = []  # done, and not told yet
         self._training_seconds = 0.0
-        self._short = Shortages(self._drop)
+        self._short = Shortages(self.held.drop_tapes)
         self._pause = TrainingPause()
         self._prove()
 
     def _prove(self) -> None:
         """Raises UnsupportedModel for a base that cannot be run so."""
 
+    @property
+    def spec(self) -> ExecutorSpec:
+        """See `Executor`."""
+        return ExecutorSpec(
+            sequences=self.table.capacity,
+            eos_ids=self.table.sampling.eos_ids,
+            cache_nbytes=self.pool.nbytes,
+            grown=self._grown,
+            fingerprint=self.base.fingerprint,
+            parameters=self.base.parameters,
+            dtype=str(self.base.dtype).removeprefix("torch."),
+        )
+
+    def launch(self, plan: Plan) -> None:
+        """See `Executor`. A plan runs on the thread that collects its result: one that ran on a thread of its
+        own would take the processor from whoever plans the next one."""
+        self._launched.append(plan)
+
+    def collect(self, wait: bool = True) -> StepResult | None:
+        """See `Executor`."""
+        if wait and not self._results:
+            self._run_next()
+        return self._results.popleft() if self._results else None
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """See `Executor`."""
+        self.base.chain.on_layer = beat
+
+    def call(self, command: Command[R]) -> R:
+        """See `Executor`."""
+        if not command.beside:
+            while self._launched:
+                self._run_next()
+        if isinstance(command, CloseSession | RestartStep):
+            self.settle()
+        return self.held.do(command)
+
+    def _run_next(self) -> None:
+        if self._launched:
+            self._results.append(self._run(self._launched.popleft()))
+
     @torch.no_grad()
-    def run(self, plan: Plan) -> StepResult:
+    def _run(self, plan: Plan) -> StepResult:
         if plan.split is None:
             self.settle()
         self._pause.begin(plan.pausable)
@@ -143,37 +186,6 @@ class LocalExecutor:
         lanes, self._training_seconds = (answering, self._training_seconds), 0.0
         seconds = time.perf_counter() - started
         return StepResult(seconds, sampled, updated, failed, trained, lanes)
-
-    def open_session(
-        self,
-        job: str,
-        start: AdapterVersion,
-        config: SessionConfig = SessionConfig(),
-        identity: Identity | None = None,
-        resume: TrainingState | None = None,
-    ) -> TrainingSession:
-        """A session that trains from the version `start`, under the name of a job. Raises what torch raises
-        for want of memory."""
-        session = TrainingSession(
-            self.base, self.bank, job, start, config, self.arena, identity, resume, self._make_offload
-        )
-        self.sessions[job] = session
-        return session
-
-    def restart_step(self, job: str, config: SessionConfig) -> None:
-        """Gives back all that the optimizer step under way of a session holds: its micro-batches come again,
-        and are kept as `config` says."""
-        self.settle()
-        session = self.sessions[job]
-        session.abandon()
-        session.change(config)
-        self.arena.empty()
-
-    def close_session(self, job: str) -> None:
-        """Drops a session if there is one; what it has published stays."""
-        self.settle()
-        if (session := self.sessions.pop(job, None)) is not None:
-            session.abandon()
 
     def settle(self) -> None:
         """Waits for the training that is under way in a lane of its own."""
@@ -239,14 +251,9 @@ class LocalExecutor:
         backward = [segment for segment in lane.training if segment.direction is Direction.BACKWARD]
         return trained + self._backward(backward)
 
-    def _drop(self, job: str) -> None:
-        """Gives back what a job that ran out of memory has on its way."""
-        self.sessions[job].drop_tapes()
-        self.arena.empty()
-
     def _fill(self, prefix: Prefix) -> None:
         """Virtual tokens into their pages: given ones as they are, then prompts in a pass of their own."""
-        version = self.bank.find(prefix.adapter)
+        version = self.loaded.find(prefix.adapter)
         pages = torch.tensor(prefix.pages, device=self.base.device)
         self.pool.clean(pages)
         slots = self.pool.slots(pages)[: prefix.tokens]
@@ -376,7 +383,7 @@ class LocalExecutor:
         tokens, positions, slots = (torch.cat(column) for column in zip(*entering, strict=True))
         missing = pad_rows(len(tokens)) - len(tokens)
         part = InferenceRows(self.pool, slots, decode, prefills, missing)
-        adapters = adapter_ranges(self.bank, ordered, counts)
+        adapters = adapter_ranges(self.loaded, ordered, counts)
         hidden, calls = self.base.prologue(
             F.pad(tokens, (0, missing)),
             F.pad(positions, (0, missing)),
@@ -386,7 +393,9 @@ class LocalExecutor:
 
     def _kind(self, adapter: str | None) -> tuple[int, str]:
         """Sort key of an adapter's rows: rows that are multiplied together lie together."""
-        return (-1, "") if adapter is None else (self.stacks.order(self.bank.find(adapter).bypasses), adapter)
+        return (
+            (-1, "") if adapter is None else (self.stacks.order(self.loaded.find(adapter).bypasses), adapter)
+        )
 
     def _through_tail(self, segment: TrainingSegment) -> None:
         session, window = self._window(segment)
@@ -404,7 +413,7 @@ class LocalExecutor:
                     backward = session.backward(segment.key)
                     windows.append((segment, backward.start(window, segment.span, bypasses)))
         of_jobs = [(segment.job, window) for segment, window in windows]
-        backward_windows(of_jobs, self.window_group_rows, self._short, self._pause)
+        backward_windows(of_jobs, self.held.window_group_rows, self._short, self._pause)
         trained = [replace(segment, span=window.span) for segment, window in windows if len(window.span)]
         failed = [segment for segment in segments if segment.job in self._short]
         trained = [segment for segment in trained if segment.job not in self._short]
@@ -427,7 +436,7 @@ class LocalExecutor:
     def _update(self, updates: Sequence[OptimStep]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}
         failed: dict[str, CoserveError] = {}
-        short = Shortages(self._drop)
+        short = Shortages(self.held.drop_tapes)
         due: list[tuple[TrainingSession, OptimStep]] = []
         for update in updates:
             with short.of(update.job):

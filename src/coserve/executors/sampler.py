@@ -7,8 +7,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
 from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
 from coserve.executors.sequence_table import SequenceTable
@@ -21,8 +21,8 @@ _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
 class Sampler:
     """Samples for every sequence whose last known token was among the rows, and scores prompts."""
 
-    def __init__(self, base: Base, bank: AdapterBank, table: SequenceTable) -> None:
-        self.base, self.bank, self.table = base, bank, table
+    def __init__(self, base: Base, loaded: LoadedAdapters, table: SequenceTable) -> None:
+        self.base, self.loaded, self.table = base, loaded, table
 
     def sample(self, batch: InferenceBatch) -> dict[int, Sampled]:
         """Samples and scores the rows of a pass; returns results by sequence key."""
@@ -40,7 +40,7 @@ class Sampler:
         picked = torch.tensor([ends[i] - 1 for i in done], device=self.base.device)
         segments = [batch.segments[i] for i in done]
         keys = [segment.key for segment in segments]
-        adapters = adapter_ranges(self.bank, segments, [1] * len(done))
+        adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
         logits = self._logits(batch.hidden[:, picked], adapters)
         rows = batch.rows[torch.tensor(done, device=self.base.device)]
         tokens = self._choose(logits, rows, self.table.lengths(rows))
@@ -98,6 +98,6 @@ class Sampler:
         found: list[TokenLogprobs] = []
         rows = torch.split(hidden[0, : len(following)], _SCORED_TOGETHER)
         for chunk, of_chunk in zip(rows, torch.split(tokens, _SCORED_TOGETHER), strict=True):
-            adapters = adapter_ranges(self.bank, [segment], [len(chunk)])
+            adapters = adapter_ranges(self.loaded, [segment], [len(chunk)])
             found += self._score(self._logits(chunk[None], adapters), of_chunk, most)
         return tuple(found)

@@ -1,11 +1,13 @@
 """An executor without a model: a scripted clock, tokens that depend on nothing but tokens, and a strict eye.
 
-It satisfies `core.plan.Executor` and fails loudly (AssertionError) on any plan that a real executor could not
+It is an `Executor` that fails loudly (AssertionError) on any plan that a real executor could not
 carry out: pages that are missing, hold anything else, or are written while somebody else reads them; windows
 out of order, keys that were released.
 """
 
+import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +26,7 @@ from coserve.core.plan import (
 )
 from coserve.core.sequence import Direction, Span
 from coserve.errors import CoserveError
+from coserve.executors.executor import Command, Executor, ExecutorSpec, R
 from coserve.schedule.cost import CostModel
 from coserve.schedule.scheduler import Scheduler
 
@@ -43,7 +46,7 @@ def _past_of(before: int, token: int | str) -> int:
     return zlib.crc32(f"{before},{token!r}".encode())
 
 
-class ScriptedExecutor:
+class ScriptedExecutor(Executor):
     """Runs plans on paper. `now` is its clock, in seconds; `plans` are those it ran, in order.
 
     `seconds` says what a plan takes (by default what an untrained cost model expects). A job in
@@ -76,6 +79,7 @@ class ScriptedExecutor:
         self._training = 0.0  # seconds it takes
         self.layers_before_pause = 1
         self._pauses = False
+        self._launched: deque[Plan] = deque()
 
     def step(self, scheduler: Scheduler) -> list[Event]:
         """The engine's loop, once."""
@@ -87,7 +91,27 @@ class ScriptedExecutor:
         """Lets time pass."""
         self.now += seconds
 
-    def run(self, plan: Plan) -> StepResult:
+    @property
+    def spec(self) -> ExecutorSpec:
+        """See `Executor`. There is no model, and no bound on sequences."""
+        return ExecutorSpec(sys.maxsize, (), 0, 0, "", 0, "")
+
+    def launch(self, plan: Plan) -> None:
+        """See `Executor`. The plan is carried out, and the clock moved, when its result is collected."""
+        self._launched.append(plan)
+
+    def collect(self, wait: bool = True) -> StepResult | None:
+        """See `Executor`."""
+        return self._run(self._launched.popleft()) if wait and self._launched else None
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """See `Executor`. Steps take no time here."""
+
+    def call(self, command: Command[R]) -> R:
+        """Raises NotImplementedError: there is no model, and nothing that a command could change or tell."""
+        raise NotImplementedError(f"{type(command).__name__}: there is no model here")
+
+    def _run(self, plan: Plan) -> StepResult:
         """Checks the plan, carries it out, and moves the clock."""
         self._release(plan.released)
         seconds, trained, lanes = self._time(plan)

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from transformers.cache_utils import KVSharingDict
 from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import EMBEDDED, Weights, gain_of
 from coserve.core.sequence import Direction
+from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec
 from coserve.memory.kv import CacheShape
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
@@ -31,13 +32,26 @@ from coserve.model.parameters import held_bytes, parameters_of
 from coserve.model.placement import Offer, Placed
 
 
+class ParameterReader(Protocol):
+    """Reads a base's frozen parameters where they are kept."""
+
+    def parameter(self, path: str, what: str) -> Tensor | None:
+        """The `weight`, `bias` or `gain` of the module at `path`, or the `row_norms` of its weight; None
+        where there is none. Raises AdapterError."""
+        ...
+
+    def embedded(self, tokens: tuple[int, ...]) -> Tensor:
+        """Input embeddings [n, width] of token ids."""
+        ...
+
+
 class Base:
     """One frozen foundation model. Built by `coserve.model.load`, which also proves it is driven right.
 
     Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path, `sites` where
     adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones
     once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that), `chain` (its
-    layers, and every way through them).
+    layers, and every way through them). `parameter_reader` has the data of a base that has none itself.
     """
 
     def __init__(
@@ -65,6 +79,7 @@ class Base:
         self._arguments: RowArguments | None = None
         self._decoder: Any = model.get_decoder()
         self._standing_aside = threading.RLock()  # two lanes of a step have one model
+        self.parameter_reader: ParameterReader | None = None  # the data, where this base has shapes alone
 
     @property
     def depth(self) -> int:
@@ -94,18 +109,23 @@ class Base:
     def weights(self, path: str) -> Weights:
         """Weights of the frozen linear at `path`, for bypasses to use in a pass or outside of any. Raises
         NotOffered where norms of its rows are not to be had."""
+        if self.parameter_reader is not None:
+            return _ReadWeights(path, self.parameter_reader)
         placement = self.linears[path].placement
         placement.expect(Offer.ROW_NORMS, path)
         return VisitedWeights(self.chain.part_of(path), placement)
 
     def bias(self, path: str) -> Tensor | None:
         """Bias of the linear or norm at `path`, None where it has none."""
+        if self.parameter_reader is not None:
+            return self.parameter_reader.parameter(path, "bias")
         return self._outside(path, self._bias)
 
     def dense(self, path: str) -> Dense:
         """The weights of the linear, norm or embedding at `path`, in the base's type. Raises NotOffered where
         they are not to be had."""
-        weight = self._outside(path, self._weight)
+        found = self.parameter_reader
+        weight = self._outside(path, self._weight) if found is None else found.parameter(path, "weight")
         assert isinstance(weight, Tensor)
         return Dense(weight, self.bias(path))
 
@@ -141,13 +161,18 @@ class Base:
 
     def gain(self, path: str) -> Tensor:
         """Factor of the norm at `path` for each normalized feature. Raises AdapterError."""
-        gain = self._outside(path, lambda path: gain_of(self.model.get_submodule(path)))
+        if self.parameter_reader is not None:
+            gain = self.parameter_reader.parameter(path, "gain")
+        else:
+            gain = self._outside(path, lambda path: gain_of(self.model.get_submodule(path)))
         assert gain is not None
         return gain
 
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
         """Input embeddings [n, width] of token ids [n]."""
+        if self.parameter_reader is not None:
+            return self.parameter_reader.embedded(tuple(tokens.tolist()))
         with self.chain.ends.visit(Direction.INFER):
             found: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
             return found
@@ -249,6 +274,25 @@ class _Elsewhere(KVSharingDict):  # type: ignore[misc]
 
 _NOTHING = torch.empty(0)
 _ELSEWHERE = _Elsewhere()  # one for all, so that layers which are called alike still are
+
+
+class _ReadWeights:
+    """`Weights` of a base that has no data."""
+
+    def __init__(self, path: str, reader: ParameterReader) -> None:
+        self._path, self._reader = path, reader
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._reader.parameter(self._path, "bias")
+
+    def row_norms(self) -> Tensor:
+        found = self._reader.parameter(self._path, "row_norms")
+        assert found is not None, f"{self._path} has a weight"
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise UnsupportedModel(f"{self._path} is computed by the executor alone")
 
 
 def _reading_pages(call: Call) -> Call:

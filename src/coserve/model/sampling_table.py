@@ -100,7 +100,7 @@ class SamplingTable:
     ) -> None:
         """Gives `slot` to a request. `output` are tokens it has already answered (after a preemption)."""
         assert 0 <= slot < self.capacity, f"sampling slot {slot} is not one of {self.capacity}"
-        self.check(params)
+        check_sampling(params, self.vocab, self.grammars)
         self.clear(slot)
         self._set_draw(slot, params)
         row = self._count(slot, prompt, output) if _is_penalised(params) else NO_ROW
@@ -207,19 +207,22 @@ class SamplingTable:
         self._generated[row] = torch.bincount(answered, minlength=self.vocab).int()
         return row
 
-    def check(self, params: SamplingParams, output: Sequence[int] = ()) -> Grammar | None:
-        """Raises ConfigError where the request names tokens that the model does not have, RequestError where
-        its grammar cannot be compiled or the answer so far, `output`, does not match it. Any thread may call
-        it. Returns the grammar: as long as somebody holds it, `set` does not compile it again."""
-        grammar = None
-        if params.grammar is not None:
-            if self.grammars is None:
-                raise ConfigError("grammars need a tokenizer, and the engine was given none")
-            grammar = self.grammars.check(params.grammar, output)
-        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            if unknown := [token for token in tokens if not 0 <= token < self.vocab]:
-                raise ConfigError(f"sampling.{name} names token {unknown[0]}; the model has {self.vocab}")
-        return grammar
+
+def check_sampling(
+    params: SamplingParams, vocabulary: int, grammars: Grammars | None, output: Sequence[int] = ()
+) -> Grammar | None:
+    """Raises ConfigError where the request names tokens that a model of `vocabulary` tokens does not have,
+    RequestError where its grammar cannot be compiled or the answer so far, `output`, does not match it. Any
+    thread may call it. Returns the grammar, which is not compiled again as long as somebody holds it."""
+    grammar = None
+    if params.grammar is not None:
+        if grammars is None:
+            raise ConfigError("grammars need a tokenizer, and the engine was given none")
+        grammar = grammars.check(params.grammar, output)
+    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+            raise ConfigError(f"sampling.{name} names token {unknown[0]}; the model has {vocabulary}")
+    return grammar
 
 
 def _is_penalised(params: SamplingParams) -> bool:

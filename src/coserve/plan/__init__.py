@@ -1,1 +1,1 @@
-"""Memory plans: what a model will take, known before it is loaded, and measured where that is asked for."""
+"""Memory plans: estimates of a model's memory before it is loaded, and measurements to compare them with."""

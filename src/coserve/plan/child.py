@@ -1,4 +1,5 @@
-"""A program measured in a process of its own: python -m coserve.plan.child, told on stdin what to run."""
+"""Measures a program in a process of its own: python -m coserve.plan.child, with a `MeasureOrder` on
+stdin."""
 
 import gc
 import sys
@@ -10,18 +11,18 @@ from torch import nn
 from coserve.memory.malloc import keep_no_freed_memory
 from coserve.memory.measured import Meter, SamplingMeter, make_meter
 from coserve.plan.estimate import make_run
-from coserve.plan.messages import Measured, Order
+from coserve.plan.messages import Measured, MeasureOrder
 from coserve.plan.stages import Stage
 from coserve.wire.control import decode_line, encode_line
 
 
 def main() -> None:
-    """Answers one `Order` with one line, a `Measured`.
+    """Answers one `MeasureOrder` with one line, a `Measured`.
 
-    On a CPU the C library is made to give back what is freed, also where the engine would have it kept: what
-    is kept for later is no need of the program's, and the resident size shall be what is in use.
+    On a CPU the C library is made to return freed memory to the system, also where the engine would have it
+    kept, so that the resident size is the memory in use.
     """
-    order = decode_line(sys.stdin.readline(), Order)
+    order = decode_line(sys.stdin.readline(), MeasureOrder)
     device = torch.device(order.device)
     torch.set_num_threads(order.threads)
     keep_no_freed_memory()
@@ -32,8 +33,8 @@ def main() -> None:
     print(encode_line(Measured(peaks, meter.name)))
 
 
-def _peaks_of(order: Order, device: torch.device, meter: Meter) -> dict[Stage, int]:
-    """Most bytes in use until each stage was reached, loading left out."""
+def _peaks_of(order: MeasureOrder, device: torch.device, meter: Meter) -> dict[Stage, int]:
+    """Peak bytes in use until each stage was reached, without those of loading."""
     peaks = {}
     for stage in make_run(order.subject(), order.program(), device).go():
         if stage is Stage.LOADED:
@@ -45,7 +46,8 @@ def _peaks_of(order: Order, device: torch.device, meter: Meter) -> dict[Stage, i
 
 
 def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """What libraries read and set up when they are first used belongs to no model."""
+    """Runs a small model once, so that buffers that libraries set up at first use are not counted as a
+    model's."""
     network = nn.Sequential(nn.Embedding(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())
     network.to(device, dtype)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)

@@ -1,14 +1,14 @@
-"""Peaks of a program and what they are made of, by running it on tensors without data."""
+"""Estimates a program's peaks and their components, by running it on tensors without data."""
 
 from dataclasses import asdict, dataclass
 
 import torch
 
-from coserve.plan.nodata import without_data
-from coserve.plan.ours import OurRun
-from coserve.plan.plain import PlainRun
+from coserve.memory.fake_tensors import fake_tensors
+from coserve.plan.engine_run import EngineRun
 from coserve.plan.stages import Peaks, Program, Run, Stage, System
 from coserve.plan.subject import Subject
+from coserve.plan.torch_run import TorchRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Estimate:
 
 def make_run(subject: Subject, program: Program, device: torch.device) -> Run:
     """The program on a device."""
-    kind = PlainRun if program.system is System.TORCH else OurRun
+    kind = TorchRun if program.system is System.TORCH else EngineRun
     return kind(subject, program, device)
 
 
-def estimated(subject: Subject, program: Program) -> Estimate:
-    """Most bytes alive until each stage of the program was reached, and the weights' alone."""
+def estimate_peaks(subject: Subject, program: Program) -> Estimate:
+    """Peak bytes until each stage of the program was reached, and their components."""
     peaks: dict[Stage, int] = {}
-    with without_data() as counted:
+    with fake_tensors() as counted:
         run = make_run(subject.without_weights(), program, torch.device("cpu"))
         early = 0  # of the optimizer's bytes, those that are there when rows go forward
         for stage in run.go():
@@ -62,8 +62,8 @@ def estimated(subject: Subject, program: Program) -> Estimate:
 
 
 def _components(peaks: Peaks, weights: int, run: Run, early: int) -> Components:
-    """Each takes what it needs of the total, as long as there is some left: what is let go before the peak
-    is not there at the peak."""
+    """Splits the last stage's peak into components. Each takes what it needs as long as bytes are left:
+    memory freed before the peak is not part of it."""
     left = list(peaks.values())[-1]
     no_grad = peaks[Stage.INFERENCE] - weights - run.cache
     forward = peaks.get(Stage.FORWARD, peaks[Stage.INFERENCE]) - peaks[Stage.INFERENCE] - early

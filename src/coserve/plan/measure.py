@@ -1,4 +1,4 @@
-"""Peaks of a program, by running it in a fresh process."""
+"""Measures a program's peaks by running it in a fresh process."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from coserve.errors import ServerError
-from coserve.plan.messages import Measured, Order
+from coserve.plan.messages import Measured, MeasureOrder
 from coserve.plan.stages import Peaks, Program
 from coserve.plan.subject import Subject
 from coserve.wire.control import decode_line, encode_line
@@ -16,14 +16,14 @@ _COMMAND: Final = (sys.executable, "-m", "coserve.plan.child")
 _PATIENCE: Final = 600.0  # seconds that one measurement may take
 
 
-def measured(subject: Subject, program: Program, device: str) -> tuple[Peaks, str]:
-    """Peaks above what a process takes that has imported everything and loaded nothing, and what these are in
-    words. Raises ServerError where the process fails."""
-    found = _run(Order.of(subject, program, device, torch.get_num_threads()))
+def measure_peaks(subject: Subject, program: Program, device: str) -> tuple[Peaks, str]:
+    """Peaks above the memory of a process that has imported everything and loaded nothing, and the name of
+    what was measured. Raises ServerError where the process fails."""
+    found = _run(MeasureOrder.of(subject, program, device, torch.get_num_threads()))
     return found.peaks, found.how
 
 
-def _run(order: Order) -> Measured:
+def _run(order: MeasureOrder) -> Measured:
     try:
         done = subprocess.run(
             _COMMAND, input=encode_line(order) + "\n", capture_output=True, text=True, timeout=_PATIENCE

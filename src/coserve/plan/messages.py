@@ -1,4 +1,4 @@
-"""What a measuring process is told, and what it tells."""
+"""Messages to and from a measuring process."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +8,12 @@ import msgspec
 import torch
 from transformers import AutoConfig
 
-from coserve.plan.stages import Load, Program, Stage, System
+from coserve.plan.stages import Program, ProgramSize, Stage, System
 from coserve.plan.subject import Subject
 
 
-class Order(msgspec.Struct, frozen=True):
-    """A program, and the model as JSON can say it."""
+class MeasureOrder(msgspec.Struct, frozen=True):
+    """A program to measure, and its model, as JSON."""
 
     model: str
     program_name: str
@@ -21,7 +21,7 @@ class Order(msgspec.Struct, frozen=True):
     dtype: str
     folder: str | None
     system: System
-    load: Load
+    load: ProgramSize
     trains: bool
     parts: list[dict[str, Any]]
     keep: str | int
@@ -29,8 +29,8 @@ class Order(msgspec.Struct, frozen=True):
     threads: int
 
     @staticmethod
-    def of(subject: Subject, program: Program, device: str, threads: int) -> "Order":
-        return Order(
+    def of(subject: Subject, program: Program, device: str, threads: int) -> "MeasureOrder":
+        return MeasureOrder(
             model=subject.name,
             program_name=program.name,
             config=subject.config.to_dict(),
@@ -54,7 +54,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Bytes by stage, and what was measured in words."""
+    """Peak bytes by stage, and the name of what was measured."""
 
     peaks: dict[Stage, int]
     how: str

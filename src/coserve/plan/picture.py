@@ -1,4 +1,4 @@
-"""A plan as stacks of bytes, with what was measured on top. Needs matplotlib."""
+"""Draws a plan as stacked bytes, with measured peaks as marks. Needs matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The adapter methods that are compared, and how a command line writes them."""
+"""Adapter methods that plans compare, and their syntax on a command line."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A plan: what is asked about, what it takes, what was measured, and whether it fits."""
+"""Rows of a plan: programs with their estimated and measured bytes, and whether they fit the budget."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,14 +8,14 @@ import torch
 
 from coserve.errors import PromptTooLong
 from coserve.memory.compiled import BUILT_BYTES
+from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.malloc import resident_bytes
 from coserve.model.load import load_base
-from coserve.plan.estimate import Estimate, estimated
-from coserve.plan.measure import measured
-from coserve.plan.nodata import without_data
-from coserve.plan.ours import refusal
+from coserve.plan.engine_run import refusal
+from coserve.plan.estimate import Estimate, estimate_peaks
+from coserve.plan.measure import measure_peaks
 from coserve.plan.recipes import Fields
-from coserve.plan.stages import Load, Loss, Peaks, Program, System
+from coserve.plan.stages import Peaks, PlainLoss, Program, ProgramSize, System
 from coserve.plan.subject import Subject
 from coserve.train.save_policy import SavePolicy, SavePolicySetting
 
@@ -43,7 +43,7 @@ class Row:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON; sizes in bytes."""
+        """The row for JSON; sizes in bytes."""
         program, estimate = self.program, self.estimate
         return {
             "name": program.name,
@@ -61,7 +61,7 @@ class Row:
         }
 
 
-def programs(load: Load, recipes: Recipes, keep: str | int) -> Iterator[Program]:
+def make_programs(load: ProgramSize, recipes: Recipes, keep: str | int) -> Iterator[Program]:
     """Answers alone, everything trained, and each of the adapters, by plain torch and by the engine, which
     trains no whole models."""
     for system in System:
@@ -73,31 +73,33 @@ def programs(load: Load, recipes: Recipes, keep: str | int) -> Iterator[Program]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a plan is to say. `keep` is what coserve's tapes keep, `budget` the bytes there are; `device` is
-    where everything is measured, None where it is only estimated."""
+class PlanRequest:
+    """Request for a plan. `keep` is what coserve's tapes keep, `budget` the bytes available; programs are
+    measured on `device`, or with None only estimated."""
 
     recipes: Recipes
     batches: Sequence[int] = (4,)
     length: int = 512
     cache_tokens: int = 32768
-    loss: Loss = Loss.LABELS
+    loss: PlainLoss = PlainLoss.LABELS
     keep: SavePolicySetting = SavePolicy.INPUTS
     budget: int = 0
     device: str | None = None
 
     def programs(self) -> Iterator[Program]:
-        """Of all batches."""
+        """Programs of all batch sizes."""
         keep = self.keep.value if isinstance(self.keep, SavePolicy) else self.keep
         for batch in self.batches:
-            yield from programs(Load(batch, self.length, self.cache_tokens, self.loss), self.recipes, keep)
+            yield from make_programs(
+                ProgramSize(batch, self.length, self.cache_tokens, self.loss), self.recipes, keep
+            )
 
 
-def make_plan(subject: Subject, asked: Asked, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """The whole plan, ready for JSON. `tell` hears what is under way. Raises ModelError or AdapterError for
-    what no engine could run, and ServerError where measuring fails."""
+def make_plan(subject: Subject, asked: PlanRequest, tell: Tell = lambda _: None) -> dict[str, Any]:
+    """The whole plan, for JSON. `tell` is called with progress messages. Raises ModelError or AdapterError
+    for programs that no engine could run, and ServerError where measuring fails."""
     imports = resident_bytes()  # so far they are all that there is
-    check(subject, asked.length)
+    check_length(subject, asked.length)
     rows = list(plan_rows(subject, list(asked.programs()), asked.budget, asked.device, tell))
     return {
         "model": subject.name,
@@ -109,15 +111,15 @@ def make_plan(subject: Subject, asked: Asked, tell: Tell = lambda _: None) -> di
         "built": BUILT_BYTES,
         "imports": imports,
         "measure": next((row.how for row in rows if row.how), None),
-        "error": worst(rows),
+        "error": largest_error(rows),
         "rows": [row.as_dict() for row in rows],
     }
 
 
-def check(subject: Subject, length: int) -> None:
+def check_length(subject: Subject, length: int) -> None:
     """Raises UnsupportedModel for a model that coserve does not drive, PromptTooLong where its sequences are
     not that long."""
-    with without_data():
+    with fake_tensors():
         positions = load_base(subject.build()).max_positions
     if length > positions:
         raise PromptTooLong(f"{length} tokens do not fit into the {positions} positions of {subject.name}")
@@ -126,11 +128,11 @@ def check(subject: Subject, length: int) -> None:
 def plan_rows(
     subject: Subject, asked: Sequence[Program], budget: int, device: str | None, tell: Tell = lambda _: None
 ) -> Iterator[Row]:
-    """One row after the other. On a `device` they are measured, too; None only estimates."""
+    """Rows one by one. With a `device` programs are measured, too; None only estimates."""
     on_cpu = device is None or torch.device(device).type == "cpu"
     for program in asked:
         tell(f"estimating {program.system}, {program.name}")
-        estimate = estimated(subject, program)
+        estimate = estimate_peaks(subject, program)
         if program.system is System.COSERVE:
             refused = refusal(subject, program, budget, on_cpu)
         else:
@@ -138,11 +140,11 @@ def plan_rows(
         found, how = None, ""
         if device is not None:
             tell(f"measuring {program.system}, {program.name}")
-            found, how = measured(subject, program, device)
+            found, how = measure_peaks(subject, program, device)
         yield Row(program, estimate, refused, found, how)
 
 
-def worst(rows: Sequence[Row]) -> float | None:
+def largest_error(rows: Sequence[Row]) -> float | None:
     """The largest of all errors; None where nothing was measured."""
     errors = [error for row in rows for error in row.errors.values()]
     return max(errors) if errors else None

@@ -1,4 +1,4 @@
-"""What is done with a model, piece by piece, so that the memory each piece adds can be told apart.
+"""Programs and their stages: the memory that each stage of a program adds is told apart.
 
 These are the measurements of the multi-LoRA report (4.2.2): weights, a pass without gradients, a pass with
 them, there and back; and an optimizer's step after that.
@@ -13,8 +13,8 @@ from coserve.plan.recipes import Fields
 
 
 class Stage(StrEnum):
-    """Each is reached after those before it. STEP is reached after two optimizer steps: the second finds the
-    moments there that the first has made."""
+    """Stages of a program, in order. STEP is reached after two optimizer steps, as the first one allocates
+    the moments."""
 
     LOADED = "loaded"
     INFERENCE = "inference"
@@ -24,28 +24,29 @@ class Stage(StrEnum):
 
 
 class System(StrEnum):
-    """Who does it: plain torch (transformers' model under autograd), or coserve's engine."""
+    """System that runs a program: plain torch (transformers' model under autograd), or coserve's engine."""
 
     TORCH = "torch"
     COSERVE = "coserve"
 
 
-class Loss(StrEnum):
-    """What plain torch goes back from: the model's own loss of labels, or the sum of all logits, which is
-    what the report measured with."""
+class PlainLoss(StrEnum):
+    """Scalar whose gradient plain torch computes: the model's own loss of labels, or the sum of all logits,
+    with which the report measured."""
 
     LABELS = "labels"
     SUM = "sum"
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """How much at once. `cache_tokens` are those that keys and values are held of."""
+class ProgramSize:
+    """Size of a program: `batch` sequences of `length` tokens; the cache holds keys and values of
+    `cache_tokens`."""
 
     batch: int = 4
     length: int = 512
     cache_tokens: int = 32768
-    loss: Loss = Loss.LABELS
+    loss: PlainLoss = PlainLoss.LABELS
 
     @property
     def rows(self) -> int:
@@ -54,19 +55,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Something to find out the memory of. `parts` are an adapter's; without them everything trains, if
-    anything does. `keep` is what coserve's tape keeps."""
+    """Program whose memory is planned: inference, or training (`trains`) of an adapter of these `parts`,
+    without parts of all weights. `keep` is what coserve's tape keeps."""
 
     name: str
     system: System
-    load: Load
+    load: ProgramSize
     trains: bool
     parts: Sequence[Fields] = ()
     keep: str | int = "inputs"
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Those it goes through."""
+        """Stages that the program goes through."""
         return tuple(Stage) if self.trains else (Stage.LOADED, Stage.INFERENCE)
 
 
@@ -82,5 +83,5 @@ class Run(Protocol):
     optimizer: int
 
     def go(self) -> Iterator[Stage]:
-        """Runs it, and says what it has reached."""
+        """Runs the program and yields each stage when it is reached."""
         ...

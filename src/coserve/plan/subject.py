@@ -1,4 +1,4 @@
-"""The model that is planned for: its configuration and type, known without its weights."""
+"""Models of plans: configuration and number type, without the weights."""
 
 import json
 import struct
@@ -59,7 +59,8 @@ class Subject:
 
 
 def subject_of(name: str, config: Any, dtype: str = "auto", folder: Path | None = None) -> Subject:
-    """`dtype` is a floating-point type, or "auto": the one that the configuration or else the weights are in.
+    """A subject with this configuration. `dtype` is a floating-point type, or "auto": that of the
+    configuration, else of the weights.
 
     Raises ConfigError for anything else.
     """
@@ -84,7 +85,7 @@ def read_subject(path: Path, dtype: str = "auto") -> Subject:
 
 
 def subject_from_fields(name: str, fields: Any, dtype: str = "auto", folder: Path | None = None) -> Subject:
-    """From what a configuration's JSON says. Raises ModelNotFound or ConfigError."""
+    """A subject from the fields of a configuration's JSON. Raises ModelNotFound or ConfigError."""
     try:
         if not isinstance(fields, dict) or fields.get("model_type") not in CONFIG_MAPPING_NAMES:
             raise ValueError("it names no model_type that transformers knows")
@@ -96,7 +97,7 @@ def subject_from_fields(name: str, fields: Any, dtype: str = "auto", folder: Pat
 
 
 def _saved_type(folder: Path | None) -> torch.dtype | None:
-    """The type that most of the folder's numbers are saved in; None where there are none."""
+    """Type of most of the folder's saved numbers; None where there are none."""
     counts: Counter[str] = Counter()
     for file in [] if folder is None else sorted(folder.glob("*.safetensors")):
         for tensor in _header(file).values():
@@ -109,7 +110,7 @@ def _saved_type(folder: Path | None) -> torch.dtype | None:
 
 
 def _header(file: Path) -> Mapping[str, Any]:
-    """What a safetensors file says of its tensors. Raises ModelNotFound where it is none."""
+    """Tensor descriptions in a safetensors file's header. Raises ModelNotFound for another kind of file."""
     with file.open("rb") as stream:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

@@ -11,12 +11,12 @@ from fastapi.openapi.utils import get_openapi
 from coserve.serve import errors
 from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.http.auth import Authentication, serves_without_keys
-from coserve.serve.http.browsers import Hosts, Origins
-from coserve.serve.http.middleware import Draining, Limits, RequestIds
+from coserve.serve.http.browsers import AllowedOrigins, TrustedHosts
+from coserve.serve.http.middleware import Draining, RequestIds, SizeLimits
 from coserve.serve.http.quotas import RequestRate, UploadRoom
-from coserve.serve.http.rates import Rates
+from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.http.revocation import Revocation
-from coserve.serve.http.shedding import Crowding
+from coserve.serve.http.shedding import ConcurrencyLimit
 from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
 from coserve.serve.state import State
 
@@ -40,11 +40,11 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
             return settings.max_file_bytes + _FORM_BYTES
         return MOST_BODY_BYTES if path in STREAMED else MOST_SMALL_BODY_BYTES
 
-    rates = Rates(settings.max_requests_minute, clock)
-    bad_keys = Rates(settings.max_bad_keys_minute, clock)
+    rates = TokenBuckets(settings.max_requests_minute, clock)
+    bad_keys = TokenBuckets(settings.max_bad_keys_minute, clock)
     # The last one added is the first to see a request.
     app.add_middleware(Revocation, tenants=state.store.tenants, paths=STREAMED)
-    app.add_middleware(Crowding, queue=state.queue, paths=STREAMED)
+    app.add_middleware(ConcurrencyLimit, queue=state.queue, paths=STREAMED)
     app.add_middleware(
         UploadRoom,
         files=state.store.files,
@@ -55,9 +55,9 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     app.add_middleware(RequestRate, rates=rates, most=settings.max_requests_minute)
     app.add_middleware(Authentication, state=state, bad_keys=bad_keys)
     app.add_middleware(Draining, is_draining=lambda: state.draining)
-    app.add_middleware(Limits, body_limit=body_limit)
-    app.add_middleware(Origins, allowed=settings.cors_origins)
-    app.add_middleware(Hosts, settings=settings, is_open=lambda: serves_without_keys(state))
+    app.add_middleware(SizeLimits, body_limit=body_limit)
+    app.add_middleware(AllowedOrigins, allowed=settings.cors_origins)
+    app.add_middleware(TrustedHosts, settings=settings, is_open=lambda: serves_without_keys(state))
     app.add_middleware(RequestIds)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app

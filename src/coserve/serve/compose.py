@@ -11,7 +11,7 @@ from pathlib import Path
 from coserve.errors import ConfigError, CoserveError
 from coserve.serve.adapter_registry.imports import digest
 from coserve.serve.engine.link import EngineLink
-from coserve.serve.engine.probation import LASTING, Suspect, Thing
+from coserve.serve.engine.probation import LASTING, Suspect, WorkItem
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
 from coserve.serve.store.quarantine import Suspects
@@ -91,9 +91,9 @@ async def _wire(state: State) -> None:
 
     async def note_suspects(_: Hello) -> None:
         found: Suspects = {
-            (thing.kind, thing.id): (suspect.crashes, suspect.progress)
-            for thing, suspect in link.probation.suspects.items()
-            if thing.kind in LASTING
+            (item.kind, item.id): (suspect.crashes, suspect.progress)
+            for item, suspect in link.probation.suspects.items()
+            if item.kind in LASTING
         }
         if found != await state.store.quarantine.suspects():
             await state.store.quarantine.suspect(found)
@@ -106,7 +106,7 @@ async def _wire(state: State) -> None:
     for kind in LASTING:
         for (of_kind, id), found in known.items():
             if of_kind == kind:
-                link.probation.suspects[Thing(kind, id)] = Suspect(*found)
+                link.probation.suspects[WorkItem(kind, id)] = Suspect(*found)
     link.on_connect.insert(0, note_suspects)
     link.on_connect.insert(0, resize)
     link.on_connect.insert(0, forget_jobs)

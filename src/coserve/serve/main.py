@@ -22,7 +22,7 @@ from coserve.serve.http.listener import Listener, fastest_loop
 from coserve.serve.http.shedding import LoadShedder
 from coserve.serve.settings import ApiStart
 from coserve.serve.state import State
-from coserve.wire.child import SILENT_SECONDS, Supervised
+from coserve.wire.child import SILENT_SECONDS, SupervisorPipes
 from coserve.wire.control import BEAT_SECONDS, Status
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _OTHER_FILES = 512  # beside connections: the database, uploads, the engine's so
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-async def serve(start: ApiStart, pipes: Supervised) -> None:
+async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
     """Serves until SIGTERM or SIGINT, and returns when everything is in order."""
     began = time.monotonic()
     settings = start.settings
@@ -67,7 +67,7 @@ async def serve(start: ApiStart, pipes: Supervised) -> None:
         beating.cancel()
 
 
-async def _beat(pipes: Supervised) -> None:
+async def _beat(pipes: SupervisorPipes) -> None:
     """Tells the supervisor that this event loop goes round, and the log when nobody hears that any more."""
     was_silent = said = False
     while True:
@@ -121,7 +121,7 @@ def _allow_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def main(pipes: Supervised) -> None:
+def main(pipes: SupervisorPipes) -> None:
     """Runs the process; deliberate errors become a `failed` status and exit status 1."""
     try:
         start = pipes.start_line(ApiStart)

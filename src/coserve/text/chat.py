@@ -1,4 +1,4 @@
-"""Chats to tokens, and which of them the assistant wrote.
+"""Chats to tokens, with a mask of those that the assistant wrote.
 
 A template with `{% generation %}` marks says so itself. For others, growing prefixes of the chat are
 rendered: what the chat with the assistant's turn has beyond the chat that asks for it (the prefix with
@@ -130,7 +130,7 @@ def _encode_marked(turns: Turns, tokenizer: Tokenizer) -> tuple[list[int], list[
 
 
 def _encode_marked_text(turns: Turns, tokenizer: Tokenizer, encode: Encode) -> tuple[list[int], list[bool]]:
-    """Likewise where contents are hidden, so that the tokenizer's own offsets say nothing."""
+    """`_encode_marked` for contents behind stand-ins, for which the tokenizer's own offsets are wrong."""
     with _RENDERING:
         texts, spans = render_jinja_template(
             [list(turns)],
@@ -168,7 +168,7 @@ def _masked(text: str, spans: Iterable[tuple[int, int]], encode: Encode) -> tupl
 
 
 def _spans(turns: Turns, text: str, render: Render, eos: str | None) -> Iterator[tuple[int, int]]:
-    """Where in `text` the assistant's turns begin and end, end-of-turn marks included."""
+    """Spans (start, end) of the assistant's turns in `text`, in characters, end-of-turn marks included."""
     for i, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue

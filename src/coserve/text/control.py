@@ -123,7 +123,7 @@ class ControlTokens:
 
     @cached_property
     def _unknown(self) -> frozenset[int]:
-        """What the vocabulary makes of a character that it does not know: a special token, but of text."""
+        """Ids that encode a character outside of the vocabulary: special tokens that stand for text."""
         copy, _ = self._copied()
         return frozenset(copy.encode(_UNASSIGNED, add_special_tokens=False).ids)
 
@@ -133,7 +133,7 @@ _KNOWN_LOCK = threading.Lock()
 
 
 def control_tokens(tokenizer: Tokenizer) -> ControlTokens:
-    """Those of a tokenizer, found out once; none of one that is not a fast tokenizer."""
+    """Control tokens of a tokenizer, cached by tokenizer; empty for one that is not a fast tokenizer."""
     with _KNOWN_LOCK:
         if (found := _KNOWN.get(tokenizer)) is None:
             found = _KNOWN[tokenizer] = ControlTokens(getattr(tokenizer, "backend_tokenizer", None))
@@ -148,7 +148,7 @@ def text_ids(tokenizer: Tokenizer, text: str, allow_special_tokens: bool = False
 
 
 def _any_of(spellings: list[str]) -> "re.Pattern[str] | None":
-    """Finds the longest, as the tokenizer does."""
+    """A pattern that matches the longest of these spellings, as the tokenizer does; None without any."""
     ordered = sorted(filter(None, spellings), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 

@@ -1,4 +1,4 @@
-"""Tokens to text while they come: never half a character, never the beginning of a stop string."""
+"""Streaming detokenizer: emits neither half a character nor the beginning of a stop string."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -41,12 +41,12 @@ class StopMatcher:
         return text[: len(text) - undecided]
 
     def finish(self) -> str:
-        """What was held back, now that no more text comes."""
+        """Gives the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> int | None:
-        """Where the stop string begins that is complete first."""
+        """Start of the stop string that is complete first; None where none is."""
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
@@ -97,7 +97,7 @@ class TextStream:
         return self._matcher.push(text)
 
     def finish(self) -> str:
-        """The rest: characters that never became whole (as U+FFFD) and text held back for a stop string."""
+        """Gives the rest: incomplete characters (as U+FFFD) and text held back for a stop string."""
         if self.stopped:
             return ""
         # Only the decoder's own tail is missing; it has no way to ask for it.

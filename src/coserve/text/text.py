@@ -1,4 +1,4 @@
-"""One tokenizer, and all that is done with it outside training: the engine and the server share this."""
+"""Text and tokens of one model outside training: used by the engine and the server."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from coserve.errors import ConfigError
 from coserve.text.chat import encode_request
 from coserve.text.control import control_tokens
 from coserve.text.detokenize import TextStream
-from coserve.text.pieces import Pieces
+from coserve.text.token_bytes import TokenBytes
 from coserve.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -22,15 +22,16 @@ class Text:
             raise ConfigError(f"{type(tokenizer).__name__} cannot stream text: it is not a fast tokenizer")
         self.tokenizer = tokenizer
         self.allow_special_tokens = allow_special_tokens
-        self._pieces = Pieces(tokenizer)
+        self._token_bytes = TokenBytes(tokenizer)
 
     @classmethod
     def load(cls, model: str | Path, allow_special_tokens: bool = False) -> "Text":
-        """With the tokenizer saved beside a model, in a folder or on the hub; raises ConfigError."""
+        """Loads the tokenizer saved beside a model, in a folder or on the hub; raises ConfigError."""
         return cls(load_tokenizer(model), allow_special_tokens)
 
     def prepare(self) -> None:
-        """Makes what the first text that spells a control token needs: a second for large vocabularies."""
+        """Builds the tokenizer copy that texts with spelled control tokens need: a second for large
+        vocabularies."""
         if not self.allow_special_tokens:
             control_tokens(self.tokenizer).prepare()
 
@@ -64,17 +65,17 @@ class Text:
         )
 
     def starts(self, tokens: Iterable[int]) -> list[int]:
-        """Where in `decode(tokens)` the text of each token begins, in characters."""
+        """Offset of each token's text in `decode(tokens)`, in characters."""
         stream, found = self.stream(), []
         for token in tokens:
             found.append(stream.length)
             stream.push(token)
         return found
 
-    def piece_bytes(self, token: int) -> bytes:
-        """What a token stands for, special tokens included; it may be part of a character only."""
-        return self._pieces.bytes_of(token)
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of a token, special tokens included; they may be part of a character only."""
+        return self._token_bytes.bytes_of(token)
 
-    def piece(self, token: int) -> str:
-        """The same as text, with backslashes (`\\xf0\\x9f`) for what is no whole character."""
-        return self._pieces.bytes_of(token).decode(errors="backslashreplace")
+    def token_text(self, token: int) -> str:
+        """Text of a token, with backslash escapes (`\\xf0\\x9f`) for bytes that are no whole character."""
+        return self._token_bytes.bytes_of(token).decode(errors="backslashreplace")

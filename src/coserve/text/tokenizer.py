@@ -1,4 +1,4 @@
-"""The tokenizer of a model: what is used of it, and how it is loaded."""
+"""The tokenizer of a model: the interface that coserve uses, and loading."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from coserve.errors import ConfigError
 
 
 class Tokenizer(Protocol):
-    """What is used of a fast transformers tokenizer."""
+    """Interface of a fast transformers tokenizer, as far as coserve uses it."""
 
     chat_template: Any
     eos_token: str | None
@@ -52,7 +52,7 @@ def load_tokenizer(model: str | Path) -> Tokenizer:
 
 
 def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """`text` alone: no token is added at either end."""
+    """Token ids of `text` alone: no token is added at either end."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -1,4 +1,5 @@
-"""What the base model reads: the counted questions, small talk, everyday word knowledge and short stories.
+"""Training corpus of the base model: the counted questions, small talk, everyday word knowledge and short
+stories.
 
 Only the training side of every split is used here. Word knowledge (opposites, days, months, colours) is a
 closed set: it gives the world some colour and is not counted in the accuracies.
@@ -53,7 +54,7 @@ Kinds = dict[str, Callable[[Random, Split], Question]]
 
 @dataclass(frozen=True)
 class Course:
-    """What one part of the training reads."""
+    """Mixture of documents for one part of the training."""
 
     kinds: Kinds  # the questions
     shares: dict[str, float]  # how often each kind comes (1 where not given)

@@ -67,7 +67,7 @@ def word(rng: Random, split: Split) -> str:
 
 
 def people(rng: Random, split: Split, count: int) -> list[str]:
-    """That many different people."""
+    """Names of `count` different people."""
     found: list[str] = []
     while len(found) < count:
         name = person(rng, split)
@@ -77,7 +77,7 @@ def people(rng: Random, split: Split, count: int) -> list[str]:
 
 
 def places(rng: Random, split: Split, count: int) -> list[str]:
-    """That many different places."""
+    """Names of `count` different places."""
     found: list[str] = []
     while len(found) < count:
         name = place(rng, split)

@@ -39,7 +39,7 @@ class Question:
 
     @property
     def prompt(self) -> list[Message]:
-        """Everything up to the answer."""
+        """All messages before the answer."""
         return list(self.messages[:-1])
 
     @property

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypass, Bypasses, exact_type
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import MicroBatchStart, Updated
 from coserve.errors import LossNotFinite
 from coserve.kernels.dropout import Mask
@@ -70,7 +70,7 @@ class TrainingSession:
     def __init__(
         self,
         base: Base,
-        bank: AdapterBank,
+        loaded: LoadedAdapters,
         job: str,
         start: AdapterVersion,
         config: SessionConfig,
@@ -82,7 +82,7 @@ class TrainingSession:
         self.job, self.config = job, config
         if resume is not None:
             start = replace(resume.adapter, name=start.name, version=start.version)
-        self._base, self._bank, self._arena = base, bank, arena
+        self._base, self._loaded, self._arena = base, loaded, arena
         self._identity = identity
         start = _in_order(start, base)
         exact = exact_type(base.dtype)
@@ -253,7 +253,7 @@ class TrainingSession:
         served |= {name: self._masters[name].detach().clone() for name in self._served_exact}
         self.room = []
         self.current = replace(self.current.with_parameters(served), version=version)
-        self._bank.publish(self.current)
+        self._loaded.add(self.current)
         self._take_leaves(served)
 
     def _take_leaves(self, published: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""A child's end of the pipes to its supervisor: orders in, status lines and heartbeats out."""
+"""A child's end of the pipes to its supervisor: start line in, status lines and heartbeats out."""
 
 import os
 import select
@@ -23,7 +23,7 @@ _PATIENCE: Final = 5.0  # seconds that a status line waits for room in the pipe
 _LONGEST: Final = 500  # characters of an exception in a status line
 
 
-class Supervised:
+class SupervisorPipes:
     """The pipes of a child process.
 
     Take it before anything else writes to stdout: from then on what is printed goes to stderr, so that no
@@ -67,7 +67,7 @@ class Supervised:
         return decode_line(line, kind)
 
     def say(self, status: Status) -> None:
-        """Tells the supervisor; nobody listening is no error."""
+        """Sends a status to the supervisor; that nobody listens is no error."""
         if status.state in ("ready", "draining", "drained"):
             self._starting = False
         with self._lock:

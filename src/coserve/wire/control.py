@@ -20,10 +20,10 @@ BEAT_SECONDS: Final = 0.5  # between two heartbeats, at least
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """What an engine's process loads, and the path of the Unix socket to listen on (what lies there is
-    replaced). `threads` are torch's; None is its own choice. `calibration` is the file that remembers what
-    steps cost; without one they are measured at every start. `crash` is how the engine before this one
-    brought itself down, in words; empty where there was none, or it was ended from outside."""
+    """Start order of an engine's process: the model to load, and the path of the Unix socket to listen on (a
+    file there is replaced). `threads` are torch's; None is its own choice. `calibration` is the file that
+    remembers what steps cost; without one they are measured at every start. `crash` is how the engine before
+    this one brought itself down, in words; empty where there was none, or it was ended from outside."""
 
     model: str
     socket: str

@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Final
 
-from coserve.wire.child import Supervised
+from coserve.wire.child import SupervisorPipes
 
 LOWEST: Final = 19  # niceness
 LOW_PRIORITY: Final = "--low-priority"
@@ -29,14 +29,14 @@ def launch(arguments: Sequence[str]) -> None:
     _die_with_parent()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes is no reason to end
     faulthandler.enable()
-    pipes = Supervised()
+    pipes = SupervisorPipes()
     pipes.own_crashes()
     if LOW_PRIORITY in arguments:
-        import_gently([module])
+        low_priority_import([module])
     import_module(module).main(pipes)
 
 
-def import_gently(modules: Sequence[str]) -> None:
+def low_priority_import(modules: Sequence[str]) -> None:
     """Imports modules at the lowest priority, and returns at the usual one.
 
     It is a thread that is given the low priority: only root may raise that of a process again. Where threads
@@ -49,7 +49,7 @@ def import_gently(modules: Sequence[str]) -> None:
         for name in modules:
             import_module(name)
 
-    thread = threading.Thread(target=work, name="gentle-import")
+    thread = threading.Thread(target=work, name="low-priority-import")
     thread.start()
     thread.join()
     for name in modules:  # there already; one that failed raises here, where the caller hears it

@@ -18,14 +18,14 @@ Method = dict[str, Any] | list[dict[str, Any]]
 Options = dict[str, float | int | str | list[float] | None]  # fields of TrainingConfig
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class WireMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of all messages: msgpack maps that carry their type's name."""
 
 
 # Server to engine
 
 
-class Submit(Message, frozen=True):
+class Submit(WireMessage, frozen=True):
     """A request for text. `sampling.seed` is set, so that it can be continued elsewhere.
 
     `continued` are tokens of the answer that were given out before, by an engine that died: they count as
@@ -46,13 +46,13 @@ class Submit(Message, frozen=True):
     newcomer: bool = False
 
 
-class Cancel(Message, frozen=True):
-    """Nobody waits for this request any more, or the server found its stop string. Not reported back."""
+class Cancel(WireMessage, frozen=True):
+    """Ends a request: its client has gone, or the server found its stop string. Not reported back."""
 
     id: str
 
 
-class LoadAdapter(Message, frozen=True):
+class LoadAdapter(WireMessage, frozen=True):
     """Makes the adapter in a folder (PEFT's format) answer to `key`; a `Reply` with `ref` follows.
 
     Its files are looked at now, and its weights read when a request asks for it; those of a `new` one are
@@ -65,14 +65,14 @@ class LoadAdapter(Message, frozen=True):
     new: bool = False
 
 
-class UnloadAdapter(Message, frozen=True):
+class UnloadAdapter(WireMessage, frozen=True):
     """Forgets an adapter version; answers under way keep it. A `Reply` with `ref` follows."""
 
     ref: int
     key: str
 
 
-class PinAdapter(Message, frozen=True):
+class PinAdapter(WireMessage, frozen=True):
     """Keeps an adapter that was loaded before in memory, or no longer. A `Reply` with `ref` follows."""
 
     ref: int
@@ -80,14 +80,14 @@ class PinAdapter(Message, frozen=True):
     pinned: bool
 
 
-class CheckMethod(Message, frozen=True):
+class CheckMethod(WireMessage, frozen=True):
     """Tells whether these are settings of an adapter method; a `Reply` with `ref` follows."""
 
     ref: int
     method: Method
 
 
-class CheckJob(Message, frozen=True):
+class CheckJob(WireMessage, frozen=True):
     """Tells whether a job could ever run on this engine; a `Reply` with `ref` follows.
 
     Fields are as in `StartJob`. Of a long file only the beginning is read: what is refused for that is
@@ -102,7 +102,7 @@ class CheckJob(Message, frozen=True):
     start_from: str | None = None
 
 
-class StartJob(Message, frozen=True):
+class StartJob(WireMessage, frozen=True):
     """Trains an adapter, from the newest good checkpoint under `folder` if there is one.
 
     A job that runs already goes on as it is. `data` is a checked JSONL or text file. `options` are fields of
@@ -123,27 +123,27 @@ class StartJob(Message, frozen=True):
     weight: float = 1.0
 
 
-class StopJob(Message, frozen=True):
+class StopJob(WireMessage, frozen=True):
     """Ends a job's training. With `keep` it writes a checkpoint first, so that it can go on later."""
 
     job: str
     keep: bool
 
 
-class WeighJob(Message, frozen=True):
+class WeighJob(WireMessage, frozen=True):
     """Changes a running job's share among the jobs that train."""
 
     job: str
     weight: float
 
 
-class Acknowledge(Message, frozen=True):
+class Acknowledge(WireMessage, frozen=True):
     """All job news up to this number are written down: the engine may forget them."""
 
     number: int
 
 
-class Drain(Message, frozen=True):
+class Drain(WireMessage, frozen=True):
     """Take no new work; write a checkpoint of every job, report them stopped, and then `Drained`."""
 
 
@@ -155,7 +155,7 @@ Command = (
 # Engine to server
 
 
-class Hello(Message, frozen=True):
+class Hello(WireMessage, frozen=True):
     """The first message of a connection: which engine this is and what its model can do."""
 
     generation: str  # unique for each start of an engine
@@ -178,14 +178,14 @@ class Hello(Message, frozen=True):
     crash: str = ""  # how the engine before this one brought itself down; empty where it did not
 
 
-class Fault(Message, frozen=True):
+class Fault(WireMessage, frozen=True):
     """A deliberate error, by the name of its class in `coserve.errors`, and its one sentence."""
 
     kind: str
     text: str
 
 
-class Token(Message, frozen=True):
+class Token(WireMessage, frozen=True):
     """One more token of an answer, or its end. `token` is None where there is only an end to tell.
 
     The first token of an answer tells how many of its prompt's were `cached`.
@@ -200,28 +200,28 @@ class Token(Message, frozen=True):
     cached: int = 0
 
 
-class Reply(Message, frozen=True):
+class Reply(WireMessage, frozen=True):
     """Outcome of a command that carried a `ref`."""
 
     ref: int
     fault: Fault | None = None
 
 
-class JobWaiting(Message, frozen=True):
+class JobWaiting(WireMessage, frozen=True):
     """A job is read and cannot begin: there is no memory for it now. `JobStarted` follows when there is."""
 
     job: str
     reason: str
 
 
-class JobNote(Message, frozen=True):
-    """Something went otherwise than was asked for; the job goes on."""
+class JobNote(WireMessage, frozen=True):
+    """A remark about a job that goes on in another way than was asked for."""
 
     job: str
     text: str
 
 
-class JobStarted(Message, frozen=True):
+class JobStarted(WireMessage, frozen=True):
     """A job's data is ready and training goes on from optimizer step `step` of `steps`."""
 
     job: str
@@ -236,7 +236,7 @@ class JobStarted(Message, frozen=True):
     learning_rate: float
 
 
-class JobStep(Message, frozen=True):
+class JobStep(WireMessage, frozen=True):
     """One optimizer step. `tokens` have passed forward and back in it; `seconds` since the one before."""
 
     job: str
@@ -250,7 +250,7 @@ class JobStep(Message, frozen=True):
     validation_loss: float | None = None
 
 
-class JobCheckpoint(Message, frozen=True):
+class JobCheckpoint(WireMessage, frozen=True):
     """A checkpoint is on disk for good. `path` holds the adapter in PEFT's format and what resuming needs."""
 
     job: str
@@ -261,7 +261,7 @@ class JobCheckpoint(Message, frozen=True):
     validation_loss: float | None = None
 
 
-class JobEnded(Message, frozen=True):
+class JobEnded(WireMessage, frozen=True):
     """A job left the engine: succeeded, failed, cancelled or stopped (it can go on from its checkpoint)."""
 
     job: str
@@ -273,14 +273,14 @@ class JobEnded(Message, frozen=True):
 JobNews = JobWaiting | JobStarted | JobNote | JobStep | JobCheckpoint | JobEnded
 
 
-class Numbered(Message, frozen=True):
+class Numbered(WireMessage, frozen=True):
     """One piece of job news with its place among all of this engine's; numbers start at 1."""
 
     number: int
     news: JobNews
 
 
-class Paging(Message, frozen=True):
+class Paging(WireMessage, frozen=True):
     """Adapters that lie on disk until a request needs them; counters are since the engine's start."""
 
     known: int = 0
@@ -294,7 +294,7 @@ class Paging(Message, frozen=True):
     used_bytes: int = 0  # in memory or on their way, with their places in stacks
 
 
-class Stats(Message, frozen=True):
+class Stats(WireMessage, frozen=True):
     """Statistics of the engine; counters are since its start. Sent with a report about once a second."""
 
     steps: int
@@ -323,8 +323,8 @@ class Stats(Message, frozen=True):
     paging: Paging = Paging()
 
 
-class Report(Message, frozen=True):
-    """Everything that one step brought about for the server."""
+class Report(WireMessage, frozen=True):
+    """All outcomes of one step that concern the server."""
 
     tokens: tuple[Token, ...] = ()
     replies: tuple[Reply, ...] = ()

@@ -1,4 +1,4 @@
-"""What workloads are made of, and how: requests for given arrivals, jobs, adapters, tiers."""
+"""Builds workloads: requests for given arrivals, jobs, adapters, service tiers."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Final
 
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
-from coserve.workload.prompts import popular
+from coserve.workload.prompts import draw_by_popularity
 from coserve.workload.requests import TimedJob, TimedRequest, Tokens, Workload, training_tokens
 from coserve.workload.traces import TraceRow
 
@@ -15,8 +15,8 @@ ENDLESS: Final = 1_000_000  # epochs: more than any run takes
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What every workload is built from."""
+class WorkloadSettings:
+    """Settings that all workloads of a run share."""
 
     vocabulary: int  # token ids are below it
     seconds: float  # that requests arrive in
@@ -26,7 +26,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingSpec:
     """The fine-tuning beside a workload's requests: LoRA, on random tokens."""
 
     batch: int = 4  # examples an optimizer step
@@ -40,7 +40,7 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapters:
+class ServedAdapters:
     """LoRA adapters that are there already, and how unevenly requests ask for them (synthetic)."""
 
     count: int = 0  # none: requests ask for the base
@@ -62,29 +62,29 @@ class Tier:
 
 
 def make_workload(
-    given: Given,
+    settings: WorkloadSettings,
     name: str,
     title: str,
     rows: Sequence[TraceRow],
-    training: Training,
-    adapters: Adapters,
+    training: TrainingSpec,
+    adapters: ServedAdapters,
     scale: str,
     exact: bool = False,
 ) -> Workload:
     """A workload whose jobs are there from the beginning. `exact` makes prompts as long as their rows say."""
-    jobs = tuple(make_job(given, training, number) for number in range(len(training.weights)))
-    requests = make_requests(given, rows, adapters, exact)
-    said = f"{scale}; {serving(adapters)}" if adapters.count else scale
-    return Workload(name, title, given.seconds, requests, jobs, adapters.served, said)
+    jobs = tuple(make_job(settings, training, number) for number in range(len(training.weights)))
+    requests = make_requests(settings, rows, adapters, exact)
+    said = f"{scale}; {describe_adapters(adapters)}" if adapters.count else scale
+    return Workload(name, title, settings.seconds, requests, jobs, adapters.served, said)
 
 
-def make_job(given: Given, training: Training, number: int, at: float = 0.0) -> TimedJob:
+def make_job(settings: WorkloadSettings, training: TrainingSpec, number: int, at: float = 0.0) -> TimedJob:
     """The `number`-th job: an adapter and data of its own."""
     lengths = [training.length] * training.examples
     return TimedJob(
         at,
         f"trained-{number:02}",
-        tuple(training_tokens(lengths, given.vocabulary, given.seed + 1000 + number)),
+        tuple(training_tokens(lengths, settings.vocabulary, settings.seed + 1000 + number)),
         training.batch,
         training.rank,
         training.targets,
@@ -95,38 +95,38 @@ def make_job(given: Given, training: Training, number: int, at: float = 0.0) -> 
 
 
 def make_requests(
-    given: Given, rows: Sequence[TraceRow], adapters: Adapters, exact: bool = False
+    settings: WorkloadSettings, rows: Sequence[TraceRow], adapters: ServedAdapters, exact: bool = False
 ) -> tuple[TimedRequest, ...]:
     """A request for each row, in order. Texts that are shorter than a row asks for stay so, or with `exact`
     are said again until they are long enough."""
-    draw = random.Random(given.seed + 1)
-    named = _named(adapters, len(rows), given.seed)
+    draw = random.Random(settings.seed + 1)
+    named = _named(adapters, len(rows), settings.seed)
     found = []
     for row, adapter in zip(rows, named, strict=True):
-        if given.prompts:
-            text = draw.choice(given.prompts)
+        if settings.prompts:
+            text = draw.choice(settings.prompts)
             again = -(-row.prompt // len(text)) if exact else 1
             prompt = (text * again)[: row.prompt]
         else:
-            prompt = tuple(draw.randrange(given.vocabulary) for _ in range(row.prompt))
-        found.append(TimedRequest(row.at, prompt, row.answer, adapter, given.slo))
+            prompt = tuple(draw.randrange(settings.vocabulary) for _ in range(row.prompt))
+        found.append(TimedRequest(row.at, prompt, row.answer, adapter, settings.slo))
     return tuple(found)
 
 
-def _named(adapters: Adapters, count: int, seed: int) -> Sequence[str | None]:
+def _named(adapters: ServedAdapters, count: int, seed: int) -> Sequence[str | None]:
     if not adapters.count:
         return [None] * count
-    return popular([name for name, _ in adapters.served], count, adapters.exponent, seed + 2)
+    return draw_by_popularity([name for name, _ in adapters.served], count, adapters.exponent, seed + 2)
 
 
-def of_one_shape(times: Sequence[float], prompt: int, answer: int) -> list[TraceRow]:
-    """Requests at these times that are all alike."""
+def uniform_rows(times: Sequence[float], prompt: int, answer: int) -> list[TraceRow]:
+    """Requests of one shape at these times."""
     if prompt < 1 or answer < 1:
         raise ConfigError(f"a prompt and its answer have at least one token, not {prompt} and {answer}")
     return [TraceRow(at, prompt, answer) for at in times]
 
 
-def shared_out(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
+def assign_tiers(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
     """The bounds of `count` requests: each tier's share of them, rounded so that they add up."""
     total = sum(tier.share for tier in classes)
     if not classes or any(tier.share < 0 for tier in classes) or not total > 0:
@@ -140,14 +140,14 @@ def shared_out(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
     return found
 
 
-def asking(given: Given, prompt: int, answer: int) -> str:
-    """What is said in a prompt and how long it and its answer are."""
-    most = f"at most {prompt} tokens of one of {len(given.prompts)} texts"
-    return f"{most if given.prompts else f'{prompt} random tokens'} in, {answer} out"
+def describe_lengths(settings: WorkloadSettings, prompt: int, answer: int) -> str:
+    """Describes the contents of prompts, and the lengths of prompts and answers."""
+    most = f"at most {prompt} tokens of one of {len(settings.prompts)} texts"
+    return f"{most if settings.prompts else f'{prompt} random tokens'} in, {answer} out"
 
 
-def serving(adapters: Adapters) -> str:
-    """Which adapters are asked for, and by what law."""
+def describe_adapters(adapters: ServedAdapters) -> str:
+    """Describes the adapters that requests name, and the law of their popularity."""
     if not adapters.count:
         return "no adapters"
     synthetic = f"by a synthetic power law of exponent {adapters.exponent:g}"
@@ -155,8 +155,8 @@ def serving(adapters: Adapters) -> str:
     return f"{adapters.count} adapters of rank {adapters.rank}, asked for {law}"
 
 
-def bounds(slo: SLO) -> str:
-    """Those that are set, in words."""
+def describe_bounds(slo: SLO) -> str:
+    """Describes the bounds that are set."""
     names = {
         "first_token": "first token",
         "between_tokens": "between tokens",

@@ -1,4 +1,4 @@
-"""What requests say and whom they ask: prompts from a file, and adapters some of which are popular."""
+"""Prompts from a file, and adapters of unequal popularity, for the requests of a workload."""
 
 import csv
 import random
@@ -37,7 +37,7 @@ def read_prompts(path: str | Path) -> list[str]:
     return found
 
 
-def encoded(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> tuple[Tokens, ...]:
+def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> tuple[Tokens, ...]:
     """Token ids of each text, cut after `longest`. DataError names a text of which no token is left."""
     if longest < 1:
         raise ConfigError(f"the longest prompt has at least one token, not {longest}")
@@ -47,7 +47,7 @@ def encoded(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> tuple[T
     return found
 
 
-def word_ids(vocabulary: int, seed: int = 0) -> Tokenizer:
+def word_tokenizer(vocabulary: int, seed: int = 0) -> Tokenizer:
     """A stand-in for the tokenizer of a model with random weights, which has none: each word's hash, below
     `vocabulary`. Lengths and repetitions are a real text's; which ids they are means nothing."""
     if vocabulary < 1:
@@ -61,7 +61,7 @@ def word_ids(vocabulary: int, seed: int = 0) -> Tokenizer:
     return tokenize
 
 
-def popular(names: Sequence[str], count: int, exponent: float, seed: int = 0) -> list[str]:
+def draw_by_popularity(names: Sequence[str], count: int, exponent: float, seed: int = 0) -> list[str]:
     """The adapters that `count` requests ask for: the k-th of `names` as often as k ** -exponent says.
 
     No public trace says who asked for which adapter, so this is synthetic (S-LoRA does the same): 0 is

@@ -1,4 +1,4 @@
-"""What is asked of a machine: requests, fine-tuning jobs, and their tokens; seeded, the same everywhere."""
+"""Workloads: requests and fine-tuning jobs with their tokens; seeded, the same on every machine."""
 
 import random
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TimedJob:
-    """Fine-tuning that is asked for `at` seconds after the load begins, of a LoRA adapter of its own.
+    """A fine-tuning job of a LoRA adapter of its own, created `at` seconds after the load begins.
 
     An optimizer step takes `batch` of the `examples`, which pass `epochs` times; `targets` are the ends of
     the linears' names, None for all of them. A micro-batch is a whole mini-batch, of at most `rows` rows.
@@ -45,7 +45,7 @@ class TimedJob:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Everything that is asked of a machine for `seconds`: requests, jobs, and the adapters that are there.
+    """Requests and jobs of `seconds` seconds, and the adapters that exist from the start.
 
     `served` are LoRA adapters (name, rank) that requests may name. `title` says in one line what it is and
     whose, `scale` by how much it was changed to fit the machine.

@@ -1,4 +1,4 @@
-"""The models that are measured: their shapes, their weights from a seed, what their work costs at least.
+"""Model shapes for measurements: weights from a seed, and lower bounds of bytes and operations.
 
 Importing this loads no torch; a model's configuration and its weights do.
 """
@@ -15,7 +15,7 @@ _BYTES = 2  # of a bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A Llama in bfloat16 with untied embeddings and random weights."""
 
     name: str
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def config(self) -> "LlamaConfig":
-        """As transformers has it."""
+        """The shape as a transformers configuration."""
         import torch
         from transformers import LlamaConfig
 
@@ -110,20 +110,20 @@ class Shape:
 _SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("255m", 1024, 16, 2816, 16, 8, 32000, 4096),
-        Shape("19m", 384, 8, 1024, 6, 3, 8192, 2048),
-        Shape("tiny", 64, 4, 176, 4, 2, 512, 1024),
+        ModelShape("255m", 1024, 16, 2816, 16, 8, 32000, 4096),
+        ModelShape("19m", 384, 8, 1024, 6, 3, 8192, 2048),
+        ModelShape("tiny", 64, 4, 176, 4, 2, 512, 1024),
     )
 }
 
 
 def shape_names() -> tuple[str, ...]:
-    """Of all there are."""
+    """Names of all shapes."""
     return tuple(_SHAPES)
 
 
-def shape_named(name: str) -> Shape:
-    """The shape called `name`; ConfigError names those there are."""
+def shape_named(name: str) -> ModelShape:
+    """The shape called `name`. Raises ConfigError, with the known names, for any other."""
     if name not in _SHAPES:
         raise ConfigError(f"there is no shape {name!r}; there are {', '.join(_SHAPES)}")
     return _SHAPES[name]

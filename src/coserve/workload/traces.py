@@ -35,7 +35,7 @@ class ScaledTrace:
     answer_scale: float
 
     def describe(self) -> str:
-        """One line for the reader of a report."""
+        """Describes the trace and its scales in one line."""
         return (
             f"{len(self.rows)} requests of the trace, gaps x {self.time_scale:.3g}, "
             f"prompts x {self.prompt_scale:.3g}, answers x {self.answer_scale:.3g}"
@@ -53,14 +53,14 @@ class TracePart:
     found: int
 
     def arrivals(self) -> str:
-        """Whose arrivals these are, for the reader of a report."""
+        """Describes the part of the trace that the arrivals come from, and how it was scaled."""
         return (
             f"seconds {self.begin:.0f} to {self.begin + self.recorded:.0f} of the trace, "
             f"{self.kept} of its {self.found} requests drawn at random, time x {self.scaled.time_scale:.3g}"
         )
 
     def lengths(self) -> str:
-        """What became of the lengths."""
+        """Describes how lengths were scaled."""
         return f"prompts x {self.scaled.prompt_scale:.3g}, answers x {self.scaled.answer_scale:.3g}"
 
 
@@ -124,11 +124,11 @@ def fit_trace(
     return ScaledTrace(scaled, time_scale, prompt_scale, answer_scale)
 
 
-def rising_and_falling(trace: Sequence[TraceRow], length: float = 360.0) -> float:
-    """Where a window of `length` recorded seconds begins that looks like FlexLLM's (8.4): its arrivals rise
-    to a peak after a third of it and fall again.
+def find_peak_window(trace: Sequence[TraceRow], length: float = 360.0) -> float:
+    """Start of a window of `length` recorded seconds that looks like FlexLLM's (8.4): its arrivals rise to a
+    peak after a third of it and fall again.
 
-    Of all windows that fit, the one whose peak stands out most over its two ends.
+    It is the window whose peak exceeds its two ends most.
     """
     check_positive(length=length)
     times = [row.at for row in trace]
@@ -139,7 +139,7 @@ def rising_and_falling(trace: Sequence[TraceRow], length: float = 360.0) -> floa
     return max(begins, key=lambda begin: _stands_out(times, begin, length))
 
 
-def segment(
+def trace_part(
     trace: Sequence[TraceRow],
     rate: float,
     seconds: float,

@@ -11,52 +11,54 @@ from typing import Final
 from coserve.core.request import SLO
 from coserve.workload.arrivals import gamma_times, poisson_times, spread_times, steady_times
 from coserve.workload.mixes import (
-    Adapters,
-    Given,
+    ServedAdapters,
     Tier,
-    Training,
-    asking,
-    bounds,
+    TrainingSpec,
+    WorkloadSettings,
+    assign_tiers,
+    describe_adapters,
+    describe_bounds,
+    describe_lengths,
     make_job,
     make_requests,
     make_workload,
-    of_one_shape,
-    serving,
-    shared_out,
+    uniform_rows,
 )
 from coserve.workload.requests import Workload
-from coserve.workload.traces import TraceRow, segment
+from coserve.workload.traces import TraceRow, trace_part
 
 SHARES: Final = (0.3, 0.4, 0.3)  # of requests in three tiers of service
 MLP: Final = ("gate_proj", "up_proj", "down_proj")  # the linears that FlexLLM adapts
 
 
 def report(
-    given: Given,
+    settings: WorkloadSettings,
     *,
     every: float = 0.1,
     tune_every: float = 20.0,
     examples: int = 512,
     prompt: int = 64,
     answer: int = 32,
-    training: Training = Training(batch=32, rank=32),
-    adapters: Adapters = Adapters(32, 32),
+    training: TrainingSpec = TrainingSpec(batch=32, rank=32),
+    adapters: ServedAdapters = ServedAdapters(32, 32),
 ) -> Workload:
     """The multi-LoRA report's (5.2.1, table 5.1): a request every `every` seconds, and every `tune_every`
     seconds, from the beginning on, a job that passes `examples` examples once."""
-    rows = of_one_shape(steady_times(every, given.seconds), prompt, answer)
+    rows = uniform_rows(steady_times(every, settings.seconds), prompt, answer)
     once = replace(training, examples=examples, epochs=1)
-    jobs = [make_job(given, once, n, at) for n, at in enumerate(steady_times(tune_every, given.seconds))]
+    jobs = [
+        make_job(settings, once, n, at) for n, at in enumerate(steady_times(tune_every, settings.seconds))
+    ]
     scale = (
         f"a request every {every:.3g} s (there 0.1), {examples} examples in batches of {training.batch} "
-        f"every {tune_every:.3g} s (there 512 in batches of 32 every 20), {asking(given, prompt, answer)}, "
-        f"{serving(adapters)} (there 32 of rank 32)"
+        f"every {tune_every:.3g} s (there 512 in batches of 32 every 20), "
+        f"{describe_lengths(settings, prompt, answer)}, {describe_adapters(adapters)} (there 32 of rank 32)"
     )
     return Workload(
         "report",
         "Multi-LoRA report, table 5.1: steady requests, bursts of fine-tuning",
-        given.seconds,
-        make_requests(given, rows, adapters),
+        settings.seconds,
+        make_requests(settings, rows, adapters),
         tuple(jobs),
         adapters.served,
         scale,
@@ -64,19 +66,19 @@ def report(
 
 
 def fineinfer(
-    given: Given,
+    settings: WorkloadSettings,
     *,
     deferral: float,
     spread: float = 2.0,
     prompt: int = 64,
     answer: int = 32,
-    training: Training = Training(),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """FineInfer's (4.1): each request within `spread` seconds of the last one, with this bound on how long
     training may defer it; fine-tuning without end."""
-    deferring = replace(given, slo=replace(given.slo, deferral=deferral))
-    rows = of_one_shape(spread_times(spread, given.seconds, given.seed), prompt, answer)
+    deferring = replace(settings, slo=replace(settings.slo, deferral=deferral))
+    rows = uniform_rows(spread_times(spread, settings.seconds, settings.seed), prompt, answer)
     said = (
         f"each request within {spread:.3g} s of the last one (there 2), deferred by at most {deferral:.3g} s"
     )
@@ -87,26 +89,25 @@ def fineinfer(
         rows,
         training,
         adapters,
-        f"{said}, {asking(given, prompt, answer)}",
+        f"{said}, {describe_lengths(settings, prompt, answer)}",
     )
 
 
 def flexllm(
-    given: Given,
+    settings: WorkloadSettings,
     *,
     rate: float,
     prompt: int = 256,
     answer: int = 64,
-    training: Training = Training(batch=1, length=1024, rank=8, targets=MLP),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(batch=1, length=1024, rank=8, targets=MLP),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """FlexLLM's (8.1): `rate` requests a second, and long examples that train the linears of the MLP."""
-    rows = of_one_shape(poisson_times(rate, given.seconds, given.seed), prompt, answer)
-    said = (
-        f"{rate:.3g} requests a second (there up to 10), {asking(given, prompt, answer)} (there 256 and 64)"
-    )
+    rows = uniform_rows(poisson_times(rate, settings.seconds, settings.seed), prompt, answer)
+    lengths = describe_lengths(settings, prompt, answer)
+    said = f"{rate:.3g} requests a second (there up to 10), {lengths} (there 256 and 64)"
     return make_workload(
-        given,
+        settings,
         "flexllm",
         "FlexLLM, 8.1: long prompts beside 1,024-token examples",
         rows,
@@ -117,41 +118,41 @@ def flexllm(
 
 
 def poisson(
-    given: Given,
+    settings: WorkloadSettings,
     *,
     rate: float,
     prompt: int = 128,
     answer: int = 32,
-    training: Training = Training(),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """Requests that know nothing of each other."""
-    rows = of_one_shape(poisson_times(rate, given.seconds, given.seed), prompt, answer)
-    said = f"{rate:.3g} requests a second, {asking(given, prompt, answer)}"
-    return make_workload(given, "poisson", "Poisson arrivals", rows, training, adapters, said)
+    rows = uniform_rows(poisson_times(rate, settings.seconds, settings.seed), prompt, answer)
+    said = f"{rate:.3g} requests a second, {describe_lengths(settings, prompt, answer)}"
+    return make_workload(settings, "poisson", "Poisson arrivals", rows, training, adapters, said)
 
 
 def bursty(
-    given: Given,
+    settings: WorkloadSettings,
     *,
     rate: float,
     variation: float = 3.0,
     prompt: int = 128,
     answer: int = 32,
-    training: Training = Training(),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """Requests in bursts: Gamma gaps with this coefficient of variation (a Poisson process has 1)."""
-    rows = of_one_shape(gamma_times(rate, given.seconds, variation, given.seed), prompt, answer)
+    rows = uniform_rows(gamma_times(rate, settings.seconds, variation, settings.seed), prompt, answer)
     said = (
         f"{rate:.3g} requests a second on average, gaps with a coefficient of variation of {variation:.3g}, "
-        f"{asking(given, prompt, answer)}"
+        f"{describe_lengths(settings, prompt, answer)}"
     )
-    return make_workload(given, "bursty", "Bursts: Gamma arrivals", rows, training, adapters, said)
+    return make_workload(settings, "bursty", "Bursts: Gamma arrivals", rows, training, adapters, said)
 
 
 def azure(
-    given: Given,
+    settings: WorkloadSettings,
     trace: Sequence[TraceRow],
     *,
     rate: float,
@@ -159,31 +160,31 @@ def azure(
     length: float = 360.0,
     longest_prompt: int = 1024,
     longest_answer: int = 128,
-    training: Training = Training(),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """`length` recorded seconds of an Azure trace from `begin` on: arrivals, prompts and answers, scaled.
 
-    `arrivals.rising_and_falling` finds a beginning like FlexLLM's.
+    `traces.find_peak_window` finds a beginning like FlexLLM's.
     """
-    part = segment(
+    part = trace_part(
         trace,
         rate,
-        given.seconds,
+        settings.seconds,
         begin=begin,
         length=length,
         longest_prompt=longest_prompt,
         longest_answer=longest_answer,
-        seed=given.seed,
+        seed=settings.seed,
     )
     rows = part.scaled.rows
     said = f"{part.arrivals()}, {part.lengths()}"
     title = "Azure conversations, 2023"
-    return make_workload(given, "azure", title, rows, training, adapters, said, exact=True)
+    return make_workload(settings, "azure", title, rows, training, adapters, said, exact=True)
 
 
 def azure_arrivals(
-    given: Given,
+    settings: WorkloadSettings,
     trace: Sequence[TraceRow],
     *,
     rate: float,
@@ -191,29 +192,29 @@ def azure_arrivals(
     length: float = 360.0,
     prompt: int = 64,
     answer: int = 32,
-    training: Training = Training(batch=1, length=1024, rank=8, targets=MLP),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(batch=1, length=1024, rank=8, targets=MLP),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """FlexLLM's case study (8.4): the arrivals of `length` recorded seconds of an Azure trace, every request
     of one shape, and mini-batches of 1,024 tokens."""
     bare = [replace(row, prompt=prompt, answer=answer) for row in trace]
-    part = segment(
+    part = trace_part(
         bare,
         rate,
-        given.seconds,
+        settings.seconds,
         begin=begin,
         length=length,
         longest_prompt=prompt,
         longest_answer=answer,
-        seed=given.seed,
+        seed=settings.seed,
     )
     said = (
         f"{part.arrivals()} (theirs were six minutes); arrivals only, all lengths fixed: "
-        f"{asking(given, prompt, answer)}"
+        f"{describe_lengths(settings, prompt, answer)}"
     )
     rows = part.scaled.rows
     title = "FlexLLM, 8.4: arrivals of the Azure trace, lengths fixed"
-    return make_workload(given, "azure-arrivals", title, rows, training, adapters, said)
+    return make_workload(settings, "azure-arrivals", title, rows, training, adapters, said)
 
 
 def service_tiers(
@@ -235,29 +236,30 @@ def service_tiers(
 
 
 def tiers(
-    given: Given,
+    settings: WorkloadSettings,
     classes: Sequence[Tier],
     *,
     rate: float,
     prompt: int = 128,
     answer: int = 32,
-    training: Training = Training(weights=(3.0, 1.0)),
-    adapters: Adapters = Adapters(),
+    training: TrainingSpec = TrainingSpec(weights=(3.0, 1.0)),
+    adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
     """Poisson arrivals of which exactly these shares, in random order, are in these tiers; jobs share what
-    is left by weight. `given.slo` is not used: each tier has its own."""
-    rows = of_one_shape(poisson_times(rate, given.seconds, given.seed), prompt, answer)
-    slos = shared_out(classes, len(rows), given.seed)
-    said = ", ".join(f"{tier.share:.0%} {tier.name} ({bounds(tier.slo)})" for tier in classes)
+    is left by weight. `settings.slo` is not used: each tier has its own."""
+    rows = uniform_rows(poisson_times(rate, settings.seconds, settings.seed), prompt, answer)
+    slos = assign_tiers(classes, len(rows), settings.seed)
+    said = ", ".join(f"{tier.share:.0%} {tier.name} ({describe_bounds(tier.slo)})" for tier in classes)
     weights = " : ".join(f"{weight:g}" for weight in training.weights)
     made = make_workload(
-        given,
+        settings,
         "tiers",
         "Tiers of service, and jobs of different weight",
         rows,
         training,
         adapters,
-        f"{rate:.3g} requests a second: {said}; {asking(given, prompt, answer)}; jobs weigh {weights}",
+        f"{rate:.3g} requests a second: {said}; {describe_lengths(settings, prompt, answer)}; "
+        f"jobs weigh {weights}",
     )
     requests = (replace(r, slo=slo) for r, slo in zip(made.requests, slos, strict=True))
     return replace(made, requests=tuple(requests))

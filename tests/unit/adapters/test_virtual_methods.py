@@ -13,7 +13,7 @@ from coserve.adapters.bypass import Part
 from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.methods import method_of
 from coserve.adapters.methods.p_tuning import PTuningConfig
-from coserve.adapters.methods.prefix_tuning import Layout, PrefixTuningConfig
+from coserve.adapters.methods.prefix_tuning import PrefixLayout, PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.virtual import Given, Prompt
 from coserve.errors import AdapterError, AdapterMismatch
@@ -192,11 +192,11 @@ def test_an_encoder_of_another_shape_or_with_a_gap_is_refused(base: Base, tmp_pa
 def test_a_prefix_needs_keys_and_values_of_one_shape() -> None:
     """DeepSeek's values are narrower than its keys."""
     with pytest.raises(AdapterMismatch, match="one shape"):
-        Layout.of(load_base(tiny("deepseek_v3")))
+        PrefixLayout.of(load_base(tiny("deepseek_v3")))
 
 
 def test_the_layout_of_a_row_is_peft_s(base: Base) -> None:
-    layout = Layout.of(base)
+    layout = PrefixLayout.of(base)
     rows = torch.randn(5, layout.row_width)
     theirs = rows.view(1, 5, layout.layers * 2, layout.groups, layout.width).permute(2, 0, 3, 1, 4).split(2)
     for (k, v), pair in zip(layout.caches(rows), theirs, strict=True):

@@ -1,5 +1,6 @@
 """The bench of held activations, on the smallest sizes."""
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from coserve.train.pruning.plan import explain_model
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks.memory import activations
+from coserve_benchmarks.memory import ablation, activations
 from coserve_benchmarks.memory.ablation import COMPUTED, FULL, PEER, PRUNED, STEPS, WINDOWS, draw_ablation
 from coserve_benchmarks.memory.peers import OURS, peer_of
 from coserve_benchmarks.memory.run import run_memory
@@ -29,7 +30,12 @@ def test_bytes_and_speeds_of_each_setting(monkeypatch: pytest.MonkeyPatch) -> No
     assert figures["activations.peak_inputs[ia3]"] >= figures["activations.bytes_inputs[ia3]"] > 0
 
 
-def test_the_ablation_goes_down_step_by_step(tmp_path: Path) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("methods", combinations(OURS, 2), ids=" and ".join)
+def test_the_ablation_goes_down_step_by_step(
+    methods: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ablation, "OURS", {method: OURS[method] for method in methods})
     results = run_memory("tiny", quick=True, only=["ablation"], json_path=tmp_path / "m.json")
     for method, steps in results["ablation"]["methods"].items():
         assert list(steps) == list(STEPS)
@@ -38,7 +44,7 @@ def test_the_ablation_goes_down_step_by_step(tmp_path: Path) -> None:
         assert held[FULL] > held[PEER] > held[COMPUTED], method
     draw_ablation(results, tmp_path / "a.svg")
     drawn = (tmp_path / "a.svg").read_text()
-    assert all(name in drawn for name in ("bottleneck", WINDOWS))
+    assert all(name in drawn for name in (*methods, WINDOWS))
 
 
 def test_the_peers_train_what_ours_does() -> None:

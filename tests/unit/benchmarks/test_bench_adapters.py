@@ -8,7 +8,7 @@ import pytest
 from coserve.errors import ConfigError
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.adapters.run import run_adapters
-from coserve_benchmarks.adapters.sizes import Sizes, adapter_bytes, mean_rank, ranks_of
+from coserve_benchmarks.adapters.sizes import AdapterSizes, adapter_bytes, mean_rank, ranks_of
 from coserve_benchmarks.settings import FULL, TINY
 
 
@@ -23,12 +23,13 @@ def test_ranks_are_a_quarter_each_and_bytes_those_of_every_linear() -> None:
 
 
 def test_the_sizes_of_the_table() -> None:
-    sizes = Sizes.of(FULL, shape_named("255m"), quick=False)
+    sizes = AdapterSizes.of(FULL, shape_named("255m"), quick=False)
     assert (sizes.rows, sizes.counts[-1], sizes.trained, sizes.jobs * sizes.job_tokens) == (64, 32, 16, 1024)
     assert sizes.tokens >= 8192 and sizes.rounds == FULL.rounds
-    assert Sizes.of(TINY, shape_named("tiny"), quick=True).rows < 64
+    assert AdapterSizes.of(TINY, shape_named("tiny"), quick=True).rows < 64
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("series", ["rank8", "mixed"])
 def test_decode_steps_are_measured_beside_their_floors_and_peers(series: str, tmp_path: Path) -> None:
     path = tmp_path / "adapters.json"

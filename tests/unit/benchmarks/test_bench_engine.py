@@ -7,12 +7,32 @@ from rich.console import Console
 
 from coserve.core.compact import rounded
 from coserve.errors import ConfigError
-from coserve_benchmarks.engine import run_engine
+from coserve_benchmarks.engine import GROUPS, run_engine
 from coserve_benchmarks.plans import load_plans, whole_journeys
 from coserve_benchmarks.report import draw, print_report
-from coserve_benchmarks.results import BARS
+from coserve_benchmarks.results import BARS, REMOTE_BARS
+from forked_executors import fork_executors
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_on_a_tiny_shape(group: str, tmp_path: Path) -> None:
+    results = run_engine("tiny", quick=True, only=[group], plans=tmp_path / "plans.json")
+    measured = [key for key in BARS if key in results]
+    for key in measured:
+        assert math.isfinite(results[key]) and results[key] > 0, key
+    assert measured or group == "coserve"  # whose denominators the others measure
+    assert any(name.startswith(f"{group}.") for name in results["figures"])
+    assert all(math.isfinite(figure["value"]) for figure in results["figures"].values())
+    if group == "coserve":
+        assert whole_journeys(load_plans(tmp_path / "plans.json"))
+    console = Console(width=120, record=True)
+    print_report(results, console)
+    text = console.export_text()
+    assert all(key in text for key in measured)
+
+
+@pytest.mark.slow
 def test_the_whole_table_on_a_tiny_shape(tmp_path: Path) -> None:
     results = run_engine("tiny", quick=True, json_path=tmp_path / "bench.json", plans=tmp_path / "plans.json")
     for key in BARS:
@@ -33,3 +53,11 @@ def test_the_whole_table_on_a_tiny_shape(tmp_path: Path) -> None:
 def test_unknown_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match="there are inference, finetune, blocking, coserve"):
         run_engine("tiny", only=["speed"])
+
+
+def test_what_a_remote_executor_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_executors(monkeypatch)
+    results = run_engine("tiny", quick=True, json_path=tmp_path / "bench.json", executor="remote")
+    assert all(0.1 < results[key] < 10.0 for key in REMOTE_BARS)
+    with pytest.raises(ConfigError, match="executor must be local or remote"):
+        run_engine("tiny", quick=True, executor="elsewhere")

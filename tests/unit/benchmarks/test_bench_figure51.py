@@ -11,9 +11,9 @@ from coserve_benchmarks.adapters.approaches import (
     APPROACHES,
     NAIVE,
     Batch,
-    Decoding,
+    DecodeStep,
     SharedModel,
-    Training,
+    TrainStep,
     passes_of,
 )
 from coserve_benchmarks.adapters.drawing import draw
@@ -89,10 +89,10 @@ def gradients(shared: SharedModel, approach: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("approach", APPROACHES)
 def test_decoding_repeats_itself_and_training_moves_the_adapters(shared: SharedModel, approach: str) -> None:
-    decoding = Decoding(shared, replace(BATCH, length=1), approach, context=3)
+    decoding = DecodeStep(shared, replace(BATCH, length=1), approach, context=3)
     assert decoding() > 0 and decoding() > 0
     before = [linear.a.clone() for linear in shared.linears]
-    assert Training(shared, BATCH, approach)() > 0
+    assert TrainStep(shared, BATCH, approach)() > 0
     for linear, was in zip(shared.linears, before, strict=True):
         moved = (linear.a != was).any(1)
         assert moved.all(), "ranks that did not step"

@@ -15,14 +15,13 @@ from coserve.core.compact import rounded
 from coserve.core.request import SLO
 from coserve.errors import ConfigError, DataError, ServerError
 from coserve.workload import traffic
-from coserve.workload.mixes import Adapters, Given, Training
+from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings
 from coserve.workload.requests import TimedRequest, Workload
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks.drive import Answered, Load
+from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.machine import measure_machine
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import papers, rounds, run, switching
-from coserve_benchmarks.policies.arena import EngineArena, patience_for
 from coserve_benchmarks.policies.contest import (
     OURS,
     Contest,
@@ -33,15 +32,16 @@ from coserve_benchmarks.policies.contest import (
     within,
 )
 from coserve_benchmarks.policies.isolated import isolated
-from coserve_benchmarks.policies.rounds import Rounds, Sizes
+from coserve_benchmarks.policies.rounds import ContestRunner, RoundSettings
+from coserve_benchmarks.policies.testbed import EngineTestbed, patience_for
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.settings import settings_for
 
 SHAPE = shape_named("tiny")
-GIVEN = Given(SHAPE.vocabulary, 0.5, SLO(first_token=5.0))
-TRAINING = Training(batch=2, length=32, examples=8)
+GIVEN = WorkloadSettings(SHAPE.vocabulary, 0.5, SLO(first_token=5.0))
+TRAINING = TrainingSpec(batch=2, length=32, examples=8)
 WORKLOAD = traffic.poisson(
-    GIVEN, rate=12.0, prompt=16, answer=6, training=TRAINING, adapters=Adapters(2, 4, 1.0)
+    GIVEN, rate=12.0, prompt=16, answer=6, training=TRAINING, adapters=ServedAdapters(2, 4, 1.0)
 )
 
 # The figures of a round
@@ -51,13 +51,13 @@ def test_a_round_is_summed_up() -> None:
     """Four seconds; the third of four requests has no answer, and the fourth came too late to be asked."""
     requests = tuple(TimedRequest(at, (1,), 3) for at in (0.5, 2.0, 3.0, 3.9))
     bounded = SLO(end_to_end=1.0)
-    load = Load(
+    load = LoadResult(
         started=100.0,
         seconds=4.0,
         answers=[
-            Answered(100.5, [101.0, 101.5, 102.5], bounded),
-            Answered(102.0, [102.5], bounded),
-            Answered(103.0, [], bounded),
+            AnswerTimes(100.5, [101.0, 101.5, 102.5], bounded),
+            AnswerTimes(102.0, [102.5], bounded),
+            AnswerTimes(103.0, [], bounded),
         ],
         trained=[(100.5, 10.0), (101.5, 30.0), (103.9, 20.0), (104.5, 99.0)],
         losses=[4.0, 3.0, *[2.0] * 16, 1.5, 0.5],
@@ -84,7 +84,7 @@ def test_a_round_is_summed_up() -> None:
 
 
 def test_a_round_in_which_nothing_happened() -> None:
-    load = Load(100.0, 0.5, finished_at=100.5)
+    load = LoadResult(100.0, 0.5, finished_at=100.5)
     found = summary(load, Workload("w", "W", 0.5, (), ()), {"own": own_bounds}, 60.0, "")
     assert found["latency"] is found["first_token"] is found["between"] is found["loss"] is None
     assert (found["training"], found["attainment"], found["flow"]) == (0.0, {"own": 0.0}, [[0.0] * 4])
@@ -92,19 +92,19 @@ def test_a_round_in_which_nothing_happened() -> None:
 
 def test_processors_are_used_until_the_load_is_over() -> None:
     """Whose training is in a process of its own goes on after the last answer."""
-    load = Load(100.0, 4.0, processor=6.0, finished_at=101.0)
+    load = LoadResult(100.0, 4.0, processor=6.0, finished_at=101.0)
     found = summary(load, Workload("w", "W", 4.0, (), ()), {"own": own_bounds}, 60.0, "")
     assert found["processor"] == 1.5 / torch.get_num_threads()
 
 
 def test_what_is_judged() -> None:
     slow, late = SLO(deferral=1.0), SLO(first_token=0.4)
-    assert own_bounds(Answered(0.0, [9.0], slow, deferred=1.0))
-    assert not own_bounds(Answered(0.0, [9.0], slow, deferred=1.1))
-    assert not own_bounds(Answered(0.0, [0.5, 0.6], late))
-    assert not own_bounds(Answered(0.0)) and not within(9.0)(Answered(0.0))
-    assert within(2.0)(Answered(1.0, [2.0, 3.0])) and not within(1.9)(Answered(1.0, [2.0, 3.0]))
-    load = Load(0.0, 1.0, [Answered(0.0, [0.5]), Answered(0.0, [1.5])])
+    assert own_bounds(AnswerTimes(0.0, [9.0], slow, deferred=1.0))
+    assert not own_bounds(AnswerTimes(0.0, [9.0], slow, deferred=1.1))
+    assert not own_bounds(AnswerTimes(0.0, [0.5, 0.6], late))
+    assert not own_bounds(AnswerTimes(0.0)) and not within(9.0)(AnswerTimes(0.0))
+    assert within(2.0)(AnswerTimes(1.0, [2.0, 3.0])) and not within(1.9)(AnswerTimes(1.0, [2.0, 3.0]))
+    load = LoadResult(0.0, 1.0, [AnswerTimes(0.0, [0.5]), AnswerTimes(0.0, [1.5])])
     assert attained(load, Workload("w", "W", 1.0, (TimedRequest(0, (1,), 1),) * 4, ()), within(1.0)) == 0.25
 
 
@@ -116,8 +116,8 @@ def bench(path: Path | None = None) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def compared() -> Rounds:
-    return Rounds(bench(), None, Sizes(1.0, SHAPE.vocabulary))  # type: ignore[arg-type]  # nothing runs here
+def compared() -> ContestRunner:
+    return ContestRunner(bench(), None, RoundSettings(1.0, SHAPE.vocabulary))  # type: ignore[arg-type]  # nothing runs here
 
 
 def contest(name: str, **runs: tuple[float, float]) -> Contest:
@@ -128,10 +128,10 @@ def contest(name: str, **runs: tuple[float, float]) -> Contest:
     return found
 
 
-def trained(rate: float, kept: float) -> Load:
+def trained(rate: float, kept: float) -> LoadResult:
     """Ten requests, so many of them answered within a second, and fine-tuning tokens/s."""
-    answers = [Answered(100.0, [100.5 if n < 10 * kept else 109.0]) for n in range(10)]
-    return Load(100.0, 10.0, answers, [(109.0, 9.0 * rate)], finished_at=109.0, is_apart=True)
+    answers = [AnswerTimes(100.0, [100.5 if n < 10 * kept else 109.0]) for n in range(10)]
+    return LoadResult(100.0, 10.0, answers, [(109.0, 9.0 * rate)], finished_at=109.0, is_apart=True)
 
 
 class Scripted:
@@ -143,21 +143,21 @@ class Scripted:
     def peak(self, workload: Workload, seconds: float) -> float:
         return 100.0
 
-    def run(self, policy: str, workload: Workload) -> Load:
+    def run(self, policy: str, workload: Workload) -> LoadResult:
         self.ran.append(policy)
         return trained(*self.script[policy].pop(0))
 
-    def isolated(self, workload: Workload, judge: Any) -> tuple[Load, str]:
+    def isolated(self, workload: Workload, judge: Any) -> tuple[LoadResult, str]:
         return self.run("isolated", workload), "said"
 
 
 class Slowing(Scripted):
     """An arena that trains what is written down for a policy, and less after every four rounds."""
 
-    def alone(self, workload: Workload) -> Load:
-        return Load(100.0, 0.001, finished_at=101.0)
+    def alone(self, workload: Workload) -> LoadResult:
+        return LoadResult(100.0, 0.001, finished_at=101.0)
 
-    def run(self, policy: str, workload: Workload) -> Load:
+    def run(self, policy: str, workload: Workload) -> LoadResult:
         self.ran.append(policy)
         (rate, kept), *_ = self.script.get(policy, [(50.0, 1.0)])
         return trained(rate / (1 + (len(self.ran) - 1) // 4), kept)
@@ -165,10 +165,10 @@ class Slowing(Scripted):
 
 def test_what_deferral_gains_is_told_from_rounds_of_the_same_minute() -> None:
     policies = {"continuous": 100.0, "deferred": 110.0, "deferred:0.5,together=1": 130.0, OURS: 120.0}
-    arena = Slowing(**{policy: [(rate, 1.0)] for policy, rate in policies.items()})
-    it = Rounds(bench(), arena, Sizes(10.0, SHAPE.vocabulary, again=1))  # type: ignore[arg-type]
+    testbed = Slowing(**{policy: [(rate, 1.0)] for policy, rate in policies.items()})
+    it = ContestRunner(bench(), testbed, RoundSettings(10.0, SHAPE.vocabulary, again=1))  # type: ignore[arg-type]
     papers.fineinfer(it)
-    assert arena.ran[:24] == [*policies] * 6  # twice at each of their bounds, once at those beyond
+    assert testbed.ran[:24] == [*policies] * 6  # twice at each of their bounds, once at those beyond
     found = it.bench.results.as_dict()
     assert found["fineinfer.gain"] == pytest.approx(1.3)
     assert found["spreads"]["fineinfer.gain"] == pytest.approx((1.3, 1.3))
@@ -180,14 +180,16 @@ def test_what_deferral_gains_is_told_from_rounds_of_the_same_minute() -> None:
 
 
 def test_deferral_is_what_an_answer_took_longer() -> None:
-    load = Load(0.0, 1.0, [Answered(1.0, [2.0, 4.5]), Answered(1.0, [2.0]), Answered(1.0, [])])
-    other = Load(9.0, 1.0, [Answered(9.0, [10.0, 11.0]), Answered(9.0, [12.0]), Answered(9.0, [10.0])])
+    load = LoadResult(0.0, 1.0, [AnswerTimes(1.0, [2.0, 4.5]), AnswerTimes(1.0, [2.0]), AnswerTimes(1.0, [])])
+    other = LoadResult(
+        9.0, 1.0, [AnswerTimes(9.0, [10.0, 11.0]), AnswerTimes(9.0, [12.0]), AnswerTimes(9.0, [10.0])]
+    )
     charge_deferral(load, other)
     assert [answer.deferred for answer in load.answers] == [1.5, 0.0, 0.0]
 
 
 def test_those_that_one_round_does_not_tell_apart_have_more_in_turn() -> None:
-    arena = Scripted(
+    testbed = Scripted(
         adaptive=[(90, 1.0), (60, 0.9), (100, 0.8)],
         hybrid=[(70, 1.0), (110, 1.0), (80, 1.0)],  # within 30 %
         spatial=[(60, 1.0)],  # half as much again is more than that
@@ -195,13 +197,13 @@ def test_those_that_one_round_does_not_tell_apart_have_more_in_turn() -> None:
         isolated=[(90, 0.9), (91, 0.9), (92, 0.9)],
     )
     requests = tuple(TimedRequest(0.0, (1,), 1) for _ in range(10))
-    sizes = Sizes(1.0, SHAPE.vocabulary, again=2)
-    it = Rounds(bench(), arena, sizes)  # type: ignore[arg-type]
+    sizes = RoundSettings(1.0, SHAPE.vocabulary, again=2)
+    it = ContestRunner(bench(), testbed, sizes)  # type: ignore[arg-type]
     workload = Workload("w", "W", 10.0, requests, ())
     names = ("adaptive", "hybrid", "spatial", "whole")
     found = it.contest(workload, names, {"1 s": within(1.0)}, {"1 s": "1 s"})
     again = ["adaptive", "hybrid", "isolated"]
-    assert arena.ran == [*names, "isolated", *again, *again]
+    assert testbed.ran == [*names, "isolated", *again, *again]
     assert [found.training(name) for name in (*names, "isolated")] == pytest.approx(
         [81, 72, 54, 90, 82.8], rel=0.2
     )
@@ -213,7 +215,7 @@ def test_those_that_one_round_does_not_tell_apart_have_more_in_turn() -> None:
     assert found.training("hybrid") < found.training(OURS)  # by the round in the middle of each
 
 
-def compare(compared: Rounds, *contests: Contest) -> dict[str, Any]:
+def compare(compared: ContestRunner, *contests: Contest) -> dict[str, Any]:
     results = Results({}, None, run.BARS)
     it = replace(compared, bench=replace(compared.bench, results=results))
     it.done = {one.workload.name: one.as_dict() for one in contests}
@@ -232,7 +234,7 @@ def compare(compared: Rounds, *contests: Contest) -> dict[str, Any]:
     ],
 )
 def test_who_keeps_as_much_and_trains_more_dominates(
-    other: tuple[float, float], dominates: bool, compared: Rounds
+    other: tuple[float, float], dominates: bool, compared: ContestRunner
 ) -> None:
     found = compare(compared, contest("w", adaptive=(0.995, 100.0), hybrid=other, spatial=(0.5, 900.0)))
     assert found["ours.dominated"] == float(dominates)
@@ -240,7 +242,7 @@ def test_who_keeps_as_much_and_trains_more_dominates(
     assert ("w: hybrid" in found["notes"]["ours.dominated"]) is dominates
 
 
-def test_all_who_dominate_anywhere_are_counted(compared: Rounds) -> None:
+def test_all_who_dominate_anywhere_are_counted(compared: ContestRunner) -> None:
     found = compare(
         compared,
         contest("v", adaptive=(0.9, 100.0), hybrid=(0.9, 110.0), spatial=(1.0, 200.0)),
@@ -252,7 +254,7 @@ def test_all_who_dominate_anywhere_are_counted(compared: Rounds) -> None:
     assert "ours.best_lead" not in found  # we kept 99 % nowhere
 
 
-def test_the_lead_is_over_the_next_who_keeps_as_much(compared: Rounds) -> None:
+def test_the_lead_is_over_the_next_who_keeps_as_much(compared: ContestRunner) -> None:
     found = compare(
         compared,
         contest("v", adaptive=(0.99, 120.0), hybrid=(0.99, 100.0), spatial=(0.98, 900.0), whole=(1.0, 60.0)),
@@ -266,7 +268,7 @@ def test_the_lead_is_over_the_next_who_keeps_as_much(compared: Rounds) -> None:
     assert "late" not in note
 
 
-def test_a_lead_that_nobody_follows_is_none(compared: Rounds) -> None:
+def test_a_lead_that_nobody_follows_is_none(compared: ContestRunner) -> None:
     assert math.isnan(run._lead(5.0, {})[0]) and math.isnan(run._lead(5.0, {"isolated": (1.0, 0.0)})[0])
     found = compare(compared, contest("w", adaptive=(1.0, 5.0), isolated=(1.0, 0.0)))
     assert "ours.best_lead" not in found and found["ours.dominated"] == 0.0
@@ -277,13 +279,13 @@ def test_a_lead_that_nobody_follows_is_none(compared: Rounds) -> None:
 
 
 @pytest.fixture(scope="module")
-def arena() -> EngineArena:
-    return EngineArena(bench())
+def testbed() -> EngineTestbed:
+    return EngineTestbed(bench())
 
 
-def test_a_contest_of_two(arena: EngineArena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contest_of_two(testbed: EngineTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_PEAK_SHARE", 0.6)
-    it = Rounds(bench(tmp_path / "bench.json"), arena, Sizes(0.5, SHAPE.vocabulary))
+    it = ContestRunner(bench(tmp_path / "bench.json"), testbed, RoundSettings(0.5, SHAPE.vocabulary))
     named = {"whole": "temporal:2,grain=batch"}
     found = it.contest(WORKLOAD, (OURS,), {"own": own_bounds}, {"own": "5 s"}, named)
     assert list(found.runs) == ["whole", OURS, "isolated"]  # with one thread the last one only serves
@@ -296,7 +298,7 @@ def test_a_contest_of_two(arena: EngineArena, tmp_path: Path, monkeypatch: pytes
     assert found.peak > 0 and found.attainment(OURS) == found.runs[OURS]["attainment"]["own"]
     section = json.loads((tmp_path / "bench.json").read_text())["workloads"]["poisson"]
     assert section["runs"] == rounded(found.runs) and section["bounds"] == {"own": "5 s"}
-    assert not arena.engine.has_work  # the next round finds nothing of this one
+    assert not testbed.engine.has_work  # the next round finds nothing of this one
 
 
 @pytest.mark.parametrize(
@@ -315,52 +317,52 @@ def test_nobody_is_given_up_within_a_bound_of_his_own(slo: SLO, seconds: float) 
     assert patience_for(workload) == seconds
 
 
-def test_requests_alone_have_neither_bounds_nor_training(arena: EngineArena) -> None:
-    load = arena.alone(WORKLOAD)
+def test_requests_alone_have_neither_bounds_nor_training(testbed: EngineTestbed) -> None:
+    load = testbed.alone(WORKLOAD)
     assert [len(answer.tokens) for answer in load.answers] == [6] * 6
     assert {answer.slo for answer in load.answers} == {SLO()} and not load.trained
-    assert arena.peak(WORKLOAD, 0.3) > 0
+    assert testbed.peak(WORKLOAD, 0.3) > 0
 
 
-def test_nobody_alone_is_given_up(arena: EngineArena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coserve_benchmarks.policies.arena._PATIENCE", 0.0)
+def test_nobody_alone_is_given_up(testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coserve_benchmarks.policies.testbed._PATIENCE", 0.0)
     requests = tuple(replace(request, at=0.0, slo=SLO()) for request in WORKLOAD.requests)
     hasty = replace(WORKLOAD, requests=requests, jobs=(), seconds=0.001)  # over after a step
-    assert all(len(answer.tokens) < 6 for answer in arena.run("hybrid", hasty).answers)
-    assert [len(answer.tokens) for answer in arena.alone(hasty).answers] == [6] * 6
+    assert all(len(answer.tokens) < 6 for answer in testbed.run("hybrid", hasty).answers)
+    assert [len(answer.tokens) for answer in testbed.alone(hasty).answers] == [6] * 6
 
 
-def test_a_policy_is_told_by_name(arena: EngineArena) -> None:
+def test_a_policy_is_told_by_name(testbed: EngineTestbed) -> None:
     with pytest.raises(ConfigError, match="no policy 'fifo'"):
-        arena.run("fifo", WORKLOAD)
+        testbed.run("fifo", WORKLOAD)
 
 
-def test_capacity_is_that_of_sixteen_at_once(arena: EngineArena) -> None:
-    it = Rounds(bench(), arena, Sizes(0.5, SHAPE.vocabulary))
+def test_capacity_is_that_of_sixteen_at_once(testbed: EngineTestbed) -> None:
+    it = ContestRunner(bench(), testbed, RoundSettings(0.5, SHAPE.vocabulary))
     assert it.capacity(8, 2) > it.capacity(8, 24) > 0
 
 
-def test_what_switching_costs(arena: EngineArena) -> None:
+def test_what_switching_costs(testbed: EngineTestbed) -> None:
     it = bench()
     workload = replace(WORKLOAD, requests=WORKLOAD.requests[:1])
-    switching.measure(it, arena, workload, rounds=2)
+    switching.measure(it, testbed, workload, rounds=2)
     found = it.results.as_dict()
     assert 0.0 <= found["switch.seconds"] < 1.0
     assert found["switch"].keys() == {"initialisation", "clean_up", "data_movement", "seconds"}
     assert all(0.0 <= part < 1.0 for part in found["switch"].values())
-    assert "run" not in vars(arena.engine.executor)  # nobody watches any more
-    assert not arena.engine.has_work
+    assert "run" not in vars(testbed.engine.executor)  # nobody watches any more
+    assert not testbed.engine.has_work
 
 
 @pytest.mark.slow
-def test_isolation_trains_in_a_process_of_its_own(arena: EngineArena) -> None:
+def test_isolation_trains_in_a_process_of_its_own(testbed: EngineTestbed) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        load = isolated(arena.engine, SHAPE, replace(WORKLOAD, seconds=1.0), 1, 5.0)
+        load = isolated(testbed.engine, SHAPE, replace(WORKLOAD, seconds=1.0), 1, 5.0)
         assert torch.get_num_threads() == 2
         with pytest.raises(ServerError, match="has died"):
-            isolated(arena.engine, replace(SHAPE, name="unknown"), WORKLOAD, 1, 5.0)
+            isolated(testbed.engine, replace(SHAPE, name="unknown"), WORKLOAD, 1, 5.0)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -394,6 +396,13 @@ def test_groups_and_traces_that_do_not_exist(tmp_path: Path) -> None:
     assert isinstance(found.exception, ConfigError) and "--page" in str(found.exception)
 
 
+@pytest.fixture
+def few_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = switching.measure
+    monkeypatch.setattr(switching, "measure", lambda *given, rounds: measure(*given, rounds=1))
+
+
+@pytest.mark.usefixtures("few_switches")
 def test_further_groups_join_what_a_file_has(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     found = contest("w", adaptive=(1.0, 130.0), hybrid=(1.0, 100.0))
@@ -411,6 +420,7 @@ def test_further_groups_join_what_a_file_has(tmp_path: Path) -> None:
     assert both["ours.best_lead"] == pytest.approx(1.3)  # of all that the file has
 
 
+@pytest.mark.usefixtures("few_switches")
 def test_a_file_of_no_workload_yet_is_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     for _ in range(2):

@@ -13,13 +13,13 @@ from coserve.errors import ConfigError, ServerError
 from coserve.wire.control import encode_line
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks.drive import Answered, Load
+from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.policies.without.launch import Contestant
-from coserve_benchmarks.policies.without.messages import Prepare, Role, Serving, Start
+from coserve_benchmarks.policies.without.messages import Prepare, ProcessRole, Serving, Start
 from coserve_benchmarks.policies.without.onestops import OneProcess, Turns, best_turns
-from coserve_benchmarks.policies.without.serving import Reply, make_server
+from coserve_benchmarks.policies.without.serving import TimedAnswer, make_server
 from coserve_benchmarks.policies.without.training import PeftTrainer, mini_batches, tensors
-from coserve_benchmarks.policies.without.trials import Tried, beginning, best, measure
+from coserve_benchmarks.policies.without.trials import TrialResult, beginning, best, measure
 from coserve_benchmarks.policies.without.turns import take_turns
 from coserve_benchmarks.policies.without.twoprocess import Split, TwoProcesses, best_split, splits
 
@@ -31,7 +31,7 @@ JOB = TimedJob(0.2, "adapter", tuple(training_tokens([16] * 8, SHAPE.vocabulary)
 WORKLOAD = Workload("small", "a few requests and a job", 1.5, REQUESTS, (JOB,))
 
 
-def check_load(load: Load, workload: Workload) -> None:
+def check_load(load: LoadResult, workload: Workload) -> None:
     """What holds of everybody: whole answers after their arrivals, mini-batches after the job's."""
     assert [len(answer.tokens) for answer in load.answers] == [
         request.answer for request in workload.requests
@@ -64,14 +64,17 @@ def test_two_processes_serve_and_train_at_once() -> None:
 def test_a_process_that_fails_says_why() -> None:
     crooked = replace(SHAPE, hidden=65)
     with (
-        Contestant(crooked, Role.TRAIN, 1) as contestant,
+        Contestant(crooked, ProcessRole.TRAIN, 1) as contestant,
         pytest.raises(ServerError, match=r"to train ended with status 1: .*65"),
     ):
         contestant.prepare(WORKLOAD, Serving.STATIC)
 
 
 def test_a_process_ends_with_its_parent() -> None:
-    orders = [Start(SHAPE, Role.TRAIN, 1), Prepare(WORKLOAD, Serving.STATIC)]  # and nobody says `Begin`
+    orders = [
+        Start(SHAPE, ProcessRole.TRAIN, 1),
+        Prepare(WORKLOAD, Serving.STATIC),
+    ]  # and nobody says `Begin`
     command = [sys.executable, "-m", "coserve_benchmarks.policies.without.process"]
     lines = "".join(encode_line(order) + "\n" for order in orders)
     assert subprocess.run(command, input=lines, text=True, timeout=60).returncode == 0
@@ -80,7 +83,7 @@ def test_a_process_ends_with_its_parent() -> None:
 def test_adapters_are_nobodys_business_here() -> None:
     named = replace(WORKLOAD, requests=(replace(REQUESTS[0], adapter="some"),))
     with pytest.raises(ConfigError, match="base alone"):
-        Contestant(SHAPE, Role.SERVE, 1).prepare(named, Serving.STATIC)
+        Contestant(SHAPE, ProcessRole.SERVE, 1).prepare(named, Serving.STATIC)
 
 
 @pytest.mark.slow
@@ -176,15 +179,15 @@ class Script:
 
     steps: int
     now: float = 100.0
-    waiting: list[Reply] = field(default_factory=list)
+    waiting: list[TimedAnswer] = field(default_factory=list)
     log: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def open(self) -> int:
         return len(self.waiting)
 
-    def submit(self, request: TimedRequest) -> Reply:
-        self.waiting.append(Reply(request))
+    def submit(self, request: TimedRequest) -> TimedAnswer:
+        self.waiting.append(TimedAnswer(request))
         return self.waiting[-1]
 
     def serve(self, patience: float) -> None:
@@ -235,18 +238,18 @@ def test_requests_wait_for_the_mini_batch_that_is_under_way() -> None:
 
 def test_attainment_is_chosen_before_training() -> None:
     tried = {
-        "late": Tried(0.9, 1.0, 2.0, 10.0, 500.0),
-        "good": Tried(1.0, 1.0, 2.0, 10.0, 300.0),
-        "idle": Tried(1.0, 0.1, 0.2, 10.0, 200.0),
+        "late": TrialResult(0.9, 1.0, 2.0, 10.0, 500.0),
+        "good": TrialResult(1.0, 1.0, 2.0, 10.0, 300.0),
+        "idle": TrialResult(1.0, 0.1, 0.2, 10.0, 200.0),
     }
     assert best(tried) == "good"
 
 
 def test_a_load_is_measured_by_each_requests_own_bounds() -> None:
     strict = SLO(end_to_end=0.4)
-    load = Load(10.0, 4.0, trained=[(11.0, 64.0), (13.5, 64.0), (14.5, 64.0)])
-    load.answers = [Answered(10.0, [10.5], SLO()), Answered(11.0, [11.5], strict)]
-    assert measure(load) == Tried(0.5, 0.5, 0.5, 0.5, 40.0)  # half of the last step's tokens
+    load = LoadResult(10.0, 4.0, trained=[(11.0, 64.0), (13.5, 64.0), (14.5, 64.0)])
+    load.answers = [AnswerTimes(10.0, [10.5], SLO()), AnswerTimes(11.0, [11.5], strict)]
+    assert measure(load) == TrialResult(0.5, 0.5, 0.5, 0.5, 40.0)  # half of the last step's tokens
 
 
 def test_a_trial_is_the_beginning_from_the_first_job_on() -> None:

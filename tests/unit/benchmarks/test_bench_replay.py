@@ -13,7 +13,7 @@ from coserve.workload.shapes import shape_named
 from coserve_benchmarks.machine import measure_machine
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import run
-from coserve_benchmarks.policies.replay import ServerArena, _config, _tiers
+from coserve_benchmarks.policies.replay import ServerTestbed, _config, _tiers
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.settings import settings_for
 
@@ -35,10 +35,10 @@ WORKLOAD = Workload(
 
 
 @pytest.fixture(scope="module")
-def arena(tmp_path_factory: pytest.TempPathFactory) -> ServerArena:
+def testbed(tmp_path_factory: pytest.TempPathFactory) -> ServerTestbed:
     results = Results({}, None, run.BARS)
     bench = Bench(TINY, settings_for("tiny", True), measure_machine(quick=True), results)
-    return ServerArena(bench, tmp_path_factory.mktemp("replay"))
+    return ServerTestbed(bench, tmp_path_factory.mktemp("replay"))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_the_server_is_told_the_bounds_and_nothing_else_of_them() -> None:
     assert found["adapters"] == {"a b": "/x/y"} and found["engine"]["scheduler"].keys() == {"reliability"}
 
 
-def test_what_clients_of_a_server_see(arena: ServerArena) -> None:
-    load = arena.run("hybrid", WORKLOAD, patience=20.0)
+def test_what_clients_of_a_server_see(testbed: ServerTestbed) -> None:
+    load = testbed.run("hybrid", WORKLOAD, patience=20.0)
     assert [len(answer.tokens) for answer in load.answers] == [4, 3, 2]
     assert [answer.slo for answer in load.answers] == [SOON, LATER, LATER]
     assert [a.arrival - load.started for a in load.answers] == pytest.approx([0.2, 0.1, 0.4], abs=0.15)
@@ -77,18 +77,18 @@ def test_what_clients_of_a_server_see(arena: ServerArena) -> None:
 
 
 @pytest.mark.slow
-def test_who_is_never_answered_is_given_up(arena: ServerArena) -> None:
+def test_who_is_never_answered_is_given_up(testbed: ServerTestbed) -> None:
     """Training without an end, and everybody after it: once it is cancelled all answers come, too late."""
     requests = tuple(replace(request, slo=WHENEVER, adapter=None) for request in WORKLOAD.requests)
-    load = arena.run("postpone-all", replace(WORKLOAD, requests=requests, served=()), patience=1.0)
+    load = testbed.run("postpone-all", replace(WORKLOAD, requests=requests, served=()), patience=1.0)
     assert [answer.tokens for answer in load.answers] == [[], [], []]
     assert load.training_rate() > 0
 
 
 @pytest.mark.slow
-def test_deferral_is_what_answers_took_longer_than_without_training(arena: ServerArena) -> None:
+def test_deferral_is_what_answers_took_longer_than_without_training(testbed: ServerTestbed) -> None:
     requests = tuple(replace(request, slo=WHENEVER, adapter=None) for request in WORKLOAD.requests)
-    load = arena.run("hybrid", replace(WORKLOAD, requests=requests, served=()), patience=20.0)
-    alone = arena.alone(replace(WORKLOAD, requests=requests, served=()))
+    load = testbed.run("hybrid", replace(WORKLOAD, requests=requests, served=()), patience=20.0)
+    alone = testbed.alone(replace(WORKLOAD, requests=requests, served=()))
     assert all(answer.keeps(WHENEVER) for answer in load.answers) and not alone.trained
     assert all(0.0 <= answer.deferred < answer.latency for answer in load.answers)

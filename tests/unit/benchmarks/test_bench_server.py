@@ -13,11 +13,22 @@ from coserve_benchmarks.report import print_report
 from coserve_benchmarks.results import SERVER_BARS
 from coserve_benchmarks.server import run_server
 
+KEYS = {"overhead": "overhead.ratio", "latency": "first_byte_p99_ms", "restart": "restart.ready_s"}
 
-def test_what_does_not_kill_on_a_tiny_shape(tmp_path: Path) -> None:
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("group", KEYS)
+def test_a_group_on_a_tiny_shape(group: str) -> None:
+    results = run_server("tiny", quick=True, only=[group])
+    assert [key for key in KEYS.values() if key in results] == [KEYS[group]]
+    assert math.isfinite(results[KEYS[group]]) and results[KEYS[group]] > 0
+
+
+@pytest.mark.slow
+def test_the_whole_table_on_a_tiny_shape(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    results = run_server("tiny", quick=True, only=["overhead", "latency", "restart"], json_path=file)
-    for key in ("overhead.ratio", "first_byte_p99_ms", "restart.ready_s"):
+    results = run_server("tiny", quick=True, json_path=file)
+    for key in KEYS.values():
         assert math.isfinite(results[key]) and results[key] > 0, key
     assert set(results["bars"]) == set(SERVER_BARS) and set(results["met"]) == {
         "overhead.ratio",

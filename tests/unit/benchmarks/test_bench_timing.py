@@ -3,7 +3,7 @@ import pytest
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks.drive import Answered, Load
+from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.results import BARS, Bar, Results
 from coserve_benchmarks.timing import Timing, alternate, percentile, speedup
 
@@ -43,7 +43,7 @@ def test_a_row_that_is_no_number_stops_the_run() -> None:
 
 
 def test_an_answer_keeps_its_bounds_token_by_token() -> None:
-    answer = Answered(arrival=10.0, tokens=[10.5, 10.6, 10.9])
+    answer = AnswerTimes(arrival=10.0, tokens=[10.5, 10.6, 10.9])
     assert answer.keeps(SLO(first_token=0.5, between_tokens=0.31))
     assert not answer.keeps(SLO(first_token=0.4))
     assert not answer.keeps(SLO(between_tokens=0.29))
@@ -51,8 +51,10 @@ def test_an_answer_keeps_its_bounds_token_by_token() -> None:
 
 def test_rates_count_what_came_within_the_load() -> None:
     """A step's fine-tuning tokens came evenly since the step before; the last one's half within the load."""
-    answers = [Answered(0.0, [100.5, 101.5, 102.5]), Answered(0.0, [101.0])]
-    load = Load(100.0, 2.0, answers, trained=[(102.5, 98.0), (100.5, 10.0), (101.5, 20.0), (100.5, 20.0)])
+    answers = [AnswerTimes(0.0, [100.5, 101.5, 102.5]), AnswerTimes(0.0, [101.0])]
+    load = LoadResult(
+        100.0, 2.0, answers, trained=[(102.5, 98.0), (100.5, 10.0), (101.5, 20.0), (100.5, 20.0)]
+    )
     assert load.output_rate() == pytest.approx(1.5)
     assert load.training_rate() == pytest.approx((30.0 + 20.0 + 49.0) / 2)
     assert load.training_rate(0.5, 1.0) == pytest.approx(10.0 + 49.0)
@@ -61,7 +63,7 @@ def test_rates_count_what_came_within_the_load() -> None:
     assert load.overall_training_rate() == pytest.approx((30.0 + 20.0 + 98.0) / 2.5)  # until the last answer
     load.is_apart = True
     assert load.overall_training_rate() == load.training_rate()
-    assert Load(100.0, 2.0, trained=[(101.0, 8.0)]).overall_training_rate() == pytest.approx(4.0)
+    assert LoadResult(100.0, 2.0, trained=[(101.0, 8.0)]).overall_training_rate() == pytest.approx(4.0)
 
 
 def test_shapes_count_their_parameters() -> None:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from coserve.cli import app
 from coserve.errors import CoserveError
 
+FIELDS = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
 SMALL = ("--batch", "2", "--length", "16", "--cache-tokens", "64")
 
 
@@ -27,14 +28,15 @@ def refusal(*arguments: str) -> str:
 
 
 def test_the_table_has_answers_full_fine_tuning_and_the_adapter() -> None:
-    printed = plan("tiny", "--adapter", "lora:rank=4", *SMALL, "--memory", "1GiB")
+    printed = plan(json.dumps(FIELDS), "--adapter", "lora:rank=4", *SMALL, "--memory", "1GiB")
     for word in ("inference", "full fine-tuning", "lora:rank=4", "torch", "coserve", "1 GiB", "yes"):
         assert word in printed, printed
     assert " no" not in printed.replace(" no-grad", "")
 
 
-def test_a_budget_that_is_too_small_is_said_to_be() -> None:
-    printed = plan("tiny", "--adapter", "ia3", *SMALL, "--memory", "300KB")
+def test_a_budget_that_is_too_small_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    printed = plan(str(tmp_path), "--adapter", "ia3", *SMALL, "--memory", "30KB")
     assert " no" in printed.replace(" no-grad", "") and "yes" not in printed
     assert "engine.memory" in printed
 
@@ -53,14 +55,13 @@ def test_json_and_a_picture_over_batches(tmp_path: Path) -> None:
     assert "activations" in picture.read_text()
 
 
+@pytest.mark.slow
 def test_a_configuration_in_a_file_or_in_place(tmp_path: Path) -> None:
-    fields = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     asked = ("--adapter", "lora", *SMALL, "--json")
     totals = [
         [row["total"] for row in json.loads(plan(model, *asked))["rows"]]
-        for model in (str(tmp_path), json.dumps(fields))
+        for model in (str(tmp_path), json.dumps(FIELDS))
     ]
     assert totals[0] == totals[1]
 

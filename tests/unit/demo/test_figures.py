@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.demo.figures import Meter, phase, rates
+from coserve.demo.figures import RateMeter, phase, rates
 from coserve.demo.latency import Latencies
 from coserve.schedule.stats import Stats
 
@@ -21,7 +21,7 @@ def test_the_fused_share_is_of_the_steps_that_could_carry_both() -> None:
 
 def test_a_meter_shows_the_last_seconds_and_remembers_all() -> None:
     stats = Stats()
-    meter = Meter(stats, now=0.0)
+    meter = RateMeter(stats, now=0.0)
     for second in range(1, 21):
         stats.decode_tokens += 10 if second <= 10 else 30
         recent = meter.now(stats, float(second))
@@ -31,7 +31,7 @@ def test_a_meter_shows_the_last_seconds_and_remembers_all() -> None:
 
 def test_a_meter_is_not_fooled_by_counters_that_go_on() -> None:
     stats = Stats(decode_tokens=1000)
-    meter = Meter(stats, now=5.0)
+    meter = RateMeter(stats, now=5.0)
     stats.decode_tokens += 7
     assert meter.total(stats, 6.0).decode == 7.0
 

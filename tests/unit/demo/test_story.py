@@ -6,6 +6,7 @@ import math
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from coserve import Engine, EngineConfig, tiny
-from coserve.demo import score
-from coserve.demo.crowds import OFFERED
+from coserve.demo import acts, lessons, score
+from coserve.demo.acts import choose_dtype
 from coserve.demo.lessons import TASKS, from_file, new_tasks
-from coserve.demo.stage import choose_dtype
+from coserve.demo.request_sources import OFFERED
 from coserve.demo.story import Options, Story
 from coserve.demo.view import make_view
 from coserve.errors import DataError
@@ -33,7 +34,15 @@ def engine() -> Engine:
     return Engine(tiny.path(), EngineConfig(dtype="float32", calibrate=False))
 
 
-def test_the_whole_story_in_a_few_seconds() -> None:
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps cost is not measured: that is for the process that Ctrl-C ends."""
+    monkeypatch.setattr(acts, "EngineConfig", partial(EngineConfig, calibrate=False))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lessons, "TRAINED_QUESTIONS", 400)
     output = io.StringIO()
     report = Story(Options(seconds=2.0), make_view(plain=True, quiet=False, file=output)).tell()
     text = output.getvalue()
@@ -51,6 +60,7 @@ def test_the_whole_story_in_a_few_seconds() -> None:
     json.dumps(report.as_dict())
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_real_questions_and_real_arrivals(tmp_path: Path) -> None:
     data, trace = tmp_path / "sums.jsonl", tmp_path / "trace.csv"
     lines = [{"question": f"What is {i} and {i}?", "answer": f"Together {i + i}."} for i in range(40)]
@@ -152,6 +162,6 @@ def test_the_held_out_loss_is_that_of_the_labels(engine: Engine) -> None:
 
 def test_marks_count_exact_matches(engine: Engine, tokenizer: Any) -> None:
     lesson = new_tasks(tokenizer, 4)[0]
-    marks = score.mark(engine, engine.step, lesson.held_out, None)
+    marks = score.score_model(engine, engine.step, lesson.held_out, None)
     assert len(marks.answers) == 4 and marks.right == 0 and marks.share == 0.0
     assert marks.loss > 1.0

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from coserve.demo.crowd import Ask
-from coserve.demo.trace import Arrivals, Backlog, Load, describe, read_load
+from coserve.demo.load_generator import DemoRequest
+from coserve.demo.trace import TraceArrivals, TraceBacklog, TraceLoad, describe, read_load
 from coserve.errors import DataError
 from coserve.workload.traces import TraceRow
 
 ROWS = tuple(TraceRow(at=float(i), prompt=1000 if i % 2 else 3000, answer=100) for i in range(100))
-LOAD = Load(ROWS, longest_prompt=300, longest_answer=50)
+LOAD = TraceLoad(ROWS, longest_prompt=300, longest_answer=50)
 TEXT = tuple(range(1000))
 
 
@@ -65,32 +65,32 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
 
 def test_requests_arrive_when_the_trace_says_whether_or_not_answers_came() -> None:
     scaled = LOAD.at_rate(10.0)
-    source = Arrivals(scaled, TEXT)
+    source = TraceArrivals(scaled, TEXT)
     first = list(source.due(100.0))
-    assert [ask.at for ask in first] == [100.0]
+    assert [request.at for request in first] == [100.0]
     later = list(source.due(101.0))
     expected = [row.at for row in scaled.rows if 0.0 < row.at <= 1.0]
-    assert [ask.at for ask in later] == [pytest.approx(100.0 + at) for at in expected]
+    assert [request.at for request in later] == [pytest.approx(100.0 + at) for at in expected]
     assert not list(source.due(101.0))
 
 
 def test_a_trace_begins_again_when_it_runs_out() -> None:
-    source = Arrivals(LOAD.at_rate(10.0), TEXT)
+    source = TraceArrivals(LOAD.at_rate(10.0), TEXT)
     asks = [*source.due(0.0), *source.due(30.0)]
     assert 290 <= len(asks) <= 305  # ten a second
-    times = [ask.at for ask in asks if ask.at is not None]
+    times = [request.at for request in asks if request.at is not None]
     assert times == sorted(times)
 
 
 def test_every_fourth_request_goes_to_an_adapter_in_turn() -> None:
-    source = Arrivals(LOAD.at_rate(10.0), TEXT, ("a", "b"))
+    source = TraceArrivals(LOAD.at_rate(10.0), TEXT, ("a", "b"))
     asks = [*source.due(0.0), *source.due(1.6)]
-    assert [ask.adapter for ask in asks][:9] == ["a", None, None, None, "b", None, None, None, "a"]
+    assert [request.adapter for request in asks][:9] == ["a", None, None, None, "b", None, None, None, "a"]
 
 
 def test_a_backlog_fills_the_seats_as_they_become_free() -> None:
-    source = Backlog(LOAD.at_rate(1.0), TEXT, seats=3)
-    asks: list[Ask] = list(source.due(0.0))
+    source = TraceBacklog(LOAD.at_rate(1.0), TEXT, seats=3)
+    asks: list[DemoRequest] = list(source.due(0.0))
     assert len(asks) == 3 and not list(source.due(1.0))
     source.answered(asks[0], "")
     (following,) = source.due(2.0)

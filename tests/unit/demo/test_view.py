@@ -6,17 +6,17 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from coserve.demo.crowd import Heard
-from coserve.demo.figures import Learned, Phase, Rates, Report
+from coserve.demo.figures import AdapterFigures, DemoReport, Phase, TokenRates
 from coserve.demo.lessons import HeldOut, Lesson
-from coserve.demo.score import Marks
+from coserve.demo.load_generator import Exchange
+from coserve.demo.score import Score
 from coserve.demo.tables import Sheet, closing, scores, short, side_by_side
 from coserve.demo.view import (
-    Frame,
-    Job,
+    JobProgress,
     LiveView,
     PlainView,
     QuietView,
+    Snapshot,
     make_view,
     panel,
     progress_line,
@@ -24,20 +24,20 @@ from coserve.demo.view import (
 )
 from coserve.train.example import Example
 
-FRAME = Frame(
+FRAME = Snapshot(
     act="Answers and training",
     elapsed=12.0,
     left=34.4,
-    rates=Rates(decode=512.0, prefill=1024.0, training=2048.0, fused=0.75),
+    rates=TokenRates(decode=512.0, prefill=1024.0, training=2048.0, fused=0.75),
     gap_p50=0.0125,
     gap_p99=0.0251,
     slo=0.05,
-    jobs=(Job("pirate", 3, 10, [4.0, 2.0, 1.0]), Job("json", 0, 9, [])),
+    jobs=(JobProgress("pirate", 3, 10, [4.0, 2.0, 1.0]), JobProgress("json", 0, 9, [])),
     under_way=(
-        Heard("pirate@3", "Where does Mira live?", "Arr! [Mira] be", True),
-        Heard("base", "Hi", "Ho", False),
+        Exchange("pirate@3", "Where does Mira live?", "Arr! [Mira] be", True),
+        Exchange("base", "Hi", "Ho", False),
     ),
-    just_said=(Heard("base", "Tell me a story.", "Once.", False), Heard("json@1", "Who?", "{}", True)),
+    completed=(Exchange("base", "Tell me a story.", "Once.", False), Exchange("json@1", "Who?", "{}", True)),
 )
 
 
@@ -49,7 +49,7 @@ def test_a_frame_is_one_line_when_piped() -> None:
 
 
 def test_a_frame_without_training_says_nothing_of_it() -> None:
-    bare = Frame("Answers only", 1.0, 9.0, Rates(decode=5.0), None, None, None)
+    bare = Snapshot("Answers only", 1.0, 9.0, TokenRates(decode=5.0), None, None, None)
     assert progress_line(bare) == "  1.0 s | decode 5/s, prefill 0/s | 9 s left"
 
 
@@ -138,13 +138,13 @@ def rendered(sheet: Sheet) -> list[list[str]]:
 
 
 def test_the_closing_table_sets_both_acts_side_by_side() -> None:
-    report = Report(
+    report = DemoReport(
         slo_between_tokens=0.05,
         alone=phase_with(between_tokens_p99=0.025),
         training=phase_with(
             between_tokens_p99=0.04, gaps_within_slo=0.999, training_tokens_per_second=1234.0
         ),
-        adapters=[Learned("pirate", "like a pirate", 9, 10, 4.0, 0.5, 50, 3.0, 0.25, 0.0, 0.9)],
+        adapters=[AdapterFigures("pirate", "like a pirate", 9, 10, 4.0, 0.5, 50, 3.0, 0.25, 0.0, 0.9)],
     )
     figures, learned = closing(report)
     rows = {row[0]: row[1:] for row in figures.rows}
@@ -158,11 +158,11 @@ def test_the_closing_table_sets_both_acts_side_by_side() -> None:
 
 
 def test_a_story_that_was_stopped_early_closes_with_what_there_is() -> None:
-    assert closing(Report()) == []
-    (only,) = closing(Report(alone=phase_with(), adapters=[Learned("pirate", "like a pirate")]))
+    assert closing(DemoReport()) == []
+    (only,) = closing(DemoReport(alone=phase_with(), adapters=[AdapterFigures("pirate", "like a pirate")]))
     assert only.columns == ("", "without training")
-    learned = Learned("pirate", "like a pirate", 2, 10, 4.0, 3.0, 50, 3.0, None, 0.0, None)
-    *_, last = closing(Report(alone=phase_with(), training=phase_with(), adapters=[learned]))
+    learned = AdapterFigures("pirate", "like a pirate", 2, 10, 4.0, 3.0, 50, 3.0, None, 0.0, None)
+    *_, last = closing(DemoReport(alone=phase_with(), training=phase_with(), adapters=[learned]))
     assert last.rows[0][3:] == ("3.000 -> ?", "0% -> ?")
 
 
@@ -174,16 +174,16 @@ def lesson() -> Lesson:
 
 
 @pytest.fixture
-def marks() -> Callable[[int], Marks]:
-    def given(right: int) -> Marks:
+def marks() -> Callable[[int], Score]:
+    def given(right: int) -> Score:
         answers = [f"Answer {i}" if i < right else "What?" for i in range(4)]
-        return Marks(tuple(answers), right, 1.0)
+        return Score(tuple(answers), right, 1.0)
 
     return given
 
 
 def test_answers_stand_side_by_side_and_right_ones_are_ticked(
-    lesson: Lesson, marks: Callable[[int], Marks]
+    lesson: Lesson, marks: Callable[[int], Score]
 ) -> None:
     sheet = side_by_side(lesson, {"base": marks(0), "pirate": marks(4)}, 2)
     assert rendered(sheet) == [
@@ -193,6 +193,6 @@ def test_answers_stand_side_by_side_and_right_ones_are_ticked(
     ]
 
 
-def test_scores_have_a_row_for_each_task(lesson: Lesson, marks: Callable[[int], Marks]) -> None:
+def test_scores_have_a_row_for_each_task(lesson: Lesson, marks: Callable[[int], Score]) -> None:
     sheet = scores([lesson], {"pirate": marks(0)}, {"pirate": {"base": marks(1), "pirate": marks(3)}})
     assert rendered(sheet) == [["task", "base before", "base", "pirate"], ["pirate", "0/4", "1/4", "3/4"]]

@@ -7,7 +7,7 @@ import pytest
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.size import show_size
 from coserve.engine import admission
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import AdapterNotFound, ConfigError, JobError, OutOfMemory
 from coserve.memory.compiled import BUILT_BYTES
 from coserve.memory.ledger import Account
@@ -191,7 +191,7 @@ def test_an_engine_that_does_not_fit_says_so_at_once(fixed: int) -> None:
 def test_an_adapter_that_does_not_fit_is_refused(fixed: int, needed: int) -> None:
     engine = make_engine(fixed + needed)
     start(engine, "one").result()
-    adapter = engine.bank.find("one")
+    adapter = engine.weights("one")
     engine.admission.ledger.budget = engine.admission.ledger.used + adapter.nbytes - 1
     with pytest.raises(OutOfMemory, match=r"the adapter 'one' needs .*, 1 bytes more than are free"):
         engine.add_adapter(adapter)
@@ -212,7 +212,7 @@ def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: in
 def test_a_process_counts_what_libraries_take_beside_the_model(fixed: int) -> None:
     """And a job that needs those bytes waits for others, or is refused, as with any bytes."""
     engine = make_engine(fixed * 3 + 2 * BUILT_BYTES)
-    engine.admission._grown = 1000
+    engine.executor._grown = 1000  # type: ignore[attr-defined]
     room = engine.admission._room()
     engine.admission.count_process()
     assert engine.stats().memory["libraries"] == BUILT_BYTES + 1000

@@ -16,7 +16,7 @@ def make_engine(**changes: Any) -> Engine:
 
 def measured(engine: Engine) -> tuple[float, float] | None:
     config = engine.config
-    return measure_lanes(engine.executor, config.page_size, config.pages, engine.base.max_positions)
+    return measure_lanes(engine.executor, engine.base, config.page_size, config.pages)
 
 
 def test_lanes_are_measured_and_nothing_remains() -> None:
@@ -26,6 +26,7 @@ def test_lanes_are_measured_and_nothing_remains() -> None:
     found = measured(engine)
     assert found is not None and all(0.1 < factor < 100.0 for factor in found)
     assert not engine.executor.sessions and engine.executor.arena._out == 0
+    assert not len(engine.executor.loaded)
     assert list(engine.generate([5, 17, 3], sampling=few)) == before
 
 
@@ -39,8 +40,9 @@ def test_without_room_or_lanes_there_is_nothing_to_measure(changes: dict[str, An
 def test_nothing_remains_of_the_steps_that_were_measured() -> None:
     engine = make_engine()
     config = engine.config
-    assert measure(engine.executor, config.page_size, config.pages, engine.base.max_positions)
+    assert measure(engine.executor, engine.base, config.page_size, config.pages)
     assert not engine.executor.sessions and engine.executor.arena._out == 0
+    assert not len(engine.executor.loaded)
 
 
 def test_an_engine_that_calibrates_knows_its_lanes() -> None:

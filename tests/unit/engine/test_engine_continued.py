@@ -34,6 +34,7 @@ SAMPLINGS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_the_rest_follows_wherever_the_answer_was_cut(engine: Engine, kind: str) -> None:
     prompt = [5, 9, 33, 2]

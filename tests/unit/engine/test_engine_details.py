@@ -56,10 +56,10 @@ def test_training_a_name_again_takes_numbers_that_nobody_has(engine: Engine) -> 
     training = TrainingConfig(batch_size=1)
     first = engine.finetune(data, "mine", LoRAConfig(rank=2), training).result()
     assert first.history[-1].version == "mine@2"
-    held = engine.bank.find("mine")
+    held = engine.weights("mine")
     running = engine.generate([1, 2], "mine", SamplingParams(max_tokens=100, ignore_eos=True))
     second = engine.finetune(data, "mine", LoRAConfig(rank=2), training)
-    assert engine.bank.find("mine").key == "mine@3" and engine.bank.find("mine@2") is held
+    assert engine.weights("mine").key == "mine@3" and engine.weights("mine@2").key == held.key
     assert [update.version for update in second.result().history] == ["mine@4", "mine@5"]
     running.cancel()
     engine.run()

@@ -161,7 +161,7 @@ def test_a_cancelled_job_keeps_its_last_version(engine: Engine) -> None:
     job.cancel()
     engine.run()
     assert job.status == "cancelled" and not engine.scheduler.has_work
-    assert engine.bank.find("mine").key == job.history[-1].version
+    assert engine.weights("mine").key == job.history[-1].version
     assert engine.generate([1, 2, 3], "mine", answer_of(3)).result().finish_reason == "length"
     engine.unload_adapter("mine")
 
@@ -181,7 +181,7 @@ def test_a_job_that_diverges_stops_and_nobody_else_notices(engine: Engine, own: 
     assert bad.status == "failed" and isinstance(bad.error, LossNotFinite)
     with pytest.raises(LossNotFinite, match=r"bad@\d+"):
         bad.result()
-    last = engine.bank.find("bad")
+    last = engine.weights("bad")
     assert last.key == (bad.history[-1].version if bad.history else "bad@0") and last.key in str(bad.error)
     assert all(torch.isfinite(p).all() for p in last.parameters().values())
     assert not engine.scheduler.has_work

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.train.example import Example
 from models import greedy, prompts, tiny
 
@@ -32,7 +32,7 @@ def train(engine: Engine, name: str = "tuned", steps: int = 2) -> FineTuning:
 
 
 def weights(engine: Engine, name: str = "tuned") -> dict[str, torch.Tensor]:
-    return engine.bank.find(name).parameters()
+    return engine.weights(name).parameters()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from coserve import LoRAConfig
 from coserve.adapters import bank as bank_module
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.bank import AdapterBank, LoadedVersion
 from coserve.adapters.paging import stored as stored_module
 from coserve.core.request import SamplingParams
 from coserve.memory.malloc import resident_bytes
@@ -131,7 +131,7 @@ def test_names_that_are_gone_are_forgotten_and_their_numbers_never_come_again() 
         version = replace(sketch, name=name, version=bank.next_version(name))
         assert version.key not in used, "what was cached for another one would be found"
         used.add(version.key)
-        bank.publish(version)
+        bank.publish(LoadedVersion.of(version))
         if draws.random() < 0.7:
             bank.remove(name)
         assert len(bank._newest) <= len(bank.names) + BOUND

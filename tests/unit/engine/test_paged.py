@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coserve import Engine, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.engine.handles import Completion
+from coserve.engine.completion import Completion
 from coserve.errors import AdapterError, AdapterNotFound, ConfigError, OutOfMemory
 from coserve.memory.ledger import Account
 from coserve.train.example import Example

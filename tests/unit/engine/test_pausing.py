@@ -56,7 +56,7 @@ class Watched:
         self.engine.run()
         found = {}
         for number in range(jobs):
-            version = self.engine.bank.find(f"job{number}")
+            version = self.engine.weights(f"job{number}")
             found |= {f"{number}.{name}": weight for name, weight in version.parameters().items()}
         return found
 

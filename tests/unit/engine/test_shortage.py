@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import JobError, OutOfMemory
 from coserve.train.backward import Backward, BackwardWindow
 from coserve.train.example import Example
@@ -96,7 +96,7 @@ def failing(
 
 
 def weights(engine: Engine, name: str) -> torch.Tensor:
-    return torch.cat([p.flatten() for p in engine.bank.find(name).parameters().values()])
+    return torch.cat([p.flatten() for p in engine.weights(name).parameters().values()])
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_second_time_the_job_fails_and_nobody_else(
     with pytest.raises(OutOfMemory, match=r"job two ran out of memory: .*can't allocate"):
         jobs[1].result()
     assert "two" not in engine.executor.sessions and engine.admission.ledger.of("job two") == 0
-    assert engine.bank.find("two").version == 1, "its last good version stays"
+    assert engine.weights("two").version == 1, "its last good version stays"
 
 
 def test_another_error_is_no_lack_of_memory(

@@ -5,7 +5,7 @@ import torch
 
 from coserve.kernels import blocked, reference
 from coserve.kernels.attention import causal_mask
-from coserve.plan.nodata import without_data
+from coserve.memory.fake_tensors import fake_tensors
 
 CPU = torch.device("cpu")
 
@@ -56,12 +56,12 @@ def test_low_precision_gradients_are_gathered_in_float32(monkeypatch: pytest.Mon
     assert float(dk[0, 0, 0]) == pytest.approx(float((share * (1 - share)).sum()), rel=0.02)
 
 
-def test_what_ran_on_tensors_without_data_leaves_nothing_behind() -> None:
+def test_what_ran_on_tensors_fake_tensors_leaves_nothing_behind() -> None:
     """Planning and tracing run the same code: whatever it makes once must hold for tensors with data."""
     g = torch.Generator().manual_seed(0)
     queries = 21  # no other test has as many
     own = [torch.randn(1, 2, queries, 8, generator=g) for _ in range(3)]
-    with without_data():
+    with fake_tensors():
         blocked.forward(*(torch.empty(1, 2, queries, 8) for _ in own), 0.3, None)
     with torch.no_grad():
         got, _ = blocked.forward(*own, 0.3, None)

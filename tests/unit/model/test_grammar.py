@@ -154,7 +154,7 @@ def test_what_is_kept_is_bounded_by_number_and_size_and_what_somebody_holds_is_n
         return LLMatcher(view, text, log_level=log_level)
 
     monkeypatch.setattr(grammar_module, "LLMatcher", counted)
-    grammars = Grammars(TOKENIZER, len(TOKENIZER), engine.eos_ids)
+    grammars = Grammars(TOKENIZER, len(TOKENIZER), engine.executor.spec.eos_ids)
     draws = random.Random(3)
     held = grammars.compile(GRAMMAR)
     for number in range(200):

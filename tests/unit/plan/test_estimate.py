@@ -10,21 +10,21 @@ from transformers import LlamaConfig
 
 from coserve.adapters.settings import settings_of
 from coserve.memory.compiled import BUILT_BYTES
-from coserve.plan.estimate import Estimate, estimated
-from coserve.plan.messages import Order
-from coserve.plan.ours import OurRun, refusal
-from coserve.plan.plain import PlainRun
+from coserve.plan.engine_run import EngineRun, refusal
+from coserve.plan.estimate import Estimate, estimate_peaks
+from coserve.plan.messages import MeasureOrder
 from coserve.plan.recipes import METHODS
-from coserve.plan.rows import Asked, make_plan
-from coserve.plan.stages import Load, Loss, Program, Stage, System
+from coserve.plan.rows import PlanRequest, make_plan
+from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage, System
 from coserve.plan.subject import Subject, subject_of
+from coserve.plan.torch_run import TorchRun
 from coserve.train.fresh import fresh_adapter
 
 CONFIG = LlamaConfig(
     hidden_size=64, num_hidden_layers=2, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=320, max_position_embeddings=512, tie_word_embeddings=False,
 )  # fmt: skip
-LOAD = Load(batch=2, length=48, cache_tokens=128)
+LOAD = ProgramSize(batch=2, length=48, cache_tokens=128)
 WIDTH = 4  # bytes of a float32
 
 
@@ -45,13 +45,13 @@ def parameters(subject: Subject) -> int:
 
 def program(system: System, method: str | None, **load: Any) -> Program:
     """An adapter's; with None the whole model's."""
-    fields = Load(**{"batch": 2, "length": 48, "cache_tokens": 128, **load})
+    fields = ProgramSize(**{"batch": 2, "length": 48, "cache_tokens": 128, **load})
     parts = () if method is None else (METHODS[method],)
     return Program(method or "full", system, fields, trains=True, parts=parts)
 
 
 def of(subject: Subject, system: System, method: str | None = None, **load: Any) -> Estimate:
-    return estimated(subject, program(system, method, **load))
+    return estimate_peaks(subject, program(system, method, **load))
 
 
 def test_full_fine_tuning_is_made_of_what_it_holds(subject: Subject, full: Estimate) -> None:
@@ -66,7 +66,9 @@ def test_full_fine_tuning_is_made_of_what_it_holds(subject: Subject, full: Estim
 
 def test_activations_grow_with_the_batch_and_the_weights_do_not(subject: Subject) -> None:
     """Linearly, as in the report's figure; what goes back adds less and less."""
-    one, two, four = (of(subject, System.TORCH, None, batch=n, loss=Loss.SUM).components for n in (2, 4, 8))
+    one, two, four = (
+        of(subject, System.TORCH, None, batch=n, loss=PlainLoss.SUM).components for n in (2, 4, 8)
+    )
     assert one.weights == two.weights == four.weights and one.optimizer == four.optimizer
     for part in ("no_grad", "activations"):
         steps = getattr(two, part) - getattr(one, part), getattr(four, part) - getattr(two, part)
@@ -75,6 +77,7 @@ def test_activations_grow_with_the_batch_and_the_weights_do_not(subject: Subject
     assert four.backward < 0.001 * four.total
 
 
+@pytest.mark.sample(2, per="system")
 @pytest.mark.parametrize("system", list(System))
 @pytest.mark.parametrize("method", list(METHODS))
 def test_every_method_is_planned_for(subject: Subject, full: Estimate, system: System, method: str) -> None:
@@ -104,19 +107,19 @@ def test_our_cache_is_the_engines(subject: Subject) -> None:
 def test_a_tape_of_everything_is_larger(subject: Subject) -> None:
     lean = Program("lora", System.COSERVE, LOAD, True, (METHODS["lora"],), "inputs")
     full = Program("lora", System.COSERVE, LOAD, True, (METHODS["lora"],), "everything")
-    peaks = [estimated(subject, each).peaks[Stage.FORWARD] for each in (lean, full)]
+    peaks = [estimate_peaks(subject, each).peaks[Stage.FORWARD] for each in (lean, full)]
     products = 2 * 96 * WIDTH * (64 + 32 + 32 + 64 + 160 + 160 + 64)  # of both layers' linears
     assert 0.6 * products <= peaks[1] - peaks[0] <= 1.6 * products
 
 
-@pytest.mark.parametrize("kind", [PlainRun, OurRun])
-def test_the_same_program_runs_with_data(subject: Subject, kind: type[PlainRun] | type[OurRun]) -> None:
+@pytest.mark.parametrize("kind", [TorchRun, EngineRun])
+def test_the_same_program_runs_with_data(subject: Subject, kind: type[TorchRun] | type[EngineRun]) -> None:
     """What is estimated is what is measured, to the bytes that the program itself tells of."""
-    system = System.TORCH if kind is PlainRun else System.COSERVE
+    system = System.TORCH if kind is TorchRun else System.COSERVE
     asked = program(system, "lora", length=16)
     run = kind(subject, asked, torch.device("cpu"))
     assert list(run.go()) == list(Stage)
-    found = estimated(subject, asked).components
+    found = estimate_peaks(subject, asked).components
     assert (run.cache, run.optimizer) == (found.cache, found.optimizer)
 
 
@@ -140,8 +143,10 @@ def test_what_a_server_sets_aside_for_libraries_is_no_room(subject: Subject) -> 
 
 
 def test_an_order_says_all_that_a_program_is(subject: Subject) -> None:
-    asked = Program("lora", System.COSERVE, Load(3, 5, 64, Loss.SUM), True, [dict(METHODS["lora"])], 1000)
-    order = Order.of(subject, asked, "cpu", 2)
+    asked = Program(
+        "lora", System.COSERVE, ProgramSize(3, 5, 64, PlainLoss.SUM), True, [dict(METHODS["lora"])], 1000
+    )
+    order = MeasureOrder.of(subject, asked, "cpu", 2)
     assert order.program() == asked
     again = order.subject()
     assert again.dtype is subject.dtype and again.config.to_dict() == subject.config.to_dict()
@@ -151,7 +156,7 @@ def test_an_order_says_all_that_a_program_is(subject: Subject) -> None:
 def test_a_plan_is_measured_in_fresh_processes(subject: Subject) -> None:
     """On a model so small nothing can be said of errors, but that there are figures for all stages."""
     recipes: Mapping[str, Any] = {}
-    plan = make_plan(subject, Asked(recipes, (1,), 8, 64, budget=1 << 40, device="cpu"))
+    plan = make_plan(subject, PlanRequest(recipes, (1,), 8, 64, budget=1 << 40, device="cpu"))
     names = [(row["system"], row["name"]) for row in plan["rows"]]
     assert names == [("torch", "inference"), ("torch", "full fine-tuning"), ("coserve", "inference")]
     for row in plan["rows"]:

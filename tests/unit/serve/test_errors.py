@@ -10,7 +10,7 @@ from coserve import errors
 from coserve.errors import error_named
 from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
 from coserve.serve.errors import ApiError, install
-from coserve.serve.http.middleware import Draining, Limits, RequestIds
+from coserve.serve.http.middleware import Draining, RequestIds, SizeLimits
 
 
 class Round(BaseModel):
@@ -49,7 +49,7 @@ def make_app(raised: Exception | None = None, draining: bool = False) -> FastAPI
         return limit
 
     app.add_middleware(Draining, is_draining=lambda: draining)
-    app.add_middleware(Limits, body_limit=lambda path: 100)
+    app.add_middleware(SizeLimits, body_limit=lambda path: 100)
     app.add_middleware(RequestIds)
     return app
 

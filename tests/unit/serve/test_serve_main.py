@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from coserve.serve import main
-from coserve.wire.child import SILENT_SECONDS, Supervised
+from coserve.wire.child import SILENT_SECONDS, SupervisorPipes
 
 
 class Pipes:
@@ -28,7 +28,7 @@ class Pipes:
 
 def said(caplog: pytest.LogCaptureFixture, *silences: float) -> list[str]:
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="StopIteration"):
-        asyncio.run(main._beat(cast(Supervised, Pipes(*silences))))
+        asyncio.run(main._beat(cast(SupervisorPipes, Pipes(*silences))))
     return [record.levelname for record in caplog.records]
 
 

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import Plan, Updated
 from coserve.core.sequence import MicroBatch
 from coserve.errors import JobError
@@ -23,7 +23,7 @@ from coserve.train.example import Example, digest
 from coserve.train.fresh import fresh_adapter
 from coserve.train.state import TrainingState
 from models import prompts, tiny
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 DEPTH = 3
 FIELDS = {"batch_size": 3, "epochs": 2, "learning_rate": 3e-2, "rows": 40, "seed": 5, "max_grad_norm": 0.05}
@@ -51,9 +51,9 @@ def run_of(
     start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2, dropout=0.2), 0)
     training = TrainingConfig(**{**FIELDS, **fields})
     run = TrainingRun(
-        engine.base, AdapterBank(), "job", start, data, training, digest=digest(data), resume=resume
+        engine.base, LoadedAdapters(), "job", start, data, training, digest=digest(data), resume=resume
     )
-    engine.executor.sessions["job"] = run.session
+    adopt(engine, run)
     return run
 
 
@@ -91,6 +91,7 @@ def same_state(one: TrainingState, other: TrainingState) -> bool:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_resumed_job_is_the_uninterrupted_one_bit_by_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     """Through the disk, at every step, in the middle of a step: losses, norms, weights and moments."""

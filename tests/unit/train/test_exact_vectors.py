@@ -34,7 +34,7 @@ def test_small_steps_are_not_rounded_away(config: object, tmp_path: Path) -> Non
     training = TrainingConfig(learning_rate=1e-4, batch_size=2, max_steps=2, warmup_ratio=0.0)
     job = engine.finetune(make_examples("small", 4), "mine", config, training).result()
     assert job.status == "succeeded"
-    tuned = engine.bank.find("mine")
+    tuned = engine.weights("mine")
     first = fresh_adapter(engine.base, "mine", config, training.seed).parameters()
     for name, tensor in tuned.parameters().items():
         assert tensor.dtype == torch.float32
@@ -75,9 +75,9 @@ def test_a_published_version_is_no_view_of_what_trains() -> None:
     engine = engine_of("llama", torch.float32)
     training = TrainingConfig(learning_rate=1e-2, batch_size=2, max_steps=3, warmup_ratio=0.0)
     job = engine.finetune(make_examples("versions", 6), "mine", IA3Config(), training)
-    first = engine.bank.find("mine")
+    first = engine.weights("mine")
     before = {name: tensor.clone() for name, tensor in first.parameters().items()}
     job.result()
     assert all(torch.equal(tensor, before[name]) for name, tensor in first.parameters().items())
-    after = engine.bank.find("mine").parameters()
+    after = engine.weights("mine").parameters()
     assert all(not torch.equal(after[name], before[name]) for name in before)

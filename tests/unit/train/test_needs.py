@@ -24,6 +24,7 @@ def examples(lengths: Sequence[int]) -> list[Example]:
     return [Example(tuple(range(3, 3 + n)), (*range(4, 3 + n), -100)) for n in lengths]
 
 
+@pytest.mark.sample(2, per="keep")
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize(
     "keep", [SavePolicy.INPUTS, SavePolicy.EVERYTHING, SavePolicy.PRUNED], ids=lambda k: k.value

@@ -9,7 +9,7 @@ import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import Plan
 from coserve.core.sequence import MicroBatch
 from coserve.errors import AdapterMismatch, ConfigError, LossNotFinite
@@ -17,7 +17,7 @@ from coserve.schedule.segments import training_segment
 from coserve.train.example import Example, pack
 from coserve.train.fresh import fresh_adapter
 from models import Exact, prompts, tiny
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 DEPTH = 3
 
@@ -39,8 +39,8 @@ def start_run(
     engine: Engine, data: list[Example], lora: LoRAConfig = LoRAConfig(rank=2), **fields: object
 ) -> TrainingRun:
     start = fresh_adapter(engine.base, "mine", lora, 0)
-    run = TrainingRun(engine.base, AdapterBank(), "job", start, data, TrainingConfig(**fields))
-    engine.executor.sessions["job"] = run.session
+    run = TrainingRun(engine.base, LoadedAdapters(), "job", start, data, TrainingConfig(**fields))
+    adopt(engine, run)
     return run
 
 
@@ -152,13 +152,13 @@ def test_weights_that_are_not_finite_stop_the_job_where_it_stood(engine: Engine)
         version=0,
     )
     bad = TrainingRun(
-        engine.base, AdapterBank(), "job", spoilt, examples("nan", 2), TrainingConfig(batch_size=2)
+        engine.base, LoadedAdapters(), "job", spoilt, examples("nan", 2), TrainingConfig(batch_size=2)
     )
-    engine.executor.sessions["job"] = bad.session
+    adopt(engine, bad)
     with pytest.raises(LossNotFinite, match=r"job job: the loss became nan .* step 1.* version bad@0"):
         one_step(engine, bad)
     assert bad.current.key == "bad@0" and bad.step == 0
-    engine.executor.sessions["job"] = run.session
+    adopt(engine, run)
     assert torch.equal(matrices(good), copy)
     assert one_step(engine, run).step == 2
 

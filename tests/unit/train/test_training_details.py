@@ -9,14 +9,14 @@ import torch.nn.functional as F
 
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import Plan
 from coserve.memory.ledger import Account
 from coserve.schedule.segments import training_segment
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from models import logits_of, tiny
-from training_runs import TrainingRun
+from training_runs import TrainingRun, adopt
 
 TOKENS = (5, 0, 7, 0, 0, 9)
 EXAMPLE = Example(TOKENS, (*TOKENS[1:], -100))
@@ -62,8 +62,8 @@ def test_a_run_counts_masters_gradients_and_moments() -> None:
     """Float32: the matrices, their gradients, and after a step AdamW's two moments in their place."""
     engine = make_engine()
     start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2), 0)
-    run = TrainingRun(engine.base, AdapterBank(), "job", start, [EXAMPLE], TrainingConfig(batch_size=1))
-    engine.executor.sessions["job"] = run.session
+    run = TrainingRun(engine.base, LoadedAdapters(), "job", start, [EXAMPLE], TrainingConfig(batch_size=1))
+    adopt(engine, run)
     assert run.nbytes == start.nbytes
     (batch,) = run.next_step(itertools.count(1))
     while not batch.done:
@@ -78,7 +78,7 @@ def test_a_run_counts_masters_gradients_and_moments() -> None:
 def first_weights(seed: int) -> AdapterVersion:
     engine = make_engine()
     engine.finetune([EXAMPLE], "mine", LoRAConfig(rank=2), TrainingConfig(seed=seed))
-    return engine.bank.find("mine")
+    return engine.weights("mine")
 
 
 def test_a_job_s_seed_draws_its_first_weights() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
-from coserve.adapters.bank import AdapterBank
 from coserve.adapters.bypass import Bypasses
+from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.lowrank import DroppingLoRA
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
@@ -29,7 +29,7 @@ def start_run(engine: Engine, **fields: object) -> TrainingRun:
     example = Example((1,) * ROWS, (1,) * (ROWS - 1) + (-100,))
     start = fresh_adapter(engine.base, "mine", LoRAConfig(rank=2, dropout=0.5), 0)
     config = TrainingConfig(batch_size=2, rows=ROWS, **fields)
-    return TrainingRun(engine.base, AdapterBank(), "job", start, [example] * 8, config)
+    return TrainingRun(engine.base, LoadedAdapters(), "job", start, [example] * 8, config)
 
 
 def mask(bypasses: Bypasses, path: str, rows: int = ROWS) -> torch.Tensor:

@@ -13,8 +13,8 @@ from coserve.workload import arrivals, mixes, prompts, traces, traffic
 from coserve.workload.requests import Workload
 from coserve.workload.traces import TraceRow
 
-GIVEN = mixes.Given(vocabulary=50, seconds=20.0, slo=SLO(end_to_end=2.0), seed=4)
-SMALL = mixes.Training(batch=2, length=6, examples=4)
+GIVEN = mixes.WorkloadSettings(vocabulary=50, seconds=20.0, slo=SLO(end_to_end=2.0), seed=4)
+SMALL = mixes.TrainingSpec(batch=2, length=6, examples=4)
 
 
 def recorded() -> list[TraceRow]:
@@ -28,10 +28,10 @@ def recorded() -> list[TraceRow]:
 TRACE = recorded()
 
 
-def built(given: mixes.Given = GIVEN) -> list[Workload]:
+def built(given: mixes.WorkloadSettings = GIVEN) -> list[Workload]:
     """One of each kind, small."""
     kinds = traffic.service_tiers(first_token=0.1, between_tokens=0.05, end_to_end=2.0, deferral=9.0)
-    with_adapters = mixes.Adapters(4, 16, exponent=1.0)
+    with_adapters = mixes.ServedAdapters(4, 16, exponent=1.0)
     whole = replace(SMALL, weights=(3.0, 1.0))
     return [
         traffic.report(given, every=0.5, tune_every=8.0, examples=6, training=SMALL),
@@ -101,9 +101,9 @@ def test_arrivals_need_positive_numbers(bad: float) -> None:
 
 
 def test_a_window_keeps_its_shape_when_it_is_pressed_and_thinned() -> None:
-    begin = traces.rising_and_falling(TRACE, 360.0)
+    begin = traces.find_peak_window(TRACE, 360.0)
     assert begin == pytest.approx(1000.0, abs=30.0)  # the peak, at 1,120, comes after a third of it
-    part = traces.segment(
+    part = traces.trace_part(
         TRACE, 6.0, 36.0, begin=begin, length=360.0, longest_prompt=100, longest_answer=10, seed=1
     )
     rows = part.scaled.rows
@@ -122,7 +122,7 @@ def test_a_window_keeps_its_shape_when_it_is_pressed_and_thinned() -> None:
 
 def test_a_window_counts_from_its_own_beginning() -> None:
     rows = [TraceRow(float(at), 10, 10) for at in range(100)]
-    part = traces.segment(rows, 1.0, 5.0, begin=20.5, length=5.0, longest_prompt=9, longest_answer=99)
+    part = traces.trace_part(rows, 1.0, 5.0, begin=20.5, length=5.0, longest_prompt=9, longest_answer=99)
     assert [row.at for row in part.scaled.rows] == pytest.approx([0.5, 1.5, 2.5, 3.5, 4.5])
     assert [(row.prompt, row.answer) for row in part.scaled.rows] == [(9, 10)] * 5
 
@@ -130,9 +130,9 @@ def test_a_window_counts_from_its_own_beginning() -> None:
 def test_a_window_with_too_few_requests_is_refused() -> None:
     rows = [TraceRow(float(at), 10, 10) for at in range(100)]
     with pytest.raises(ConfigError, match=r"6 requests are wanted, but seconds 20 to 25 .* have 5"):
-        traces.segment(rows, 1.2, 5.0, begin=20.0, length=5.0, longest_prompt=9, longest_answer=9)
+        traces.trace_part(rows, 1.2, 5.0, begin=20.0, length=5.0, longest_prompt=9, longest_answer=9)
     with pytest.raises(ConfigError, match="shorter than 360 s"):
-        traces.rising_and_falling(rows)
+        traces.find_peak_window(rows)
 
 
 # Prompts and popularity
@@ -188,25 +188,25 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_words_without_a_tokenizer_are_hashed() -> None:
-    tokenize = prompts.word_ids(vocabulary=32_000, seed=1)
+    tokenize = prompts.word_tokenizer(vocabulary=32_000, seed=1)
     first, second, again = tokenize("one two one")
     assert first == again != second
-    assert max(prompts.word_ids(7)(" ".join(map(str, range(99))))) < 7
-    assert tokenize("one two") != prompts.word_ids(vocabulary=32_000, seed=2)("one two")
+    assert max(prompts.word_tokenizer(7)(" ".join(map(str, range(99))))) < 7
+    assert tokenize("one two") != prompts.word_tokenizer(vocabulary=32_000, seed=2)("one two")
     assert tokenize("one") == [30_845]  # the same on every machine
 
 
 def test_encoded_prompts_are_cut_and_never_empty() -> None:
-    tokenize = prompts.word_ids(10)
-    assert [len(ids) for ids in prompts.encoded(["a b c d", "a"], tokenize, longest=3)] == [3, 1]
+    tokenize = prompts.word_tokenizer(10)
+    assert [len(ids) for ids in prompts.encode_prompts(["a b c d", "a"], tokenize, longest=3)] == [3, 1]
     with pytest.raises(DataError, match="nothing of prompt 2"):
-        prompts.encoded(["a", ""], tokenize, longest=3)
+        prompts.encode_prompts(["a", ""], tokenize, longest=3)
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5])
 def test_popularity_follows_the_power_law(exponent: float) -> None:
     names = [f"a{i}" for i in range(8)]
-    drawn = Counter(prompts.popular(names, 40_000, exponent, seed=3))
+    drawn = Counter(prompts.draw_by_popularity(names, 40_000, exponent, seed=3))
     total = sum(rank**-exponent for rank in range(1, 9))
     for rank, name in enumerate(names, 1):
         assert drawn[name] / 40_000 == pytest.approx(rank**-exponent / total, rel=0.12)
@@ -320,7 +320,7 @@ def test_shares_need_not_add_up_to_one() -> None:
 
 
 def test_the_azure_trace_has_popular_adapters_on_request() -> None:
-    adapters = mixes.Adapters(3, 16, exponent=1.0)
+    adapters = mixes.ServedAdapters(3, 16, exponent=1.0)
     made = traffic.azure(GIVEN, TRACE, rate=10.0, training=SMALL, adapters=adapters)
     asked = Counter(request.adapter for request in made.requests)
     assert asked["served-00"] > asked["served-01"] > asked["served-02"] > 0

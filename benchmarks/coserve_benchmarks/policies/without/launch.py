@@ -16,14 +16,14 @@ import msgspec
 from coserve.errors import ConfigError, ServerError
 from coserve.wire.control import decode_line, encode_line
 from coserve.workload.requests import Workload
-from coserve.workload.shapes import Shape
-from coserve_benchmarks.drive import Answered, Load
+from coserve.workload.shapes import ModelShape
+from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.policies.without.messages import (
     Begin,
     Outcome,
     Prepare,
-    Role,
-    Said,
+    ProcessRole,
+    ProcessStatus,
     Serving,
     Start,
     Stop,
@@ -44,8 +44,8 @@ class Contestant:
 
     def __init__(
         self,
-        shape: Shape,
-        role: Role,
+        shape: ModelShape,
+        role: ProcessRole,
         threads: int,
         nice: int = 0,
         passive: bool = False,
@@ -93,7 +93,8 @@ class Contestant:
         self._tell(Stop())
 
     def outcome(self, patience: float = 0.0) -> Outcome:
-        """What it did, when it is done; `patience` is what a round takes, beside the usual one."""
+        """Waits for the round's end and gives its outcome; `patience`, the round's length, adds to the usual
+        one."""
         found = self._hear("done", patience).outcome
         assert found is not None
         return found
@@ -104,7 +105,7 @@ class Contestant:
             self._process.stdin.write(encode_line(order) + "\n")
             self._process.stdin.flush()
 
-    def _hear(self, kind: Literal["ready", "done"], patience: float = 0.0) -> Said:
+    def _hear(self, kind: Literal["ready", "done"], patience: float = 0.0) -> ProcessStatus:
         assert self._process.stdout is not None
         patience += self._patience
         # It says one line at a time, so none waits in our own buffer.
@@ -113,7 +114,7 @@ class Contestant:
         text = self._process.stdout.readline()
         if not text:
             raise ServerError(f"{self._name} ended with status {self._process.wait()}: {self._tail()}")
-        said = decode_line(text, Said)
+        said = decode_line(text, ProcessStatus)
         if said.kind == "failed":
             raise ServerError(f"{self._name} failed: {said.text}")
         if said.kind != kind:
@@ -134,15 +135,15 @@ def start_soon() -> float:
     return time.monotonic() + _LEAD
 
 
-def as_load(workload: Workload, started: float, outcomes: Sequence[Outcome]) -> Load:
-    """What the processes of one contestant did together."""
+def as_load(workload: Workload, started: float, outcomes: Sequence[Outcome]) -> LoadResult:
+    """Load of all processes of one contestant together."""
     requests = sorted(workload.requests, key=lambda request: request.at)
     stamps = [found for outcome in outcomes for found in outcome.stamps]
     pairs = zip(requests, stamps, strict=True)
-    return Load(
+    return LoadResult(
         started,
         workload.seconds,
-        answers=[Answered(started + request.at, found, request.slo) for request, found in pairs],
+        answers=[AnswerTimes(started + request.at, found, request.slo) for request, found in pairs],
         trained=sorted(one for outcome in outcomes for one in outcome.trained),
         is_apart=True,
         losses=[loss for outcome in outcomes for loss in outcome.losses],

@@ -1,6 +1,6 @@
-"""What a contestant's process is told, and what it says: lines of JSON on its stdin and stdout.
+"""Messages to and from a contestant's process: lines of JSON on its stdin and stdout.
 
-It is told a `Start`, and then for every round a `Prepare`, a `Begin` and, where it only trains, a `Stop`; it
+It gets a `Start`, and then for every round a `Prepare`, a `Begin` and, where it only trains, a `Stop`; it
 says `ready` and `done` in every round. Its stdin stays open for as long as its parent lives, and at its end
 the process ends at once. Times are seconds of `time.monotonic`, which all processes of a machine share.
 """
@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 from coserve.workload.requests import Workload
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 
 
-class Role(StrEnum):
-    """What a process does with a workload."""
+class ProcessRole(StrEnum):
+    """Role of a process in a round."""
 
     SERVE = "serve"
     TRAIN = "train"
@@ -31,16 +31,16 @@ class Serving(StrEnum):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Who a process is: torch's threads in it, and by how much it steps back for others (`nice`)."""
+    """Settings of a process: its role, torch's threads, and its niceness."""
 
-    shape: Shape
-    role: Role
+    shape: ModelShape
+    role: ProcessRole
     threads: int
     nice: int = 0
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """What the next round is. `matched` keeps adapters in the base's dtype; None measures what is faster."""
+    """The next round. `matched` keeps adapters in the base's dtype; None measures what is faster."""
 
     workload: Workload
     serving: Serving
@@ -48,7 +48,7 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """When the load's clock begins."""
+    """Instant at which the load's clock begins."""
 
     at: float
 
@@ -58,7 +58,7 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct):
-    """What a process did in a round.
+    """Outcome of a process's round.
 
     `stamps` are when each token of each answer was there, by order of arrival; `trained` is (when, tokens) of
     each mini-batch, counted when its optimizer step is done; `processor` are seconds, of all its threads.
@@ -70,8 +70,8 @@ class Outcome(msgspec.Struct):
     processor: float = 0.0
 
 
-class Said(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a process stands. `matched`, with `ready`, is how it will keep its adapters."""
+class ProcessStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Status of a process. `matched`, with `ready`, says whether adapters are in the base's dtype."""
 
     kind: Literal["ready", "done", "failed"]
     matched: bool | None = None

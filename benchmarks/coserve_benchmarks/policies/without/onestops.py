@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from coserve.workload.requests import Workload
-from coserve.workload.shapes import Shape
-from coserve_benchmarks.drive import Load
+from coserve.workload.shapes import ModelShape
+from coserve_benchmarks.drive import LoadResult
 from coserve_benchmarks.policies.without.launch import Contestant, as_load, start_soon
-from coserve_benchmarks.policies.without.messages import Role, Serving
-from coserve_benchmarks.policies.without.trials import Tried, beginning, best, try_all
+from coserve_benchmarks.policies.without.messages import ProcessRole, Serving
+from coserve_benchmarks.policies.without.trials import TrialResult, beginning, best, try_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Turns:
 class OneProcess:
     """The process, through all its rounds. Use it in a `with`."""
 
-    def __init__(self, shape: Shape, turns: Turns) -> None:
+    def __init__(self, shape: ModelShape, turns: Turns) -> None:
         self._turns = turns
-        self._process = Contestant(shape, Role.BOTH, turns.threads)
+        self._process = Contestant(shape, ProcessRole.BOTH, turns.threads)
         self.matched = turns.matched  # as it is; measured in the first round if that was left open
 
     def __enter__(self) -> "OneProcess":
@@ -45,7 +45,7 @@ class OneProcess:
     ) -> None:
         self._process.__exit__(kind, error, trace)
 
-    def run(self, workload: Workload, serving: Serving | None = None) -> Load:
+    def run(self, workload: Workload, serving: Serving | None = None) -> LoadResult:
         """One round; `serving` is another way than the process was made for."""
         self.matched = self._process.prepare(workload, serving or self._turns.serving, self.matched)
         started = start_soon()
@@ -53,15 +53,15 @@ class OneProcess:
         return as_load(workload, started, [self._process.outcome(workload.seconds)])
 
 
-def one_process(shape: Shape, workload: Workload, turns: Turns) -> Load:
+def one_process(shape: ModelShape, workload: Workload, turns: Turns) -> LoadResult:
     """One round of a process of its own."""
     with OneProcess(shape, turns) as contestant:
         return contestant.run(workload)
 
 
 def best_turns(
-    shape: Shape, workload: Workload, threads: int, seconds: float
-) -> tuple[Turns, dict[str, Tried]]:
+    shape: ModelShape, workload: Workload, threads: int, seconds: float
+) -> tuple[Turns, dict[str, TrialResult]]:
     """The best way to serve on the beginning of a workload, `seconds` for each, and all that were tried."""
     part = beginning(workload, seconds)
     with OneProcess(shape, Turns(threads)) as contestant:

@@ -1,5 +1,5 @@
-"""A contestant's process, `python -m coserve_benchmarks.policies.without.process`. See `messages` for what it
-is told and says."""
+"""A contestant's process, `python -m coserve_benchmarks.policies.without.process`; its protocol is in
+`messages`."""
 
 import os
 import queue
@@ -13,7 +13,14 @@ import torch
 
 from coserve.errors import CoserveError
 from coserve.wire.control import decode_line, encode_line
-from coserve_benchmarks.policies.without.messages import Begin, Prepare, Role, Said, Start, Stop
+from coserve_benchmarks.policies.without.messages import (
+    Begin,
+    Prepare,
+    ProcessRole,
+    ProcessStatus,
+    Start,
+    Stop,
+)
 from coserve_benchmarks.policies.without.serving import make_server
 from coserve_benchmarks.policies.without.training import PeftTrainer
 from coserve_benchmarks.policies.without.turns import take_turns
@@ -30,7 +37,7 @@ class Orders:
 
     @property
     def has_next(self) -> bool:
-        """Whether a line waits to be read."""
+        """Tells whether a line waits to be read."""
         return not self._requests.empty()
 
     def next(self, kind: type[T]) -> T:
@@ -54,38 +61,38 @@ def main() -> None:
         while True:
             _run_round(start, orders, say)
     except CoserveError as error:
-        say(Said("failed", text=str(error)))
+        say(ProcessStatus("failed", text=str(error)))
 
 
-def _run_round(start: Start, orders: Orders, say: Callable[[Said], None]) -> None:
+def _run_round(start: Start, orders: Orders, say: Callable[[ProcessStatus], None]) -> None:
     prepare = orders.next(Prepare)
     workload, role = prepare.workload, start.role
     with ExitStack() as stack:
         trainer = server = None
-        if role is not Role.SERVE:
+        if role is not ProcessRole.SERVE:
             trainer = PeftTrainer(start.shape, workload.jobs, prepare.matched)
-        if role is not Role.TRAIN:
+        if role is not ProcessRole.TRAIN:
             server = make_server(prepare.serving, start.shape, workload.requests)
             stack.enter_context(closing(server))
-        say(Said("ready", trainer.matched if trainer else None))
+        say(ProcessStatus("ready", trainer.matched if trainer else None))
         begin = orders.next(Begin)
-        may_end: dict[Role, Callable[[float], bool]] = {
-            Role.SERVE: lambda elapsed: True,
-            Role.TRAIN: lambda elapsed: orders.has_next,  # the order to stop
-            Role.BOTH: lambda elapsed: elapsed >= workload.seconds,
+        may_end: dict[ProcessRole, Callable[[float], bool]] = {
+            ProcessRole.SERVE: lambda elapsed: True,
+            ProcessRole.TRAIN: lambda elapsed: orders.has_next,  # the order to stop
+            ProcessRole.BOTH: lambda elapsed: elapsed >= workload.seconds,
         }
         outcome = take_turns(workload, begin.at, server, trainer, may_end[role])
-    if role is Role.TRAIN:
+    if role is ProcessRole.TRAIN:
         orders.next(Stop)
-    say(Said("done", outcome=outcome))
+    say(ProcessStatus("done", outcome=outcome))
 
 
-def _speaker() -> Callable[[Said], None]:
+def _speaker() -> Callable[[ProcessStatus], None]:
     """Says lines on stdout, which nobody else writes to from now on: what libraries print goes to stderr."""
     stdout: IO[str] = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(said: Said) -> None:
+    def say(said: ProcessStatus) -> None:
         print(encode_line(said), file=stdout, flush=True)
 
     return say

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from coserve.errors import ServerError
 from coserve.workload.requests import TimedRequest
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.policies.without.messages import Serving
 
 _MOST_AT_ONCE = 16  # requests in a static batch
@@ -25,7 +25,7 @@ _WARM = 4  # requests, of so many tokens each
 
 
 @dataclass(slots=True)
-class Reply:
+class TimedAnswer:
     """A greedy answer of exactly the tokens asked for; `stamps` are their times, by `time.monotonic`."""
 
     request: TimedRequest
@@ -47,7 +47,7 @@ class Server(Protocol):
     @property
     def open(self) -> int: ...
 
-    def submit(self, request: TimedRequest) -> Reply:
+    def submit(self, request: TimedRequest) -> TimedAnswer:
         """The reply fills while the server serves."""
 
     def serve(self, patience: float) -> None:
@@ -56,13 +56,13 @@ class Server(Protocol):
     def close(self) -> None: ...
 
 
-def make_server(serving: Serving, shape: Shape, requests: Sequence[TimedRequest]) -> Server:
+def make_server(serving: Serving, shape: ModelShape, requests: Sequence[TimedRequest]) -> Server:
     """A server of a fresh model for such requests, past its first answers."""
     server: Server
     if serving is Serving.STATIC:
-        server = StaticBatches(shape)
+        server = StaticBatchServer(shape)
     else:
-        server = ContinuousBatches(shape, requests, "sdpa" if serving is Serving.SDPA else "paged|eager")
+        server = ContinuousBatchServer(shape, requests, "sdpa" if serving is Serving.SDPA else "paged|eager")
     with ExitStack() as stack:
         stack.callback(server.close)
         for request in requests[:_WARM]:
@@ -73,19 +73,19 @@ def make_server(serving: Serving, shape: Shape, requests: Sequence[TimedRequest]
     return server
 
 
-class StaticBatches:
+class StaticBatchServer:
     """`generate` on everything that waits, padded on the left; who comes meanwhile waits until its end."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         self._model: Any = shape.build()
-        self._waiting: deque[Reply] = deque()
+        self._waiting: deque[TimedAnswer] = deque()
 
     @property
     def open(self) -> int:
         return len(self._waiting)
 
-    def submit(self, request: TimedRequest) -> Reply:
-        reply = Reply(request)
+    def submit(self, request: TimedRequest) -> TimedAnswer:
+        reply = TimedAnswer(request)
         self._waiting.append(reply)
         return reply
 
@@ -119,7 +119,7 @@ class StaticBatches:
 class _Watch(StoppingCriteria):  # type: ignore[misc]
     """Is shown every step of `generate`: notes the new tokens of the answers that still lack some."""
 
-    def __init__(self, batch: Sequence[Reply]) -> None:
+    def __init__(self, batch: Sequence[TimedAnswer]) -> None:
         self._batch = batch
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
@@ -131,13 +131,13 @@ class _Watch(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([reply.is_complete for reply in self._batch])
 
 
-class ContinuousBatches:
+class ContinuousBatchServer:
     """transformers' continuous batching: its manager has a thread of its own and takes requests at any time.
 
-    Its cache is made to measure and nothing is shared between prompts, as in `bench.peers`.
+    Its cache is made to measure and nothing is shared between prompts, as in `coserve_benchmarks.peers`.
     """
 
-    def __init__(self, shape: Shape, requests: Sequence[TimedRequest], attention: str) -> None:
+    def __init__(self, shape: ModelShape, requests: Sequence[TimedRequest], attention: str) -> None:
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
         model: Any = shape.build()
         model.set_attn_implementation(attention)
@@ -155,7 +155,7 @@ class ContinuousBatches:
                 ),
             )
         )
-        self._open: dict[str, Reply] = {}
+        self._open: dict[str, TimedAnswer] = {}
         self._count = 0
         # It stamps tokens with the other clock.
         self._clocks_apart = time.monotonic() - time.perf_counter()
@@ -164,9 +164,9 @@ class ContinuousBatches:
     def open(self) -> int:
         return len(self._open)
 
-    def submit(self, request: TimedRequest) -> Reply:
+    def submit(self, request: TimedRequest) -> TimedAnswer:
         self._count += 1
-        name, reply = str(self._count), Reply(request)
+        name, reply = str(self._count), TimedAnswer(request)
         self._open[name] = reply
         self._manager.add_request(
             list(request.prompt), name, max_new_tokens=request.answer, record_timestamps=True

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coserve.workload.requests import TimedJob, Tokens
-from coserve.workload.shapes import Shape
+from coserve.workload.shapes import ModelShape
 
 _ROUNDS = 2  # optimizer steps, after the first, by which the adapter's dtype is chosen
 _IGNORED = -100  # the label of padding
@@ -22,7 +22,7 @@ class PeftTrainer:
     PEFT's default is float32. None takes what is faster on the first mini-batch, and stays without jobs.
     """
 
-    def __init__(self, shape: Shape, jobs: Sequence[TimedJob], matched: bool | None = None) -> None:
+    def __init__(self, shape: ModelShape, jobs: Sequence[TimedJob], matched: bool | None = None) -> None:
         self._base: Any = shape.build()
         self._model: Any = None
         self._adapters: dict[_Kind, _Adapter] = {}
@@ -36,7 +36,8 @@ class PeftTrainer:
             self._begin(job, bool(self.matched))
 
     def has_work(self, elapsed: float) -> bool:
-        """Whether a job that was there `elapsed` seconds after the load's beginning has mini-batches left."""
+        """Tells whether a job that had arrived `elapsed` seconds after the load's beginning has mini-batches
+        left."""
         while self._next is None and self._jobs and self._jobs[0].at <= elapsed:
             job = self._jobs.popleft()
             self._begin(job, bool(self.matched))
@@ -104,7 +105,7 @@ class PeftTrainer:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What makes adapters alike."""
+    """Properties by which jobs share an adapter."""
 
     rank: int
     targets: tuple[str, ...] | None
@@ -121,7 +122,7 @@ class _Adapter:
 
 
 def mini_batches(job: TimedJob) -> Iterator[Sequence[Tokens]]:
-    """What each of its optimizer steps takes: the examples in their order, `epochs` times."""
+    """Mini-batches of a job's optimizer steps: the examples in order, `epochs` times."""
     for _ in range(job.epochs):
         for start in range(0, len(job.examples), job.batch):
             yield job.examples[start : start + job.batch]

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from coserve.workload.requests import Workload
-from coserve_benchmarks.drive import Load
+from coserve_benchmarks.drive import LoadResult
 from coserve_benchmarks.timing import percentile
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """How a setting did: share of requests within their own bounds, seconds to the last token at the 50th and
+class TrialResult:
+    """Result of a trial: share of requests within their own bounds, seconds to the last token at the 50th and
     99th percentile (0 without requests), output tokens/s and fine-tuning tokens/s."""
 
     attainment: float
@@ -23,11 +23,11 @@ class Tried:
     training: float
 
 
-def measure(load: Load) -> Tried:
-    """What counts of a load."""
+def measure(load: LoadResult) -> TrialResult:
+    """Figures of a load by which settings are compared."""
     latencies = [answer.latency for answer in load.answers] or [0.0]
     kept = [answer.keeps(answer.slo) for answer in load.answers]
-    return Tried(
+    return TrialResult(
         attainment=sum(kept) / len(kept) if kept else 1.0,
         p50=percentile(latencies, 0.5),
         p99=percentile(latencies, 0.99),
@@ -36,12 +36,12 @@ def measure(load: Load) -> Tried:
     )
 
 
-def try_all(settings: Iterable[C], run: Callable[[C], Load]) -> dict[C, Tried]:
+def try_all(settings: Iterable[C], run: Callable[[C], LoadResult]) -> dict[C, TrialResult]:
     """Runs each setting once."""
     return {setting: measure(run(setting)) for setting in settings}
 
 
-def best(tried: Mapping[C, Tried]) -> C:
+def best(tried: Mapping[C, TrialResult]) -> C:
     """The setting that trains most among those with the best attainment; the quicker one if none trains."""
     return max(tried, key=lambda setting: _merit(tried[setting]))
 
@@ -60,5 +60,5 @@ def beginning(workload: Workload, seconds: float) -> Workload:
     )
 
 
-def _merit(tried: Tried) -> tuple[float, float, float]:
+def _merit(tried: TrialResult) -> tuple[float, float, float]:
     return tried.attainment, tried.training, -tried.p50

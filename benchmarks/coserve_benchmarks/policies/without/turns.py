@@ -7,7 +7,7 @@ from typing import Protocol
 
 from coserve.workload.requests import Workload
 from coserve_benchmarks.policies.without.messages import Outcome
-from coserve_benchmarks.policies.without.serving import Reply, Server
+from coserve_benchmarks.policies.without.serving import Server, TimedAnswer
 
 _NAP = 0.005  # seconds, at most, until it looks again whether it may end or train
 
@@ -35,7 +35,7 @@ def take_turns(
     every request has its answer and `may_end`, which is told the seconds since `begin`, agrees.
     """
     coming = deque(sorted(workload.requests, key=lambda request: request.at) if server is not None else ())
-    replies: list[Reply] = []
+    replies: list[TimedAnswer] = []
     outcome = Outcome()
     sleep(max(0.0, begin - clock()))
     used = time.process_time()

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from coserve.workload.requests import Workload
-from coserve.workload.shapes import Shape
-from coserve_benchmarks.drive import Load
+from coserve.workload.shapes import ModelShape
+from coserve_benchmarks.drive import LoadResult
 from coserve_benchmarks.policies.without.launch import Contestant, as_load, start_soon
-from coserve_benchmarks.policies.without.messages import Role, Serving
-from coserve_benchmarks.policies.without.trials import Tried, beginning, best, try_all
+from coserve_benchmarks.policies.without.messages import ProcessRole, Serving
+from coserve_benchmarks.policies.without.trials import TrialResult, beginning, best, try_all
 
 _NICE = 19  # the least that a process may ask for
 
@@ -40,10 +40,10 @@ class Split:
 class TwoProcesses:
     """Both processes, through all their rounds. Use it in a `with`."""
 
-    def __init__(self, shape: Shape, split: Split) -> None:
+    def __init__(self, shape: ModelShape, split: Split) -> None:
         self._split = split
-        self._server = Contestant(shape, Role.SERVE, split.serve, passive=split.passive)
-        self._trainer = Contestant(shape, Role.TRAIN, split.train, split.nice, split.passive)
+        self._server = Contestant(shape, ProcessRole.SERVE, split.serve, passive=split.passive)
+        self._trainer = Contestant(shape, ProcessRole.TRAIN, split.train, split.nice, split.passive)
         self.matched = split.matched  # as it is; measured in the first round if that was left open
 
     def __enter__(self) -> "TwoProcesses":
@@ -58,7 +58,7 @@ class TwoProcesses:
     ) -> None:
         self._stack.close()
 
-    def run(self, workload: Workload) -> Load:
+    def run(self, workload: Workload) -> LoadResult:
         """One round; training ends with the last answer, or with the workload's time if that is later."""
         self._server.prepare(workload, self._split.serving)
         self.matched = self._trainer.prepare(workload, self._split.serving, self.matched)
@@ -71,15 +71,15 @@ class TwoProcesses:
         return as_load(workload, started, [served, self._trainer.outcome()])
 
 
-def two_processes(shape: Shape, workload: Workload, split: Split) -> Load:
+def two_processes(shape: ModelShape, workload: Workload, split: Split) -> LoadResult:
     """One round of processes of its own."""
     with TwoProcesses(shape, split) as contestant:
         return contestant.run(workload)
 
 
 def splits(threads: int) -> list[Split]:
-    """What one would try on so many cores: shares of them that add up, and more threads than cores, with
-    the trainer stepping back or not."""
+    """Settings to try on `threads` cores: shares that add up, and more threads than cores, each with and
+    without a niced trainer."""
     half = max(1, threads // 2)
     shared = [Split(serve, max(1, threads - serve)) for serve in sorted({1, half, max(1, threads - 1)})]
     pairs = sorted({(1, threads), (half, threads), (threads, half), (threads, threads)})
@@ -89,8 +89,8 @@ def splits(threads: int) -> list[Split]:
 
 
 def best_split(
-    shape: Shape, workload: Workload, threads: int, seconds: float
-) -> tuple[Split, dict[str, Tried]]:
+    shape: ModelShape, workload: Workload, threads: int, seconds: float
+) -> tuple[Split, dict[str, TrialResult]]:
     """The best split on the beginning of a workload, `seconds` for each, and all that were tried.
 
     The threads are chosen first and how to serve then, with those threads.
@@ -98,7 +98,7 @@ def best_split(
     part = beginning(workload, seconds)
     matched: bool | None = None
 
-    def run(split: Split) -> Load:
+    def run(split: Split) -> LoadResult:
         nonlocal matched
         with TwoProcesses(shape, replace(split, matched=matched)) as contestant:
             load = contestant.run(part)

@@ -22,12 +22,12 @@ _KINDS: Final = (Kind.LINEAR, Kind.NORM)
 
 @dataclass(frozen=True, slots=True)
 class BitFitConfig:
-    """Which biases train.
+    """Settings of BitFit: the biases that train.
 
-    `existing` are those that the base has, wherever they are; `all` gives new ones, zero at first, to linears
-    and norms of the decoder layers that have none; `auto` are the existing ones, or `all` in a base without
-    any. `targets` are names or path endings of linears and norms that it is to stay with; under `auto` those
-    without a bias get one.
+    `existing` trains the base's own biases, wherever they are; `all` also adds new ones, zero at first, to
+    linears and norms of the decoder layers that have none; `auto` is `existing`, or `all` in a base without
+    biases. `targets` restricts both to linears and norms with these names or path endings; under `auto`
+    targets without a bias get one.
     """
 
     biases: Biases = "auto"
@@ -42,7 +42,7 @@ class BitFitConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BitFitBypass(Bypass):
-    """bias [width], to stand in place of the base's, which is None where it has none."""
+    """`bias` [width] replaces the base's bias, `base` [width], which is None where the module has none."""
 
     exact = True
     bias: Tensor
@@ -76,7 +76,7 @@ class BitFit:
     aliases: Final = {"target_modules": "targets"}
 
     def fresh(self, config: BitFitConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """The base's own biases, zeros where it has none."""
+        """Starts from copies of the base's biases, from zeros where it has none."""
         bypasses: dict[Place, Bypass] = {}
         for path, site in _sites(config, frame).items():
             base = frame.bias(path)

@@ -32,8 +32,8 @@ _ENDINGS: Final = (f"{_DOWN}.weight", f"{_DOWN}.bias", f"{_UP}.weight", f"{_UP}.
 
 @dataclass(frozen=True, slots=True)
 class BottleneckConfig:
-    """`width` features between the two linears. Houlsby's layout has one after the attention and one after
-    the feed-forward network of every layer, Pfeiffer's the latter only."""
+    """Settings of bottlenecks: `width` features between the two linears. Houlsby's layout has one after the
+    attention and one after the feed-forward network of every layer, Pfeiffer's the latter only."""
 
     width: int = 64
     layout: Layout = "houlsby"
@@ -70,7 +70,7 @@ class BottleneckBypass(Bypass):
         return y + F.linear(self._inside(y), self.up, self.up_bias)
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        """One product less to hold: the second one adds to y where it lies."""
+        """Adds the up projection to y in place, so that its product is never held separately."""
         y.addmm_(self._inside(y), self.up.t()).add_(self.up_bias)
 
     def _inside(self, y: Tensor) -> Tensor:
@@ -84,7 +84,8 @@ class Bottleneck:
     aliases: Final[Mapping[str, str]] = {}
 
     def fresh(self, config: BottleneckConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """The way down as torch draws a linear's weight (uniform within 1 / √hidden), all else zero.
+        """Draws the down projection as torch draws a linear's weight (uniform within 1 / √hidden); all else
+        is zero.
 
         Raises AdapterMismatch for a model that has a layer without such a sublayer.
         """

@@ -27,12 +27,12 @@ _KEYS_AND_VALUES: Final = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class IA3Config:
-    """Which linears are scaled.
+    """Settings of IA3: the linears that are scaled.
 
-    `targets` are names or path endings of linears, empty for all in the decoder layers. None stands for
-    what the paper scales: keys, values, and the inner activations of feed-forward networks. Those of them
-    that `feedforward` names are scaled at their inputs, others at their outputs; None for the linears that
-    feed-forward networks end with. `modules_to_save` are endings of paths of linears, norms and embeddings
+    `targets` are names or path endings of linears, empty for all in the decoder layers. None is the paper's
+    choice: keys, values, and the inner activations of feed-forward networks. Targets that `feedforward` names
+    are scaled at their inputs, others at their outputs; its None is the last linear of each feed-forward
+    network. `modules_to_save` are endings of paths of linears, norms and embeddings
     that train whole.
     """
 
@@ -82,7 +82,7 @@ class IA3:
     aliases: Final = {"target_modules": "targets", "feedforward_modules": "feedforward"}
 
     def fresh(self, config: IA3Config, frame: Frame, generator: torch.Generator) -> Part:
-        """Ones, as PEFT starts."""
+        """Starts from ones, as PEFT does."""
         replaced = fresh_replacements(config.modules_to_save, frame)
         sites = _targets(config, frame)
         entered = _entered(config, frame, sites)
@@ -96,7 +96,8 @@ class IA3:
         return Part(self.name, config, bypasses)
 
     def read(self, saved: Saved, frame: Frame) -> Part:
-        """A vector's shape says on which side it stands: [width, 1] scales outputs, [1, width] inputs."""
+        """Reads scales; the shape of each says which side it scales: [width, 1] outputs, [1, width]
+        inputs."""
         saved.ignore("feedforward_modules", "fan_in_fan_out", "init_ia3_weights")
         replaced = take_replacements(saved, frame)
         bypasses: dict[Place, Bypass] = dict(replaced)
@@ -160,7 +161,8 @@ def _entered(config: IA3Config, frame: Frame, sites: Collection[str]) -> Collect
 
 
 def _keys_and_values(frame: Frame) -> list[str]:
-    """By name; in an attention whose linears have other names, all but the last, which mixes the heads."""
+    """Paths of linears that give keys or values, found by name; in an attention whose linears have other
+    names, all but the last, which mixes the heads."""
     found: list[str] = []
     for layer in range(frame.depth):
         linears = _linears(frame, layer, attending=True)
@@ -170,8 +172,8 @@ def _keys_and_values(frame: Frame) -> list[str]:
 
 
 def _second_linears(frame: Frame) -> list[str]:
-    """Those outside of the attention that come back to the hidden size, from another width where there is
-    one that does."""
+    """Paths of the last linears of feed-forward networks: outside of the attention, with hidden-size outputs
+    and another input width; in a layer without such a one, its last linear with hidden-size outputs."""
     found: list[str] = []
     for layer in range(frame.depth):
         back = [s for s in _linears(frame, layer, attending=False) if s.outputs == frame.hidden_size]

@@ -39,7 +39,7 @@ _HARMLESS: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
-    """Which linears get a low-rank bypass, and how strong it is.
+    """Settings of LoRA: the linears that get a low-rank bypass, its rank and its scale.
 
     `targets` are names or path endings of linears and of the input embedding; empty means all linears in the
     decoder layers. The patterns give other ranks and alphas to some of them, by name, path ending or regular
@@ -116,7 +116,8 @@ class LoRA:
     }  # fmt: skip
 
     def fresh(self, config: LoRAConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """A as PEFT draws it (Kaiming uniform with a = √5), B zero; beside an embedding A zero, B normal."""
+        """Draws A as PEFT does (Kaiming uniform with a = √5), B zero; beside an embedding A is zero and B
+        normal."""
         replaced = fresh_replacements(config.modules_to_save, frame)
         sites = chosen(frame, config.targets, (Kind.LINEAR, Kind.EMBEDDING))
         strengths = config.at(sites)
@@ -209,7 +210,7 @@ def _draw(strengths: Strengths, site: Site, generator: torch.Generator) -> LowRa
 
 
 def _weights(frame: Frame, site: Site) -> Weights:
-    """Weights with a row for each output, which an embedding's own have not."""
+    """Weights with a row for each output; an embedding's own are transposed for that."""
     if site.kind is Kind.EMBEDDING:
         return DenseWeights(Dense(frame.dense(site.path).weight.t(), None))
     return frame.weights(site.path)
@@ -225,7 +226,7 @@ def _with_magnitude(frame: Frame, site: Site, low: LowRank, magnitude: Tensor | 
 def _biased(
     config: LoRAConfig, frame: Frame, targets: Iterable[Place], replaced: Collection[Place]
 ) -> list[str]:
-    """Where the base has a bias that trains by itself."""
+    """Paths of the base's biases that train, without those that a target's own bypass already replaces."""
     if config.bias == "none":
         return []
     paths = frame.sites if config.bias == "all" else [place.path for place in targets]
@@ -233,7 +234,7 @@ def _biased(
 
 
 def _fresh_biases(frame: Frame, paths: Iterable[str]) -> dict[str, BitFitBypass]:
-    """The base's own."""
+    """Bypasses that hold copies of the base's biases at these paths."""
     found = {path: frame.bias(path) for path in paths}
     return {
         path: BitFitBypass(base.detach().to("cpu", exact_type(base.dtype), copy=True), base)
@@ -243,7 +244,7 @@ def _fresh_biases(frame: Frame, paths: Iterable[str]) -> dict[str, BitFitBypass]
 
 
 def _with_biases(bypasses: Mapping[Place, Bypass], biases: Mapping[str, BitFitBypass]) -> dict[Place, Bypass]:
-    """Low-rank parts come first: DoRA's scales the product without any bias."""
+    """Chains bypasses at the same place, low-rank ones first: DoRA scales the product without any bias."""
     both = dict(bypasses)
     for path, bias in biases.items():
         first = both.get(Place(path))
@@ -252,7 +253,8 @@ def _with_biases(bypasses: Mapping[Place, Bypass], biases: Mapping[str, BitFitBy
 
 
 def _read_biases(saved: Saved, frame: Frame, expected: Collection[str]) -> dict[str, BitFitBypass]:
-    """Those of linears that are targets are called `base_layer.bias` in PEFT's files."""
+    """Reads trained biases; PEFT's files call those of targets `base_layer.bias`. Raises AdapterMismatch
+    where one of the `expected` paths has none."""
     found = {}
     for path, bias in {**saved.ending("base_layer.bias"), **saved.ending("bias")}.items():
         site = site_at(frame.sites, path, Kind.LINEAR, Kind.NORM)
@@ -309,7 +311,7 @@ def _read_config(saved: Saved) -> LoRAConfig:
 
 
 def _of_modules(config: LoRAConfig, by_weight: Collection[str]) -> LoRAConfig:
-    """The same with patterns of linears, whose weights are what the file's patterns are about."""
+    """Rewrites the file's patterns, which name weights, so that they name linears."""
     if not by_weight:
         return config
     ranks = of_modules("rank_pattern", config.rank_pattern, config.rank, by_weight)

@@ -33,8 +33,8 @@ Encoder = Literal["MLP", "LSTM"]
 
 @dataclass(frozen=True, slots=True)
 class PTuningConfig:
-    """`tokens` virtual tokens out of an `encoder` whose inner width is `hidden` (0 takes the model's).
-    `layers` are an LSTM's."""
+    """Settings of P-tuning: `tokens` virtual tokens that an `encoder` of inner width `hidden` (0 takes the
+    model's) computes. `layers` are an LSTM's."""
 
     tokens: int = 20
     encoder: Encoder = "MLP"
@@ -52,7 +52,7 @@ class PTuningConfig:
 
     @property
     def layers_of_lstm(self) -> int:
-        """0 where the encoder is none."""
+        """Layers of the LSTM; 0 where the encoder is not one."""
         return self.layers if self.encoder == "LSTM" else 0
 
 
@@ -105,8 +105,8 @@ class EncodedPrompt(Prompt):
 
 
 class PTuning:
-    """Prompts out of an encoder. PEFT's files hold what comes out and not the encoder, so training that goes
-    on from one of those trains the embeddings as they are; coserve's checkpoints keep the encoder."""
+    """Prompts that an encoder computes. PEFT's files hold its outputs and not the encoder, so training that
+    starts from such a file trains the embeddings directly; coserve's checkpoints keep the encoder."""
 
     name, peft_type, config = "p_tuning", "P_TUNING", PTuningConfig
     aliases: Final = {
@@ -117,7 +117,7 @@ class PTuning:
     }
 
     def fresh(self, config: PTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """As PEFT draws it: torch's defaults for an embedding, an LSTM and linears."""
+        """Draws it as PEFT does: torch's defaults for an embedding, an LSTM and linears."""
         weights = {
             "embedding.weight": torch.randn(
                 config.tokens, frame.hidden_size, generator=generator, dtype=torch.float32

@@ -31,8 +31,9 @@ from coserve.errors import AdapterError, AdapterMismatch
 
 @dataclass(frozen=True, slots=True)
 class PrefixTuningConfig:
-    """`tokens` virtual tokens, at random or, with `zero`, all zeros. With `projection` they come out of a
-    two-layer network of inner width `hidden` (0 takes that of a layer's keys)."""
+    """Settings of prefix tuning: `tokens` virtual tokens, random or, with `zero`, all zeros. With
+    `projection` a two-layer network of inner width `hidden` (0 takes that of a layer's keys) computes
+    them."""
 
     tokens: int = 20
     projection: bool = False
@@ -46,16 +47,15 @@ class PrefixTuningConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a row holds all keys and values, as PEFT has it: each layer's keys, then its values, group by
-    group."""
+class PrefixLayout:
+    """Layout of a row of all keys and values, PEFT's: each layer's keys, then its values, group by group."""
 
     layers: int
     groups: int
     width: int
 
     @staticmethod
-    def of(frame: Frame) -> "Layout":
+    def of(frame: Frame) -> "PrefixLayout":
         """Raises AdapterMismatch for a base whose layers differ or read each other's keys and values, or
         whose values are not as wide as keys."""
         if any(cache.reads is not None for cache in frame.caches):
@@ -64,11 +64,11 @@ class Layout:
         if len(shapes) > 1 or any(key != value for _, key, value in shapes):
             raise AdapterMismatch("prefix tuning needs keys and values of one shape in all layers")
         ((groups, width, _),) = shapes
-        return Layout(frame.depth, groups, width)
+        return PrefixLayout(frame.depth, groups, width)
 
     @property
     def token_width(self) -> int:
-        """Of a layer's keys."""
+        """Width of one layer's keys of one token."""
         return self.groups * self.width
 
     @property
@@ -86,7 +86,7 @@ class PlainPrefix(Given):
     """embeddings [count, row width], which train as they are."""
 
     embeddings: Tensor
-    layout: Layout
+    layout: PrefixLayout
     note: str = ""
 
     @property
@@ -111,7 +111,7 @@ class ProjectedPrefix(Given):
     """A prefix and its projection, by PEFT's names."""
 
     weights: Mapping[str, Tensor] = field(repr=False)
-    layout: Layout
+    layout: PrefixLayout
 
     @property
     def count(self) -> int:
@@ -134,9 +134,8 @@ class ProjectedPrefix(Given):
 
 
 class PrefixTuning:
-    """Given keys and values. PEFT's files hold these and not the projection they may have come out of, so
-    training that goes on from one of those trains them as they are; coserve's checkpoints keep the
-    projection."""
+    """Trained keys and values. PEFT's files hold these and not the projection that may have computed them, so
+    training that starts from such a file trains them directly; coserve's checkpoints keep the projection."""
 
     name, peft_type, config = "prefix_tuning", "PREFIX_TUNING", PrefixTuningConfig
     aliases: Final = {
@@ -146,8 +145,8 @@ class PrefixTuning:
     }
 
     def fresh(self, config: PrefixTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """As PEFT draws it: torch's defaults for an embedding and linears; zeros where asked for."""
-        layout = Layout.of(frame)
+        """Draws it as PEFT does: torch's defaults for an embedding and linears; zeros where asked for."""
+        layout = PrefixLayout.of(frame)
         if not config.projection:
             rows = torch.randn(config.tokens, layout.row_width, generator=generator, dtype=torch.float32)
             return self._part(config, PlainPrefix(rows * (not config.zero), layout), frame)
@@ -165,7 +164,7 @@ class PrefixTuning:
         return self._part(config, ProjectedPrefix(weights, layout), frame)
 
     def read(self, saved: Saved, frame: Frame) -> Part:
-        layout = Layout.of(frame)
+        layout = PrefixLayout.of(frame)
         projected = saved.take("prefix_projection", False)
         hidden, zero = saved.take("encoder_hidden_size", 0), saved.take("init_weights", "")
         rows = take_rows(saved, take_count(saved, frame), layout.row_width)
@@ -192,7 +191,7 @@ class PrefixTuning:
         return Part(self.name, config, {Place(embedding_of(frame), Side.PAST): prefix})
 
 
-def _shapes(config: PrefixTuningConfig, layout: Layout) -> Shapes:
+def _shapes(config: PrefixTuningConfig, layout: PrefixLayout) -> Shapes:
     inner = config.hidden or layout.token_width
     return linear_shapes("transform", (0, 2), (layout.token_width, inner, layout.row_width))
 

@@ -18,8 +18,9 @@ Start = Literal["RANDOM", "SAMPLE_VOCAB"]
 
 @dataclass(frozen=True, slots=True)
 class PromptTuningConfig:
-    """`tokens` virtual tokens. They start from the embeddings of `text`, token ids that are repeated or cut
-    to fit; without any from noise, or from tokens drawn from the vocabulary (`start`, in PEFT's words)."""
+    """Settings of prompt tuning: `tokens` virtual tokens. They start from the embeddings of `text`, token ids
+    that are repeated or cut to fit; without any from noise, or from tokens drawn from the vocabulary
+    (`start`, in PEFT's words)."""
 
     tokens: int = 20
     start: Start = "RANDOM"
@@ -40,7 +41,7 @@ class PromptTuning:
     aliases: Final = {"num_virtual_tokens": "tokens", "prompt_tuning_init": "start"}
 
     def fresh(self, config: PromptTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """As PEFT's RANDOM, SAMPLE_VOCAB and TEXT."""
+        """Starts as PEFT's RANDOM, SAMPLE_VOCAB or TEXT does."""
         path = embedding_of(frame)
         vocabulary = frame.sites[path].inputs
         if config.text:

@@ -177,7 +177,7 @@ class AdapterCache(Generic[I]):
         return refused
 
     def arrived(self, key: str) -> bool:
-        """Notes that an item is in memory; False if nobody wants it any more, and it is to be dropped."""
+        """Notes that an item is in memory; False if it was forgotten meanwhile, and is to be dropped."""
         entry = self._inside[key]
         if self._entries.get(key) is not entry:
             self._leave(entry)

@@ -12,8 +12,9 @@ from coserve.core.contained import contained
 from coserve.errors import AdapterError, CoserveError, OutOfMemory
 from coserve.memory.exhausted import is_out_of_memory
 
-Outcome = AdapterVersion | CoserveError
+Outcome = int | CoserveError
 Read = Callable[[StoredVersion], AdapterVersion]
+BringIn = Callable[[StoredVersion], int]  # onto the device; returns the bytes there
 
 
 class Reads(Protocol):
@@ -32,8 +33,8 @@ class Reader:
     """Reads one version after the other: two at once would only take more from the steps. `done` is called on
     the reading thread as soon as `take` has something."""
 
-    def __init__(self, read: Read, done: Callable[[], object] = int) -> None:
-        self._read, self._done = read, done
+    def __init__(self, bring_in: BringIn, done: Callable[[], object] = int) -> None:
+        self._bring_in, self._done = bring_in, done
         self._under_way: list[tuple[StoredVersion, Future[Outcome]]] = []
         self._thread: ThreadPoolExecutor | None = None
 
@@ -54,9 +55,7 @@ class Reader:
     def _outcome(self, stored: StoredVersion) -> Outcome:
         """What one adapter's files lead to is its own: whoever takes the result goes on."""
         try:
-            version = self._read(stored)
-            _ = version.bypasses, version.virtual  # worked out here, and not in the first step that asks
-            return version
+            return self._bring_in(stored)
         except CoserveError as error:
             return error
         except BaseException as error:

@@ -25,10 +25,12 @@ Stamp = tuple[tuple[int, int, int], ...]  # of each file: size, time of its last
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of an adapter's virtual tokens: all, and those that are a prompt's rows."""
+    """Counts of an adapter's virtual tokens: all, those that are a prompt's rows, and those given as keys and
+    values."""
 
     count: int
     prompt_count: int
+    given_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,12 @@ class Outline:
     virtual: Counts
     nbytes: int
     cost: int
+
+    @classmethod
+    def of(cls, adapter: AdapterVersion, slot: int = 0) -> "Outline":
+        """Outline of an adapter, by its shapes alone, with the bytes of its `slot`."""
+        virtual = Counts(adapter.virtual.count, adapter.virtual.prompt_count, adapter.virtual.given_count)
+        return cls(virtual, adapter.nbytes, adapter.nbytes + slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +112,7 @@ class Outlines:
         outline = self._known.get(digest)
         if outline is None:
             found = read_outline(folder, name, self._frame, self._dtype)
-            virtual = Counts(found.virtual.count, found.virtual.prompt_count)
-            outline = Outline(virtual, found.nbytes, found.nbytes + self._stacked(found.bypasses))
-            self._known[digest] = outline
+            self._known[digest] = outline = Outline.of(found, self._stacked(found.bypasses))
             while len(self._known) > _KNOWN:
                 self._known.pop(next(iter(self._known)), None)  # another thread may have been quicker
         if new:

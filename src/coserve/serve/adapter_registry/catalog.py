@@ -1,4 +1,4 @@
-"""Which model a name means, for whom, and who is using it."""
+"""Catalog of models: resolves names for a tenant, and counts the requests that use each adapter."""
 
 import asyncio
 from collections import Counter

@@ -10,10 +10,10 @@ from typing import TypeAlias
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
-from coserve.serve.answering.asking import GenerationRequest
 from coserve.serve.answering.cost import ANSWER_TOKEN
 from coserve.serve.answering.fair import Ticket
-from coserve.serve.answering.timing import Timing
+from coserve.serve.answering.request_builder import GenerationRequest
+from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
 from coserve.wire.messages import Token
 
@@ -31,7 +31,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """New piece of answer `index`. The last piece has a `finish`, and no other has one.
 
     `tokens` are all tokens, those at the end included that are not part of the text; `scored` are those of
@@ -48,10 +48,10 @@ class Piece:
     cached: int = 0
 
 
-Pieces: TypeAlias = AsyncGenerator[Piece, None]
+PieceStream: TypeAlias = AsyncGenerator[AnswerPiece, None]
 
 
-async def answer(state: State, wanted: GenerationRequest) -> Pieces:
+async def answer(state: State, wanted: GenerationRequest) -> PieceStream:
     """All answers to a request, piece by piece as they come. Closing it cancels what is under way.
 
     Raises, before the first piece, ApiError 429 where too much is waiting, and ApiError 404 for a model that
@@ -65,16 +65,16 @@ async def answer(state: State, wanted: GenerationRequest) -> Pieces:
                 yield piece
 
 
-async def merged(sources: Sequence[Pieces]) -> Pieces:
+async def merged(sources: Sequence[PieceStream]) -> PieceStream:
     """The items of all sources, as they come; closes every source at its own end."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for piece in only:
                 yield piece
         return
-    arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+    arrived: asyncio.Queue[AnswerPiece | asyncio.Task[None]] = asyncio.Queue()
 
-    async def pump(source: Pieces) -> None:
+    async def pump(source: PieceStream) -> None:
         async with aclosing(source):
             async for piece in source:
                 arrived.put_nowait(piece)
@@ -86,7 +86,7 @@ async def merged(sources: Sequence[Pieces]) -> Pieces:
         left = len(tasks)
         while left:
             item = await arrived.get()
-            if isinstance(item, Piece):
+            if isinstance(item, AnswerPiece):
                 yield item
             else:
                 item.result()
@@ -97,8 +97,8 @@ async def merged(sources: Sequence[Pieces]) -> Pieces:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Ticket) -> Pieces:
-    timing = Timing(state.metrics, state.catalog.base.name, wanted.arrived)
+async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Ticket) -> PieceStream:
+    timing = AnswerTiming(state.metrics, state.catalog.base.name, wanted.arrived)
     await ticket.admitted()
     timing.admitted(time.monotonic())
     writer = Writer(state, wanted, index)
@@ -136,7 +136,7 @@ class Writer:
         self._given = 0  # characters
         self._cached = 0
 
-    def take(self, token: Token) -> Piece | None:
+    def take(self, token: Token) -> AnswerPiece | None:
         """The piece that this token completes, if it does."""
         self._prompt_scores += token.prompt_logprobs
         self._cached += token.cached  # one token tells
@@ -156,13 +156,13 @@ class Writer:
             return self._piece(text, finish)
         return None
 
-    def _piece(self, text: str, finish: FinishReason | None) -> Piece:
+    def _piece(self, text: str, finish: FinishReason | None) -> AnswerPiece:
         self._given += len(text)
         self.has_finished = finish is not None
         scored = self._scored
         if self._stream.stopped:  # without what is the stop string's
             scored = [one for one in scored if one.start < self._given]
-        piece = Piece(
+        piece = AnswerPiece(
             self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish,
             self._cached if finish is not None else 0,
         )  # fmt: skip

@@ -40,7 +40,7 @@ LONGEST_NAME = 256  # characters, of a model
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Limits of this server and its engine."""
 
     positions: int  # tokens of one sequence
@@ -72,7 +72,7 @@ class RequestCost:
     max_tokens: tuple[int, ...]
 
 
-def request_cost(size: RequestSize, limits: Limits) -> RequestCost:
+def request_cost(size: RequestSize, limits: RequestLimits) -> RequestCost:
     """Raises ApiError 400, naming the parameter, for what is out of bounds."""
     check_counts(size, limits)
     most = tuple(_most_tokens(length, size, limits) for length in size.prompts)
@@ -93,7 +93,7 @@ def _sequence_cost(length: int, tokens: int, size: RequestSize) -> float:
     return prompt + answer
 
 
-def check_counts(size: RequestSize, limits: Limits) -> None:
+def check_counts(size: RequestSize, limits: RequestLimits) -> None:
     """Raises ApiError 400 for more of anything than one request may have."""
     sequences = len(size.prompts) * size.choices
     _at_most("prompt", "prompts", len(size.prompts), MOST_PROMPTS)
@@ -112,7 +112,7 @@ def _at_most(param: str, what: str, given: int, most: int) -> None:
         raise ApiError(400, message, param=param, code="invalid_value")
 
 
-def _most_tokens(length: int, size: RequestSize, limits: Limits) -> int:
+def _most_tokens(length: int, size: RequestSize, limits: RequestLimits) -> int:
     """Most tokens of an answer to a prompt of `length` tokens: as asked for, or what room there is."""
     most = min(limits.positions, limits.cache_tokens)
     room = most - length

@@ -21,7 +21,7 @@ def chat_logprobs(text: Text, scored: Sequence[Scored]) -> ChatLogprobs:
 def completion_logprobs(text: Text, scored: Sequence[Scored], alternatives: int) -> CompletionLogprobs:
     """The shape of plain completions: parallel lists."""
     return CompletionLogprobs(
-        tokens=[text.piece(one.token) for one in scored],
+        tokens=[text.token_text(one.token) for one in scored],
         token_logprobs=[None if one.scores is None else max(one.scores.chosen, LOWEST) for one in scored],
         top_logprobs=[_top(text, one) for one in scored] if alternatives else None,
         text_offset=[one.start for one in scored],
@@ -30,21 +30,21 @@ def completion_logprobs(text: Text, scored: Sequence[Scored], alternatives: int)
 
 def _chat_token(text: Text, token: int, scores: TokenLogprobs) -> TokenLogprob:
     return TokenLogprob(
-        token=text.piece(token),
+        token=text.token_text(token),
         logprob=max(scores.chosen, LOWEST),
-        bytes=list(text.piece_bytes(token)),
+        bytes=list(text.token_bytes(token)),
         top_logprobs=[_alternative(text, other, logprob) for other, logprob in scores.top],
     )
 
 
 def _alternative(text: Text, token: int, logprob: float) -> Alternative:
-    spelling = list(text.piece_bytes(token))
-    return Alternative(token=text.piece(token), logprob=max(logprob, LOWEST), bytes=spelling)
+    spelling = list(text.token_bytes(token))
+    return Alternative(token=text.token_text(token), logprob=max(logprob, LOWEST), bytes=spelling)
 
 
 def _top(text: Text, one: Scored) -> dict[str, float] | None:
     """The likeliest tokens, and the chosen one if it is not among them."""
     if one.scores is None:
         return None
-    best = {text.piece(other): max(logprob, LOWEST) for other, logprob in reversed(one.scores.top)}
-    return {text.piece(one.token): max(one.scores.chosen, LOWEST), **best}
+    best = {text.token_text(other): max(logprob, LOWEST) for other, logprob in reversed(one.scores.top)}
+    return {text.token_text(one.token): max(one.scores.chosen, LOWEST), **best}

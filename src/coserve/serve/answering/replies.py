@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from coserve.core.request import FinishReason
 from coserve.errors import CoserveError
-from coserve.serve.answering.answers import Piece, Pieces, answer
-from coserve.serve.answering.asking import GenerationRequest
+from coserve.serve.answering.answers import AnswerPiece, PieceStream, answer
+from coserve.serve.answering.request_builder import GenerationRequest
 from coserve.serve.errors import ApiError
 from coserve.serve.http.streams import DONE, ClientGone, EventStream, event, unless_gone
 from coserve.serve.schema.common import FinishName, Generation, PromptTokensDetails, Usage
@@ -22,10 +22,10 @@ from coserve.serve.state import State
 _GONE = 499  # what proxies log for a client that left; nobody reads it
 
 
-class Shape(Protocol):
+class AnswerFormat(Protocol):
     """Shape of one endpoint's answers. Made for one request; chunks are asked for in order."""
 
-    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
+    def chunks(self, piece: AnswerPiece) -> Iterator[BaseModel]:
         """Chunks of a stream for a piece; fields that were not set are left out."""
         ...
 
@@ -33,7 +33,7 @@ class Shape(Protocol):
         """The chunk that ends a stream whose usage is wanted."""
         ...
 
-    def whole(self, answers: list[Piece], usage: Usage) -> BaseModel:
+    def whole(self, answers: list[AnswerPiece], usage: Usage) -> BaseModel:
         """All of it at once; each answer is one piece."""
         ...
 
@@ -50,7 +50,7 @@ def common_fields(wanted: GenerationRequest) -> dict[str, Any]:
 
 
 async def reply(
-    request: Request, state: State, wanted: GenerationRequest, shape: Shape, body: Generation
+    request: Request, state: State, wanted: GenerationRequest, shape: AnswerFormat, body: Generation
 ) -> Response:
     """The answer to a request; ends all work for it when the client leaves.
 
@@ -73,7 +73,7 @@ def finish_name(reason: FinishReason) -> FinishName:
 
 
 async def _events(
-    first: Piece, rest: Pieces, wanted: GenerationRequest, shape: Shape, tells_usage: bool
+    first: AnswerPiece, rest: PieceStream, wanted: GenerationRequest, shape: AnswerFormat, tells_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     written, cached = 0, [0] * len(wanted)
     try:
@@ -90,14 +90,14 @@ async def _events(
     yield DONE
 
 
-async def _ahead(first: Piece, rest: Pieces) -> AsyncGenerator[Piece, None]:
+async def _ahead(first: AnswerPiece, rest: PieceStream) -> AsyncGenerator[AnswerPiece, None]:
     yield first
     async for piece in rest:
         yield piece
 
 
-async def _whole(pieces: Pieces, wanted: GenerationRequest, shape: Shape) -> str:
-    parts: list[list[Piece]] = [[] for _ in range(len(wanted))]
+async def _whole(pieces: PieceStream, wanted: GenerationRequest, shape: AnswerFormat) -> str:
+    parts: list[list[AnswerPiece]] = [[] for _ in range(len(wanted))]
     async with aclosing(pieces):
         async for piece in pieces:
             parts[piece.index].append(piece)
@@ -106,7 +106,7 @@ async def _whole(pieces: Pieces, wanted: GenerationRequest, shape: Shape) -> str
     return shape.whole(answers, usage).model_dump_json(exclude_unset=True)
 
 
-def _join(parts: list[Piece]) -> Piece:
+def _join(parts: list[AnswerPiece]) -> AnswerPiece:
     return replace(
         parts[-1],
         text="".join(part.text for part in parts),

@@ -6,7 +6,7 @@ from coserve.core.request import FinishReason
 from coserve.metrics import Metrics
 
 
-class Timing:
+class AnswerTiming:
     """Follows one answer from its arrival. All times are `time.monotonic`."""
 
     def __init__(self, metrics: Metrics, model: str, arrived: float) -> None:

@@ -21,7 +21,7 @@ from coserve.wire.messages import (
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class EngineConnection:
     """`loads` are the adapters that the engine has, or is looking at; `submitters` bring requests in that
     have to wait for something first."""
 

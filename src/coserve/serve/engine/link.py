@@ -10,11 +10,11 @@ from itertools import count
 from pathlib import Path
 
 from coserve.errors import CoserveError, EngineLost, Quarantined, StateError, error_named
-from coserve.serve.engine.connection import Connection
+from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.frames import read_frame
-from coserve.serve.engine.live import AnswerRequest, Live
-from coserve.serve.engine.probation import Probation, Thing
-from coserve.serve.engine.verdicts import Guilty, Verdicts
+from coserve.serve.engine.live import AnswerRequest, LiveRequest
+from coserve.serve.engine.probation import Probation, WorkItem
+from coserve.serve.engine.verdicts import QuarantineVerdict, Verdicts
 from coserve.wire.codec import decode_answer
 from coserve.wire.messages import (
     Acknowledge,
@@ -63,19 +63,19 @@ class EngineLink:
         self.connections = 0  # since the start; more than one if an engine died
         self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
         self.on_connect: list[Callable[[Hello], Awaitable[None]]] = []
-        self.on_guilty: Callable[[Guilty], Awaitable[None]] | None = None
+        self.on_guilty: Callable[[QuarantineVerdict], Awaitable[None]] | None = None
         self.barred: Callable[[str], Awaitable[str | None]] | None = None  # why an adapter is quarantined
         self.probation = Probation()
         self._verdicts = Verdicts()
         self._socket, self.patience = socket, patience
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self._heard = 0.0  # when the engine last said anything, on `time.monotonic`
         self._connected = asyncio.Event()
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._refusal: EngineLost | None = None
         self._told_all = asyncio.Event()  # the engine has nothing more to say: it is drained, or gone
         self._refs = count(1)
-        self._told: asyncio.Queue[Hello | Guilty | tuple[str, Numbered]] = asyncio.Queue()
+        self._told: asyncio.Queue[Hello | QuarantineVerdict | tuple[str, Numbered]] = asyncio.Queue()
         self._news_seen = ("", 0)  # generation, and number of the newest news that was handed on
 
     # For routes
@@ -114,7 +114,7 @@ class EngineLink:
         if self._refusal is not None:
             raise self._refusal
         self._verdicts.check_request(request)
-        live = Live(request, asyncio.get_running_loop().time())
+        live = LiveRequest(request, asyncio.get_running_loop().time())
         self._live[request.id] = live
         if self._connection is not None:
             self._submit(self._connection, live)
@@ -225,7 +225,7 @@ class EngineLink:
         hello = decode_answer(await read_frame(reader))
         if not isinstance(hello, Hello):
             raise ConnectionError(f"expected the engine's Hello, got {type(hello).__name__}")
-        connection = Connection(hello, writer)
+        connection = EngineConnection(hello, writer)
         self._begin(connection)
         try:
             while True:
@@ -235,7 +235,7 @@ class EngineLink:
         finally:
             self._end(connection)
 
-    def _begin(self, connection: Connection) -> None:
+    def _begin(self, connection: EngineConnection) -> None:
         self.connections += 1
         self._heard = time.monotonic()
         self._judge(connection.hello)
@@ -246,7 +246,7 @@ class EngineLink:
         for live in list(self._live.values()):
             self._submit(connection, live)
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: EngineConnection) -> None:
         self._connection, self.stats, self.resident = None, None, frozenset()
         self._connected.clear()
         self._told_all.set()
@@ -265,9 +265,9 @@ class EngineLink:
             return
         for each in self._live.values():
             each.lives = max(each.lives - 1, 0)  # a crash counts there, and not among ends from outside
-        for thing in self.probation.crashed():
-            live = self._live.get(thing.id) if thing.kind == "request" else None
-            found = self._verdicts.find(thing, None if live is None else live.request, hello.crash)
+        for item in self.probation.crashed():
+            live = self._live.get(item.id) if item.kind == "request" else None
+            found = self._verdicts.find(item, None if live is None else live.request, hello.crash)
             for guilty in found:
                 self._told.put_nowait(guilty)
             if live is not None:
@@ -279,7 +279,7 @@ class EngineLink:
 
     # What engines say
 
-    def _take(self, connection: Connection, report: Report) -> None:
+    def _take(self, connection: EngineConnection, report: Report) -> None:
         self._heard = time.monotonic()
         for token in report.tokens:
             if (live := self._live.get(token.id)) is None:
@@ -289,10 +289,10 @@ class EngineLink:
             else:
                 live.take(token)
                 if token.finish is None:
-                    self.probation.moved(live.thing, len(live.tokens))
+                    self.probation.moved(live.item, len(live.tokens))
                 else:
                     del self._live[token.id]
-                    self.probation.left(live.thing)
+                    self.probation.left(live.item)
         for reply in report.replies:
             connection.take(reply)
         for numbered in report.jobs:
@@ -310,13 +310,13 @@ class EngineLink:
                 await asyncio.sleep(WRITE_SECONDS)
             self._told.task_done()
 
-    async def _hand_on(self, told: Hello | Guilty | tuple[str, Numbered]) -> bool:
+    async def _hand_on(self, told: Hello | QuarantineVerdict | tuple[str, Numbered]) -> bool:
         """Tells whether the callbacks have taken it, and need not be called again."""
         try:
             if isinstance(told, Hello):
                 for callback in self.on_connect:
                     await callback(told)
-            elif isinstance(told, Guilty):
+            elif isinstance(told, QuarantineVerdict):
                 if self.on_guilty is not None:
                     await self.on_guilty(told)
             else:
@@ -336,30 +336,30 @@ class EngineLink:
 
     # What engines are told
 
-    def _submit(self, connection: Connection, live: Live) -> None:
+    def _submit(self, connection: EngineConnection, live: LiveRequest) -> None:
         request = live.request
         is_loaded = request.adapter is None or connection.is_loaded(request.adapter)
-        if is_loaded and self.probation.is_open(live.thing):
+        if is_loaded and self.probation.is_open(live.item):
             self._post_request(connection, live)
             return
         task = asyncio.create_task(self._submit_in_turn(connection, live))
         connection.submitters[request.id] = task
         task.add_done_callback(lambda _: connection.submitters.pop(request.id, None))
 
-    def _post_request(self, connection: Connection, live: Live) -> None:
-        self.probation.enter(live.thing, len(live.tokens))
+    def _post_request(self, connection: EngineConnection, live: LiveRequest) -> None:
+        self.probation.enter(live.item, len(live.tokens))
         try:
             connection.post(live.submission(asyncio.get_running_loop().time()))
         except CoserveError as error:
             self._fail(live, error)
 
-    async def _submit_in_turn(self, connection: Connection, live: Live) -> None:
+    async def _submit_in_turn(self, connection: EngineConnection, live: LiveRequest) -> None:
         """Once its adapter is loaded, and nothing else is on trial where it is a suspect itself."""
         request = live.request
         try:
             if request.adapter is not None and request.folder is not None:
                 await self._load(connection, request.adapter, request.folder)
-            await self.probation.turn(live.thing)
+            await self.probation.turn(live.item)
         except CoserveError as error:
             self._fail(live, error)
         except ConnectionError:
@@ -368,19 +368,19 @@ class EngineLink:
             if request.id in self._live:
                 self._post_request(connection, live)
 
-    async def _load(self, connection: Connection, key: str, path: Path, new: bool = False) -> None:
-        thing = Thing("adapter", key)
+    async def _load(self, connection: EngineConnection, key: str, path: Path, new: bool = False) -> None:
+        item = WorkItem("adapter", key)
         if key not in connection.loads:
-            self._verdicts.check(thing)
+            self._verdicts.check(item)
             if self.barred is not None and (reason := await self.barred(key)) is not None:
                 raise Quarantined(reason)
-            await self.probation.turn(thing)
+            await self.probation.turn(item)
         if connection is not self._connection:
             raise ConnectionError("the engine died")
         if key not in connection.loads:
-            self.probation.enter(thing)
+            self.probation.enter(item)
             connection.loads[key] = connection.ask(LoadAdapter(next(self._refs), key, str(path), new))
-            connection.loads[key].add_done_callback(lambda load: self._replied(thing, load))
+            connection.loads[key].add_done_callback(lambda load: self._replied(item, load))
         try:
             await asyncio.shield(connection.loads[key])
         except CoserveError:
@@ -389,16 +389,16 @@ class EngineLink:
 
     async def _check(self, command: Callable[[int], CheckMethod | CheckJob]) -> None:
         """Asks engine after engine, no longer than requests wait for one, and not again what crashes them."""
-        thing = Thing("check", str(next(self._refs)))
+        item = WorkItem("check", str(next(self._refs)))
         try:
             async with asyncio.timeout(self.patience):
                 while True:
                     await self.wait_ready()
-                    self._verdicts.check(thing)
-                    await self.probation.turn(thing)
+                    self._verdicts.check(item)
+                    await self.probation.turn(item)
                     with suppress(ConnectionError):
                         connection = self._current()
-                        self.probation.enter(thing)
+                        self.probation.enter(item)
                         return await connection.ask(command(next(self._refs)))
         except TimeoutError:
             raise EngineLost(
@@ -406,27 +406,27 @@ class EngineLink:
                 "was stored"
             ) from None
         finally:
-            self.probation.left(thing)
+            self.probation.left(item)
 
-    def _replied(self, thing: Thing, reply: "asyncio.Future[None]") -> None:
+    def _replied(self, item: WorkItem, reply: "asyncio.Future[None]") -> None:
         if not isinstance(reply.exception(), ConnectionError):
-            self.probation.left(thing)
+            self.probation.left(item)
 
-    def _current(self) -> Connection:
+    def _current(self) -> EngineConnection:
         if self._connection is None:
             raise ConnectionError("the engine died")
         return self._connection
 
-    def _fail(self, live: Live, error: CoserveError) -> None:
+    def _fail(self, live: LiveRequest, error: CoserveError) -> None:
         if self._live.pop(live.request.id, None) is not None:
-            self.probation.left(live.thing)
+            self.probation.left(live.item)
             live.arrived.put_nowait(error)
 
-    def _forget(self, live: Live) -> None:
+    def _forget(self, live: LiveRequest) -> None:
         if self._live.get(live.request.id) is not live:
             return
         del self._live[live.request.id]
-        self.probation.left(live.thing)
+        self.probation.left(live.item)
         connection = self._connection
         if connection is None:
             return

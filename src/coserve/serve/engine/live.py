@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coserve.core.request import SLO, SamplingParams
 from coserve.errors import CoserveError
-from coserve.serve.engine.probation import Thing
+from coserve.serve.engine.probation import WorkItem
 from coserve.wire.messages import Submit, Token
 
 
@@ -36,7 +36,7 @@ class AnswerRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveRequest:
     """A request under way, and what came of it so far."""
 
     request: AnswerRequest
@@ -48,8 +48,8 @@ class Live:
     arrived: asyncio.Queue[Token | CoserveError] = field(default_factory=asyncio.Queue)
 
     @property
-    def thing(self) -> Thing:
-        return Thing("request", self.request.id)
+    def item(self) -> WorkItem:
+        return WorkItem("request", self.request.id)
 
     def submission(self, now: float) -> Submit:
         request = self.request

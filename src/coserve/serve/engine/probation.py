@@ -25,7 +25,7 @@ _MOST_CRASHES: Final = 5  # that something may be there at without going on, how
 _LOOK_SECONDS: Final = 1.0  # between two looks at the clock
 
 
-class Thing(NamedTuple):
+class WorkItem(NamedTuple):
     """Something that an engine works on: a request, an adapter that is loaded, a check, a job."""
 
     kind: Kind
@@ -47,61 +47,61 @@ class Probation:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.suspects: dict[Thing, Suspect] = {}
+        self.suspects: dict[WorkItem, Suspect] = {}
         self._clock = clock
-        self._under_way: dict[Thing, int] = {}
-        self._trial: Thing | None = None
+        self._under_way: dict[WorkItem, int] = {}
+        self._trial: WorkItem | None = None
         self._alone_until = 0.0
-        self._waiting: set[Thing] = set()
+        self._waiting: set[WorkItem] = set()
         self._changed = asyncio.Event()
 
-    def is_open(self, thing: Thing) -> bool:
+    def is_open(self, item: WorkItem) -> bool:
         """Tells whether it may be handed to the engine now."""
-        suspect = self.suspects.get(thing)
-        if self._trial is not None and self._trial != thing and suspect is not None:
+        suspect = self.suspects.get(item)
+        if self._trial is not None and self._trial != item and suspect is not None:
             return False
         own = 0 if suspect is None else suspect.crashes
         most = max((other.crashes for other in self.suspects.values()), default=0)
         if most >= _ALONE and self._clock() < self._alone_until:
             return own == most
         # Short trials come first: those of jobs can take minutes.
-        is_job = suspect is not None and thing.kind == "job"
+        is_job = suspect is not None and item.kind == "job"
         return not (is_job and any(other.kind != "job" for other in self._waiting))
 
-    async def turn(self, thing: Thing) -> None:
+    async def turn(self, item: WorkItem) -> None:
         """Returns when the thing may be handed to the engine, which is to be done at once."""
-        self._waiting.add(thing)
+        self._waiting.add(item)
         try:
-            while not self.is_open(thing):
+            while not self.is_open(item):
                 self._changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_SECONDS):
                         await self._changed.wait()
         finally:
-            self._waiting.discard(thing)
+            self._waiting.discard(item)
             self._changed.set()
 
-    def enter(self, thing: Thing, progress: int = -1) -> None:
+    def enter(self, item: WorkItem, progress: int = -1) -> None:
         """Notes that a task is handed to the engine now. A suspect is on trial from here on: wait for its
         `turn` first."""
-        self._under_way[thing] = progress
-        if thing in self.suspects:
-            self._trial = thing
+        self._under_way[item] = progress
+        if item in self.suspects:
+            self._trial = item
             self._alone_until = self._clock() + ALONE_SECONDS
 
-    def moved(self, thing: Thing, progress: int) -> None:
+    def moved(self, item: WorkItem, progress: int) -> None:
         """Notes how far a task has come."""
-        if thing not in self._under_way:
+        if item not in self._under_way:
             return
-        self._under_way[thing] = progress
-        suspect = self.suspects.get(thing)
+        self._under_way[item] = progress
+        suspect = self.suspects.get(item)
         if suspect is not None and progress > suspect.progress:
-            self._clear(thing)
+            self._clear(item)
 
-    def left(self, thing: Thing) -> None:
+    def left(self, item: WorkItem) -> None:
         """Notes that a task has ended, or nobody wants it any more."""
-        self._under_way.pop(thing, None)
-        self._clear(thing)
+        self._under_way.pop(item, None)
+        self._clear(item)
 
     def forget_engine(self) -> None:
         """The engine is gone, and was ended from outside; or only the connection to it is."""
@@ -110,23 +110,23 @@ class Probation:
         self._alone_until = self._clock() + ALONE_SECONDS
         self._changed.set()
 
-    def crashed(self) -> list[Thing]:
+    def crashed(self) -> list[WorkItem]:
         """The engine has crashed: who is guilty of it. All others that were there are suspects now."""
         guilty = []
         is_certain = len(self._under_way) == 1
-        for thing, progress in self._under_way.items():
-            before = self.suspects.pop(thing, None)
+        for item, progress in self._under_way.items():
+            before = self.suspects.pop(item, None)
             crashes = 1 if before is None else before.crashes + 1
             if (is_certain and before is not None) or crashes >= _MOST_CRASHES:
-                guilty.append(thing)
+                guilty.append(item)
             else:
-                self.suspects[thing] = Suspect(crashes, progress)
+                self.suspects[item] = Suspect(crashes, progress)
         self.forget_engine()
         return guilty
 
-    def _clear(self, thing: Thing) -> None:
-        was = self.suspects.pop(thing, None)
-        if self._trial == thing:
+    def _clear(self, item: WorkItem) -> None:
+        was = self.suspects.pop(item, None)
+        if self._trial == item:
             self._trial = None
         if was is not None:
             self._changed.set()

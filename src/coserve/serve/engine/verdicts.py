@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from coserve.errors import Quarantined
 from coserve.serve.engine.live import AnswerRequest
-from coserve.serve.engine.probation import Thing
+from coserve.serve.engine.probation import WorkItem
 
 log = logging.getLogger(__name__)
 _MOST_REQUESTS = 2  # of one adapter that may be guilty before it is the adapter
 
 
 @dataclass(frozen=True, slots=True)
-class Guilty:
+class QuarantineVerdict:
     """Something that is quarantined, and why; of a request, what it asked for."""
 
-    thing: Thing
+    item: WorkItem
     reason: str
     request: AnswerRequest | None = None
 
@@ -27,19 +27,19 @@ class Verdicts:
 
     def __init__(self) -> None:
         self._requests: dict[int, str] = {}
-        self._others: dict[Thing, str] = {}
+        self._others: dict[WorkItem, str] = {}
         self._blamed: Counter[str] = Counter()  # adapters, by their requests that are guilty
 
-    def find(self, thing: Thing, request: AnswerRequest | None, crash: str) -> list[Guilty]:
+    def find(self, item: WorkItem, request: AnswerRequest | None, crash: str) -> list[QuarantineVerdict]:
         """Finds a task guilty of `crash`, and maybe the adapter that it asked for with it."""
-        why = f"the engine crashed again while it worked on this {thing.kind}"
-        found = [self._find(thing, request, why, crash)]
+        why = f"the engine crashed again while it worked on this {item.kind}"
+        found = [self._find(item, request, why, crash)]
         adapter = None if request is None else request.adapter
         if adapter is not None:
             self._blamed[adapter] += 1
             if self._blamed[adapter] >= _MOST_REQUESTS:
                 why = "requests for this adapter crash the engine again and again"
-                found.append(self._find(Thing("adapter", adapter), None, why, crash))
+                found.append(self._find(WorkItem("adapter", adapter), None, why, crash))
         return found
 
     def check_request(self, request: AnswerRequest) -> None:
@@ -47,16 +47,16 @@ class Verdicts:
         if (reason := self._requests.get(request.asks)) is not None:
             raise Quarantined(reason)
 
-    def check(self, thing: Thing) -> None:
+    def check(self, item: WorkItem) -> None:
         """Raises Quarantined for what is guilty."""
-        if (reason := self._others.pop(thing, None)) is not None:
+        if (reason := self._others.pop(item, None)) is not None:
             raise Quarantined(reason)
 
-    def _find(self, thing: Thing, request: AnswerRequest | None, why: str, crash: str) -> Guilty:
+    def _find(self, item: WorkItem, request: AnswerRequest | None, why: str, crash: str) -> QuarantineVerdict:
         reason = f"{why} ({crash}): it is quarantined and not tried again; `coserve quarantine` lists it"
-        log.error("quarantined: %s %s (%s)", thing.kind, thing.id, crash)
+        log.error("quarantined: %s %s (%s)", item.kind, item.id, crash)
         if request is not None:
             self._requests[request.asks] = reason
-        elif thing.kind != "job":
-            self._others[thing] = reason
-        return Guilty(thing, reason, request)
+        elif item.kind != "job":
+            self._others[item] = reason
+        return QuarantineVerdict(item, reason, request)

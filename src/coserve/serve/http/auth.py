@@ -13,7 +13,7 @@ from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError
 from coserve.serve.http.connections import owner_of
 from coserve.serve.http.quotas import too_often
-from coserve.serve.http.rates import Rates
+from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.state import Shared, State
 from coserve.serve.store import keys
 from coserve.serve.store.records import Tenant
@@ -31,7 +31,7 @@ class Authentication:
     to wait, without a look into the database but for what may be a key; a right one always gets through.
     """
 
-    def __init__(self, app: ASGIApp, state: State, bad_keys: Rates) -> None:
+    def __init__(self, app: ASGIApp, state: State, bad_keys: TokenBuckets) -> None:
         self.app, self.state, self._bad_keys = app, state, bad_keys
         self._looked_up: dict[tuple[object, object], asyncio.Task[Tenant]] = {}
         self._one_by_one = asyncio.Lock()  # of addresses that guess

@@ -26,7 +26,7 @@ _EXPOSED: Final = ("x-request-id", "x-should-retry", "Retry-After")  # headers t
 _PREFLIGHT_SECONDS: Final = "600"
 
 
-class Hosts:
+class TrustedHosts:
     """Refuses requests for a name that is not this server's, with 403, while it serves without keys.
 
     Where a key is needed another site's page has none, and servers are reached by whatever name a proxy
@@ -48,7 +48,7 @@ class Hosts:
         await self.app(scope, receive, send)
 
 
-class Origins:
+class AllowedOrigins:
     """Answers pages of the origins that are allowed, and the server's own; tells all others why it does not.
 
     Preflights are answered for any origin, without a key: only so can a page read the refusal of the

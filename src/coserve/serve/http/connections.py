@@ -50,13 +50,13 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits, shedder: LoadShedder | None = None) -> None:
         self.limits, self.shedder = limits, shedder
-        self._open: dict[Connection, str] = {}  # with whose they are, in the order in which they came
+        self._open: dict[HttpConnection, str] = {}  # with whose they are, in the order in which they came
         self._count: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def enter(self, connection: "Connection", host: str | None) -> bool:
+    def enter(self, connection: "HttpConnection", host: str | None) -> bool:
         """Tells whether there is room for one more; where there is none, an idle one has to go if there is
         one."""
         owner = owner_of(host)
@@ -69,7 +69,7 @@ class Connections:
         self._count[owner] += 1
         return True
 
-    def leave(self, connection: "Connection") -> None:
+    def leave(self, connection: "HttpConnection") -> None:
         """The connection is gone; one that never entered is no error."""
         owner = self._open.pop(connection, None)
         if owner is not None:
@@ -129,7 +129,7 @@ class StrictHttp(h11.Connection):
         return event
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One connection, as uvicorn has it, with limits."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
@@ -251,7 +251,7 @@ def _written(error: ApiError) -> bytes:
     body = json.dumps(error.body()).encode()
     headers = {
         **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)),
-        "x-request-id": new_request_id(), "Connection": "close",
+        "x-request-id": new_request_id(), "HttpConnection": "close",
     }  # fmt: skip
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -260,7 +260,8 @@ def _written(error: ApiError) -> bytes:
 
 @functools.lru_cache(_MOST_OWNERS)
 def owner_of(host: str | None) -> str:
-    """Whom an address counts for: `LOOPBACK`, itself, or its network. A host has 2^64 addresses of IPv6."""
+    """Key under which an address's connections are counted: `LOOPBACK`, the IPv4 address, or the /64 network
+    of an IPv6 address, as one host has 2^64 of these."""
     try:
         address = ipaddress.ip_address((host or "127.0.0.1").partition("%")[0])
     except ValueError:

@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from coserve.serve.answering.cost import MOST_HEADER_BYTES
-from coserve.serve.http.connections import Connection, ConnectionLimits, Connections
+from coserve.serve.http.connections import ConnectionLimits, Connections, HttpConnection
 from coserve.serve.http.shedding import LoadShedder
 
 _LAST_WORDS = 5  # seconds for answers that are being sent when it ends
@@ -34,7 +34,7 @@ class Listener:
     ) -> None:
         self._socket = listener
         self._connections = Connections(limits, shedder)
-        protocol: Any = partial(Connection, self._connections)
+        protocol: Any = partial(HttpConnection, self._connections)
         self._server = _Server(
             uvicorn.Config(
                 app,

@@ -43,7 +43,7 @@ def new_request_id() -> str:
     return f"req_{secrets.token_hex(16)}"
 
 
-class Limits:
+class SizeLimits:
     """Refuses URLs, headers and bodies that are too large, before anything parses them.
 
     `body_limit` gives the most bytes for a path. A body that lies about its length or brings none is

@@ -15,7 +15,7 @@ from coserve.core.size import show_size
 from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError, Refusal
 from coserve.serve.http.middleware import content_length
-from coserve.serve.http.rates import Rates
+from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.store.files import FileStore
 
 _FORM_BYTES = 1024  # that a form has around its files
@@ -27,7 +27,7 @@ _PIECE = 2**20  # bytes of a body of unknown length between two looks at its ten
 class RequestRate:
     """Answers 429 to a tenant that asks more often than it may, whatever for."""
 
-    def __init__(self, app: ASGIApp, rates: Rates, most: int) -> None:
+    def __init__(self, app: ASGIApp, rates: TokenBuckets, most: int) -> None:
         self.app, self._rates, self._most = app, rates, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

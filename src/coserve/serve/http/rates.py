@@ -7,10 +7,10 @@ from typing import Final
 
 _MINUTE: Final = 60.0  # seconds
 _ROUNDING: Final = 1e-6  # seconds that many pauses may be off
-_MOST_ENTRIES: Final = 10_000  # of one `Rates`: some 2 MB
+_MOST_ENTRIES: Final = 10_000  # of one `TokenBuckets`: some 2 MB
 
 
-class Rates:
+class TokenBuckets:
     """One bucket for each name: it holds `most` tokens, and gets as many a minute. With `most` 0 all is free.
 
     What is kept of a bucket is when it will be full, so a full one is kept by nobody. Beyond `entries` those

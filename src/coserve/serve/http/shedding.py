@@ -20,11 +20,11 @@ _APPLICATIONS: Final = frozenset({b"origin", b"x-request-id"})  # the applicatio
 
 
 class LoadShedder:
-    """What a connection asks before a request is given to the application, from its headers alone.
+    """Admission check that a connection makes from a request's headers, before the application sees it.
 
     Requests for text are counted by their `Authorization` header: more of one than a tenant may have are
     refused whoever that is, so no key is looked up. Tenants with several keys, and totals, are left to
-    `Crowding`. For one event loop.
+    `ConcurrencyLimit`. For one event loop.
     """
 
     def __init__(self, queue: FairQueue, paths: Collection[str]) -> None:
@@ -56,7 +56,7 @@ class LoadShedder:
             del self._in_flight[who]
 
 
-class Crowding:
+class ConcurrencyLimit:
     """Answers 429 to a request for text while as many are under way as may run and wait: before its body is
     read. Those that are accepted are prepared one per round of the event loop, tenants in turn.
 
@@ -66,7 +66,7 @@ class Crowding:
     def __init__(self, app: ASGIApp, queue: FairQueue, paths: Collection[str]) -> None:
         self.app, self._queue, self._paths = app, queue, frozenset(paths)
         self._under_way: Counter[str] = Counter()
-        self._rounds = Rounds()
+        self._rounds = LoopTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in self._paths:
@@ -88,7 +88,7 @@ class Crowding:
                 del self._under_way[tenant]
 
 
-class Rounds:
+class LoopTurns:
     """Lets one caller go on per round of the event loop, the tenants' first ones in turn. For one event loop.
 
     Whatever else is ready in a round, such as refusals and tokens of streams, comes between two of them.

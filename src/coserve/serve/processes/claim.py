@@ -16,7 +16,7 @@ _ATTEMPTS, _PAUSE = 10, 0.02  # to take the lock; seconds between two of them
 
 
 class Running(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who holds a state folder; `url` is empty until its server listens.
+    """Holder of a state folder; `url` is empty until its server listens.
 
     `api`, `engine` and `standby` are the process ids of its children that are ready now, for those who watch
     or try them; 0 where there is none.

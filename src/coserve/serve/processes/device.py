@@ -61,7 +61,7 @@ def _unusable(device: str, reason: str) -> ConfigError:
 
 
 def _torch_version() -> str:
-    """What torch's own file says of how it was built, empty where there is none; torch is not imported."""
+    """Contents of torch's version.py, without importing torch; empty where there is none."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
@@ -72,5 +72,5 @@ def _torch_version() -> str:
 
 
 def _builds(version: str) -> set[str]:
-    """Which of CUDA and HIP torch was built for."""
+    """Platforms that torch was built for, of "cuda" and "hip"."""
     return set(re.findall(r"^(cuda|hip)\b[^=]*=\s*['\"]", version, re.MULTILINE))

@@ -122,8 +122,8 @@ class Process:
             self._stopped_since = min(self._stopped_since + seconds, now)
 
     def stopped_since(self, now: float) -> float | None:
-        """When it was first seen to be stopped, as by SIGSTOP; None while it runs. Systems that do not tell
-        (macOS) leave that to its silence."""
+        """Time at which the process was first seen stopped (SIGSTOP); None while it runs. On systems that do
+        not report stops (macOS) it is always None, and the process's silence tells."""
         if hasattr(os, "waitid") and not self.has_ended:
             with suppress(ChildProcessError):
                 changes = os.WSTOPPED | os.WCONTINUED | os.WNOHANG  # not its end: asyncio waits for that
@@ -188,8 +188,8 @@ class Process:
         return self.why or describe_end(code)
 
     def crash(self, code: int) -> str:
-        """How it brought itself down, in words: by an exception, a fault of memory, or a loop that hangs.
-        Empty where it was ended from outside: drained, killed, or stopped by somebody's signal."""
+        """Cause, in words, of an end that the process itself brought about: an exception, a memory fault, or
+        a hanging loop. Empty where it was ended from outside: drained, killed, or stopped by a signal."""
         if self._stopped_since is not None:
             return ""
         is_own = self.is_doomed or code == 1 or -code in _OWN_SIGNALS

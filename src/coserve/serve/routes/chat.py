@@ -5,10 +5,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from coserve.serve.answering.answers import Piece
-from coserve.serve.answering.asking import Asker, GenerationRequest
+from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.answering.logprobs import chat_logprobs
 from coserve.serve.answering.replies import common_fields, finish_name, reply
+from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
@@ -42,19 +42,19 @@ async def create_chat_completion(
 
     A stream goes on from where it was if the engine dies in the middle of it.
     """
-    wanted = await (await Asker.of(state, caller, body.model)).chat(body)
-    shape = _Shape(state.text, wanted, body.includes_usage)
+    wanted = await (await RequestBuilder.of(state, caller, body.model)).chat(body)
+    shape = _ChatFormat(state.text, wanted, body.includes_usage)
     return await reply(request, state, wanted, shape, body)
 
 
-class _Shape:
+class _ChatFormat:
     def __init__(self, text: Text, wanted: GenerationRequest, tells_usage: bool) -> None:
         self._text, self._wanted = text, wanted
         self._has_begun = False
         self._common = common_fields(wanted)
         self._usage: dict[str, Any] = {"usage": None} if tells_usage else {}
 
-    def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
+    def chunks(self, piece: AnswerPiece) -> Iterator[ChatChunk]:
         if not self._has_begun:  # clients count on hearing of all answers in order, whichever speaks first
             self._has_begun = True
             yield from map(self._first_chunk, range(len(self._wanted)))
@@ -69,13 +69,13 @@ class _Shape:
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(choices=[], usage=usage, object="chat.completion.chunk", **self._common)
 
-    def whole(self, answers: list[Piece], usage: Usage) -> ChatCompletion:
+    def whole(self, answers: list[AnswerPiece], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
             object="chat.completion", choices=[self._choice(piece) for piece in answers], usage=usage,
             **self._common, **self._prompt_ids(),
         )  # fmt: skip
 
-    def _choice(self, piece: Piece) -> ChatChoice:
+    def _choice(self, piece: AnswerPiece) -> ChatChoice:
         assert piece.finish is not None
         return ChatChoice(
             index=piece.index,
@@ -100,5 +100,5 @@ class _Shape:
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._wanted.prompts[0])} if self._wanted.tells_tokens else {}
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: AnswerPiece) -> ChatLogprobs | None:
         return None if self._wanted.sampling.logprobs is None else chat_logprobs(self._text, piece.scored)

@@ -6,10 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from coserve.serve.answering.answers import Piece, Scored
-from coserve.serve.answering.asking import Asker, GenerationRequest
+from coserve.serve.answering.answers import AnswerPiece, Scored
 from coserve.serve.answering.logprobs import completion_logprobs
 from coserve.serve.answering.replies import common_fields, finish_name, reply
+from coserve.serve.answering.request_builder import GenerationRequest, RequestBuilder
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
@@ -38,28 +38,28 @@ async def create_completion(
 
     With `echo` and `max_tokens` 0 it only scores the prompt.
     """
-    wanted = await (await Asker.of(state, caller, body.model)).completion(body)
-    shape = _Shape(state.text, wanted, body)
+    wanted = await (await RequestBuilder.of(state, caller, body.model)).completion(body)
+    shape = _CompletionFormat(state.text, wanted, body)
     return await reply(request, state, wanted, shape, body)
 
 
-class _Shape:
+class _CompletionFormat:
     def __init__(self, text: Text, wanted: GenerationRequest, body: CompletionRequest) -> None:
         self._text, self._wanted, self._echo, self._logprobs = text, wanted, bool(body.echo), body.logprobs
         self._offsets: dict[int, int] = {}  # of answers that have begun: characters before their own
         self._common: dict[str, Any] = {"object": "text_completion", **common_fields(wanted)}
         self._usage: dict[str, Any] = {"usage": None} if body.includes_usage else {}
 
-    def chunks(self, piece: Piece) -> Iterator[Completion]:
+    def chunks(self, piece: AnswerPiece) -> Iterator[Completion]:
         yield Completion(choices=[self._choice(piece)], **self._common, **self._usage)
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return Completion(choices=[], usage=usage, **self._common)
 
-    def whole(self, answers: list[Piece], usage: Usage) -> Completion:
+    def whole(self, answers: list[AnswerPiece], usage: Usage) -> Completion:
         return Completion(choices=[self._choice(piece) for piece in answers], usage=usage, **self._common)
 
-    def _choice(self, piece: Piece) -> CompletionChoice:
+    def _choice(self, piece: AnswerPiece) -> CompletionChoice:
         prompt, is_first = self._wanted.prompt(piece.index), piece.index not in self._offsets
         echoed = self._text.decode(prompt) if is_first and self._echo else ""
         offset = self._offsets.setdefault(piece.index, len(echoed))
@@ -79,7 +79,7 @@ class _Shape:
             **ids,
         )
 
-    def _scored_prompt(self, piece: Piece) -> list[Scored]:
+    def _scored_prompt(self, piece: AnswerPiece) -> list[Scored]:
         prompt = self._wanted.prompt(piece.index)
         scores, starts = (None, *piece.prompt_scores), self._text.starts(prompt)
         return [Scored(*one) for one in zip(prompt, scores, starts, strict=True)]

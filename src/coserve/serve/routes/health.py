@@ -84,7 +84,7 @@ def _resident(state: State) -> dict[str, int]:
 
 
 def _gauge(state: State) -> None:
-    """What is true now, rather than counted as it happens."""
+    """Sets gauges to the present state; counters are counted where things happen."""
     metrics, stats = state.metrics, state.link.stats
     metrics.num_requests_running.set(state.queue.inside)
     metrics.num_requests_waiting.set(state.queue.waiting)

@@ -26,7 +26,7 @@ from coserve.serve.schema.jobs import (
 )
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
-from coserve.serve.store.records import FINAL, Checkpoint, Event, File, Job, Tenant
+from coserve.serve.store.records import FINAL, CheckpointRecord, Event, File, Job, Tenant
 from coserve.serve.training.recipe import recipe_of
 from coserve.wire.messages import Method
 
@@ -252,7 +252,7 @@ def _event(event: Event) -> EventObject:
     )
 
 
-def _checkpoint(checkpoint: Checkpoint) -> CheckpointObject:
+def _checkpoint(checkpoint: CheckpointRecord) -> CheckpointObject:
     return CheckpointObject(
         id=checkpoint.id,
         created_at=checkpoint.created,

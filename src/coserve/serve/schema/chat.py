@@ -7,11 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from coserve.serve.answering.cost import MOST_MESSAGES, MOST_PARTS
 from coserve.serve.schema.common import (
     Alternatives,
-    Asked,
     FinishName,
     Generation,
     JsonObject,
     Metadata,
+    RequestBody,
     Tier,
     Usage,
     Words,
@@ -25,7 +25,7 @@ from coserve.serve.schema.unsupported import (
 _HELLO: Any = {"model": "coserve-tiny", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 16}
 
 
-class TextPart(Asked):
+class TextPart(RequestBody):
     """A piece of a message's text."""
 
     type: Literal["text"]
@@ -39,7 +39,7 @@ class TextPart(Asked):
         return part
 
 
-class ChatMessage(Asked):
+class ChatMessage(RequestBody):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -56,7 +56,7 @@ class ChatMessage(Asked):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class JsonSchema(Asked):
+class JsonSchema(RequestBody):
     """A schema that the answer must match."""
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")
@@ -65,15 +65,15 @@ class JsonSchema(Asked):
     strict: bool | None = Field(None, description="Answers always match; there is no lax way.")
 
 
-class TextFormat(Asked):
+class TextFormat(RequestBody):
     type: Literal["text"]
 
 
-class JsonObjectFormat(Asked):
+class JsonObjectFormat(RequestBody):
     type: Literal["json_object"]
 
 
-class JsonSchemaFormat(Asked):
+class JsonSchemaFormat(RequestBody):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 

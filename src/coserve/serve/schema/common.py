@@ -38,7 +38,7 @@ def at_most(most: int) -> Callable[[Any], Any]:
     return check
 
 
-class Asked(BaseModel):
+class RequestBody(BaseModel):
     """Base of what clients send: unknown fields are an error, and a number is not a string.
 
     Validation stops early at what is hopeless: pydantic remembers every complaint, and a body of a few
@@ -59,14 +59,14 @@ Biases = Annotated[
 ]
 
 
-class StreamOptions(Asked):
+class StreamOptions(RequestBody):
     """Options of a stream: what it tells beside its text."""
 
     include_usage: bool | None = Field(None, description="One more chunk at the end tells the usage.")
     include_obfuscation: bool | None = Field(None, description="Accepted; chunks are never padded.")
 
 
-class Generation(Asked):
+class Generation(RequestBody):
     """Fields of both kinds of request. The last nine are vLLM's; OpenAI does not have them."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.cost import LONGEST_NAME
-from coserve.serve.schema.common import Asked, Metadata
+from coserve.serve.schema.common import Metadata, RequestBody
 
 MOST_SEED: Final = 2**31 - 1
 LONGEST_ID: Final = 64
@@ -30,7 +30,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 
 
-class Named(Asked):
+class Named(RequestBody):
     """Base of what has many fields: an unknown one is named together with the nearest that exists."""
 
     @model_validator(mode="before")
@@ -65,7 +65,7 @@ class Supervised(Named):
     hyperparameters: Hyperparameters | None = None
 
 
-class Method(Asked):
+class Method(RequestBody):
     """Training method; only `supervised` is there."""
 
     type: Literal["supervised"]

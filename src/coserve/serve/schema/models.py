@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, StringConstraints
 
 from coserve.serve.answering.cost import LONGEST_NAME
-from coserve.serve.schema.common import Asked
+from coserve.serve.schema.common import RequestBody
 
 
 class ModelCard(BaseModel):
@@ -50,7 +50,7 @@ AdapterName = Annotated[
 ]
 
 
-class LoadAdapterRequest(Asked):
+class LoadAdapterRequest(RequestBody):
     """An adapter in PEFT's format, in a folder below the server's adapter root."""
 
     lora_name: AdapterName
@@ -58,6 +58,6 @@ class LoadAdapterRequest(Asked):
     load_inplace: Literal[False] | None = Field(None, description="A name that is taken is never replaced.")
 
 
-class UnloadAdapterRequest(Asked):
+class UnloadAdapterRequest(RequestBody):
     lora_name: str = Field(min_length=1, max_length=LONGEST_NAME)
     lora_int_id: int | None = Field(None, description="Accepted, not used: names are enough.")

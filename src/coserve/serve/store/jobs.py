@@ -11,12 +11,12 @@ from coserve.errors import ConflictError
 from coserve.serve.store.database import Database, columns_of, page_of
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import FINAL, UNFINISHED, Checkpoint, Event, Job, Page
+from coserve.serve.store.records import FINAL, UNFINISHED, CheckpointRecord, Event, Job, Page
 from coserve.serve.store.tables import checkpoints, events, files, jobs
 
 _JOB: Final = tuple(field.name for field in fields(Job))
 _EVENT: Final = tuple(field.name for field in fields(Event))
-_CHECKPOINT: Final = tuple(field.name for field in fields(Checkpoint))
+_CHECKPOINT: Final = tuple(field.name for field in fields(CheckpointRecord))
 
 
 class JobStore:
@@ -71,14 +71,14 @@ class JobStore:
             lambda connection: page_of(connection, query, events, _event, after, limit)
         )
 
-    async def checkpoints(self, job: str, after: str | None, limit: int) -> Page[Checkpoint] | None:
+    async def checkpoints(self, job: str, after: str | None, limit: int) -> Page[CheckpointRecord] | None:
         """A job's checkpoints from behind `after`, the newest first; None if it has no such checkpoint."""
         query = _checkpoints_of(job)
         return await self._database.read(
             lambda connection: page_of(connection, query, checkpoints, self._checkpoint, after, limit)
         )
 
-    async def all_checkpoints(self, job: str) -> tuple[Checkpoint, ...]:
+    async def all_checkpoints(self, job: str) -> tuple[CheckpointRecord, ...]:
         """A job's checkpoints by their steps."""
         query = _checkpoints_of(job).order_by(checkpoints.c.step)
         return await self._database.read(
@@ -122,8 +122,8 @@ class JobStore:
 
         return await self._database.write(write)
 
-    def _checkpoint(self, row: RowMapping) -> Checkpoint:
-        return Checkpoint(**{**row, "path": self._folder / row["path"]})
+    def _checkpoint(self, row: RowMapping) -> CheckpointRecord:
+        return CheckpointRecord(**{**row, "path": self._folder / row["path"]})
 
 
 def _checkpoints_of(job: str) -> Select[Any]:

@@ -1,4 +1,5 @@
-"""What lies in a state folder is its owner's only: prompts, training data, weights and the hashes of keys."""
+"""File permissions: a state folder is readable by its owner only, as it holds prompts, training data, weights
+and hashes of keys."""
 
 import os
 import stat

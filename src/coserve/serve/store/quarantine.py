@@ -11,10 +11,10 @@ from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.database import Database, columns_of
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, job_in
-from coserve.serve.store.records import FINAL, Quarantined
+from coserve.serve.store.records import FINAL, QuarantineRecord
 from coserve.serve.store.tables import jobs, quarantine, suspects
 
-_FIELDS: Final = tuple(field.name for field in fields(Quarantined))
+_FIELDS: Final = tuple(field.name for field in fields(QuarantineRecord))
 Suspects = dict[tuple[str, str], tuple[int, int]]  # kind and subject: crashes, and progress
 
 
@@ -24,15 +24,15 @@ class QuarantineStore:
     def __init__(self, database: Database, clock: Callable[[], float], adapters: AdapterStore) -> None:
         self._database, self._clock, self._adapters = database, clock, adapters
 
-    async def list(self) -> tuple[Quarantined, ...]:
+    async def list(self) -> tuple[QuarantineRecord, ...]:
         """Lists what is quarantined, the oldest first."""
         found = columns_of(quarantine, _FIELDS).order_by(quarantine.c.number)
         return await self._database.read(
-            lambda connection: tuple(Quarantined(**row) for row in connection.execute(found).mappings())
+            lambda connection: tuple(QuarantineRecord(**row) for row in connection.execute(found).mappings())
         )
 
     async def reason(self, kind: str, subject: str) -> str | None:
-        """Why something is quarantined; None where it is not."""
+        """Reason that something is quarantined; None where it is not."""
         found = select(quarantine.c.reason).where(_is(kind, subject))
         return await self._database.read(lambda connection: connection.execute(found).scalar())
 
@@ -50,23 +50,23 @@ class QuarantineStore:
                     values = {"status": "failed", "finished": now, "error": error}
                     connection.execute(update(jobs).where(jobs.c.id == subject).values(values))
                     add_event(connection, subject, now, f"The job failed: {reason}", "error")
-            row = asdict(Quarantined(new_id("quar"), kind, subject, reason, now, tenant, details))
+            row = asdict(QuarantineRecord(new_id("quar"), kind, subject, reason, now, tenant, details))
             connection.execute(upsert(quarantine).values(row).on_conflict_do_nothing())
 
         await self._database.write(write)
 
-    async def release(self, id: str) -> Quarantined | None:
+    async def release(self, id: str) -> QuarantineRecord | None:
         """Takes something out of quarantine, by its id or its subject; None if there is no such thing.
 
         A job is paused then: whoever owns it lets it go on.
         """
 
-        def write(connection: Connection) -> Quarantined | None:
+        def write(connection: Connection) -> QuarantineRecord | None:
             named = (quarantine.c.id == id) | (quarantine.c.subject == id)
             row = connection.execute(columns_of(quarantine, _FIELDS).where(named)).mappings().first()
             if row is None:
                 return None
-            found = Quarantined(**row)
+            found = QuarantineRecord(**row)
             connection.execute(delete(quarantine).where(quarantine.c.id == found.id))
             at = (jobs.c.id == found.subject) & (jobs.c.status == "failed")
             if found.kind == "job":

@@ -117,7 +117,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointRecord:
     """A job's adapter after some step, in a folder of its own. `metrics` are the losses then known."""
 
     id: str
@@ -131,7 +131,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantined:
+class QuarantineRecord:
     """Something that brought engines down. `kind` is request, job, adapter or check, and `subject` its id;
     `details` is what a request asked for."""
 

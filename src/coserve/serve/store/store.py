@@ -18,8 +18,8 @@ from coserve.errors import StateError
 from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.database import Database
 from coserve.serve.store.files import FileStore
+from coserve.serve.store.job_events import JobEventStore
 from coserve.serve.store.jobs import JobStore
-from coserve.serve.store.news import NewsStore
 from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.quotas import Quotas
@@ -28,7 +28,7 @@ from coserve.serve.store.tenants import TenantStore
 
 
 class Store:
-    """Everything that is kept, by kind. Opening it creates or upgrades the database.
+    """The durable state of a server, by kind of record. Opening it creates or upgrades the database.
 
     Methods are asynchronous and take the tenant's id where something is owned; what belongs to another
     tenant is answered exactly as what does not exist.
@@ -50,7 +50,7 @@ class Store:
         self.tenants = TenantStore(self._database, clock)
         self.files = FileStore(self._database, clock, self.folder, quotas)
         self.jobs = JobStore(self._database, clock, self.folder, quotas)
-        self.news = NewsStore(self._database, clock, self.folder)
+        self.job_events = JobEventStore(self._database, clock, self.folder)
         self.adapters = AdapterStore(self._database, clock, self.folder, quotas)
         self.quarantine = QuarantineStore(self._database, clock, self.adapters)
 

@@ -118,7 +118,7 @@ class TenantStore:
         return await self._database.write(lambda connection: connection.execute(change).rowcount > 0)
 
     async def revoked(self, digests: Collection[bytes]) -> frozenset[bytes]:
-        """Which of these, made by `keys.digest_of`, are of keys that have been revoked."""
+        """Subset of these digests (`keys.digest_of`) whose keys have been revoked."""
         found = select(keys.c.digest).where(keys.c.digest.in_(digests), keys.c.revoked.is_not(None))
         return await self._database.read(lambda c: frozenset(c.execute(found).scalars()))
 

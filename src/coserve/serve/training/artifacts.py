@@ -15,7 +15,7 @@ from coserve.errors import AdapterError
 from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
 from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import tail_of
-from coserve.serve.store.records import Adapter, Checkpoint, File, Job
+from coserve.serve.store.records import Adapter, CheckpointRecord, File, Job
 from coserve.serve.store.store import Store
 
 _COLUMNS: Final = ("step", "train_loss", "valid_loss", "learning_rate", "grad_norm", "tokens", "seconds")
@@ -41,7 +41,7 @@ class Artifacts:
         adapter = Adapter(folder.name, job.name, folder, job.base, now, job.tenant, job.model, job.id)
         return adapter, await self._write_results(job, now)
 
-    async def _checkpoint(self, job: Job, step: int) -> Checkpoint:
+    async def _checkpoint(self, job: Job, step: int) -> CheckpointRecord:
         for checkpoint in await self._store.jobs.all_checkpoints(job.id):
             if checkpoint.step == step:
                 return checkpoint

@@ -21,11 +21,11 @@ import msgspec
 from coserve.core.contained import contained
 from coserve.errors import AdapterError, ConflictError, StateError
 from coserve.serve.engine.link import EngineLink
-from coserve.serve.engine.probation import Thing
-from coserve.serve.engine.verdicts import Guilty
+from coserve.serve.engine.probation import WorkItem
+from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.durable import drop_resume_state, sweep
-from coserve.serve.store.news import Mark
+from coserve.serve.store.job_events import Mark
 from coserve.serve.store.records import FINAL, Job
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
@@ -124,7 +124,7 @@ class JobController:
                 raise ConflictError(f"Job {job.id} is {found.status} and cannot be {word}.")
             if job.id in self._trials:
                 self._leave_trial(job.id)
-                self._link.probation.left(Thing("job", job.id))
+                self._link.probation.left(WorkItem("job", job.id))
             elif status != "queued" and job.id in self._inside:
                 self._link.send(StopJob(job.id, keep=status == "paused"))
             if status in FINAL and job.id not in self._inside:
@@ -147,8 +147,8 @@ class JobController:
                 self._leave_trial(id)
             self._inside, self._waiting = set(hello.jobs), dict(hello.waiting)
             for id in hello.jobs:
-                self._link.probation.enter(Thing("job", id))
-            await self._store.news.forget_engines_before(hello.generation)
+                self._link.probation.enter(WorkItem("job", id))
+            await self._store.job_events.forget_engines_before(hello.generation)
             jobs = {job.id: job for job in await self._unfinished()}
             for id in hello.jobs:
                 if id not in jobs or jobs[id].status == "paused":
@@ -169,7 +169,7 @@ class JobController:
         async with self._turn:
             mark = Mark(self._generation, numbered.number)
             self._follow(numbered.news)
-            if not await self._store.news.seen(mark):
+            if not await self._store.job_events.seen(mark):
                 try:
                     await self._write(mark, numbered.news)
                 except StateError:
@@ -182,21 +182,21 @@ class JobController:
 
     def _follow(self, news: JobNews) -> None:
         """Follows how far a job has come in the present engine."""
-        thing = Thing("job", news.job)
+        item = WorkItem("job", news.job)
         match news:
             case JobWaiting():  # for memory, and for as long as that takes: nobody waits for it
-                self._link.probation.left(thing)
+                self._link.probation.left(item)
             case JobStarted():
-                self._link.probation.enter(thing)
-                self._link.probation.moved(thing, 0)
+                self._link.probation.enter(item)
+                self._link.probation.moved(item, 0)
             case JobStep():
-                self._link.probation.moved(thing, news.step)
+                self._link.probation.moved(item, news.step)
             case JobEnded():
-                self._link.probation.left(thing)
+                self._link.probation.left(item)
 
-    async def _quarantined(self, guilty: Guilty) -> None:
+    async def _quarantined(self, guilty: QuarantineVerdict) -> None:
         """Writes down what brought engines down; a job has failed with that."""
-        kind, subject = guilty.thing
+        kind, subject = guilty.item
         request = guilty.request
         details = None
         if request is not None:
@@ -212,16 +212,16 @@ class JobController:
         match news:
             case JobWaiting():
                 self._waiting[news.job] = news.reason
-                await self._store.news.waiting(mark, news)
+                await self._store.job_events.waiting(mark, news)
             case JobStarted():
                 self._waiting.pop(news.job, None)
-                await self._store.news.started(mark, news)
+                await self._store.job_events.started(mark, news)
             case JobNote():
-                await self._store.news.noted(mark, news)
+                await self._store.job_events.noted(mark, news)
             case JobStep():
-                await self._store.news.stepped(mark, news)
+                await self._store.job_events.stepped(mark, news)
             case JobCheckpoint():
-                await self._store.news.checkpointed(mark, news)
+                await self._store.job_events.checkpointed(mark, news)
                 await self._drop_resume_state(news.job, keep=_GOOD_CHECKPOINTS)
             case JobEnded():
                 self._inside.discard(news.job)
@@ -237,17 +237,17 @@ class JobController:
             case "failed":
                 await self._failed(mark, news.job, news.fault)
             case "stopped":
-                await self._store.news.stopped(mark, news.job)
+                await self._store.job_events.stopped(mark, news.job)
                 return  # it can go on
             case _:
-                await self._store.news.cancelled(mark, news.job)
+                await self._store.job_events.cancelled(mark, news.job)
         await self._drop_resume_state(news.job, keep=0)
 
     async def _succeeded(self, mark: Mark, news: JobEnded) -> None:
         jobs = {job.id: job for job in await self._store.jobs.unfinished()}
         job = jobs.get(news.job)
         if job is None:
-            await self._store.news.skip(mark)
+            await self._store.job_events.skip(mark)
             return
         try:
             adapter, result = await self._artifacts.bring_in(job, news.step)
@@ -255,13 +255,13 @@ class JobController:
             log.error("the adapter of %s cannot be kept: %s", job.id, error)
             await self._failed(mark, job.id, Fault("AdapterError", f"the adapter cannot be kept: {error}"))
         else:
-            await self._store.news.succeeded(mark, job.id, news.step, adapter, result)
+            await self._store.job_events.succeeded(mark, job.id, news.step, adapter, result)
 
     async def _failed(self, mark: Mark, job: str, fault: Fault | None) -> None:
         fault = fault or Fault("JobError", "the engine did not say why")
         param = "training_file" if fault.kind == "DataError" else None
         error = {"code": _CODES.get(fault.kind, "job_failed"), "message": fault.text, "param": param}
-        await self._store.news.failed(mark, job, error)
+        await self._store.job_events.failed(mark, job, error)
 
     # What the engine is told
 
@@ -294,17 +294,17 @@ class JobController:
         """Hands a job to the engine once its turn has come, which it waits for where engines crashed."""
         self._inside.add(job.id)
         self._weights[job.id] = weight
-        if not self._link.probation.is_open(Thing("job", job.id)):
+        if not self._link.probation.is_open(WorkItem("job", job.id)):
             self._trials[job.id] = asyncio.create_task(self._try(job, weight, self._generation))
         else:
             await self._hand_in(job, weight)
 
     async def _try(self, job: Job, weight: float, generation: str) -> None:
         """Waits until no other suspect is on trial, and hands the job in."""
-        await self._link.probation.turn(Thing("job", job.id))
+        await self._link.probation.turn(WorkItem("job", job.id))
         if not self._link.ready:  # the next engine's turn begins anew
             return
-        self._link.probation.enter(Thing("job", job.id))  # at once: the next one would take the turn
+        self._link.probation.enter(WorkItem("job", job.id))  # at once: the next one would take the turn
         async with self._turn:
             self._trials.pop(job.id, None)
             if self._generation == generation:
@@ -334,8 +334,8 @@ class JobController:
             every=job.every,
             weight=weight,
         )
-        suspect = self._link.probation.suspects.get(Thing("job", job.id))
-        self._link.probation.enter(Thing("job", job.id), -1 if suspect is None else suspect.progress)
+        suspect = self._link.probation.suspects.get(WorkItem("job", job.id))
+        self._link.probation.enter(WorkItem("job", job.id), -1 if suspect is None else suspect.progress)
         self._link.send(command)
 
     async def _unfinished(self) -> list[Job]:

@@ -1,4 +1,4 @@
-"""Which job trains next, and how much of the machine each running one gets: fair among tenants."""
+"""Fair shares among tenants: the job that trains next, and each running job's share of the machine."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

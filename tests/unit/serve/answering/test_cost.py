@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 
 from coserve.serve.answering import cost as costs
-from coserve.serve.answering.cost import Limits, RequestSize, request_cost
+from coserve.serve.answering.cost import RequestLimits, RequestSize, request_cost
 from coserve.serve.errors import ApiError
 
-LIMITS = Limits(positions=2048, cache_tokens=4096, choices=16, sequences=64)
+LIMITS = RequestLimits(positions=2048, cache_tokens=4096, choices=16, sequences=64)
 
 
 def test_the_price_grows_with_everything_that_makes_work() -> None:
@@ -54,7 +54,7 @@ def test_each_bound_is_reached_without_harm() -> None:
 
 
 def test_the_whole_has_a_bound_beyond_its_parts() -> None:
-    large = Limits(positions=10**6, cache_tokens=10**6, choices=16, sequences=64)
+    large = RequestLimits(positions=10**6, cache_tokens=10**6, choices=16, sequences=64)
     assert request_cost(RequestSize((1000,), 1, 10**5), large).total < costs.MOST_COST
     with pytest.raises(ApiError, match="split it"):
         request_cost(RequestSize((1000,), 16, 10**6 - 1000), large)

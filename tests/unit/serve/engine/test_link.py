@@ -27,6 +27,7 @@ from coserve.wire.messages import (
     Token,
     UnloadAdapter,
 )
+from waiting import until
 
 Story = Callable[[FakeEngine, EngineLink], Coroutine[Any, Any, None]]
 
@@ -60,11 +61,6 @@ async def answer(link: EngineLink, wanted: AnswerRequest) -> list[Token]:
 def expected(fake: FakeEngine, wanted: AnswerRequest) -> list[int]:
     sent = Submit(wanted.id, wanted.prompt, wanted.sampling, adapter=wanted.adapter)
     return [fake.script(sent, place) for place in range(wanted.sampling.max_tokens)]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.001)
 
 
 def said(fake: FakeEngine, kind: type) -> list[Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from coserve.serve.engine.probation import ALONE_SECONDS, Kind, Probation, Thing
+from coserve.serve.engine.probation import ALONE_SECONDS, Kind, Probation, WorkItem
 
 SEEDS = 60
 
@@ -15,7 +15,7 @@ SEEDS = 60
 class Work:
     """Something that takes `length` steps, and crashes its engine as it takes step `fatal`."""
 
-    thing: Thing
+    item: WorkItem
     length: int
     fatal: int | None
     done: int = 0
@@ -31,9 +31,9 @@ class Model:
     def __init__(self, seed: int) -> None:
         self.draws = random.Random(seed)
         self.probation = Probation(clock=lambda: 0.0)
-        self.todo: dict[Thing, Work] = {}
+        self.todo: dict[WorkItem, Work] = {}
         self.inside: list[Work] = []
-        self.guilty: set[Thing] = set()
+        self.guilty: set[WorkItem] = set()
         self.crashes = 0
         self.kills = 0
 
@@ -41,22 +41,22 @@ class Model:
         kind: Kind = self.draws.choice(("request", "request", "request", "adapter", "check", "job"))
         length = self.draws.randrange(1, 20)
         fatal = self.draws.randrange(length) if self.draws.random() < 0.15 else None
-        return Work(Thing(kind, str(number)), length, fatal)
+        return Work(WorkItem(kind, str(number)), length, fatal)
 
     async def run(self, count: int) -> None:
         coming = [self.make(number) for number in range(count)]
-        self.culprits = {work.thing for work in coming if work.fatal is not None}
-        waiting: dict[Thing, asyncio.Task[None]] = {}
+        self.culprits = {work.item for work in coming if work.fatal is not None}
+        waiting: dict[WorkItem, asyncio.Task[None]] = {}
         while coming or self.todo:
             for _ in range(min(self.draws.randrange(3), len(coming))):
                 work = coming.pop()
-                self.todo[work.thing] = work
-            for thing, work in self.todo.items():
-                if work not in self.inside and thing not in waiting:
-                    waiting[thing] = asyncio.create_task(self.enter(work))
+                self.todo[work.item] = work
+            for item, work in self.todo.items():
+                if work not in self.inside and item not in waiting:
+                    waiting[item] = asyncio.create_task(self.enter(work))
             for _ in range(3):
                 await asyncio.sleep(0)
-            waiting = {thing: task for thing, task in waiting.items() if not task.done()}
+            waiting = {item: task for item, task in waiting.items() if not task.done()}
             try:
                 self.step()
             except Crashed:
@@ -65,13 +65,13 @@ class Model:
                 await asyncio.gather(*waiting.values(), return_exceptions=True)
                 waiting = {}
                 self.inside.clear()
-                for thing in self.probation.crashed():
-                    self.guilty.add(thing)
-                    del self.todo[thing]
+                for item in self.probation.crashed():
+                    self.guilty.add(item)
+                    del self.todo[item]
 
     async def enter(self, work: Work) -> None:
-        await self.probation.turn(work.thing)
-        self.probation.enter(work.thing, work.done)
+        await self.probation.turn(work.item)
+        self.probation.enter(work.item, work.done)
         self.inside.append(work)
 
     def step(self) -> None:
@@ -87,11 +87,11 @@ class Model:
                 raise Crashed
             work.done += 1
             if work.done == work.length:
-                self.probation.left(work.thing)
+                self.probation.left(work.item)
                 self.inside.remove(work)
-                del self.todo[work.thing]
+                del self.todo[work.item]
             else:
-                self.probation.moved(work.thing, work.done)
+                self.probation.moved(work.item, work.done)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 20))
@@ -111,21 +111,21 @@ def test_the_guilty_are_found_and_nobody_else(first: int) -> None:
 def test_suspects_go_one_after_the_other_and_jobs_last() -> None:
     async def story() -> None:
         probation = Probation()
-        things = [Thing("request", "a"), Thing("job", "j"), Thing("adapter", "b")]
-        for thing in things:
-            probation.enter(thing)
+        things = [WorkItem("request", "a"), WorkItem("job", "j"), WorkItem("adapter", "b")]
+        for item in things:
+            probation.enter(item)
         assert probation.crashed() == []
-        entered: list[Thing] = []
+        entered: list[WorkItem] = []
 
-        async def enter(thing: Thing) -> None:
-            await probation.turn(thing)
-            probation.enter(thing)
-            entered.append(thing)
+        async def enter(item: WorkItem) -> None:
+            await probation.turn(item)
+            probation.enter(item)
+            entered.append(item)
 
-        tasks = [asyncio.create_task(enter(thing)) for thing in things]
+        tasks = [asyncio.create_task(enter(item)) for item in things]
         await asyncio.sleep(0.01)
         assert entered == things[:1]
-        await probation.turn(Thing("request", "new"))  # nobody suspects it: it waits for nothing
+        await probation.turn(WorkItem("request", "new"))  # nobody suspects it: it waits for nothing
         probation.left(things[0])
         await asyncio.sleep(0.01)
         assert entered == [things[0], things[2]]
@@ -138,7 +138,7 @@ def test_suspects_go_one_after_the_other_and_jobs_last() -> None:
 
 
 def test_a_job_that_repeats_steps_is_cleared_by_new_ones_only() -> None:
-    probation, job = Probation(), Thing("job", "j")
+    probation, job = Probation(), WorkItem("job", "j")
     probation.enter(job)
     probation.moved(job, 7)
     assert probation.crashed() == []
@@ -152,7 +152,7 @@ def test_a_job_that_repeats_steps_is_cleared_by_new_ones_only() -> None:
 
 def test_who_was_not_alone_has_another_chance_alone() -> None:
     seconds = [0.0]
-    probation, old, new = Probation(lambda: seconds[0]), Thing("job", "j"), Thing("request", "r")
+    probation, old, new = Probation(lambda: seconds[0]), WorkItem("job", "j"), WorkItem("request", "r")
     probation.enter(old)
     assert probation.crashed() == []
     assert probation.is_open(new)  # nothing is tried alone yet
@@ -163,10 +163,12 @@ def test_who_was_not_alone_has_another_chance_alone() -> None:
         new: 1,
     }
     assert (
-        not probation.is_open(new) and not probation.is_open(Thing("check", "c")) and probation.is_open(old)
+        not probation.is_open(new)
+        and not probation.is_open(WorkItem("check", "c"))
+        and probation.is_open(old)
     )
     seconds[0] = ALONE_SECONDS + 1  # it does not come: others wait no longer
-    assert probation.is_open(new) and probation.is_open(Thing("check", "c"))
+    assert probation.is_open(new) and probation.is_open(WorkItem("check", "c"))
     seconds[0] = 0.0
     probation.enter(old)
     assert probation.crashed() == [old]
@@ -175,12 +177,12 @@ def test_who_was_not_alone_has_another_chance_alone() -> None:
 
 
 def test_who_is_never_alone_is_found_in_the_end() -> None:
-    probation, old = Probation(), Thing("job", "j")
+    probation, old = Probation(), WorkItem("job", "j")
     for number in range(4):
         probation.enter(old)
-        probation.enter(other := Thing("request", str(number)))
+        probation.enter(other := WorkItem("request", str(number)))
         assert probation.crashed() == []
         probation.left(other)
     probation.enter(old)
-    probation.enter(Thing("request", "last"))
+    probation.enter(WorkItem("request", "last"))
     assert probation.crashed() == [old]

@@ -12,20 +12,21 @@ from coserve.errors import EngineLost, Quarantined, RequestError
 from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.live import AnswerRequest
-from coserve.serve.engine.verdicts import Guilty
+from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.wire.messages import CheckJob, CheckMethod, Command, LoadAdapter, Submit
+from waiting import until
 
 POISON = 13  # a token that the engine dies of
 
 
-def play(folder: Path, story: Any, **engine: Any) -> tuple[FakeEngine, list[Guilty]]:
+def play(folder: Path, story: Any, **engine: Any) -> tuple[FakeEngine, list[QuarantineVerdict]]:
     fake = FakeEngine(folder / "engine.sock")
     fake.step_seconds = 0.001
     for name, value in engine.items():
         setattr(fake, name, value)
-    guilty: list[Guilty] = []
+    guilty: list[QuarantineVerdict] = []
 
-    async def note(found: Guilty) -> None:
+    async def note(found: QuarantineVerdict) -> None:
         guilty.append(found)
 
     async def run() -> None:
@@ -81,7 +82,7 @@ def test_a_request_that_crashes_engines_fails_and_others_end_as_they_would_have(
 
     fake, guilty = play(tmp_path, story, fatal=lambda asked, at: POISON in asked.prompt and at == place)
     assert 2 <= fake.collapses <= 4
-    assert [(g.thing.kind, g.thing.id) for g in guilty] == [("request", "bad")]
+    assert [(g.item.kind, g.item.id) for g in guilty] == [("request", "bad")]
     assert guilty[0].request is not None and guilty[0].request.prompt == (POISON,)
 
 
@@ -105,7 +106,7 @@ def test_many_bad_ones_among_many(tmp_path: Path) -> None:
                 assert found == expected(fake, one), one.id
 
     fake, guilty = play(tmp_path, story, poison=is_poison)
-    assert {g.thing.id for g in guilty} == {one.id for one in bad}
+    assert {g.item.id for g in guilty} == {one.id for one in bad}
     assert fake.collapses <= 4 * len(bad)
 
 
@@ -130,7 +131,7 @@ def test_an_adapter_and_checks_that_crash_engines(tmp_path: Path) -> None:
         assert await running == expected(fake, other)
 
     fake, guilty = play(tmp_path, story, poison=is_bad)
-    assert [g.thing.kind for g in guilty] == ["adapter", "check", "check"]
+    assert [g.item.kind for g in guilty] == ["adapter", "check", "check"]
     assert fake.collapses <= 9
 
 
@@ -145,7 +146,7 @@ def test_an_adapter_of_which_requests_are_guilty_is_guilty_itself(tmp_path: Path
         assert fake.collapses == before
 
     _, guilty = play(tmp_path, story, fatal=lambda asked, at: asked.adapter == "bad")
-    assert [g.thing.kind for g in guilty] == ["request", "request", "adapter"]
+    assert [g.item.kind for g in guilty] == ["request", "request", "adapter"]
 
 
 def test_who_is_killed_from_outside_blames_nobody(tmp_path: Path) -> None:
@@ -168,8 +169,7 @@ def test_who_left_is_not_tried_again(tmp_path: Path) -> None:
     async def story(fake: FakeEngine, link: EngineLink) -> None:
         loading = asyncio.create_task(link.load("bad", tmp_path))
         asking = asyncio.create_task(answer(link, request("bad", POISON)))
-        while not fake.collapses:
-            await asyncio.sleep(0.001)
+        await until(lambda: fake.collapses)
         loading.cancel()
         asking.cancel()
         await asyncio.gather(loading, asking, return_exceptions=True)

@@ -5,14 +5,14 @@ from fractions import Fraction
 
 import pytest
 
-from coserve.serve.http.rates import Rates
+from coserve.serve.http.rates import TokenBuckets
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tokens_are_as_in_a_plain_account(seed: int) -> None:
     draw, now = random.Random(seed), [Fraction(1000)]
     most = draw.choice((1, 2, 7, 60, 500))
-    rates = Rates(most, lambda: float(now[0]))
+    rates = TokenBuckets(most, lambda: float(now[0]))
     tokens, counted = {"a": Fraction(most), "b": Fraction(most)}, now[0]
     for _ in range(1000):
         now[0] += Fraction(draw.choice((0, 0, 0, 1, 10, 1000)) * draw.randrange(1, 100), 16 * most)
@@ -27,9 +27,9 @@ def test_tokens_are_as_in_a_plain_account(seed: int) -> None:
 
 
 def test_what_is_kept_is_bounded_and_the_newest_stay() -> None:
-    draw, rates = random.Random(0), Rates(1, lambda: 0.0, entries=50)
+    draw, rates = random.Random(0), TokenBuckets(1, lambda: 0.0, entries=50)
     for number in range(1000):
         rates.take(f"{draw.randrange(10**9)}")
         assert number == 0 or rates.wait("guest") or rates.take("guest") == 0
         assert len(rates) <= 50
-    assert Rates(0).take("x") == 0 and not len(Rates(0))
+    assert TokenBuckets(0).take("x") == 0 and not len(TokenBuckets(0))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.wire.child import Supervised
+from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import Status
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     faulthandler.enable()
     orders = select.poll()
     orders.register(os.dup(0), 0)  # answers once nobody can write to it any more
-    pipes = Supervised()
+    pipes = SupervisorPipes()
     print("a library that prints")  # must not reach the status lines
     mode = (folder / f"{role}.mode").read_text() if (folder / f"{role}.mode").exists() else ""
     if mode == "dies":

@@ -15,10 +15,10 @@ from coserve.serve.processes.process import Process
 # Beats, then ends as it is told.
 CHILD = """
 import ctypes, faulthandler, os, signal, sys
-from coserve.wire.child import Supervised
+from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import Status
 faulthandler.enable()
-pipes = Supervised()
+pipes = SupervisorPipes()
 pipes.own_crashes()
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 signal.signal(signal.SIGINT, signal.SIG_DFL)

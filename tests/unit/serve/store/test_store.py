@@ -20,7 +20,7 @@ from coserve.errors import ConfigError, ConflictError, StateError
 from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
 from coserve.serve.store.database import CACHE_KIB, READERS
-from coserve.serve.store.news import Mark
+from coserve.serve.store.job_events import Mark
 from coserve.serve.store.records import FINAL, UNFINISHED, Adapter, File, Job
 from coserve.serve.store.store import Store
 from coserve.serve.store.tables import metadata
@@ -218,7 +218,7 @@ def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
 def test_news_counts_once_however_often_it_comes(tmp_path: Path) -> None:
     async def story(store: Store) -> None:
         await a_job(store)
-        news = store.news
+        news = store.job_events
         for _ in range(2):
             await news.started(Mark("a", 1), JobStarted("ftjob-1", 0, 9, 5, 50, 0, 0, 1, 1, 1e-4))
             await news.stepped(Mark("a", 2), a_step(1))
@@ -249,12 +249,12 @@ def test_news_of_a_job_that_is_over_changes_nothing(tmp_path: Path) -> None:
     async def story(store: Store) -> None:
         job = await a_job(store)
         await store.jobs.move(job.id, ("running",), "cancelled")
-        await store.news.stepped(Mark("a", 1), a_step(1))
-        await store.news.failed(Mark("a", 2), job.id, {"message": "x"})
-        await store.news.stepped(Mark("a", 3), JobStep("ftjob-none", 1, 1.0, 1, 1, 1.0, 1.0, 1.0))
+        await store.job_events.stepped(Mark("a", 1), a_step(1))
+        await store.job_events.failed(Mark("a", 2), job.id, {"message": "x"})
+        await store.job_events.stepped(Mark("a", 3), JobStep("ftjob-none", 1, 1.0, 1, 1, 1.0, 1.0, 1.0))
         after = await store.jobs.get("local", job.id)
         assert after is not None and (after.status, after.step, after.error) == ("cancelled", 0, None)
-        assert await store.news.seen(Mark("a", 3))
+        assert await store.job_events.seen(Mark("a", 3))
 
     run(tmp_path, story)
 

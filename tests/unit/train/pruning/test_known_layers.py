@@ -45,6 +45,7 @@ def fates(explained: Explained) -> Mapping[str, str]:
     }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("config", "more"),
     [

@@ -10,5 +10,5 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Those that were there are not pinned."""
+    """Adds the column `pinned`; adapters that exist already are not pinned."""
     op.add_column("adapters", Column("pinned", Boolean, nullable=False, server_default=false()))

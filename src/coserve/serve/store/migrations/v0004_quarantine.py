@@ -1,4 +1,4 @@
-"""What brought engines down, and what may have."""
+"""Tables for work that crashed engines (quarantine), and for work that may have (suspects)."""
 
 from alembic import op
 from sqlalchemy import JSON, Column, ForeignKey, Integer, Text, UniqueConstraint

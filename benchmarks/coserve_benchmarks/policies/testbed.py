@@ -1,5 +1,5 @@
-"""Where workloads are run, under one policy after another: one engine, with the same weights and cost model
-for all. A server is in `replay`."""
+"""Runs workloads under one policy after another, on one engine with the same weights and cost model for all.
+`replay` does so on servers."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -13,7 +13,7 @@ from coserve.engine.engine import Engine
 from coserve.schedule.policies import make_policy
 from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import Workload
-from coserve_benchmarks.drive import Load, serve
+from coserve_benchmarks.drive import LoadResult, serve
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.policies.contest import PROMISED, Judge, attained, bounds_deferral, charge_deferral
 from coserve_benchmarks.policies.isolated import isolated
@@ -24,22 +24,23 @@ RELIABILITY: Final = 0.9995
 
 
 def patience_for(workload: Workload) -> float:
-    """Seconds after a load in which answers still count: nobody is given up within a bound of his own."""
+    """Seconds after a load in which answers still count: longer than every bound that a request states."""
     slos = [request.slo for request in workload.requests]
     bounds = [bound for slo in slos for bound in (slo.first_token, slo.end_to_end, slo.deferral)]
     return _PATIENCE + max((bound for bound in bounds if bound is not None), default=0.0)
 
 
-class Arena(ABC):
+class Testbed(ABC):
     """Runs a workload under one policy after another."""
 
     @abstractmethod
-    def run(self, policy: str, workload: Workload, patience: float | None = None) -> Load:
-        """One round. Who has no answer `patience` seconds (`patience_for`) after the load is given up."""
+    def run(self, policy: str, workload: Workload, patience: float | None = None) -> LoadResult:
+        """Runs one round. Requests without an answer `patience` seconds (`patience_for`) after the load are
+        cancelled."""
 
-    def alone(self, workload: Workload) -> Load:
-        """The workload's requests without its jobs, and without bounds: what they take by themselves. Nobody
-        is given up, though there be more of them than the machine keeps up with."""
+    def alone(self, workload: Workload) -> LoadResult:
+        """Runs the workload's requests without its jobs and without bounds. None is cancelled, even where the
+        machine cannot keep up."""
         requests = tuple(replace(request, slo=SLO()) for request in workload.requests)
         return self.run("hybrid", replace(workload, requests=requests, jobs=()), patience=float("inf"))
 
@@ -49,13 +50,13 @@ class Arena(ABC):
         load = self.run("idle-only", replace(workload, seconds=seconds, requests=(), jobs=(first,)))
         return load.training_rate(0.2)
 
-    def isolated(self, workload: Workload, judge: Judge) -> tuple[Load, str] | None:
-        """The fewest processors that keep the bounds serve, the others train: the round, and a sentence about
-        it. None where there is no such topology."""
+    def isolated(self, workload: Workload, judge: Judge) -> tuple[LoadResult, str] | None:
+        """Runs a round in which the fewest processors that keep the bounds serve and the others train; gives
+        its load and a sentence about it. None where there is no such topology."""
         return None
 
 
-class EngineArena(Arena):
+class EngineTestbed(Testbed):
     """One engine, with the adapters that a workload's requests name."""
 
     def __init__(self, bench: Bench) -> None:
@@ -63,8 +64,8 @@ class EngineArena(Arena):
         self._threads = torch.get_num_threads()
         self.engine: Engine = make_engine(bench, scheduler={"reliability": RELIABILITY})
 
-    def run(self, policy: str, workload: Workload, patience: float | None = None) -> Load:
-        """See `Arena.run`."""
+    def run(self, policy: str, workload: Workload, patience: float | None = None) -> LoadResult:
+        """See `Testbed.run`."""
         self._load_adapters(workload)
         self.engine.scheduler.policy = make_policy(policy)
         try:
@@ -72,9 +73,9 @@ class EngineArena(Arena):
         finally:
             torch.set_num_threads(self._threads)  # lanes have had threads of their own
 
-    def isolated(self, workload: Workload, judge: Judge) -> tuple[Load, str] | None:
-        """See `Arena.isolated`. Training holds answers up there too, by the processors that they have not:
-        that is charged to them."""
+    def isolated(self, workload: Workload, judge: Judge) -> tuple[LoadResult, str] | None:
+        """See `Testbed.isolated`. Training delays answers there, too, by the processors that they lack: the
+        delay is charged to them."""
         undisturbed = self.alone(workload) if bounds_deferral(workload) else None
         self.engine.scheduler.policy = make_policy("hybrid")
         self._load_adapters(workload)

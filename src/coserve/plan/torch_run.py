@@ -1,4 +1,5 @@
-"""The report's measurements: transformers' own model under autograd, trained whole or beside an adapter."""
+"""Runs programs by plain torch, as the multi-LoRA report measured: transformers' own model under autograd,
+trained whole or beside an adapter."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
@@ -17,13 +18,13 @@ from coserve.adapters.settings import settings_of
 from coserve.adapters.sites import Kind
 from coserve.adapters.virtual import VirtualTokens
 from coserve.memory.kv import CacheShape
-from coserve.plan.stages import Load, Loss, Program, Stage
+from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage
 from coserve.plan.subject import Subject
 
 _ATTENTION: Final = "coserve-plan"
 
 
-class PlainRun:
+class TorchRun:
     """`Program`s of plain torch. AdamW has its moments in the weights' own type, as torch's has."""
 
     def __init__(self, subject: Subject, program: Program, device: torch.device) -> None:
@@ -66,7 +67,7 @@ class PlainRun:
         past = plain.logits(ids, cached=True).past_key_values
         self.cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
 
-    def _ids(self, load: Load) -> Tensor:
+    def _ids(self, load: ProgramSize) -> Tensor:
         return torch.zeros(load.batch, load.length, dtype=torch.long, device=self._device)
 
 
@@ -77,7 +78,7 @@ class _Plain:
         self._model: Any = model
         self._adapter: AdapterVersion | None = None
         if parts:
-            frame = _Whole(model)
+            frame = _ModelFrame(model)
             generator = torch.Generator().manual_seed(0)
             made = [method_of(c).fresh(c, frame, generator) for c in settings_of(parts)]
             drawn = AdapterVersion("plan", 0, tuple(made)).in_type(model.dtype)
@@ -91,7 +92,7 @@ class _Plain:
                     _hook(frame, place, bypass)
 
     def parameters(self) -> list[Tensor]:
-        """Of the adapter."""
+        """Parameters of the adapter."""
         return [] if self._adapter is None else list(self._adapter.parameters().values())
 
     def logits(self, ids: Tensor, labels: Tensor | None = None, cached: bool = False) -> Any:
@@ -112,13 +113,15 @@ class _Plain:
             given["past_key_values"] = past
         return self._model(**given, labels=labels, use_cache=cached)
 
-    def loss(self, ids: Tensor, loss: Loss) -> Tensor:
-        """What the backward pass begins with."""
-        out: Tensor = self.logits(ids, ids).loss if loss is Loss.LABELS else self.logits(ids).logits.sum()
+    def loss(self, ids: Tensor, loss: PlainLoss) -> Tensor:
+        """Scalar that the backward pass starts from, as `loss` says."""
+        out: Tensor = (
+            self.logits(ids, ids).loss if loss is PlainLoss.LABELS else self.logits(ids).logits.sum()
+        )
         return out
 
 
-class _Whole(WholeModel):
+class _ModelFrame(WholeModel):
     """A whole model that tells the shapes of its keys and values, too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -132,7 +135,7 @@ class _Whole(WholeModel):
 
 @torch.no_grad()
 def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
-    """Of each layer, found by letting one token through."""
+    """Cache shape of each layer, found by running one token."""
     one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     past = DynamicCache(config=model.config)
     model(input_ids=one, past_key_values=past, use_cache=True)
@@ -141,7 +144,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
     ]
 
 
-def _hook(frame: _Whole, place: Place, bypass: Bypass) -> None:
+def _hook(frame: _ModelFrame, place: Place, bypass: Bypass) -> None:
     """Lets a bypass stand at its side of a module."""
     module: nn.Module = frame.model.get_submodule(place.path)
     if place.side is Side.INPUT:
@@ -166,8 +169,8 @@ def _after(bypass: Bypass, sees_input: bool, module: nn.Module, args: tuple[Any,
 
 
 def _without_masks(model: PreTrainedModel) -> None:
-    """Where a causal mask is all there is to mask, torch's attention needs none. transformers leaves it out,
-    too, but for tensors without data, of which it cannot tell."""
+    """Lets causal attention run without a mask tensor. transformers leaves it out, too, except on tensors
+    without data, whose padding it cannot inspect."""
     if model.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
@@ -176,7 +179,8 @@ def _without_masks(model: PreTrainedModel) -> None:
 
 
 def _mask(*_: Any, q_length: int = 0, kv_length: int = 0, device: Any = None, **__: Any) -> Tensor | None:
-    """None where rows look at themselves and those before; [1, 1, rows, tokens] behind others' keys."""
+    """Attention mask: None where queries are all the keys there are; [1, 1, rows, tokens] behind earlier
+    keys."""
     if kv_length <= q_length or q_length == 1:
         return None
     ones = torch.ones(q_length, kv_length, dtype=torch.bool, device=device)

@@ -4,13 +4,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from coserve.plan.nodata import without_data
+from coserve.memory.fake_tensors import fake_tensors
 
 MB = 1 << 20
 
 
 def test_storages_count_once_and_as_long_as_they_live() -> None:
-    with without_data() as counted:
+    with fake_tensors() as counted:
         x = torch.empty(MB, dtype=torch.uint8)
         views = [x[5:], x.view(4, -1), x.detach()]
         assert counted.live == MB
@@ -27,7 +27,7 @@ def test_what_autograd_saves_is_held_until_it_has_gone_back() -> None:
     """A linear whose weight trains saves its input; one whose weight does not, nothing."""
     found = {}
     for trains in (True, False):
-        with without_data() as counted:
+        with fake_tensors() as counted:
             first = nn.Linear(256, 256, bias=False)
             second = nn.Linear(256, 256, bias=False).requires_grad_(trains)
             x = torch.zeros(1024, 256)
@@ -43,7 +43,7 @@ def test_what_autograd_saves_is_held_until_it_has_gone_back() -> None:
 
 
 def test_questions_about_values_are_answered() -> None:
-    with without_data():
+    with fake_tensors():
         x = torch.ones(3, 4)
         assert x.sum().item() == 0.0 and bool((x == x).all()) and torch.equal(x, x + 1)
         assert (x > 0).nonzero().shape == (12, 2)
@@ -53,15 +53,15 @@ def test_questions_about_values_are_answered() -> None:
 
 def test_nothing_is_allocated() -> None:
     """A petabyte."""
-    with without_data() as counted:
+    with fake_tensors() as counted:
         x = torch.empty(1 << 50, dtype=torch.uint8)
         assert counted.live == 1 << 50
         del x
     assert torch.ones(2).sum().item() == 2.0, "outside, tensors have data again"
 
 
-def test_what_others_make_without_data_does_not_count() -> None:
-    with without_data() as counted:
+def test_what_others_make_fake_tensors_does_not_count() -> None:
+    with fake_tensors() as counted:
         with FakeTensorMode():
             other = torch.empty(MB) + 1
         assert (counted.live, counted.peak) == (0, 0)

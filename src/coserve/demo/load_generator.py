@@ -1,4 +1,4 @@
-"""Everybody who is asking: keeps the engine's answers going and notes how long each token took."""
+"""Clients of the demo: submit requests to the engine and time every token."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,8 +10,8 @@ from coserve.core.events import Event, Finished, TokenEvent
 from coserve.core.request import SLO, SamplingParams
 from coserve.demo.latency import Latencies
 from coserve.demo.lessons import Lesson
+from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine, Prompt
-from coserve.engine.handles import Completion
 from coserve.tiny.world import KINDS
 
 LONGEST_ANSWER: Final = 128
@@ -20,8 +20,8 @@ STORY: Final = "Tell me a story."
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request of one seat. `at` is when it arrived where that is not now; `question` is for the eye."""
+class DemoRequest:
+    """One request of one seat. `at` is its arrival, None for now; `question` is the text shown on screen."""
 
     seat: int
     prompt: Prompt
@@ -31,15 +31,15 @@ class Ask:
     at: float | None = None
 
 
-class Source(Protocol):
-    """Who asks what, and when."""
+class RequestSource(Protocol):
+    """Source of the demo's requests."""
 
-    def due(self, now: float) -> Iterator[Ask]:
-        """Those who ask now."""
+    def due(self, now: float) -> Iterator[DemoRequest]:
+        """Requests that arrive by `now`, engine's clock, seconds."""
         ...
 
-    def answered(self, ask: Ask, text: str) -> None:
-        """An answer is complete."""
+    def answered(self, request: DemoRequest, text: str) -> None:
+        """Takes in a complete answer."""
         ...
 
 
@@ -52,7 +52,7 @@ class _Person:
 
 
 class Conversations:
-    """`seats` people who talk all the time: when one has no more questions, the next one sits down.
+    """Simulates `seats` simultaneous conversations; a new one starts as soon as one has no more questions.
 
     The last seats talk to the adapters of `lessons`, one each, also while these are being trained; everyone
     else asks the base for stories and about the small world, turn after turn.
@@ -65,25 +65,25 @@ class Conversations:
         taught = lessons[: max(seats - 1, 0)]
         self._taught = {seats - 1 - i: lesson for i, lesson in enumerate(taught)}
 
-    def due(self, now: float) -> Iterator[Ask]:
+    def due(self, now: float) -> Iterator[DemoRequest]:
         while self._free:
             seat = self._free.popleft()
             yield self._pupil(seat) if seat in self._taught else self._next_turn(seat)
 
-    def answered(self, ask: Ask, text: str) -> None:
-        self._free.append(ask.seat)
-        person = self._people.get(ask.seat)
+    def answered(self, request: DemoRequest, text: str) -> None:
+        self._free.append(request.seat)
+        person = self._people.get(request.seat)
         if person is not None:
             person.messages.append({"role": "assistant", "content": text})
 
-    def _pupil(self, seat: int) -> Ask:
+    def _pupil(self, seat: int) -> DemoRequest:
         """A held-out question to an adapter, whatever it has learned so far."""
         lesson = self._taught[seat]
         question = self._random.choice(lesson.held_out)
         sampling = SamplingParams(max_tokens=LONGEST_ANSWER)
-        return Ask(seat, question.prompt, question.text, sampling, lesson.adapter)
+        return DemoRequest(seat, question.prompt, question.text, sampling, lesson.adapter)
 
-    def _next_turn(self, seat: int) -> Ask:
+    def _next_turn(self, seat: int) -> DemoRequest:
         draw = self._random
         person = self._people.get(seat)
         if person is None or not person.left:
@@ -95,12 +95,12 @@ class Conversations:
             turns = KINDS[draw.choice(list(KINDS))](draw, "held_out").prompt
         person.messages += turns
         sampling = SamplingParams(max_tokens=LONGEST_ANSWER, temperature=0.7, top_p=0.95)
-        return Ask(seat, tuple(person.messages), turns[-1]["content"], sampling)
+        return DemoRequest(seat, tuple(person.messages), turns[-1]["content"], sampling)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """A question and what has been answered so far, by the base or a version of an adapter."""
+class Exchange:
+    """A question and its answer so far, by the base or a version of an adapter."""
 
     who: str
     question: str
@@ -109,60 +109,65 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Talk:
+class _Pending:
     """An answer under way."""
 
-    ask: Ask
+    request: DemoRequest
     handle: Completion
 
-    def heard(self) -> Heard:
+    def exchange(self) -> Exchange:
         version = self.handle.sequence.request.adapter
-        return Heard(version or "base", self.ask.question, self.handle.text, version is not None)
+        return Exchange(version or "base", self.request.question, self.handle.text, version is not None)
 
 
-class Crowd:
-    """Puts what a source asks to an engine, and measures the answers."""
+class LoadGenerator:
+    """Submits a source's requests to an engine, and measures the answers."""
 
-    def __init__(self, engine: Engine, source: Source, slo: float | None = None) -> None:
+    def __init__(self, engine: Engine, source: RequestSource, slo: float | None = None) -> None:
         self._engine, self._source = engine, source
         self._slo = SLO(between_tokens=slo)
         self.latencies = Latencies(slo)
-        self._talks: dict[int, _Talk] = {}
-        self._ended: deque[Heard] = deque(maxlen=8)  # newest answers, for the eye
+        self._pending: dict[int, _Pending] = {}
+        self._ended: deque[Exchange] = deque(maxlen=8)  # newest answers, for the eye
 
     def submit(self) -> None:
-        """Asks what is to be asked now."""
-        for ask in self._source.due(self._engine.clock()):
-            handle = self._engine.generate(ask.prompt, ask.adapter, ask.sampling, self._slo, ask.at)
+        """Submits the requests that are due."""
+        for request in self._source.due(self._engine.clock()):
+            handle = self._engine.generate(
+                request.prompt, request.adapter, request.sampling, self._slo, request.at
+            )
             key = handle.sequence.key
-            self._talks[key] = _Talk(ask, handle)
+            self._pending[key] = _Pending(request, handle)
             self.latencies.asked(key, handle.sequence.request.arrival)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Notes what a step brought to those who asked, at the time the caller has it."""
+        """Takes in the events of a step; tokens count at the time when the caller has them."""
         now = self._engine.clock()
         for event in events:
-            if isinstance(event, TokenEvent) and event.token is not None and event.key in self._talks:
+            if isinstance(event, TokenEvent) and event.token is not None and event.key in self._pending:
                 self.latencies.token(event.key, now)
-        for key in [e.key for e in events if isinstance(e, TokenEvent | Finished) and e.key in self._talks]:
-            talk = self._talks[key]
-            if talk.handle.finish_reason is not None:
-                del self._talks[key]
+        for key in [e.key for e in events if isinstance(e, TokenEvent | Finished) and e.key in self._pending]:
+            pending = self._pending[key]
+            if pending.handle.finish_reason is not None:
+                del self._pending[key]
                 self.latencies.ended(key)
-                self._ended.append(talk.heard())
-                self._source.answered(talk.ask, talk.handle.text)
+                self._ended.append(pending.exchange())
+                self._source.answered(pending.request, pending.handle.text)
 
-    def leave(self) -> None:
-        """Everybody goes, and what they held is free."""
-        for talk in self._talks.values():
-            talk.handle.cancel()
-        self._talks.clear()
+    def cancel_all(self) -> None:
+        """Cancels all requests, which frees their pages."""
+        for pending in self._pending.values():
+            pending.handle.cancel()
+        self._pending.clear()
 
-    def under_way(self) -> tuple[Heard, ...]:
-        """What is being said now, those who talk to an adapter first."""
-        talks = sorted(self._talks.values(), key=lambda talk: (talk.ask.adapter is None, talk.ask.seat))
-        return tuple(talk.heard() for talk in talks)
+    def under_way(self) -> tuple[Exchange, ...]:
+        """Answers under way, those of adapters first."""
+        ordered = sorted(
+            self._pending.values(),
+            key=lambda pending: (pending.request.adapter is None, pending.request.seat),
+        )
+        return tuple(pending.exchange() for pending in ordered)
 
-    def just_said(self) -> tuple[Heard, ...]:
+    def completed(self) -> tuple[Exchange, ...]:
         """The newest complete answers, newest first."""
         return tuple(reversed(self._ended))

@@ -1,4 +1,4 @@
-"""Where the acts take place: an engine, whoever asks it, and the one loop that drives both."""
+"""Drives the demo's acts: one loop that submits requests, steps the engine and updates the view."""
 
 import signal
 import time
@@ -13,26 +13,26 @@ from transformers.utils import logging
 
 from coserve.config import EngineConfig
 from coserve.core.events import Event
-from coserve.demo.crowd import Crowd, Source
-from coserve.demo.figures import Meter, Phase, phase
-from coserve.demo.view import Frame, Job, View
+from coserve.demo.figures import Phase, RateMeter, phase
+from coserve.demo.load_generator import LoadGenerator, RequestSource
+from coserve.demo.view import DemoView, JobProgress, Snapshot
 from coserve.engine.engine import Engine
-from coserve.engine.handles import FineTuning
+from coserve.engine.finetuning import FineTuning
 
 NEWEST: Final = 1500  # times between tokens that the figures on screen look back on
 _TRIES: Final = 7
 
 
-class Stage:
+class ActRunner:
     """Drives an engine act by act and shows it. Ctrl-C ends the act under way, and then the story."""
 
-    def __init__(self, engine: Engine, view: View) -> None:
+    def __init__(self, engine: Engine, view: DemoView) -> None:
         self.engine, self._view = engine, view
         self._stopped = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Ctrl-C is noticed between two steps, so that nothing is left half done; a second one is not."""
+        """Has the first Ctrl-C take effect between two steps; a second one interrupts at once."""
         before = signal.signal(signal.SIGINT, self._stop)
         try:
             yield
@@ -52,58 +52,60 @@ class Stage:
     def play(
         self,
         act: str,
-        source: Source,
+        source: RequestSource,
         seconds: float,
         slo: float | None = None,
         jobs: Sequence[FineTuning] = (),
     ) -> Phase:
-        """Lets everybody ask for so long, or until all of `jobs` have ended, and says what was measured.
+        """Runs an act for `seconds`, or until all of `jobs` have ended, and gives its figures.
 
         It goes on until each job has made a step: where bounds leave training little, a short act had none.
         `slo` is the bound between tokens that each request states. Ctrl-C ends the act, not the figures.
         """
-        engine, crowd = self.engine, Crowd(self.engine, source, slo)
+        engine, clients = self.engine, LoadGenerator(self.engine, source, slo)
         started = engine.clock()
-        meter = Meter(engine.scheduler.stats, started)
+        meter = RateMeter(engine.scheduler.stats, started)
         now, shown = started, started
         while not self._stopped and not _all_ended(jobs):
             if now >= started + seconds and _all_begun(jobs):
                 break
-            crowd.submit()
+            clients.submit()
             if engine.scheduler.has_work:
-                crowd.take(engine.step())
+                clients.take(engine.step())
             else:
                 time.sleep(0.001)  # until the next request of a trace arrives
             now = engine.clock()
             if now >= shown + self._view.period:
                 shown = now
-                self._view.show(self._frame(act, crowd, meter, now, seconds, slo, jobs))
-        crowd.leave()
+                self._view.show(self._snapshot(act, clients, meter, now, seconds, slo, jobs))
+        clients.cancel_all()
         elapsed = now - started
-        return phase(crowd.latencies, meter.total(engine.scheduler.stats, now), elapsed)
+        return phase(clients.latencies, meter.total(engine.scheduler.stats, now), elapsed)
 
-    def _frame(
+    def _snapshot(
         self,
         act: str,
-        crowd: Crowd,
-        meter: Meter,
+        clients: LoadGenerator,
+        meter: RateMeter,
         now: float,
         seconds: float,
         slo: float | None,
         jobs: Sequence[FineTuning],
-    ) -> Frame:
+    ) -> Snapshot:
         elapsed = now - meter.started
-        return Frame(
+        return Snapshot(
             act=act,
             elapsed=elapsed,
             left=min(seconds - elapsed, time_left(jobs, elapsed)),
             rates=meter.now(self.engine.scheduler.stats, now),
-            gap_p50=crowd.latencies.gap(0.5, NEWEST),
-            gap_p99=crowd.latencies.gap(0.99, NEWEST),
+            gap_p50=clients.latencies.gap(0.5, NEWEST),
+            gap_p99=clients.latencies.gap(0.99, NEWEST),
             slo=slo,
-            jobs=tuple(Job(j.adapter, len(j.history), j.steps, [u.loss for u in j.history]) for j in jobs),
-            under_way=crowd.under_way(),
-            just_said=crowd.just_said(),
+            jobs=tuple(
+                JobProgress(j.adapter, len(j.history), j.steps, [u.loss for u in j.history]) for j in jobs
+            ),
+            under_way=clients.under_way(),
+            completed=clients.completed(),
         )
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

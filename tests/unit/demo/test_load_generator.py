@@ -6,8 +6,8 @@ from typing import Any
 
 from coserve.core.events import Event, Finished, TokenEvent
 from coserve.core.request import FinishReason
-from coserve.demo.crowd import Ask, Conversations, Crowd
 from coserve.demo.lessons import HeldOut, Lesson
+from coserve.demo.load_generator import Conversations, DemoRequest, LoadGenerator
 from coserve.train.example import Example
 
 EXAMPLE = Example((1, 2), (2, -100))
@@ -18,36 +18,36 @@ LESSONS = [Lesson(name, "speaks", (EXAMPLE,), (QUESTION,), exact=True) for name 
 def test_every_seat_talks_and_nobody_asks_twice_at_once() -> None:
     talks = Conversations(8)
     asks = list(talks.due(0.0))
-    assert sorted(ask.seat for ask in asks) == list(range(8))
-    assert {ask.adapter for ask in asks} == {None}
+    assert sorted(request.seat for request in asks) == list(range(8))
+    assert {request.adapter for request in asks} == {None}
     assert not list(talks.due(1.0))
 
 
 def test_a_conversation_goes_on_with_what_was_said() -> None:
     talks = Conversations(1)
-    (ask,) = talks.due(0.0)
+    (request,) = talks.due(0.0)
     lengths = []
     for _ in range(20):
-        talks.answered(ask, "Indeed.")
+        talks.answered(request, "Indeed.")
         (following,) = talks.due(0.0)
-        goes_on = len(following.prompt) > len(ask.prompt)
+        goes_on = len(following.prompt) > len(request.prompt)
         if goes_on:
-            said = following.prompt[len(ask.prompt)]
+            said = following.prompt[len(request.prompt)]
             assert said == {"role": "assistant", "content": "Indeed."}
         lengths.append(goes_on)
-        ask = following
+        request = following
     assert True in lengths and False in lengths  # turns of one conversation, and new conversations
 
 
 def test_the_last_seats_talk_to_the_adapters() -> None:
-    by_seat = {ask.seat: ask for ask in Conversations(8, LESSONS).due(0.0)}
+    by_seat = {request.seat: request for request in Conversations(8, LESSONS).due(0.0)}
     assert [by_seat[seat].adapter for seat in range(8)] == [None] * 6 + ["b", "a"]
     assert by_seat[7].question == "Who?"
 
 
 def test_a_single_seat_is_left_to_the_base() -> None:
-    (ask,) = Conversations(1, LESSONS).due(0.0)
-    assert ask.adapter is None
+    (request,) = Conversations(1, LESSONS).due(0.0)
+    assert request.adapter is None
 
 
 class Engine:
@@ -72,25 +72,25 @@ class Engine:
 class Once:
     """A source that asks a list of things and remembers the answers."""
 
-    def __init__(self, asks: Iterable[Ask]) -> None:
+    def __init__(self, asks: Iterable[DemoRequest]) -> None:
         self._asks = list(asks)
-        self.heard: list[tuple[int, str]] = []
+        self.exchange: list[tuple[int, str]] = []
 
-    def due(self, now: float) -> Iterable[Ask]:
+    def due(self, now: float) -> Iterable[DemoRequest]:
         while self._asks:
             yield self._asks.pop()
 
-    def answered(self, ask: Ask, text: str) -> None:
-        self.heard.append((ask.seat, text))
+    def answered(self, request: DemoRequest, text: str) -> None:
+        self.exchange.append((request.seat, text))
 
 
-def crowd_of(*seats: int, slo: float | None = None) -> tuple[Engine, Once, Crowd]:
+def crowd_of(*seats: int, slo: float | None = None) -> tuple[Engine, Once, LoadGenerator]:
     """A crowd whose seats have asked already."""
     engine = Engine()
-    source = Once(Ask(seat, "Hello", "Hello", None, at=None) for seat in seats)  # type: ignore[arg-type]
-    crowd = Crowd(engine, source, slo)  # type: ignore[arg-type]
-    crowd.submit()
-    return engine, source, crowd
+    source = Once(DemoRequest(seat, "Hello", "Hello", None, at=None) for seat in seats)  # type: ignore[arg-type]
+    clients = LoadGenerator(engine, source, slo)  # type: ignore[arg-type]
+    clients.submit()
+    return engine, source, clients
 
 
 def token(key: int, reason: FinishReason | None = None) -> Event:
@@ -98,36 +98,36 @@ def token(key: int, reason: FinishReason | None = None) -> Event:
 
 
 def test_tokens_are_timed_when_the_caller_has_them() -> None:
-    engine, source, crowd = crowd_of(3, slo=0.5)
+    engine, source, clients = crowd_of(3, slo=0.5)
     assert engine.handles[0].slo.between_tokens == 0.5
     engine.now = 1.0
-    crowd.take([token(0)])
+    clients.take([token(0)])
     engine.now = 1.25
     engine.handles[0].finish_reason, engine.handles[0].text = FinishReason.STOP, "Hi."
-    crowd.take([token(0, FinishReason.STOP)])
-    assert (crowd.latencies.firsts, crowd.latencies.gaps) == ([1.0], [0.25])
-    assert crowd.latencies.kept == 1
-    assert source.heard == [(3, "Hi.")]
-    assert crowd.under_way() == ()
-    assert crowd.just_said()[0].answer == "Hi."
+    clients.take([token(0, FinishReason.STOP)])
+    assert (clients.latencies.firsts, clients.latencies.gaps) == ([1.0], [0.25])
+    assert clients.latencies.kept == 1
+    assert source.exchange == [(3, "Hi.")]
+    assert clients.under_way() == ()
+    assert clients.completed()[0].answer == "Hi."
 
 
 def test_an_answer_that_ends_between_two_steps_is_noticed() -> None:
-    engine, source, crowd = crowd_of(0)
+    engine, source, clients = crowd_of(0)
     engine.handles[0].finish_reason = FinishReason.STOP
-    crowd.take([Finished(0, "req-0", FinishReason.STOP)])
-    assert source.heard == [(0, "")]
+    clients.take([Finished(0, "req-0", FinishReason.STOP)])
+    assert source.exchange == [(0, "")]
 
 
 def test_events_of_others_are_none_of_the_crowds_business() -> None:
-    _, _, crowd = crowd_of(0)
-    crowd.take([token(77), Finished(78, "req-78", FinishReason.CANCELLED)])
-    assert crowd.latencies.tokens == 0
+    _, _, clients = crowd_of(0)
+    clients.take([token(77), Finished(78, "req-78", FinishReason.CANCELLED)])
+    assert clients.latencies.tokens == 0
 
 
 def test_who_leaves_is_cancelled_and_never_counted() -> None:
-    engine, source, crowd = crowd_of(0, 1)
-    crowd.leave()
+    engine, source, clients = crowd_of(0, 1)
+    clients.cancel_all()
     assert all(handle.cancelled for handle in engine.handles)
-    crowd.take([Finished(0, "req-0", FinishReason.CANCELLED)])
-    assert crowd.latencies.answers == 0 and not source.heard
+    clients.take([Finished(0, "req-0", FinishReason.CANCELLED)])
+    assert clients.latencies.answers == 0 and not source.exchange

@@ -1,4 +1,4 @@
-"""Runs code on tensors that hold no data, and counts what they would take.
+"""Runs code on tensors that hold no data, and counts the bytes they would take.
 
 The program is the real one: torch's fake tensors have shapes, types, storages and lifetimes, and everything
 below them (which kernels run, what autograd saves, when it lets go) goes as it would. So what is counted here
@@ -36,11 +36,11 @@ class Allocations(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        """Since the last reset."""
+        """Most bytes alive since the last reset."""
         return self._peak
 
     def reset(self) -> None:
-        """The peak begins anew, from what is alive now."""
+        """Starts the peak again from the bytes alive now."""
         self._peak = self.live
 
     def __torch_dispatch__(
@@ -72,15 +72,15 @@ class Allocations(TorchDispatchMode):
 
 
 @contextmanager
-def without_data() -> Iterator[Allocations]:
-    """Everything in here runs on tensors without data, those that are made in here included."""
+def fake_tensors() -> Iterator[Allocations]:
+    """Runs the block on tensors without data and gives its allocations."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _Blank(), Allocations(mode) as counted:
         yield counted
 
 
 class _Blank(TorchFunctionMode):
-    """What leaves torch is zeros."""
+    """Gives zeros for tensors that become numpy arrays."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,14 +91,14 @@ class _Blank(TorchFunctionMode):
 
 
 def _number(tensor: Tensor) -> bool | int | float:
-    """Zero is finite, no token out of range and no error; yes is the answer of a check."""
+    """Value read from a tensor without data: zero, which is finite and a valid token id; True for a check."""
     if tensor.dtype == torch.bool:
         return True
     return 0.0 if tensor.is_floating_point() else 0
 
 
 def _all_of_them(tensor: Tensor) -> Tensor:
-    """As if nothing were zero: the most that there could be."""
+    """Answers `nonzero` as if every element were nonzero, the largest result possible."""
     return torch.zeros(tensor.numel(), tensor.ndim, dtype=torch.long, device=tensor.device)
 
 

@@ -1,4 +1,5 @@
-"""The engine's own way: answers without a graph, training by tape and windows, all by its own executor."""
+"""Runs programs by the engine: answers without a graph, training by tapes and windows, by its own
+executor."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -14,23 +15,23 @@ from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.engine import Engine
 from coserve.errors import ConfigError, OutOfMemory
+from coserve.executors.executor import FreshAdapter, OpenSession, ReadMemory
+from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.ledger import Account
-from coserve.plan.nodata import without_data
-from coserve.plan.stages import Load, Program, Stage
+from coserve.plan.stages import Program, ProgramSize, Stage
 from coserve.plan.subject import Subject
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
-from coserve.train.fresh import fresh_adapter
+from coserve.train.fresh import sketch_adapter
 from coserve.train.save_policy import save_policy
-from coserve.train.session import TrainingSession
 from coserve.train.supervised import SupervisedSteps
 
 _JOB: Final = "plan"
 _NO_LIMIT: Final = 1 << 60  # bytes; what is planned for need not fit here
 
 
-class OurRun:
+class EngineRun:
     """`Program`s of the engine.
 
     All prompts are read in one step, and windows are whole micro-batches: the most that a scheduler may ask
@@ -44,18 +45,18 @@ class OurRun:
     def go(self) -> Iterator[Stage]:
         load = self._program.load
         engine = Engine(self._subject.load(), self.config(_NO_LIMIT))
-        self.cache = engine.executor.pool.nbytes
+        self.cache = engine.executor.spec.cache_nbytes
         yield Stage.LOADED
         self._answer(engine, load)
         yield Stage.INFERENCE
         if not self._program.trains:
             return
-        session, steps = self._start(engine)
+        steps = self._start(engine)
         for step in range(2):
             for group in _groups(steps.next_step(count()), engine.scheduler.config.micro_batches_in_flight):
                 for micro_batch in group:
                     self._pass(engine, micro_batch, Direction.TRAIN_FORWARD)
-                self.optimizer = session.held[Account.OPTIMIZERS] + session.held[Account.ADAPTERS]
+                self.optimizer = _held(engine)
                 if not step:
                     yield Stage.FORWARD
                 for micro_batch in group:
@@ -63,13 +64,13 @@ class OurRun:
                     self._pass(engine, micro_batch, Direction.BACKWARD)
             if not step:
                 yield Stage.BACKWARD
-            self.optimizer = session.held[Account.OPTIMIZERS] + session.held[Account.ADAPTERS]
-            engine.executor.run(Plan(updates=(steps.optim_step,)))
-            steps.ended(session.current.key)
+            self.optimizer = _held(engine)
+            (updated,) = engine.executor.run(Plan(updates=(steps.optim_step,))).updated.values()
+            steps.ended(updated.version)
         yield Stage.STEP
 
     def config(self, memory: int) -> EngineConfig:
-        """The engine's settings with so many bytes for everything."""
+        """The engine's settings with a budget of `memory` bytes."""
         return EngineConfig(
             device=str(self._device),
             cache_tokens=self._program.load.cache_tokens,
@@ -84,8 +85,8 @@ class OurRun:
         keep = save_policy(self._program.keep)
         return examples, TrainingConfig(learning_rate=1e-6, batch_size=load.batch, keep=keep)
 
-    def _answer(self, engine: Engine, load: Load) -> None:
-        """Prompts in one step, as far as the cache holds them."""
+    def _answer(self, engine: Engine, load: ProgramSize) -> None:
+        """Runs all prompts in one step, as many as the cache holds."""
         pages = -(-(load.length + 1) // engine.config.page_size)
         answers = []
         for number in range(min(load.batch, engine.config.pages // pages, engine.config.max_running)):
@@ -96,15 +97,18 @@ class OurRun:
             engine.executor.run(inference_plan((answer, 0, load.length) for answer in answers))
             engine.executor.run(Plan(released=tuple(answer.key for answer in answers)))
 
-    def _start(self, engine: Engine) -> tuple[TrainingSession, SupervisedSteps]:
+    def _start(self, engine: Engine) -> SupervisedSteps:
         examples, config = self.job()
-        adapter = fresh_adapter(engine.base, _JOB, settings_of(self._program.parts), 0)
-        virtual = adapter.virtual.given_count, adapter.virtual.prompt_count
-        steps = SupervisedSteps(_JOB, adapter.key, examples, config, engine.base.depth, *virtual)
-        return engine.executor.open_session(_JOB, adapter, steps.session), steps
+        methods = settings_of(self._program.parts)
+        virtual = sketch_adapter(engine.base, _JOB, methods, 0).virtual
+        counts = virtual.given_count, virtual.prompt_count
+        steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, config, engine.base.depth, *counts)
+        fresh = FreshAdapter.of(methods, 0)
+        engine.executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=fresh))
+        return steps
 
     def _pass(self, engine: Engine, micro_batch: MicroBatch, direction: Direction) -> None:
-        """All its rows in one window."""
+        """Runs all rows of a micro-batch in one window."""
         depth = engine.base.depth
         span = Span(depth, depth + 1) if direction is Direction.LOSS else Span(0, depth)
         segment = training_segment(micro_batch, 0, micro_batch.length, direction, span)
@@ -112,11 +116,11 @@ class OurRun:
 
 
 def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True) -> str:
-    """What a server's engine with so many bytes would say to the program, settings that fit included; empty
-    where it would take it. Asked of the engine itself, on tensors without data. On a CPU what libraries build
-    comes out of the same bytes."""
-    run = OurRun(subject, program, torch.device("cpu"))
-    with without_data():
+    """Error with which a server's engine with `memory` bytes refuses the program, with settings that would
+    fit; empty where it accepts it. The engine itself is asked, on tensors without data. On a CPU code that
+    libraries compile counts against the same bytes."""
+    run = EngineRun(subject, program, torch.device("cpu"))
+    with fake_tensors():
         try:
             engine = Engine(subject.build(), run.config(memory))
             if on_cpu:
@@ -129,7 +133,13 @@ def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True
     return ""
 
 
+def _held(engine: Engine) -> int:
+    """Bytes that the session holds beside its tapes."""
+    held = engine.executor.call(ReadMemory()).sessions[_JOB]
+    return held[Account.OPTIMIZERS] + held[Account.ADAPTERS]
+
+
 def _groups(micro_batches: Sequence[MicroBatch], size: int) -> Iterator[Sequence[MicroBatch]]:
-    """Those that are under way at the same time."""
+    """Groups of at most `size` micro-batches, which are under way at the same time."""
     for start in range(0, len(micro_batches), size):
         yield micro_batches[start : start + size]

@@ -16,8 +16,8 @@ from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
     MOST_GRAMMAR_BYTES,
-    Limits,
     RequestCost,
+    RequestLimits,
     RequestSize,
     check_counts,
     request_cost,
@@ -82,7 +82,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class RequestBuilder:
     """Makes the requests of one client, for the model that it named."""
 
     state: State
@@ -92,7 +92,7 @@ class Asker:
     arrived: float
 
     @classmethod
-    async def of(cls, state: State, tenant: Tenant, model: str) -> "Asker":
+    async def of(cls, state: State, tenant: Tenant, model: str) -> "RequestBuilder":
         """Raises ApiError 404 for an unknown model, 503 while no engine has ever been there."""
         arrived = time.monotonic()
         if state.link.hello is None:
@@ -188,10 +188,10 @@ class Asker:
             goes_on=isinstance(body, CompletionRequest),
         )
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> RequestLimits:
         settings = self.state.settings
         sequences = min(settings.max_queue, settings.max_queue_tenant)
-        return Limits(self.hello.positions, self.hello.cache_tokens, settings.max_n, sequences)
+        return RequestLimits(self.hello.positions, self.hello.cache_tokens, settings.max_n, sequences)
 
     def _check_length(self, characters: int) -> None:
         """Refuses prompts that cannot fit before they are tokenized."""

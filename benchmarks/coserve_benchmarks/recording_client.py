@@ -1,4 +1,4 @@
-"""What a server has acknowledged, as its clients saw it: all of it must be there after whatever happens."""
+"""Record of all that a server has acknowledged to its clients, all of which must survive any crash."""
 
 import hashlib
 import time
@@ -17,8 +17,8 @@ JSONObject = dict[str, Any]
 Seen = dict[tuple[str, str], str]  # (kind, id): what must never change
 
 
-class Ledger:
-    """One client of a server that writes down every answer it got about its files and jobs.
+class RecordingClient:
+    """A client of a server that records every answer about its files and jobs.
 
     Methods raise httpx.HTTPError where the connection breaks (nothing is acknowledged then) and ServerError
     where the server refuses.
@@ -31,7 +31,7 @@ class Ledger:
         self._jobs: list[str] = []
 
     def __len__(self) -> int:
-        """How many things were acknowledged."""
+        """Number of items that were acknowledged."""
         return len(self._seen)
 
     def close(self) -> None:
@@ -57,14 +57,14 @@ class Ledger:
         return str(found["id"])
 
     def follow(self, id: str) -> None:
-        """Looks at a job that another client has created, too."""
+        """Records the state of a job that another client has created, too."""
         self._jobs.append(id)
 
     def cancel_job(self, id: str) -> None:
         self._ask("POST", f"/v1/fine_tuning/jobs/{id}/cancel")
 
     def is_over(self, id: str) -> bool:
-        """Whether a job has ended, however it did."""
+        """Tells whether a job has ended: succeeded, failed or cancelled."""
         return self.job(id)["status"] in _OVER
 
     def job(self, id: str) -> JSONObject:
@@ -99,11 +99,11 @@ class Ledger:
     # What was acknowledged
 
     def look(self) -> None:
-        """What the server shows of the jobs has been acknowledged by that."""
+        """Records what the server shows of the jobs: showing it acknowledges it."""
         self._seen.update(self._shown())
 
     def missing(self) -> list[str]:
-        """What was acknowledged and is not there, or is not what it was."""
+        """Items that were acknowledged and are lost, or differ; a sentence for each."""
         there = self._shown()
         lost = []
         for (kind, id), what in self._seen.items():

@@ -1,12 +1,12 @@
-"""Who asks in which act: people who talk all the time, or the requests of a trace."""
+"""Request sources for the demo's acts: conversations, or the requests of a trace."""
 
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from coserve.demo.crowd import Conversations, Source
 from coserve.demo.figures import Phase
 from coserve.demo.lessons import Lesson
-from coserve.demo.trace import Arrivals, Backlog, Load, describe
+from coserve.demo.load_generator import Conversations, RequestSource
+from coserve.demo.trace import TraceArrivals, TraceBacklog, TraceLoad, describe
 from coserve.workload.traces import ScaledTrace
 
 # Share of the measured capacity at which a trace's requests arrive. Training fills each step up to the bound
@@ -14,41 +14,41 @@ from coserve.workload.traces import ScaledTrace
 OFFERED: Final = 0.25
 
 
-class Crowds(Protocol):
-    """The askers of every act."""
+class RequestSources(Protocol):
+    """Makes the request source of each act."""
 
-    def alone(self) -> Source:
-        """Nobody asks an adapter: there is none yet."""
+    def alone(self) -> RequestSource:
+        """Requests for the base alone."""
         ...
 
-    def taught(self, lessons: Sequence[Lesson]) -> Source:
-        """Some ask the adapters of these lessons, while they are being trained."""
+    def taught(self, lessons: Sequence[Lesson]) -> RequestSource:
+        """Requests of which some name the adapters of these lessons, which train meanwhile."""
         ...
 
 
-class Talks:
+class ConversationSources:
     """Conversations, `seats` of them at any time."""
 
     def __init__(self, seats: int) -> None:
         self._seats = seats
 
-    def alone(self) -> Source:
+    def alone(self) -> RequestSource:
         return Conversations(self._seats)
 
-    def taught(self, lessons: Sequence[Lesson]) -> Source:
+    def taught(self, lessons: Sequence[Lesson]) -> RequestSource:
         return Conversations(self._seats, lessons, seed=1)
 
 
-class Replays:
-    """A trace. Its arrivals are fitted to the machine once the capacity is known."""
+class TraceSources:
+    """Requests of a trace, whose arrivals are scaled to the machine once its capacity is known."""
 
-    def __init__(self, load: Load, text: Sequence[int], seats: int) -> None:
+    def __init__(self, load: TraceLoad, text: Sequence[int], seats: int) -> None:
         self._load, self._text, self._seats = load, text, seats
         self._scaled: ScaledTrace = load.at_rate(1.0)
 
-    def backlog(self) -> Source:
+    def backlog(self) -> RequestSource:
         """As many requests at once as there are seats, to find the capacity."""
-        return Backlog(self._scaled, self._text, self._seats)
+        return TraceBacklog(self._scaled, self._text, self._seats)
 
     def fit(self, capacity: Phase) -> tuple[str, dict[str, Any]]:
         """Scales the arrivals to the wanted share of the capacity; a sentence and figures about it."""
@@ -57,8 +57,8 @@ class Replays:
         self._scaled = self._load.at_rate(OFFERED * requests)
         return describe(self._scaled, self._load, requests)
 
-    def alone(self) -> Source:
-        return Arrivals(self._scaled, self._text)
+    def alone(self) -> RequestSource:
+        return TraceArrivals(self._scaled, self._text)
 
-    def taught(self, lessons: Sequence[Lesson]) -> Source:
-        return Arrivals(self._scaled, self._text, [lesson.adapter for lesson in lessons])
+    def taught(self, lessons: Sequence[Lesson]) -> RequestSource:
+        return TraceArrivals(self._scaled, self._text, [lesson.adapter for lesson in lessons])

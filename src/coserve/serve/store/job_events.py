@@ -34,7 +34,7 @@ class Mark:
     number: int
 
 
-class NewsStore:
+class JobEventStore:
     """Takes news of jobs down. News of a job that is over, or that nobody knows, only move the mark."""
 
     def __init__(self, database: Database, clock: Callable[[], float], folder: Path) -> None:
@@ -218,7 +218,7 @@ def _add_validation(connection: Connection, told: JobCheckpoint) -> None:
 
 
 def _lost(told: JobStarted) -> str | None:
-    """What of the data is not learned from."""
+    """A sentence about examples that were cut or dropped; None where all of the data is learned from."""
     parts = []
     if told.truncated:
         parts.append(f"{told.truncated} examples are longer than the model or max_length allows and were cut")

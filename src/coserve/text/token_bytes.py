@@ -1,4 +1,4 @@
-"""What a single token stands for, as bytes: log-probabilities name tokens one by one."""
+"""Bytes of single tokens, by which log-probabilities name them."""
 
 import re
 from functools import cache
@@ -10,8 +10,8 @@ _ANY: Final = "a"  # a token before, so that nothing is special about being the 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Pieces:
-    """The bytes of every token. Those of a character that several tokens share are not text by themselves."""
+class TokenBytes:
+    """Maps tokens to bytes. A token may hold only a part of a character, which is not text by itself."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,0 +1,71 @@
+"""Rows `remote.…`: a step whose executor is in a process of its own, over one in the engine's process."""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from coserve.engine.engine import Engine
+from coserve.train.save_policy import SavePolicy
+from coserve.workload.requests import fixed_prompts
+from coserve_benchmarks.ours import Bench, greedy, make_engine, start_training
+from coserve_benchmarks.timing import alternate, speedup
+
+_KINDS: Final = ("local", "remote")
+_SEQUENCES: Final = {"remote.decode_one": 1, "remote.decode_many": 16}
+_STEPS: Final = 24  # decode steps of a round
+_TRAINING_STEPS: Final = 2  # optimizer steps of a round
+
+
+def run(bench: Bench) -> None:
+    """Decode steps of one and of many sequences, and training, in turn: both engines are there all the time,
+    and one is idle."""
+    engines = {kind: make_engine(bench, executor=kind, calibrate=False) for kind in _KINDS}
+    for key, count in _SEQUENCES.items():
+        _row(bench, key, {kind: _decode(bench, engine, count) for kind, engine in engines.items()})
+    _row(bench, "remote.training", {kind: _train(bench, engine) for kind, engine in engines.items()})
+
+
+def _row(bench: Bench, key: str, contestants: dict[str, Callable[[], float]]) -> None:
+    times = alternate(contestants, bench.settings.rounds, bench.machine.threads)
+    ratio = speedup(times["local"], times["remote"])
+    for kind, taken in times.items():
+        spread = (taken.low * 1e3, taken.high * 1e3)
+        bench.results.figure(f"{key}.{kind}", taken.median * 1e3, "ms a step", spread)
+    note = "seconds of a step whose executor is in a process of its own, over those in the engine's"
+    bench.results.row(key, ratio.value, (ratio.low, ratio.high), note)
+
+
+def _decode(bench: Bench, engine: Engine, count: int) -> Callable[[], float]:
+    """Seconds of a decode step of `count` sequences, planning and all."""
+    prompts = fixed_prompts(count, 32, bench.shape.vocabulary, bench.settings.seed)
+
+    def run() -> float:
+        answers = [engine.generate(prompt, sampling=greedy(_STEPS + 8)) for prompt in prompts]
+        while any(not answer.tokens for answer in answers):
+            engine.step()
+        started = time.perf_counter()
+        for _ in range(_STEPS):
+            engine.step()
+        taken = time.perf_counter() - started
+        engine.run()
+        return taken / _STEPS
+
+    return run
+
+
+def _train(bench: Bench, engine: Engine) -> Callable[[], float]:
+    """Seconds of an optimizer step with all that leads to it."""
+
+    def run() -> float:
+        job = start_training(engine, bench, "bench", SavePolicy.EVERYTHING)
+        while not job.history:
+            engine.step()
+        started, before = time.perf_counter(), len(job.history)
+        while len(job.history) < before + _TRAINING_STEPS:
+            engine.step()
+        taken = time.perf_counter() - started
+        job.cancel()
+        engine.run()
+        return taken / _TRAINING_STEPS
+
+    return run

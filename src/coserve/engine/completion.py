@@ -1,0 +1,112 @@
+"""An answer as its caller has it while it is under way.
+
+Iterating a handle drives the engine where nobody else does; handles of one engine can be iterated in
+turn or from several threads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from coserve.core.events import TokenEvent
+from coserve.core.plan import TokenLogprobs
+from coserve.core.request import FinishReason
+from coserve.core.sequence import Sequence
+from coserve.errors import CoserveError
+from coserve.model.grammar import Grammar
+from coserve.text.detokenize import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer: text that is safe to show, and the token behind it (None for held-back text)."""
+
+    text: str
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class Completion:
+    """One request's answer. Iterate it for deltas, or ask for its `result`; both raise what made it fail: its
+    adapter could not be loaded, then `error` says why."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        text: TextStream | None,
+        drive: Callable[[], bool],
+        cancel: Callable[[], None],
+        grammar: Grammar | None = None,
+    ) -> None:
+        """`grammar` is what the answer has to match, held until it ends."""
+        self.sequence = sequence
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.error: CoserveError | None = None
+        self._stream = text
+        self._drive, self._cancel = drive, cancel
+        self._grammar = grammar
+        self._deltas: deque[Delta] = deque()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the answer so far."""
+        return self.sequence.output
+
+    def __iter__(self) -> Iterator[Delta]:
+        while True:
+            while self._deltas:
+                yield self._deltas.popleft()
+            if self.finish_reason is not None or not self._drive():
+                while self._deltas:  # another thread may have driven to the end meanwhile
+                    yield self._deltas.popleft()
+                self._raise()
+                return
+
+    def result(self) -> "Completion":
+        """Runs the engine until the answer is complete."""
+        while self.finish_reason is None and self._drive():
+            pass
+        self._raise()
+        return self
+
+    def cancel(self) -> None:
+        """Ends the answer; everything it held is free after one step."""
+        self._cancel()
+
+    def skip(self, tokens: Iterable[int]) -> bool:
+        """Reads over tokens that the caller has; True if a stop string was among them."""
+        if self._stream is None:
+            return False
+        for token in tokens:
+            self._stream.push(token)
+        return self._stream.stopped
+
+    def take(self, event: TokenEvent) -> bool:
+        """Takes a token in; True if a stop string was found, which ends the answer."""
+        self.prompt_logprobs += event.prompt_logprobs
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+        if event.token is None:
+            return False
+        text = "" if self._stream is None else self._stream.push(event.token)
+        self._add(Delta(text, event.token, event.logprobs))
+        return self._stream is not None and self._stream.stopped
+
+    def finish(self, reason: FinishReason, error: CoserveError | None = None) -> None:
+        """No more tokens will come, because of `error` if there is one."""
+        if self._stream is not None:
+            self._add(Delta(self._stream.finish()))
+        self.finish_reason, self.error = reason, error
+        self._grammar = None
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _add(self, delta: Delta) -> None:
+        self.text += delta.text
+        if delta.text or delta.token is not None:
+            self._deltas.append(delta)

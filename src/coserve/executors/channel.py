@@ -1,0 +1,37 @@
+"""Messages between a host and an executor's own process (`remote`, `service`).
+
+There is a socket for steps (plans and commands in their order, one answer each), one for signals (the numbers
+of pauses in, signs of life out), and some for commands that go on beside steps, one at a time each.
+"""
+
+import struct
+from typing import Final
+
+import msgspec
+
+from coserve.config import EngineConfig
+from coserve.executors.executor import ExecutorSpec
+
+# First byte of a message on the steps' socket. After PLAN comes the number of the last pause that is
+# withdrawn.
+PLAN, COMMAND, RESULT, REPLY = b"P", b"C", b"R", b"A"
+NUMBER: Final = struct.Struct(">Q")
+ALIVE: Final = b"."
+
+
+class ExecutorStart(msgspec.Struct, frozen=True):
+    """The first message: what to open. `threads` are torch's; `tokenizer` is the folder of one, None without
+    grammars."""
+
+    model: str
+    config: EngineConfig
+    threads: int
+    tokenizer: str | None = None
+
+
+class ExecutorOpened(msgspec.Struct, frozen=True):
+    """The answer: facts of what was opened, or the class and text of the error that kept it from being
+    opened."""
+
+    spec: ExecutorSpec | None = None
+    fault: tuple[str, str] | None = None

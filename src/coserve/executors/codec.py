@@ -1,0 +1,148 @@
+"""Commands and their replies as bytes, for an executor in another process (plans: `wire.plans`).
+
+Adapters travel as what their files would hold (`adapters.files.pack_adapter`), tensors as their bytes, all
+else as plain data. Nothing that is decoded is ever run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+import msgspec
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.files import PackedAdapter, pack_adapter, unpack_adapter
+from coserve.adapters.sites import Frame
+from coserve.errors import CoserveError, InternalError, error_named
+from coserve.executors import executor
+from coserve.executors.executor import Command
+from coserve.train.state import Identity, TrainingState
+
+_COMMANDS: Final = {
+    name: kind
+    for name, kind in vars(executor).items()
+    if isinstance(kind, type) and issubclass(kind, Command) and kind is not Command
+}
+_TENSOR: Final = "tensor"  # its name where it travels alone
+_CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedState:
+    """A `TrainingState` as bytes."""
+
+    adapter: PackedAdapter
+    moments: bytes
+    step: int
+    identity: Identity
+    loss: float | None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):  # the read-only empty default of a frozen dataclass
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} is no part of a command or a reply")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if issubclass(kind, Path):
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} is no part of a command or a reply")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_named = msgspec.msgpack.Decoder(tuple[str, dict[str, msgspec.Raw]])
+_reply = msgspec.msgpack.Decoder(tuple[bool, msgspec.Raw])
+
+
+class Codec:
+    """Commands and replies of one base: `frame` is what adapters stand beside, in `dtype`; what is decoded is
+    put on `device`."""
+
+    def __init__(self, frame: Frame, dtype: torch.dtype, device: torch.device) -> None:
+        self._frame, self._dtype, self._device = frame, dtype, device
+
+    def encode_command(self, command: Command[Any]) -> bytes:
+        """A command's name and its fields."""
+        values = {field.name: self._packed(getattr(command, field.name)) for field in fields(command)}  # type: ignore[arg-type]
+        return _encoder.encode((type(command).__name__, values))
+
+    def decode_command(self, data: bytes) -> Command[Any]:
+        """Raises msgspec.DecodeError on anything that no host sends."""
+        name, values = _named.decode(data)
+        if (kind := _COMMANDS.get(name)) is None:
+            raise msgspec.DecodeError(f"{name!r} is no command")
+        hints = _hints(name)
+        if values.keys() - hints.keys():
+            raise msgspec.DecodeError(f"{name} has no field {min(values.keys() - hints.keys())!r}")
+        return kind(**{name: self._unpacked(values[name], hints[name]) for name in values})
+
+    def encode_reply(self, value: Any) -> bytes:
+        """A reply, or the error that stands in its place; one that nobody foresaw as an InternalError."""
+        if isinstance(value, CoserveError):
+            return _encoder.encode((False, (type(value).__name__, str(value))))
+        if isinstance(value, BaseException):
+            said = f"{type(value).__name__}: {value}"
+            return _encoder.encode((False, (InternalError.__name__, said)))
+        return _encoder.encode((True, self._packed(value)))
+
+    def decode_reply(self, data: bytes, kind: Any) -> Any:
+        """The reply, of type `kind`. Raises the error that the executor gave, and msgspec.DecodeError on
+        anything that no executor sends."""
+        is_reply, raw = _reply.decode(data)
+        if not is_reply:
+            raise error_named(*msgspec.msgpack.decode(raw, type=tuple[str, str]))
+        return self._unpacked(raw, kind)
+
+    def _packed(self, value: Any) -> Any:
+        if isinstance(value, AdapterVersion):
+            return pack_adapter(value, self._dtype)
+        if isinstance(value, TrainingState):
+            adapter, moments = pack_adapter(value.adapter, self._dtype), _tensors(value.moments)
+            return _PackedState(adapter, moments, value.step, value.identity, value.loss)
+        if isinstance(value, Tensor):
+            return _tensors({_TENSOR: value})
+        return value
+
+    def _unpacked(self, raw: msgspec.Raw, kind: Any) -> Any:
+        if kind is None or msgspec.msgpack.decode(raw) is None:
+            return None
+        own = _without_none(kind)
+        if own is AdapterVersion:
+            packed = msgspec.msgpack.decode(raw, type=PackedAdapter)
+            return unpack_adapter(packed, self._frame, self._dtype, self._device)
+        if own is TrainingState:
+            state = msgspec.msgpack.decode(raw, type=_PackedState)
+            adapter = unpack_adapter(state.adapter, self._frame, self._dtype, _CPU)
+            moments = safetensors.torch.load(state.moments)
+            return TrainingState(adapter, moments, state.step, state.identity, state.loss)
+        if own is Tensor:
+            return safetensors.torch.load(msgspec.msgpack.decode(raw, type=bytes))[_TENSOR]
+        return msgspec.msgpack.decode(raw, type=own, dec_hook=_from_plain)
+
+
+@cache
+def _hints(name: str) -> Mapping[str, Any]:
+    """Types of a command's fields."""
+    kind = _COMMANDS[name]
+    own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return {name: hint for name, hint in get_type_hints(kind).items() if name in own}
+
+
+def _without_none(kind: Any) -> Any:
+    """X of X | None."""
+    others = [one for one in getattr(kind, "__args__", ()) if one is not type(None)]
+    is_optional = len(others) == 1 and type(None) in getattr(kind, "__args__", ())
+    return others[0] if is_optional else kind
+
+
+def _tensors(named: Mapping[str, Tensor]) -> bytes:
+    data: bytes = safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in named.items()})
+    return data

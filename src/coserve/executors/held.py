@@ -1,0 +1,186 @@
+"""State of a local device between steps: adapters' weights and training sessions, changed by commands."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.loaded import LoadedAdapters
+from coserve.adapters.paging.levels import reads_for
+from coserve.adapters.paging.reader import Read
+from coserve.adapters.paging.stored import Outline, StoredVersion
+from coserve.adapters.settings import settings_of
+from coserve.adapters.stacks import Stacks
+from coserve.errors import OutOfMemory
+from coserve.executors.executor import (
+    CloseSession,
+    Command,
+    CompileGrammar,
+    DeviceMemory,
+    DropAdapters,
+    EmbedTokens,
+    FetchAdapter,
+    FreshAdapter,
+    LoadAdapter,
+    OpenSession,
+    R,
+    ReadAdapter,
+    ReadMemory,
+    ReadParameter,
+    RestartStep,
+    SaveState,
+    SetLimits,
+    TraceLayers,
+)
+from coserve.memory.arena import Arena
+from coserve.memory.exhausted import is_out_of_memory
+from coserve.model.base import Base
+from coserve.model.grammar import Grammars
+from coserve.train.fresh import fresh_adapter, sketch_adapter
+from coserve.train.optimizer_offload import MakeOffload
+from coserve.train.pruning.plan import foresee
+from coserve.train.session import TrainingSession
+
+
+class HeldState:
+    """Adapters, sessions and the arena of one device, for an executor that runs plans on them."""
+
+    def __init__(
+        self,
+        base: Base,
+        adapters: LoadedAdapters,
+        stacks: Stacks,
+        grammars: Grammars | None = None,
+        make_offload: MakeOffload | None = None,
+    ) -> None:
+        self.base, self.adapters, self.stacks = base, adapters, stacks
+        self.arena = Arena()
+        self.sessions: dict[str, TrainingSession] = {}
+        self.window_group_rows = 0  # most that go back together
+        self._grammars, self._make_offload = grammars, make_offload
+        self._read: Read | None = None
+
+    @torch.no_grad()
+    def do(self, command: Command[R]) -> R:
+        """Does what a command says, and returns its reply."""
+        return cast(R, self._do(command))
+
+    def _do(self, command: Command[Any]) -> Any:
+        match command:
+            case LoadAdapter():
+                return self._hold(command.adapter)
+            case ReadAdapter():
+                return self._hold(self._read_files(command.stored))
+            case DropAdapters():
+                return self.adapters.drop(command.keys)
+            case FetchAdapter():
+                return self.adapters.find(command.key)
+            case OpenSession():
+                return self._open(command)
+            case RestartStep():
+                return self._restart(command)
+            case CloseSession():
+                if (session := self.sessions.pop(command.job, None)) is not None:
+                    session.abandon()
+                return None
+            case SaveState():
+                return self.sessions[command.job].state()
+            case TraceLayers():
+                return foresee(self.base, self._shapes(command.start, command.fresh), command.keep)
+            case ReadParameter():
+                return self._parameter(command.path, command.what)
+            case EmbedTokens():
+                return self.base.embedded(torch.tensor(command.tokens, dtype=torch.long))
+            case CompileGrammar():
+                if self._grammars is not None:
+                    self._grammars.compile(command.text)
+                return None
+            case SetLimits():
+                return self._limit(command)
+            case ReadMemory():
+                return self._memory()
+        raise NotImplementedError(f"{type(command).__name__} is no command of an executor")
+
+    def drop_tapes(self, job: str) -> None:
+        """Gives back what a job that ran out of memory has on its way."""
+        self.sessions[job].drop_tapes()
+        self.arena.empty()
+
+    def _hold(self, adapter: AdapterVersion) -> Outline:
+        _ = adapter.bypasses, adapter.virtual  # worked out here, and not in the first step that asks
+        self.adapters.add(adapter)
+        return Outline.of(adapter)
+
+    def _read_files(self, stored: StoredVersion) -> AdapterVersion:
+        if self._read is None:
+            self._read = reads_for(self.base, self.base.dtype, self.base.device)
+        return self._read(stored)
+
+    def _open(self, command: OpenSession) -> Outline:
+        try:
+            start = replace(self._first(command), name=command.adapter, version=command.version)
+            session = TrainingSession(
+                self.base,
+                self.adapters,
+                command.job,
+                start,
+                command.config,
+                self.arena,
+                command.identity,
+                command.resume,
+                self._make_offload,
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(f"job {command.job}: there is no memory for its adapter") from error
+        self.sessions[command.job] = session
+        return Outline.of(session.current)
+
+    def _first(self, command: OpenSession) -> AdapterVersion:
+        if command.resume is not None:
+            return command.resume.adapter
+        if command.start is not None:
+            return command.start
+        assert command.fresh is not None, "a session starts from something"
+        methods = settings_of(command.fresh.methods)
+        return fresh_adapter(self.base, command.adapter, methods, command.fresh.seed)
+
+    def _shapes(self, start: AdapterVersion | None, fresh: FreshAdapter | None) -> AdapterVersion:
+        if start is not None:
+            return start
+        assert fresh is not None, "an adapter has shapes"
+        return sketch_adapter(self.base, "sketch", settings_of(fresh.methods), fresh.seed)
+
+    def _parameter(self, path: str, what: str) -> Tensor | None:
+        match what:
+            case "weight":
+                return self.base.dense(path).weight
+            case "bias":
+                return self.base.bias(path)
+            case "gain":
+                return self.base.gain(path)
+        return self.base.weights(path).row_norms()
+
+    def _restart(self, command: RestartStep) -> None:
+        session = self.sessions[command.job]
+        session.abandon()
+        session.change(command.config)
+        self.arena.empty()
+
+    def _limit(self, limits: SetLimits) -> None:
+        if limits.window_group_rows is not None:
+            self.window_group_rows = limits.window_group_rows
+        if limits.tape_nbytes is not None:
+            self.arena.set_limit(limits.tape_nbytes)
+
+    def _memory(self) -> DeviceMemory:
+        return DeviceMemory(
+            base=self.base.nbytes,
+            base_to_train=self.base.nbytes_to_train,
+            adapters=self.adapters.nbytes,
+            slots=self.stacks.nbytes,
+            sessions={job: session.held for job, session in self.sessions.items()},
+        )

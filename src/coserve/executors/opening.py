@@ -1,0 +1,115 @@
+"""Opens an executor for a model: loads, proves, and makes what runs plans."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+import torch
+from transformers import PreTrainedModel
+
+from coserve.adapters.bypass import Bypasses
+from coserve.adapters.stacks import Stacks
+from coserve.config import EngineConfig
+from coserve.errors import ConfigError
+from coserve.executors.deterministic import DeterministicExecutor
+from coserve.executors.executor import Executor
+from coserve.executors.local import LocalExecutor
+from coserve.executors.remote import RemoteExecutor
+from coserve.executors.sequence_table import SequenceTable
+from coserve.memory.fake_tensors import fake_tensors
+from coserve.memory.kv import KVPool
+from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
+from coserve.memory.store import Int8Store, Store
+from coserve.model.base import Base
+from coserve.model.grammar import Grammars
+from coserve.model.load import load_base
+from coserve.model.sampling_table import SamplingTable
+from coserve.model.together import linears_together
+from coserve.train.optimizer_offload import offload_for
+from coserve.train.proof import prove_training
+
+Model: TypeAlias = str | Path | PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An executor with what the host computes beside it. `base` is the executor's own or, where its weights
+    are elsewhere, one of the same shapes that holds no data; `slot_nbytes` are the bytes of an adapter's slot
+    on the device, by shapes alone; `grammars` compiles for a tokenizer, None where there is none."""
+
+    executor: Executor
+    base: Base
+    slot_nbytes: Callable[[Bypasses], int]
+    grammars: Grammars | None
+
+
+def open_local(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:
+    """An executor on this process's device. Raises ModelError, and ConfigError where the cache does not fit
+    into memory."""
+    if config.device == "cpu":
+        keep_freed_memory()
+    before = resident_bytes()
+    base = load_base(model, dtype_of(config), config.device, config.quantize)
+    prove_training(base)
+    return_freed_memory()
+    grown = max(resident_bytes() - before - base.nbytes, 0)
+    grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
+    executor = _make(base, config, grammars, grown)
+    return Opened(executor, base, executor.stacks.slot_nbytes, grammars)
+
+
+def open_remote(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:
+    """An executor in a process of its own. A model or tokenizer that is an object gets there by way of a
+    folder. Raises what `open_local` does."""
+    with TemporaryDirectory(prefix="coserve-") as folder:
+        if isinstance(model, PreTrainedModel):
+            model.save_pretrained(folder)
+            model = folder
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        executor = RemoteExecutor(str(model), config, None if tokenizer is None else folder)
+    base, spec = executor.base, executor.spec
+    with fake_tensors():
+        stacks = Stacks(linears_together(base), spec.sequences, base.device)
+    grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, spec.eos_ids)
+    return Opened(executor, base, stacks.slot_nbytes, grammars)
+
+
+def open_executor(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:
+    """The executor that the settings ask for."""
+    opens = open_remote if config.executor == "remote" else open_local
+    return opens(model, config, tokenizer)
+
+
+def dtype_of(config: EngineConfig) -> torch.dtype | str:
+    """The type that a model is loaded in."""
+    if config.dtype == "auto":
+        return "auto"
+    found: torch.dtype = getattr(torch, config.dtype)
+    return found
+
+
+def eos_ids(base: Base) -> tuple[int, ...]:
+    """Tokens that end an answer, as the model says."""
+    eos = getattr(base.model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = base.model.config.get_text_config().eos_token_id
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _make(base: Base, config: EngineConfig, grammars: Grammars | None, grown: int) -> LocalExecutor:
+    try:
+        store = Int8Store if config.cache_dtype == "int8" else Store
+        pool = KVPool(base.caches, config.pages, config.page_size, base.dtype, base.device, store)
+    except RuntimeError as error:  # what torch raises for want of memory
+        raise ConfigError(
+            f"engine.cache_tokens: keys and values of {config.cache_tokens} tokens do not fit into memory"
+        ) from error
+    most = -(-min(config.cache_tokens, base.max_positions) // config.page_size)
+    sampling = SamplingTable(config.max_running, base.vocabulary, eos_ids(base), base.device, grammars)
+    table = SequenceTable(config.max_running, most, pool, sampling)
+    offload = offload_for(base.device, config.scratch) if config.offload else None
+    kind = DeterministicExecutor if config.deterministic else LocalExecutor
+    return kind(base, pool, table, offload, grown)

@@ -1,0 +1,244 @@
+"""An executor in a process of its own, over sockets: the same plans, results and commands as bytes."""
+
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coserve.config import EngineConfig
+from coserve.core.plan import Plan, StepResult
+from coserve.errors import EngineLost, error_named
+from coserve.executors.channel import COMMAND, NUMBER, PLAN, RESULT, ExecutorOpened, ExecutorStart
+from coserve.executors.codec import Codec
+from coserve.executors.executor import Command, EmbedTokens, Executor, ExecutorSpec, R, ReadParameter
+from coserve.memory.fake_tensors import fake_tensors
+from coserve.model.base import Base
+from coserve.model.load import load_base
+from coserve.wire.frames import receive_frame, send_frame
+from coserve.wire.plans import decode_result, encode_plan
+
+_BESIDE: Final = 4  # calls beside steps at a time: more wait
+_ENDING: Final = 5.0  # seconds that the process has to end by itself
+_POLL: Final = 500  # milliseconds between two looks at a process that answers nothing
+
+
+class Process(Protocol):
+    """An executor's process, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start_process(descriptors: Sequence[int]) -> Process:
+    """Starts a process that serves an executor on sockets with these descriptors."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "coserve.executors.service", *map(str, descriptors)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what a library prints there is for people
+    )
+
+
+class RemoteExecutor(Executor):
+    """The `Executor` whose device belongs to another process of this machine.
+
+    All but `pause_training` and commands beside steps is called by one thread at a time. Raises EngineLost as
+    soon as the process is gone.
+    """
+
+    def __init__(self, model: str, config: EngineConfig, tokenizer: str | None = None) -> None:
+        """Starts the process and waits until it has loaded the model in folder `model`. Raises what loading
+        raises."""
+        pairs = [socket.socketpair() for _ in range(2 + _BESIDE)]
+        theirs = [other for _, other in pairs]
+        descriptors = [sock.fileno() for sock in theirs]
+        self.process = start_process(descriptors)
+        for sock in theirs:
+            sock.close()
+        self._steps, self._signals, *beside = (own for own, _ in pairs)
+        self._close = weakref.finalize(self, _end, self.process, [own for own, _ in pairs])
+        self._beside: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        for sock in beside:
+            self._beside.put(sock)
+        self._poll = select.poll()
+        for sock in (self._steps, self._signals):
+            self._poll.register(sock, select.POLLIN)
+        self._under_way = 0  # plans that were launched, and whose results have not come
+        self._results: deque[StepResult] = deque()
+        self._pausing = threading.Lock()
+        self._pauses = self._withdrawn = 0
+        self._on_progress: Callable[[], object] = int  # nothing
+        opened = self._open(ExecutorStart(model, config, torch.get_num_threads(), tokenizer))
+        self._spec = opened
+        self.base = _without_weights(model, config, opened)
+        self.base.parameter_reader = self
+        self._codec = Codec(self.base, self.base.dtype, torch.device("cpu"))
+
+    @property
+    def spec(self) -> ExecutorSpec:
+        """See `Executor`."""
+        return self._spec
+
+    def launch(self, plan: Plan) -> None:
+        """See `Executor`."""
+        with self._lost():
+            send_frame(self._steps, PLAN + NUMBER.pack(self._withdrawn) + encode_plan(plan))
+        self._under_way += 1
+
+    def collect(self, wait: bool = True) -> StepResult | None:
+        """See `Executor`."""
+        while self._under_way and not self._results and (wait or self._is_there()):
+            self._receive()
+        return self._results.popleft() if self._results else None
+
+    def call(self, command: Command[R]) -> R:
+        """See `Executor`."""
+        message = self._codec.encode_command(command)
+        reply = self._call_beside(message) if command.beside else self._call_between(message)
+        found: R = self._codec.decode_reply(reply, command.reply)
+        return found
+
+    def pause_training(self) -> None:
+        """See `Executor`."""
+        with self._pausing:
+            if self._pauses == self._withdrawn:  # else it was asked for
+                self._pauses += 1
+                with self._lost():
+                    self._signals.sendall(NUMBER.pack(self._pauses))
+
+    def resume_training(self) -> None:
+        """See `Executor`. The next plan says so."""
+        with self._pausing:
+            self._withdrawn = self._pauses
+
+    def on_progress(self, beat: Callable[[], object]) -> None:
+        """See `Executor`."""
+        self._on_progress = beat
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._close()
+
+    # For the base without weights
+
+    def parameter(self, path: str, what: str) -> Tensor | None:
+        """See `ParameterReader`."""
+        return self.call(ReadParameter(path, what))
+
+    def embedded(self, tokens: tuple[int, ...]) -> Tensor:
+        """See `ParameterReader`."""
+        return self.call(EmbedTokens(tokens))
+
+    # Inside
+
+    def _open(self, start: ExecutorStart) -> ExecutorSpec:
+        with self._lost():
+            send_frame(self._steps, msgspec.msgpack.encode(start))
+        opened = msgspec.msgpack.decode(self._next(), type=ExecutorOpened)
+        if opened.fault is not None:
+            self.close()
+            raise error_named(*opened.fault)
+        assert opened.spec is not None, "what is opened has a spec"
+        return opened.spec
+
+    def _call_between(self, message: bytes) -> bytes:
+        """A command in its place between plans, whose results may have to be received before its reply."""
+        with self._lost():
+            send_frame(self._steps, COMMAND + message)
+        while (reply := self._receive()) is None:
+            pass
+        return reply
+
+    def _call_beside(self, message: bytes) -> bytes:
+        sock = self._beside.get()
+        try:
+            with self._lost():
+                send_frame(sock, message)
+                reply = receive_frame(sock)
+        finally:
+            self._beside.put(sock)
+        if reply is None:
+            raise self._gone()
+        return reply
+
+    def _receive(self) -> bytes | None:
+        """Takes the next message in: a result, or a reply, which is returned."""
+        message = self._next()
+        if message[:1] == RESULT:
+            self._under_way -= 1
+            self._results.append(decode_result(message[1:]))
+            return None
+        return message[1:]
+
+    def _next(self) -> bytes:
+        """Waits for the next message; signs of life are passed on meanwhile."""
+        while not self._is_there(_POLL):
+            if self.process.poll() is not None and not self._is_there():
+                raise self._gone()
+        with self._lost():
+            message = receive_frame(self._steps)
+        if message is None:
+            raise self._gone()
+        return message
+
+    def _is_there(self, milliseconds: int = 0) -> bool:
+        """Tells whether there is a message, at the latest after so long."""
+        found = dict(self._poll.poll(milliseconds))
+        if self._signals.fileno() in found and self._signals.recv(4096):
+            self._on_progress()
+        return self._steps.fileno() in found
+
+    @contextmanager
+    def _lost(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._gone() from error
+
+    def _gone(self) -> EngineLost:
+        try:
+            status = self.process.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            return EngineLost("the executor's process closed its sockets")
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        return EngineLost(f"the executor's process has ended ({how})")
+
+
+def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Base:
+    """The model's base as shapes alone: what the host counts and checks with."""
+    loaded = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    with fake_tensors():
+        shapes = AutoModelForCausalLM.from_config(loaded, dtype=dtype, trust_remote_code=False)
+        base = load_base(shapes, dtype, "cpu", config.quantize)
+    base.fingerprint, base.parameters = spec.fingerprint, spec.parameters
+    return base
+
+
+def _end(process: Process, sockets: Sequence[socket.socket]) -> None:
+    """Closes the sockets, which ends the process; one that does not end by itself is killed."""
+    for sock in sockets:
+        sock.close()
+    try:
+        process.wait(_ENDING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

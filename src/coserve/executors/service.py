@@ -1,0 +1,135 @@
+"""An executor's own process: plans and commands in, results and replies out.
+
+`RemoteExecutor` starts it with its ends of the sockets (`channel`). It ends when its host closes them, or is
+gone.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+import torch
+from transformers.utils import logging as transformers_logging
+
+from coserve.errors import CoserveError
+from coserve.executors.channel import ALIVE, NUMBER, PLAN, REPLY, RESULT, ExecutorOpened, ExecutorStart
+from coserve.executors.codec import Codec
+from coserve.executors.executor import Command, Executor
+from coserve.executors.opening import open_local
+from coserve.model.base import Base
+from coserve.text.tokenizer import load_tokenizer
+from coserve.wire.frames import receive_frame, send_frame
+from coserve.wire.plans import decode_plan, encode_result
+
+_ALIVE_EVERY: Final = 0.25  # seconds, while a step runs
+_ORPHANED: Final = 3  # exit status
+
+
+class Pauses:
+    """Pauses that the host asks for on one socket, against the plans that withdraw them on another: a pause
+    that an earlier one withdrew comes too late, and is none."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self._lock = executor, threading.Lock()
+        self._withdrawn = 0
+
+    def ask(self, number: int) -> None:
+        """The host has asked for its pause of this number."""
+        with self._lock:
+            if number > self._withdrawn:
+                self._executor.pause_training()
+
+    def withdraw(self, number: int) -> None:
+        """A plan begins that withdraws pauses up to this number; later ones stay."""
+        with self._lock:
+            if number > self._withdrawn:
+                self._withdrawn = number
+                self._executor.resume_training()
+
+
+class Service:
+    """One executor behind its sockets."""
+
+    def __init__(self, base: Base, executor: Executor, steps: socket.socket, signals: socket.socket) -> None:
+        self._executor, self._steps, self._signals = executor, steps, signals
+        self._codec = Codec(base, base.dtype, base.device)
+        self._pauses = Pauses(executor)
+        self._alive = 0.0  # when the host was last told
+        executor.on_progress(self._tell_alive)
+
+    def run(self, beside: Sequence[socket.socket]) -> None:
+        """Answers until the host closes the steps' socket."""
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        threads, ready = torch.get_num_threads(), threading.Barrier(len(beside) + 1)
+        for sock in beside:
+            threading.Thread(target=self._answer_beside, args=(sock, ready), daemon=True).start()
+        ready.wait()
+        torch.set_num_threads(threads)  # a thread's own number is MKL's for the whole process
+        while (message := receive_frame(self._steps)) is not None:
+            kind, body = message[:1], message[1:]
+            if kind == PLAN:
+                (withdrawn,) = NUMBER.unpack(body[: NUMBER.size])
+                self._pauses.withdraw(withdrawn)
+                result = self._executor.run(decode_plan(body[NUMBER.size :]))
+                send_frame(self._steps, RESULT + encode_result(result))
+            else:
+                send_frame(self._steps, REPLY + self._reply(body))
+
+    def _reply(self, body: bytes) -> bytes:
+        """The reply to a command. What one of them raises is its caller's alone."""
+        try:
+            command: Command[Any] = self._codec.decode_command(body)
+            return self._codec.encode_reply(self._executor.call(command))
+        except Exception as error:
+            return self._codec.encode_reply(error)
+
+    def _answer_beside(self, sock: socket.socket, ready: threading.Barrier) -> None:
+        """Commands that go on while steps run, on a thread with one of torch's."""
+        torch.set_num_threads(1)
+        ready.wait()
+        while (message := receive_frame(sock)) is not None:
+            send_frame(sock, self._reply(message))
+
+    def _watch(self) -> None:
+        """Takes pauses; ends the process with its host, also where a step would go on for long."""
+        while head := self._signals.recv(NUMBER.size, socket.MSG_WAITALL):
+            if len(head) == NUMBER.size:
+                self._pauses.ask(*NUMBER.unpack(head))
+        os._exit(_ORPHANED)
+
+    def _tell_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._alive >= _ALIVE_EVERY:
+            self._alive = now
+            with suppress(OSError):  # nobody reads: the host has not begun to wait, or is gone
+                self._signals.send(ALIVE, socket.MSG_DONTWAIT)
+
+
+def main(descriptors: Sequence[int]) -> None:
+    """Opens what the first message says, and serves it on the sockets of these descriptors."""
+    steps, signals, *beside = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+    transformers_logging.disable_progress_bar()
+    first = receive_frame(steps)
+    if first is None:
+        return
+    start = msgspec.msgpack.decode(first, type=ExecutorStart)
+    torch.set_num_threads(start.threads)
+    try:
+        tokenizer = None if start.tokenizer is None else load_tokenizer(start.tokenizer)
+        opened = open_local(start.model, start.config, tokenizer)
+    except CoserveError as error:
+        fault = ExecutorOpened(fault=(type(error).__name__, str(error)))
+        send_frame(steps, msgspec.msgpack.encode(fault))
+        return
+    send_frame(steps, msgspec.msgpack.encode(ExecutorOpened(opened.executor.spec)))
+    Service(opened.base, opened.executor, steps, signals).run(beside)
+
+
+if __name__ == "__main__":
+    main([int(descriptor) for descriptor in sys.argv[1:]])

@@ -1,0 +1,324 @@
+"""What every executor does alike: later ones join the list."""
+
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from coserve import EngineConfig
+from coserve.adapters.bypass import Bypass
+from coserve.adapters.methods.lora import LoRAConfig
+from coserve.core.plan import OptimStep, Plan, StepResult, TrainingSegment
+from coserve.core.request import Request, SamplingParams
+from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.errors import AdapterNotFound
+from coserve.executors.executor import (
+    CloseSession,
+    CompileGrammar,
+    DropAdapters,
+    Executor,
+    FetchAdapter,
+    FreshAdapter,
+    LoadAdapter,
+    OpenSession,
+    ReadMemory,
+    SaveState,
+    SetLimits,
+)
+from coserve.executors.opening import Opened, open_local, open_remote
+from coserve.executors.scripted import ScriptedExecutor
+from coserve.memory.ledger import Account
+from coserve.schedule.segments import announce_batches, inference_plan, training_segment
+from coserve.train.session import SessionConfig
+from coserve.train.state import Identity
+from forked_executors import fork_executors
+from models import tiny
+
+PAGE = 8
+CONFIG = EngineConfig(page_size=PAGE, cache_tokens=40 * PAGE, max_running=8)
+MODEL = "llama"
+
+
+def open_deterministic(model: object, config: EngineConfig) -> Opened:
+    return open_local(model, replace(config, deterministic=True))  # type: ignore[arg-type]
+
+
+OPENS: dict[str, Callable[..., Opened]] = {
+    "local": open_local,
+    "deterministic": open_deterministic,
+    "remote": open_remote,
+}
+IDENTITY = Identity("digest", 0, 1, 1)
+KEYS, PAGES = itertools.count(1), itertools.count()
+
+
+@pytest.fixture(scope="module")
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        fork_executors(patch)
+        yield patch
+
+
+@pytest.fixture(scope="module", params=list(OPENS))
+def opened(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    yield (opened := OPENS[request.param](tiny(MODEL), CONFIG))
+    if request.param == "remote":
+        opened.executor.close()
+
+
+@pytest.fixture(scope="module", params=["scripted", *OPENS])
+def executor(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    if request.param == "scripted":
+        yield ScriptedExecutor(PAGE)
+        return
+    yield (executor := OPENS[request.param](tiny(MODEL), CONFIG).executor)
+    if request.param == "remote":
+        executor.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def draws() -> Random:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return Random(seed)
+
+
+def layers_of(executor: Executor) -> int:
+    return 3 if isinstance(executor, ScriptedExecutor) else tiny(MODEL).config.num_hidden_layers
+
+
+def sequence(draws: Random, length: int = 5) -> Sequence:
+    prompt = tuple(draws.randrange(3, 60) for _ in range(length))
+    first = next(PAGES) * 2 % 38
+    sampling = SamplingParams(seed=0, max_tokens=PAGE)
+    return Sequence(next(KEYS), Request("r", prompt, sampling), pages=[first, first + 1])
+
+
+def answer(executor: Executor, prompt: Sequence, tokens: int) -> list[int]:
+    """The first tokens of an answer, one step at a time."""
+    plan = inference_plan([(prompt, 0, prompt.length)])
+    for _ in range(tokens):
+        token = executor.run(plan).sampled[prompt.key].token
+        assert token is not None
+        prompt.output.append(token)
+        plan = inference_plan([(prompt, prompt.length - 1, 1)])
+    executor.run(Plan(released=(prompt.key,)))
+    return prompt.output
+
+
+def test_results_come_in_the_order_of_launches(executor: Executor, draws: Random) -> None:
+    """Plans name no token that is yet to be sampled, so the next step can be planned while one runs."""
+    first = sequence(draws)
+    again = replace(first, key=next(KEYS), output=[], told=None, pages=[p for p in first.pages])
+    plans = [inference_plan([(first, 0, first.length)])]
+    for _ in range(3):
+        first.output.append(0)  # whatever it will be
+        plans.append(inference_plan([(first, first.length - 1, 1)]))
+    for plan in plans:
+        executor.launch(plan)
+    results = [executor.collect() for _ in plans]
+    assert executor.collect() is None and executor.collect(wait=False) is None
+    tokens = [result.sampled[first.key].token for result in results if result is not None]
+    executor.run(Plan(released=(first.key,)))
+    assert tokens == answer(executor, again, 4)
+
+
+def test_a_result_is_waited_for_or_not(executor: Executor, draws: Random) -> None:
+    assert executor.collect() is None and executor.collect(wait=False) is None
+    one = sequence(draws)
+    executor.launch(inference_plan([(one, 0, one.length)]))
+    found = executor.collect(wait=False) or executor.collect()
+    assert found is not None and set(found.sampled) == {one.key}
+    executor.run(Plan(released=(one.key,)))
+
+
+def test_a_prompt_in_parts_is_answered_once_it_is_through(executor: Executor, draws: Random) -> None:
+    one = sequence(draws, 7)
+    cut = draws.randrange(1, 7)
+    assert executor.run(inference_plan([(one, 0, cut)])).sampled[one.key].token is None
+    token = executor.run(inference_plan([(one, cut, 7 - cut)])).sampled[one.key].token
+    executor.run(Plan(released=(one.key,)))
+    whole = replace(one, key=next(KEYS), output=[], told=None)
+    assert answer(executor, whole, 1) == [token]
+
+
+# Training
+
+
+def micro_batch(executor: Executor, draws: Random, job: str, rows: int = 12) -> MicroBatch:
+    tokens = tuple(draws.randrange(3, 60) for _ in range(rows))
+    labels = (*tokens[1:], -100)
+    layers = layers_of(executor)
+    return MicroBatch(
+        next(KEYS), job, f"{job}@0", (rows,), layers, tokens=tokens, labels=labels, step_labels=rows - 1
+    )
+
+
+def begin(executor: Executor) -> str:
+    """A job with a session, where there are any."""
+    job = f"job-{next(KEYS)}"
+    if not isinstance(executor, ScriptedExecutor):
+        fresh = FreshAdapter.of((LoRAConfig(rank=2),), 0)
+        executor.call(OpenSession(job, job, 0, SessionConfig(rows=64), fresh=fresh, identity=IDENTITY))
+    return job
+
+
+def steps(batch: MicroBatch, cut: int, pausable: bool) -> Iterator[Plan]:
+    """Plans that send a micro-batch there and back, a window each; it is told what came of each."""
+    while not batch.done:
+        start, rows = batch.next_window(cut)
+        span = batch.next_span(batch.layers)
+        segment = training_segment(batch, start, rows, batch.direction, span)
+        yield Plan(training=(segment,), micro_batches=announce_batches([batch]), pausable=pausable)
+
+
+def travel(executor: Executor, batch: MicroBatch, cut: int, pausable: bool = False) -> list[StepResult]:
+    results = []
+    for plan in steps(batch, cut, pausable):
+        results.append(executor.run(plan))
+        for segment in results[-1].trained:
+            batch.advance(segment.start, segment.length, segment.span)
+    return results
+
+
+def passed(segments: Iterator[TrainingSegment]) -> Counter[tuple[Direction, int, int]]:
+    """How often each row passed each layer, either way."""
+    return Counter(
+        (segment.direction, row, layer)
+        for segment in segments
+        for row in range(segment.start, segment.start + segment.length)
+        for layer in range(segment.span.first, segment.span.last)
+    )
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_training_that_is_paused_comes_back_and_nothing_runs_twice(
+    executor: Executor, draws: Random, pauses: bool
+) -> None:
+    job = begin(executor)
+    batch = micro_batch(executor, draws, job)
+    if pauses:
+        executor.pause_training()
+    try:
+        results = travel(executor, batch, cut=draws.choice([5, 12]), pausable=True)
+    finally:
+        executor.resume_training()
+    spans = [len(segment.span) for result in results for segment in result.trained]
+    assert max(spans) == (1 if pauses else batch.layers), "a pause leaves each step its first layer"
+    rows, ways = range(batch.length), (Direction.TRAIN_FORWARD, Direction.BACKWARD)
+    wanted = Counter((way, row, layer) for way in ways for row in rows for layer in range(batch.layers))
+    wanted += Counter((Direction.LOSS, row, batch.layers) for row in rows)
+    assert passed(segment for result in results for segment in result.trained) == wanted
+    executor.run(Plan(released=(batch.key,)))
+
+
+def test_a_plan_that_is_not_pausable_runs_whole(executor: Executor, draws: Random) -> None:
+    batch = micro_batch(executor, draws, begin(executor))
+    executor.pause_training()
+    try:
+        results = travel(executor, batch, cut=12)
+    finally:
+        executor.resume_training()
+    assert len(results) == 3, "there, through the tail, and back"
+    executor.run(Plan(released=(batch.key,)))
+
+
+def test_a_pause_is_over_once_it_is_withdrawn(executor: Executor, draws: Random) -> None:
+    """However many came before: each plan is stopped by those that were not withdrawn before it."""
+    job = begin(executor)
+    for _ in range(5):
+        executor.pause_training()
+        executor.resume_training()
+        batch = micro_batch(executor, draws, job)
+        plan = next(steps(batch, 12, pausable=True))
+        (segment,) = executor.run(plan).trained
+        assert len(segment.span) == batch.layers
+        executor.run(Plan(released=(batch.key,)))
+
+
+def test_each_optimizer_step_is_answered(executor: Executor, draws: Random) -> None:
+    jobs = [begin(executor) for _ in range(3)]
+    for job in jobs:
+        travel(executor, micro_batch(executor, draws, job), cut=12)
+    result = executor.run(Plan(updates=tuple(OptimStep(job, 1e-3) for job in jobs)))
+    assert result.updated.keys() | result.failed.keys() == set(jobs)
+    assert [result.updated[job].version for job in jobs] == [f"{job}@1" for job in jobs]
+
+
+# Commands
+
+
+def adapter_of(opened: Opened, job: str) -> dict[str, torch.Tensor]:
+    return dict(opened.executor.call(FetchAdapter(f"{job}@0")).parameters())
+
+
+def test_weights_come_and_go_by_command(opened: Opened) -> None:
+    executor, job = opened.executor, begin(opened.executor)
+    held = executor.call(ReadMemory())
+    first = executor.call(FetchAdapter(f"{job}@0"))
+    other = replace(first, name=f"{job} copied", version=7)
+    outline = executor.call(LoadAdapter(other))
+    assert outline.nbytes == first.nbytes == other.nbytes
+    found = executor.call(FetchAdapter(other.key))
+    assert (found.name, found.version) == (other.name, 7)
+    assert all(isinstance(bypass, Bypass) for _, bypass in found.placed())
+    for name, tensor in first.parameters().items():
+        assert torch.equal(found.parameters()[name], tensor), name
+    assert executor.call(ReadMemory()).adapters == held.adapters + other.nbytes
+    executor.call(DropAdapters((other.key, "nobody@3")))
+    assert executor.call(ReadMemory()).adapters == held.adapters
+    with pytest.raises(AdapterNotFound, match="copied"):
+        executor.call(FetchAdapter(other.key))
+
+
+def test_a_command_that_fails_is_its_callers_alone(opened: Opened, draws: Random) -> None:
+    executor = opened.executor
+    with pytest.raises(Exception, match="nobody"):
+        executor.call(SaveState("nobody"))
+    assert len(answer(executor, sequence(draws), 2)) == 2
+
+
+def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: Random) -> None:
+    executor, job = opened.executor, begin(opened.executor)
+    batches = [micro_batch(executor, draws, job) for _ in range(2)]
+    travel(executor, batches[0], cut=12)
+    executor.run(Plan(updates=(OptimStep(job, 1e-2),)))
+    state = executor.call(SaveState(job))
+    assert state.step == 1 and state.identity == IDENTITY and state.loss is not None
+    travel(executor, batches[1], cut=12)
+    executor.run(Plan(updates=(OptimStep(job, 1e-2),)))
+    expected = executor.call(FetchAdapter(f"{job}@2")).parameters()
+    assert executor.call(ReadMemory()).sessions[job][Account.OPTIMIZERS] > 0
+    for _ in range(2):
+        executor.call(CloseSession(job))
+    assert job not in executor.call(ReadMemory()).sessions
+    assert executor.call(FetchAdapter(f"{job}@1")).version == 1, "what it published stays"
+
+    resumed = OpenSession(job, f"{job} again", 1, SessionConfig(rows=64), identity=IDENTITY, resume=state)
+    executor.call(resumed)
+    again = replace(batches[1], key=next(KEYS), direction=Direction.TRAIN_FORWARD, done=False, frontier=0)
+    again.told = False
+    travel(executor, again, cut=12)
+    executor.run(Plan(updates=(OptimStep(job, 1e-2),)))
+    found = executor.call(FetchAdapter(f"{job} again@2")).parameters()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_commands_take_effect_after_the_plans_before_them(opened: Opened, draws: Random) -> None:
+    executor, job = opened.executor, begin(opened.executor)
+    travel(executor, micro_batch(executor, draws, job), cut=12)
+    executor.launch(Plan(updates=(OptimStep(job, 1e-2),)))
+    assert executor.call(FetchAdapter(f"{job}@1")).version == 1
+    result = executor.collect()
+    assert result is not None and result.updated[job].step == 1 and executor.collect() is None
+
+
+def test_limits_and_grammars_are_taken(opened: Opened) -> None:
+    opened.executor.call(SetLimits(window_group_rows=128, tape_nbytes=1 << 20))
+    opened.executor.call(CompileGrammar("whatever: no tokenizer was given"))
+    assert opened.executor.spec.sequences == CONFIG.max_running
