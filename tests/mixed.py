@@ -103,10 +103,10 @@ def _logits(model: Any, virtual: bool) -> Logits:
     return of
 
 
-def make_engine(name: str, dtype: torch.dtype, folder: Path | None = None) -> Engine:
+def make_engine(name: str, dtype: torch.dtype, folder: Path | None = None, **changes: Any) -> Engine:
     """Small windows and chunks, so that everything is cut; all adapters of `folder` are loaded."""
     config = EngineConfig(calibrate=False, cache_tokens=2048, page_size=4, scheduler=_CUTS)
-    engine = Engine(tiny(name, dtype, vocab_size=SMALL), config)
+    engine = Engine(tiny(name, dtype, vocab_size=SMALL, **changes), config)
     for adapter in sorted(folder.iterdir()) if folder else ():
         engine.load_adapter(adapter.name, adapter)
     return engine
@@ -126,6 +126,26 @@ def start(engine: Engine, kind: str, start_from: str | None = None) -> FineTunin
     """A job that trains `tuned kind`, on from another adapter where one is given."""
     config = TRAINED.get(kind, ())
     return engine.finetune(make_examples(kind), f"tuned {kind}", config, TRAINING, start_from)
+
+
+def everything(
+    engine: Engine, configs: Mapping[str, Any], training: TrainingConfig = TRAINING
+) -> dict[str, Tensor]:
+    """What an engine answers while it trains an adapter of each of these settings, and the adapters."""
+    jobs = [
+        engine.finetune(make_examples(k), f"tuned {k}", config, training) for k, config in configs.items()
+    ]
+    answers = [engine.generate([1 + n, 5, 9, 2], sampling=SAMPLING) for n in range(3)]
+    for job in jobs:
+        job.result()
+    answers += [engine.generate([3, 1, 4], f"tuned {kind}", SAMPLING) for kind in configs]
+    found = {f"{kind} {name}": x for kind in configs for name, x in trained(engine, kind).items()}
+    return found | {f"answer {n}": _chosen(answer.result()) for n, answer in enumerate(answers)}
+
+
+def _chosen(answer: Completion) -> Tensor:
+    assert len(answer.tokens) == 4
+    return torch.tensor([logprobs.chosen for logprobs in answer.logprobs], dtype=torch.float64)
 
 
 def trained(engine: Engine, kind: str) -> dict[str, Tensor]:

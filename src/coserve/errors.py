@@ -4,6 +4,7 @@
     ├── ModelError               the base cannot be loaded or driven
     │   ├── ModelNotFound        no such folder or hub name
     │   └── UnsupportedModel     loads, but the engine would not reproduce it (with the reason)
+    ├── NotOffered               the base's weights lie where what is asked of them is not offered
     ├── AdapterError             an adapter is malformed or does not fit the base
     │   ├── AdapterNotFound      no adapter of that name is loaded
     │   └── AdapterMismatch      shapes or tensors do not fit, named one by one
@@ -59,6 +60,10 @@ class ModelNotFound(ModelError):
 
 class UnsupportedModel(ModelError):
     """The model loads, but the engine would not reproduce it; the text says why."""
+
+
+class NotOffered(CoserveError):
+    """The placement of a frozen linear does not offer what is asked of it; the text says what."""
 
 
 class AdapterError(CoserveError):

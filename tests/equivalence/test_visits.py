@@ -1,29 +1,36 @@
-"""Blocks whose parameters exist within a visit only: the same answers and the same training."""
-
-from collections.abc import Iterator
+"""A model whose parameters exist within visits only: the same answers and the same training."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from coserve import Engine, LoRAConfig
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.core.sequence import Direction
-from coserve.engine.completion import Completion
-from coserve.model.block import Block, Resident
-from coserve.model.linear import FrozenLinear
+from coserve.model.base import Base
+from coserve.model.block import ModelPart, Resident
+from coserve.model.load import load_base
+from coserve.train.proof import prove_training
 from methods import SMALL, engine_of
-from mixed import SAMPLING, TRAINED, TRAINING, make_engine, make_examples, start, trained
-from models import Exact
+from mixed import TRAINED, everything, make_engine
+from models import Exact, tiny
 
-DORA = LoRAConfig(rank=3, dora=True)
-KINDS = (*TRAINED, "dora")
+KINDS = {**TRAINED, "dora": LoRAConfig(rank=3, dora=True)}
+AT_ENDS = {
+    "llama": ("embed_tokens", "lm_head"),
+    "gpt2": ("wte",),
+    "mixtral": ("lm_head",),
+    "opt": ("embed_tokens",),
+}
+CHANGES = {"opt": {"word_embed_proj_dim": 32}}  # a linear between the embedding and the first layer
 
 
 class Away:
     """Parameters that do not exist between visits: whoever reads them there reads no numbers."""
 
-    def __init__(self, block: Block) -> None:
-        self._held = [(tensor, tensor.detach().clone()) for tensor in _tensors(block)]
+    def __init__(self, part: ModelPart) -> None:
+        tensors = (tensor for held in part.parameters().values() for tensor in held.tensors.values())
+        self._held = [(tensor, tensor.detach().clone()) for tensor in tensors]
         self.visits: list[Direction] = []
         self._is_here = True
         self.leave()
@@ -45,38 +52,13 @@ class Away:
         return tensor.clone()
 
 
-def _tensors(block: Block) -> Iterator[Tensor]:
-    yield from block.module.parameters()
-    yield from block.module.buffers()
-    for module in block.module.modules():
-        if isinstance(module, FrozenLinear):
-            yield from (x for x in vars(module.placement).values() if isinstance(x, Tensor))
-
-
-def send_away(engine: Engine) -> list[Away]:
+def send_away(base: Base) -> list[Away]:
     made = []
-    for block in engine.base.chain:
-        assert isinstance(block.residence, Resident)
-        block.residence = away = Away(block)
+    for part in (*base.chain, base.chain.ends):
+        assert isinstance(part.residence, Resident)
+        part.residence = away = Away(part)
         made.append(away)
     return made
-
-
-def everything(engine: Engine) -> dict[str, Tensor]:
-    """What an engine answers while it trains adapters of every method, and these."""
-    jobs = [start(engine, kind) for kind in TRAINED]
-    jobs.append(engine.finetune(make_examples("dora"), "tuned dora", DORA, TRAINING))
-    answers = [engine.generate([1 + n, 5, 9, 2], sampling=SAMPLING) for n in range(3)]
-    for job in jobs:
-        job.result()
-    answers += [engine.generate([3, 1, 4], f"tuned {kind}", SAMPLING) for kind in KINDS]
-    found = {f"{kind} {name}": x for kind in KINDS for name, x in trained(engine, kind).items()}
-    return found | {f"answer {n}": _numbers(answer.result()) for n, answer in enumerate(answers)}
-
-
-def _numbers(answer: Completion) -> Tensor:
-    assert len(answer.tokens) == 4
-    return torch.tensor([logprobs.chosen for logprobs in answer.logprobs], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("fields", [{"deterministic": True}, {"quantize": "8bit"}])
@@ -84,23 +66,34 @@ def test_other_executors_and_placements_visit_too(fields: dict[str, object]) -> 
     def make() -> Engine:
         return engine_of("llama", config=fields, vocab_size=SMALL)
 
-    wanted, engine = everything(make()), make()
-    send_away(engine)
-    found = everything(engine)
+    wanted, engine = everything(make(), KINDS), make()
+    send_away(engine.executor.sampler.base)
+    found = everything(engine, KINDS)
     close = 0.0 if "deterministic" in fields else 1e-3
     for key, numbers in wanted.items():
         assert float((found[key].double() - numbers.double()).abs().max()) <= close, key
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", AT_ENDS)
 def test_nobody_uses_parameters_outside_of_a_visit(name: str) -> None:
+    kinds, changes = {"at the ends": LoRAConfig(rank=2, targets=AT_ENDS[name])}, CHANGES.get(name, {})
+    if not changes:
+        kinds |= {**KINDS, "words": PromptTuningConfig(3, text=(1, 2))}
     with Exact():
-        wanted = everything(make_engine(name, torch.float64))
-        engine = make_engine(name, torch.float64)
-        blocks = send_away(engine)
-        found = everything(engine)
+        wanted = everything(make_engine(name, torch.float64, **changes), kinds)
+        engine = make_engine(name, torch.float64, **changes)
+        parts = send_away(engine.executor.sampler.base)
+        found = everything(engine, kinds)
     assert found.keys() == wanted.keys()
     for key, numbers in wanted.items():
         assert torch.allclose(found[key].double(), numbers.double(), rtol=1e-7, atol=1e-9), key
-    assert all({Direction.INFER, Direction.BACKWARD} <= set(block.visits) for block in blocks)
+    assert all({Direction.INFER, Direction.BACKWARD} <= set(part.visits) for part in parts)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "gemma4_text"])
+def test_the_proof_of_training_visits_too(name: str) -> None:
+    base = load_base(tiny(name))
+    parts = send_away(base)
+    prove_training(base)
+    assert sum(Direction.BACKWARD in part.visits for part in parts) > 1

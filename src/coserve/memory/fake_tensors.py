@@ -106,10 +106,25 @@ def _same(tensor: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(tensor)
 
 
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Experts' products, in any type: torch's own answer on tensors without data is bfloat16's alone."""
+    if a.ndim == b.ndim == 2:
+        assert offs is not None, "groups of both"
+        shape = (len(offs), a.shape[0], b.shape[1])
+    elif a.ndim == b.ndim:
+        shape = (a.shape[0], a.shape[1], b.shape[2])
+    else:
+        shape = (a.shape[0], b.shape[2]) if a.ndim == 2 else (a.shape[1], b.shape[1])  # type: ignore[assignment]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
 # What depends on values, or has no form without them: packed weights are as large as plain ones.
 _ANSWERS: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.aten._local_scalar_dense.default: _number,
     torch.ops.aten.nonzero.default: _all_of_them,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten.equal.default: lambda *_: True,
     torch.ops.mkldnn._reorder_linear_weight.default: _same,
 }

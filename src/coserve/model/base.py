@@ -7,7 +7,7 @@ its logits. Design decision 1: drive, do not patch.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -24,14 +24,13 @@ from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu import row_buckets
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
-from coserve.model.block import Block, Call, VisitedWeights
+from coserve.model.block import Block, Call, Ends, VisitedWeights
 from coserve.model.chain import Chain
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
-from coserve.model.placement import Placement, PlainPlacement
-from coserve.model.quantized.embedding import QuantizedEmbedding
-from coserve.model.quantized.int8 import Int8Placement
+from coserve.model.parameters import held_bytes, parameters_of
+from coserve.model.placement import Offer, Placed
 
 
 class ParameterReader(Protocol):
@@ -65,7 +64,7 @@ class Base:
         max_positions: int,
     ) -> None:
         self.model = model
-        self.chain = Chain(blocks, cell)
+        self.chain = Chain(blocks, Ends(model, blocks), cell)
         self.sites = origin.sites
         self.cell = cell
         self.max_positions = max_positions
@@ -97,27 +96,12 @@ class Base:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as they are held now, shared storage counted once."""
-        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._unplaced()}
-        own = (p for p in self._placements() if not (isinstance(p, PlainPlacement) and p.pointer in held))
-        return sum(held.values()) + sum(placement.nbytes for placement in own)
+        return held_bytes(parameters_of(self.model).values())
 
     @property
     def nbytes_to_train(self) -> int:
         """Bytes that its linears will hold more once something trains."""
         return sum(linear.placement.nbytes_to_train for linear in self.linears.values())
-
-    def _placements(self) -> Iterable[Placement]:
-        """Each once; a quantized embedding has one too, which a tied head shares."""
-        placed: dict[int, Placement] = {id(lin.placement): lin.placement for lin in self.linears.values()}
-        embedding = self.model.get_input_embeddings()
-        if isinstance(embedding, QuantizedEmbedding):
-            placed[id(embedding.placement)] = embedding.placement
-        return placed.values()
-
-    def _unplaced(self) -> Iterator[Tensor]:
-        """Tensors that stay in the model: embeddings, norms, experts, tables."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
 
     @property
     def arguments(self) -> RowArguments:
@@ -125,11 +109,13 @@ class Base:
         return self._arguments
 
     def weights(self, path: str) -> Weights:
-        """Weights of the frozen linear at `path`, for bypasses to use in a pass or outside of any."""
+        """Weights of the frozen linear at `path`, for bypasses to use in a pass or outside of any. Raises
+        NotOffered where norms of its rows are not to be had."""
         if self.parameter_reader is not None:
             return _ReadWeights(path, self.parameter_reader)
-        placement, block = self.linears[path].placement, self.chain.block_of(path)
-        return placement if block is None else VisitedWeights(block, placement)
+        placement = self.linears[path].placement
+        placement.expect(Offer.ROW_NORMS, path)
+        return VisitedWeights(self.chain.part_of(path), placement)
 
     def bias(self, path: str) -> Tensor | None:
         """Bias of the linear or norm at `path`, None where it has none."""
@@ -138,7 +124,8 @@ class Base:
         return self._outside(path, self._bias)
 
     def dense(self, path: str) -> Dense:
-        """The weights of the linear, norm or embedding at `path`, in the base's type."""
+        """The weights of the linear, norm or embedding at `path`, in the base's type. Raises NotOffered where
+        they are not to be had."""
         found = self.parameter_reader
         weight = self._outside(path, self._weight) if found is None else found.parameter(path, "weight")
         assert isinstance(weight, Tensor)
@@ -146,11 +133,10 @@ class Base:
 
     def _outside(self, path: str, read: Callable[[str], Tensor | None]) -> Tensor | None:
         """A parameter of the module at `path`, read in a visit, as it may be used outside of any."""
-        if (block := self.chain.block_of(path)) is None:
-            return read(path)
-        with block.visit(Direction.INFER):
+        part = self.chain.part_of(path)
+        with part.visit(Direction.INFER):
             found = read(path)
-            return None if found is None else block.residence.outside(found)
+            return None if found is None else part.residence.outside(found)
 
     def _bias(self, path: str) -> Tensor | None:
         if path in self.linears:
@@ -160,6 +146,7 @@ class Base:
 
     def _weight(self, path: str) -> Tensor:
         if path in self.linears:
+            self.linears[path].placement.expect(Offer.WEIGHT, path)
             return self.linears[path].placement.weight()
         weight = self.model.get_submodule(path).weight
         assert isinstance(weight, Tensor)
@@ -172,9 +159,7 @@ class Base:
         if weight.shape != own.shape:
             return False
         given = weight.to(own.device, own.dtype)
-        if isinstance(getattr(module, "placement", None), Int8Placement):
-            given = Int8Placement(given, None).weight()
-        return torch.equal(given, own)
+        return torch.equal(module.placement.rounded(given) if isinstance(module, Placed) else given, own)
 
     def gain(self, path: str) -> Tensor:
         """Factor of the norm at `path` for each normalized feature. Raises AdapterError."""
@@ -190,8 +175,9 @@ class Base:
         """Input embeddings [n, width] of token ids [n]."""
         if self.parameter_reader is not None:
             return self.parameter_reader.embedded(tuple(tokens.tolist()))
-        found: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
-        return found
+        with self.chain.ends.visit(Direction.INFER):
+            found: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
+            return found
 
     @cached_property
     def early_sites(self) -> frozenset[str]:
@@ -268,7 +254,7 @@ class Base:
     def _run_model(
         self, module: Any, answer: Callable[[Tensor, Call], Tensor], tokens: Tensor, positions: Tensor
     ) -> Any:
-        with self._standing_aside:
+        with self._standing_aside, self.chain.ends.visit(Direction.INFER):
             for block in self.chain:
                 block.answer_with(answer)
             try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.adapters.lora_batch import LoraBatch
 from coserve.kernels.attention import AttentionSpec
+from coserve.model.group import GroupRows, Prepared
 from coserve.model.placement import Placement
 
 
@@ -80,7 +81,7 @@ class Part(Protocol):
         ...
 
 
-class FusedRows:
+class FusedRows(GroupRows):
     """Parts side by side in one forward run without a graph, adapters over their ranges of rows one by one,
     those of `lora` together.
 
@@ -93,6 +94,7 @@ class FusedRows:
         adapters: Sequence[tuple[slice, Bypasses]],
         lora: LoraBatch | None = None,
     ) -> None:
+        super().__init__()
         self._adapters, self._lora = adapters, None if lora is None or lora.is_empty else lora
         self._parts: list[tuple[slice, Part]] = []
         start = 0
@@ -103,14 +105,20 @@ class FusedRows:
         self._bounds = [part.count for part in parts]
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
-        if not self._keepers and not self._adapters and self._lora is None:
+        group, added = placement.group, None
+        if group is None and not self._keepers and not self._adapters and self._lora is None:
             return placement.forward(x)
         x = self._entering(path, x)
-        y = placement.forward(x)
+        if group is None:
+            y = placement.forward(x)
+        else:
+            y, added = self._ask(path, group, x)
         x2, y2 = x.flatten(0, -2), y.flatten(0, -2)
         for rows, keeper in self._keepers:
             keeper.keep(path, y2[rows])
-        if self._lora is not None:
+        if added is not None:
+            y2 += added
+        elif self._lora is not None:
             self._lora.add_(path, x, y2)
         for rows, bypasses in self._adapters:
             bypass = bypasses.outputs.get(path)
@@ -127,6 +135,19 @@ class FusedRows:
             for rows, bypass in found:
                 self._add(bypass, rows, x[0], y[0])
         return y
+
+    def _is_changed(self, path: str) -> bool:
+        return any(path in bypasses.inputs for _, bypasses in self._adapters)
+
+    def _prepared(self, path: str, x: Tensor, outputs: int) -> Prepared:
+        def meanwhile() -> Tensor | None:
+            if self._lora is None:
+                return None
+            added = x.new_zeros(x.shape[:-1].numel(), outputs)
+            self._lora.add_(path, x, added)
+            return added
+
+        return None, meanwhile
 
     def _entering(self, path: str, x: Tensor) -> Tensor:
         """Input of the linear at `path`: x, changed for the rows of adapters that change it."""

@@ -1,4 +1,4 @@
-"""A block: one decoder layer, at its place in the chain.
+"""A block: one decoder layer, at its place in the chain; and what is at the chain's two ends.
 
 The module tree stays as it was (names, attributes and state dict are the model's own); only the bound
 `forward` of the layer is replaced, on this one instance: the layer stands aside while the model runs its own
@@ -6,7 +6,8 @@ prologue or tail.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 from coserve.adapters.sites import Weights
 from coserve.core.sequence import Direction
+from coserve.model.parameters import ModuleParameters, parameters_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Residence(Protocol):
-    """Keeps a block's parameters between visits: in memory (`Resident`), or anywhere else."""
+    """Keeps the parameters of a part between visits: in memory (`Resident`), or anywhere else."""
 
     def enter(self, direction: Direction) -> None:
         """Has the parameters be there until `leave`; `direction` is where the pass goes on from here."""
@@ -48,26 +50,21 @@ class Resident:
         return tensor
 
 
-class Block:
-    """One decoder layer, callable directly; to the model's own forward it answers what it is told to.
+class ModelPart(ABC):
+    """Part of a model. All use of its frozen parameters lies within a `visit`."""
 
-    `path` is its name in the model, `module` the layer, `returns_tuple` whether this model's layers wrap
-    their hidden state. All use of its parameters lies within a `visit`.
-    """
-
-    def __init__(self, path: str, module: nn.Module, returns_tuple: bool) -> None:
-        self.path, self.module = path, module
-        self.returns_tuple = returns_tuple
+    def __init__(self) -> None:
         self.residence: Residence = Resident()
         self._visits = 0
-        self._visiting = threading.RLock()  # two lanes may visit one block at a time
-        self._forward: Callable[..., Any] = module.forward
-        self._answer: Callable[[Tensor, Call], Tensor] | None = None
-        module.forward = self._stand_aside
+        self._visiting = threading.RLock()  # two lanes may visit one part at a time
+
+    @abstractmethod
+    def parameters(self) -> dict[str, ModuleParameters]:
+        """All that is frozen in the part, by module: linears, norms, experts, embeddings, tables."""
 
     @contextmanager
     def visit(self, direction: Direction) -> Iterator[None]:
-        """Has the block's parameters be there. Visits nest: the outermost one brings them in."""
+        """Has the part's parameters be there. Visits nest: the outermost one brings them in."""
         with self._visiting:
             if not self._visits:
                 self.residence.enter(direction)
@@ -79,6 +76,25 @@ class Block:
                 self._visits -= 1
                 if not self._visits:
                     self.residence.leave()
+
+
+class Block(ModelPart):
+    """One decoder layer, callable directly; to the model's own forward it answers what it is told to.
+
+    `path` is its name in the model, `module` the layer, `returns_tuple` whether this model's layers wrap
+    their hidden state.
+    """
+
+    def __init__(self, path: str, module: nn.Module, returns_tuple: bool) -> None:
+        super().__init__()
+        self.path, self.module = path, module
+        self.returns_tuple = returns_tuple
+        self._forward: Callable[..., Any] = module.forward
+        self._answer: Callable[[Tensor, Call], Tensor] | None = None
+        module.forward = self._stand_aside
+
+    def parameters(self) -> dict[str, ModuleParameters]:
+        return parameters_of(self.module)
 
     def run(self, hidden: Tensor, call: Call) -> Tensor:
         """The layer on hidden [1, rows, width] with its other arguments, within a visit."""
@@ -100,11 +116,23 @@ class Block:
         return (out,) if self.returns_tuple else out
 
 
-class VisitedWeights:
-    """A block's frozen linear for whoever stands beside it: asked outside of a pass, it visits the block."""
+class Ends(ModelPart):
+    """What lies before the first block and behind the last: embeddings, the final norm, the head."""
 
-    def __init__(self, block: Block, weights: Weights) -> None:
-        self._block, self._weights = block, weights
+    def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+        super().__init__()
+        self._model, self._inside = model, tuple(f"{block.path}." for block in blocks)
+
+    def parameters(self) -> dict[str, ModuleParameters]:
+        found = parameters_of(self._model)
+        return {name: own for name, own in found.items() if not f"{name}.".startswith(self._inside)}
+
+
+class VisitedWeights:
+    """A part's frozen linear for whoever stands beside it: asked outside of a pass, it visits the part."""
+
+    def __init__(self, part: ModelPart, weights: Weights) -> None:
+        self._part, self._weights = part, weights
 
     @property
     def bias(self) -> Tensor | None:
@@ -113,10 +141,10 @@ class VisitedWeights:
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], bias included."""
-        with self._block.visit(Direction.INFER):
+        with self._part.visit(Direction.INFER):
             return self._weights.forward(x)
 
     def row_norms(self) -> Tensor:
         """Euclidean norm of each output's weights, [out], in at least float32."""
-        with self._block.visit(Direction.INFER):
+        with self._part.visit(Direction.INFER):
             return self._weights.row_norms()

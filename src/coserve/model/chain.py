@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coserve.core.sequence import Direction
 from coserve.model.batch import BatchCell, LayerCalls, Rows
-from coserve.model.block import Block
+from coserve.model.block import Block, Ends, ModelPart
 
 
 class Traveller(Protocol):
@@ -33,11 +33,11 @@ Composed = tuple[Rows, LayerCalls]  # whose rows these are, and what the layers 
 
 
 class Chain:
-    """The blocks of one model. `on_layer` is called before each of them, in either direction: a sign of life
-    in the longest of steps."""
+    """The blocks of one model, and its `ends`. `on_layer` is called before each block, in either direction: a
+    sign of life in the longest of steps."""
 
-    def __init__(self, blocks: Sequence[Block], cell: BatchCell) -> None:
-        self.blocks = tuple(blocks)
+    def __init__(self, blocks: Sequence[Block], ends: Ends, cell: BatchCell) -> None:
+        self.blocks, self.ends = tuple(blocks), ends
         self.on_layer: Callable[[], object] = int  # nothing
         self._cell = cell
 
@@ -47,9 +47,9 @@ class Chain:
     def __iter__(self) -> Iterator[Block]:
         return iter(self.blocks)
 
-    def block_of(self, path: str) -> Block | None:
-        """The block that has the module at `path`; None for what lies before or behind all of them."""
-        return next((block for block in self.blocks if path.startswith(f"{block.path}.")), None)
+    def part_of(self, path: str) -> ModelPart:
+        """The block that has the module at `path`, or the ends."""
+        return next((block for block in self.blocks if path.startswith(f"{block.path}.")), self.ends)
 
     def layer(
         self, index: int, hidden: Tensor, calls: LayerCalls, direction: Direction = Direction.INFER

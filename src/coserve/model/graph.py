@@ -11,16 +11,19 @@ from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.adapters.lora_batch import LoraBatch
 from coserve.adapters.lowrank import is_lora
 from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.lora.segments import LoraSegments
 from coserve.kernels.rows import concat_rows, split_rows
+from coserve.model.group import GroupRows, Prepared
 from coserve.model.linear import bypassed, frozen
 from coserve.model.placement import Placement
 
 
-class GraphRows:
+class GraphRows(GroupRows):
     """Rows in a graph where everything but bypasses is frozen: the first `sizes[0]` rows have the bypasses
     `adapters[0]`, and so on for all rows. Nothing attends here."""
 
     def __init__(self, adapters: Sequence[Bypasses], sizes: Sequence[int]) -> None:
+        super().__init__()
         self._adapters, self.sizes = adapters, sizes
         spans = (slice(*span) for span in pairwise(accumulate(sizes, initial=0)))
         self._lora = LoraBatch(list(zip(spans, adapters, strict=True)))
@@ -30,9 +33,12 @@ class GraphRows:
         if any(bypass is not None for bypass in entering):
             x2 = x.flatten(0, -2)
             x = self._added(entering, x2, x2).view(x.shape)
-        kept, is_added = self._kept(path, x)
-        segments = self._lora.segments(path, is_added)
-        y = frozen(x, placement, kept) if segments is None else bypassed(x, placement, segments, kept)
+        if placement.group is None:
+            kept, segments = self._segments(path, x)
+            y = frozen(x, placement, kept) if segments is None else bypassed(x, placement, segments, kept)
+        else:
+            y, added = self._ask(path, placement.group, x)
+            y = y if added is None else y + added
         bypasses = [adapter.outputs.get(path) for adapter in self._adapters]
         others = [None if is_lora(bypass) else bypass for bypass in bypasses]
         if any(bypass is not None for bypass in others):
@@ -47,6 +53,21 @@ class GraphRows:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         raise AssertionError("nothing attends outside of the layers")
+
+    def _segments(self, path: str, x: Tensor) -> tuple[Tensor | None, LoraSegments | None]:
+        """What stands for the frozen product of x [..., in], and the low-rank bypasses beside it."""
+        kept, is_added = self._kept(path, x)
+        return kept, self._lora.segments(path, is_added)
+
+    def _is_changed(self, path: str) -> bool:
+        return any(path in adapter.inputs for adapter in self._adapters)
+
+    def _prepared(self, path: str, x: Tensor, outputs: int) -> Prepared:
+        kept, segments = self._segments(path, x)
+        if segments is None:
+            return kept, lambda: None
+        zeros = x.new_zeros(()).expand(*x.shape[:-1], outputs)
+        return kept, lambda: bypassed(x, None, segments, zeros)
 
     def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, Sequence[bool]]:
         """Returns what stands for the frozen product of x [..., in], which is then not computed, or None; and

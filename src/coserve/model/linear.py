@@ -7,11 +7,11 @@ nor its output. That is FlexLLM's pruning of frozen-weight gradients (5.2) at th
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coserve.kernels.lora.segments import LoraSegments
 from coserve.model.batch import BatchCell
-from coserve.model.placement import Placement
+from coserve.model.placement import Placed, Placement
 
 
 class _Frozen(torch.autograd.Function):
@@ -37,20 +37,21 @@ def frozen(x: Tensor, placement: Placement, kept: Tensor | None = None) -> Tenso
 
 class _Bypassed(torch.autograd.Function):
     """A placement and low-rank bypasses beside it, in a graph: the gradient of what they are given comes of
-    one product, to which those of the bypasses are added. `matrices` are those of the segments, A then B."""
+    one product, to which those of the bypasses are added. `matrices` are those of the segments, A then B.
+    Without a placement the bypasses are alone."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        placement: Placement,
+        placement: Placement | None,
         kept: Tensor | None,
         segments: LoraSegments,
         *matrices: Tensor,
     ) -> Tensor:
         ctx.placement, ctx.segments = placement, segments
         ctx.save_for_backward(x)
-        y = placement.forward(x) if kept is None else kept
+        y: Tensor = ctx.placement.forward(x) if kept is None else kept
         if segments.is_added:
             return y
         if kept is not None:
@@ -62,21 +63,25 @@ class _Bypassed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         grad = grads[0].contiguous()
-        found = ctx.placement.backward(grad) if ctx.needs_input_grad[0] else None
+        found = None
+        if ctx.needs_input_grad[0]:
+            found = x.new_zeros(x.shape) if ctx.placement is None else ctx.placement.backward(grad)
         grad_x = None if found is None else found.view(-1, x.shape[-1])
         of_a, of_b = ctx.segments.backward(grad.view(-1, grad.shape[-1]), x.flatten(0, -2), grad_x)
         return found, None, None, None, *of_a, *of_b
 
 
-def bypassed(x: Tensor, placement: Placement, segments: LoraSegments, kept: Tensor | None = None) -> Tensor:
+def bypassed(
+    x: Tensor, placement: Placement | None, segments: LoraSegments, kept: Tensor | None = None
+) -> Tensor:
     """The placement's product of x [..., in], or what was kept of it, with low-rank bypasses over its rows;
-    in the current graph, which there is."""
+    in the current graph, which there is. Without a placement no gradient of x comes of `kept`."""
     weights = segments.weights
     y: Tensor = _Bypassed.apply(x, placement, kept, segments, *weights.a, *weights.b)  # type: ignore[no-untyped-call]
     return y
 
 
-class FrozenLinear(nn.Module):
+class FrozenLinear(Placed):
     """Stands where a linear of the base stood; `path` is that linear's name in the model.
 
     During a run the rows in the base's cell decide what else happens to the product: bypasses of

@@ -33,6 +33,7 @@ from coserve.model.probe import ProbeRows, drive, own_forward, prove, same_argum
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
 from coserve.model.seam import Seam
+from coserve.model.together import join_siblings
 
 
 def load_base(
@@ -74,6 +75,7 @@ def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base
     masks = Masks()
     base = _fit(loaded, layers, origin, cell, masks, own.returns_tuple)
     prove(base, own, masks)
+    join_siblings(base)
     assert not any(p.requires_grad for p in loaded.parameters()), "the base is frozen"
     return base
 

@@ -1,51 +1,88 @@
 """Placements: where a frozen linear is computed, and in which layout its weight is kept."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import Enum
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from coserve.adapters.bypass import exact_type
+from coserve.errors import NotOffered
 from coserve.kernels.cpu import multiplies_bfloat16
+from coserve.model.group import Group
 
 
-class Placement(Protocol):
-    """Computes a frozen linear of the base, wherever its weight is."""
+class Offer(Enum):
+    """What a placement may offer beside its product, and who needs it."""
 
+    BACKWARD = "the gradient for its input, which training needs"
+    ROW_NORMS = "the norms of its weight's rows, which DoRA needs"
+    WEIGHT = "its dense weight, which replacing, merging and comparing it need"
+
+
+class Placement(ABC):
+    """Computes a frozen linear of the base, wherever its weight is. The product is always offered, the rest
+    where `offers` has it; anything else raises NotOffered. `bias` is [out], None where the linear has none.
+    One that answers later belongs to a `group`: rows ask that one, and `forward` and `backward` wait.
+    `nbytes_to_train` are bytes that it will hold beside the present ones once a gradient has come through it;
+    0 from then on."""
+
+    bias: Tensor | None
+    offers: frozenset[Offer] = frozenset(Offer)
+    group: Group | None = None
+    nbytes_to_train: int = 0
+
+    @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], bias included."""
-        ...
 
     def backward(self, grad: Tensor) -> Tensor:
         """[..., out] to [..., in]: the gradient for the input."""
-        ...
+        raise self._lacks(Offer.BACKWARD)
 
     def weight(self) -> Tensor:
         """The dense weight [out, in]."""
-        ...
+        raise self._lacks(Offer.WEIGHT)
 
     def row_norms(self) -> Tensor:
-        """Euclidean norm of each output's weights, [out], in at least float32 (DoRA needs them)."""
-        ...
+        """Euclidean norm of each output's weights, [out], in at least float32."""
+        raise self._lacks(Offer.ROW_NORMS)
 
-    @property
-    def bias(self) -> Tensor | None:
-        """[out], None where the linear has none."""
-        ...
+    def expect(self, offer: Offer, path: str) -> None:
+        """Raises NotOffered, about the linear at `path`, where the placement does not have the offer."""
+        if offer not in self.offers:
+            raise self._lacks(offer, path)
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Tensors that it holds on this device, by name; none where all are elsewhere."""
 
     @property
     def nbytes(self) -> int:
         """Bytes this placement holds."""
-        ...
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    @property
-    def nbytes_to_train(self) -> int:
-        """Bytes more that it will hold for good once a gradient has come through it; 0 from then on."""
-        ...
+    def rounded(self, weight: Tensor) -> Tensor:
+        """A dense weight [out, in] as this kind of placement would hold it."""
+        return weight
+
+    def release_backward(self) -> None:  # noqa: B027
+        """Gives back what only `backward` needs; the next one makes it again."""
+
+    def _lacks(self, offer: Offer, path: str = "a linear") -> NotOffered:
+        kind = type(self).__name__
+        return NotOffered(f"{path} is computed by a {kind}, which does not offer {offer.value}")
 
 
-class PlainPlacement:
+class Placed(nn.Module):
+    """A module of a base whose weights are its placement's business."""
+
+    placement: Placement
+
+
+class PlainPlacement(Placement):
     """The weight as it was loaded, [out, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -63,22 +100,11 @@ class PlainPlacement:
     def row_norms(self) -> Tensor:
         return row_norms(self._weight)
 
-    @property
-    def pointer(self) -> int:
-        """Identity of the weight's storage: a tied head shares it with the embedding."""
-        pointer: int = self._weight.untyped_storage()._cdata  # there for tensors without data, too
-        return pointer
-
-    @property
-    def nbytes(self) -> int:
-        return self._weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    @property
-    def nbytes_to_train(self) -> int:
-        return 0
+    def tensors(self) -> Mapping[str, Tensor]:
+        return present(weight=self._weight, bias=self.bias)
 
 
-class PackedPlacement:
+class PackedPlacement(Placement):
     """The weight reordered once into the layout oneDNN's bfloat16 product reads.
 
     torch's own linear reorders it in every call, which is most of what a decode step costs: at 1 / 16 / 64
@@ -91,7 +117,7 @@ class PackedPlacement:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.bias = bias
         self._transposed: Tensor | None = None
-        self._bytes = weight.nbytes
+        self.nbytes_to_train = weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -100,12 +126,13 @@ class PackedPlacement:
     def backward(self, grad: Tensor) -> Tensor:
         if self._transposed is None:
             self._transposed = torch.ops.mkldnn._reorder_linear_weight(self.weight().t().contiguous(), None)
+            self.nbytes_to_train = 0
         gx: Tensor = torch.ops.mkldnn._linear_pointwise(grad, self._transposed, None, "none", [], "")
         return gx
 
-    def forget_transposed(self) -> None:
-        """Gives back what `backward` holds; the next one packs it again."""
+    def release_backward(self) -> None:
         self._transposed = None
+        self.nbytes_to_train = self._packed.nbytes
 
     def weight(self) -> Tensor:
         dense: Tensor = self._packed.to_dense()
@@ -114,14 +141,13 @@ class PackedPlacement:
     def row_norms(self) -> Tensor:
         return row_norms(self.weight())
 
-    @property
-    def nbytes(self) -> int:
-        copies = 1 if self._transposed is None else 2
-        return copies * self._bytes + (0 if self.bias is None else self.bias.nbytes)
+    def tensors(self) -> Mapping[str, Tensor]:
+        return present(packed=self._packed, transposed=self._transposed, bias=self.bias)
 
-    @property
-    def nbytes_to_train(self) -> int:
-        return self._bytes if self._transposed is None else 0
+
+def present(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Those of some tensors that are there, by name."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def row_norms(weight: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Which linears are given the same input: found by looking, as models do not say.
 
-Adapters of linears that see one tensor (queries, keys and values; gate and up) can share their first product.
+Adapters of linears that see one tensor (queries, keys and values; gate and up) can share their first product,
+and linears that are computed elsewhere one call.
 """
 
 import torch
@@ -32,6 +33,19 @@ class _Watched:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
+
+
+def join_siblings(base: Base) -> None:
+    """Has linears that share their input be asked in one call, where their placements can be."""
+    if all(linear.placement.group is None for linear in base.linears.values()):
+        return
+    for paths in linears_together(base):
+        placements = [base.linears[path].placement for path in paths]
+        groups = [placement.group for placement in placements if placement.group is not None]
+        joined = groups[0].joined(groups[1:]) if len(groups) > 1 else None
+        for placement in placements:
+            if joined is not None and placement.group is not None:
+                placement.group = joined
 
 
 @torch.no_grad()

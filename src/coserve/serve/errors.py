@@ -31,6 +31,7 @@ _STATUSES: tuple[tuple[type[errors.CoserveError], int, str | None], ...] = (
     (errors.Quarantined, 400, "quarantined"),  # no 5xx: clients would send it again by themselves
     (errors.OutOfMemory, 400, "out_of_memory"),
     (errors.AdapterNotFound, 404, "model_not_found"),
+    (errors.NotOffered, 400, "not_offered"),
     (errors.AdapterError, 400, "invalid_adapter"),
     (errors.PromptTooLong, 400, "context_length_exceeded"),
     (errors.OutOfPages, 400, "context_length_exceeded"),

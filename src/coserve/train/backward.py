@@ -181,14 +181,15 @@ class Backward:
         leaves = self._leaves[EMBEDDED]
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
-        with torch.enable_grad():
-            if bypasses.touches(self._base.early_sites):
-                outputs, gradients = [self.tape.embed(window, bypasses)], [gradient]
-            if window.start == 0:
-                outputs += self.tape.given_in_graph()
-                gradients += self.tape.given_grads()
-        if outputs:
-            self.accumulate(leaves, vjp(outputs, gradients, leaves))
+        with self._base.chain.ends.visit(Direction.BACKWARD):
+            with torch.enable_grad():
+                if bypasses.touches(self._base.early_sites):
+                    outputs, gradients = [self.tape.embed(window, bypasses)], [gradient]
+                if window.start == 0:
+                    outputs += self.tape.given_in_graph()
+                    gradients += self.tape.given_grads()
+            if outputs:
+                self.accumulate(leaves, vjp(outputs, gradients, leaves))
 
     def accumulate(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Adds gradients to those of the leaves."""

@@ -6,6 +6,7 @@ hidden state from layer to layer, or whose layers cannot be re-run for a window 
 starts.
 """
 
+from contextlib import ExitStack
 from typing import Final
 
 import torch
@@ -15,14 +16,14 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses, exact_type
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.sites import Kind
-from coserve.core.sequence import Span
+from coserve.core.sequence import Direction, Span
 from coserve.errors import UnsupportedModel
 from coserve.kernels import reference
 from coserve.kernels.attention import AttentionSpec, causal_mask
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows
 from coserve.model.graph import GraphRows
-from coserve.model.placement import PackedPlacement
+from coserve.model.placement import Offer
 from coserve.model.probe import TOLERANCE, draw
 from coserve.model.refusal import refusing
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_window
@@ -49,7 +50,10 @@ Gradients = dict[str, Tensor]
 
 
 def prove_training(base: Base) -> None:
-    """Raises UnsupportedModel for a base whose gradients would not be those of whole examples."""
+    """Raises UnsupportedModel for a base whose gradients would not be those of whole examples, NotOffered for
+    one that gives none."""
+    for path, linear in base.linears.items():
+        linear.placement.expect(Offer.BACKWARD, path)
     with refusing(base.model.config.model_type, "cannot be trained"):
         for seed in range(_DRAWS):
             try:
@@ -62,15 +66,18 @@ def prove_training(base: Base) -> None:
 
 def _prove(base: Base, seed: int) -> None:
     """Raises UnsupportedModel where the gradients of one draw are not those of whole examples."""
-    proof = _Proof(base, _one_of_each_kind(base), torch.Generator().manual_seed(seed))
+    layers = _one_of_each_kind(base)
+    proof = _Proof(base, layers, torch.Generator().manual_seed(seed))
     proof.forward()
     try:
-        want = proof.whole()
-        got = proof.in_windows()
+        with ExitStack() as visits:
+            for part in (*(base.chain.blocks[layer] for layer in layers), base.chain.ends):
+                visits.enter_context(part.visit(Direction.BACKWARD))
+            want = proof.whole()
+            got = proof.in_windows()
     finally:
         for linear in base.linears.values():  # a server that never trains does not pay for it
-            if isinstance(linear.placement, PackedPlacement):
-                linear.placement.forget_transposed()
+            linear.placement.release_backward()
     least = _SMALL * max(float(want[name].float().norm()) for name in proof.parameters())
     for name, gradient in want.items():
         _expect(base, name, got[name], gradient, least)

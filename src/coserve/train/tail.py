@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.core.row_buckets import RowBuckets
-from coserve.core.sequence import CROSS_ENTROPY, LossSpec
+from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec
 from coserve.kernels.loss import cross_entropy, logprob_vjp, target_logprobs
 from coserve.model.graph import GraphRows
 from coserve.train.losses import LOSSES
@@ -69,11 +69,12 @@ class Tail:
         gradient = torch.zeros_like(hidden)
         for chunk in self._chunks(window):
             count = len(chunk)
-            with torch.enable_grad():
-                leaf, logits = self._logits(hidden[chunk], bypasses)
-            found = self._logits_gradient(logits.detach()[:count], chunk + window.start)
-            found = F.pad(found, (0, 0, 0, len(logits) - count))
-            of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found)
+            with self._base.chain.ends.visit(Direction.BACKWARD):
+                with torch.enable_grad():
+                    leaf, logits = self._logits(hidden[chunk], bypasses)
+                found = self._logits_gradient(logits.detach()[:count], chunk + window.start)
+                found = F.pad(found, (0, 0, 0, len(logits) - count))
+                of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found)
             gradient[chunk] = of_leaf[0, :count]
             self._accumulate(self._leaves, of_leaves)
         self._tape.put_gradient(window, gradient[None])

@@ -1,10 +1,16 @@
 """Allocations counted without data are those that a program makes with it."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
 
 from coserve.memory.fake_tensors import fake_tensors
+from coserve.model.load import load_base
+from models import tiny
 
 MB = 1 << 20
 
@@ -66,3 +72,12 @@ def test_what_others_make_fake_tensors_does_not_count() -> None:
             other = torch.empty(MB) + 1
         assert (counted.live, counted.peak) == (0, 0)
         del other
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_models_with_experts_are_driven_without_data_in_any_type(dtype: torch.dtype) -> None:
+    config = copy.deepcopy(tiny("mixtral").config)
+    with fake_tensors():
+        base = load_base(AutoModelForCausalLM.from_config(config, dtype=dtype), dtype)
+    real = load_base(tiny("mixtral", dtype=dtype), dtype)
+    assert base.nbytes == real.nbytes and base.sites == real.sites

@@ -3,11 +3,14 @@
 import torch
 from torch import Tensor, nn
 
+from coserve.model.placement import Placed
 from coserve.model.quantized.int8 import Int8Placement
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(Placed):
     """Stands where an embedding of the base stood; a tied head shares its `placement`."""
+
+    placement: Int8Placement
 
     def __init__(self, placement: Int8Placement, factor: float) -> None:
         super().__init__()

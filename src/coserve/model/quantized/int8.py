@@ -4,7 +4,7 @@ Only weights are rounded, never what they are multiplied with. So a base in eigh
 those rounded weights: its gradients are exact, and adapters are trained through it as through any other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bypass import exact_type
+from coserve.model.placement import Placement, present
 
 _LARGEST: Final = 127
 # torch's product of few rows by int8 weights reads each weight once, as one byte. At 1 / 16 / 64 rows of a
@@ -22,10 +23,8 @@ _VECTOR: Final = 32  # inputs it reads at a time, and beyond the end of weights 
 _PIECE: Final = 1 << 23  # weights widened at a time: those of a large head would be a copy of it
 
 
-class Int8Placement:
+class Int8Placement(Placement):
     """A weight [out, in] rounded to int8, and `scale` [out] in the base's type."""
-
-    nbytes_to_train = 0
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias = bias
@@ -62,9 +61,11 @@ class Int8Placement:
         norms = [torch.linalg.vector_norm(piece.to(exact), dim=1) for piece in self._pieces(dim=0)]
         return torch.cat(norms) * self._scale.to(exact)
 
-    @property
-    def nbytes(self) -> int:
-        return self._weight.nbytes + self._scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    def tensors(self) -> Mapping[str, Tensor]:
+        return present(weight=self._weight, scale=self._scale, bias=self.bias)
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        return type(self)(weight, None).weight()
 
     def _multiply(self, x: Tensor) -> Tensor:
         parts = [F.linear(x, piece.to(x.dtype)) for piece in self._pieces(dim=0)]

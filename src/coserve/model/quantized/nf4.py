@@ -4,6 +4,7 @@ Blocks of 64 weights share a scale, in bfloat16: 4.25 bits a weight. As with eig
 rounded, so gradients are those of the base with these weights (QLoRA).
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Final
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.adapters.bypass import exact_type
-from coserve.model.placement import row_norms
+from coserve.model.placement import Placement, present, row_norms
 from coserve.model.quantized.library import bitsandbytes
 
 BLOCK: Final = 64  # weights of one output that share a scale
@@ -24,10 +25,8 @@ _FEW_ROWS: Final = 64
 _PIECE: Final = 1 << 20  # weights rounded at a time: the library takes some twenty bytes for each
 
 
-class NF4Placement:
+class NF4Placement(Placement):
     """A weight [out, in] in NF4, row after row, on any device. `in` must be a multiple of `BLOCK`."""
-
-    nbytes_to_train = 0
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias = bias
@@ -46,9 +45,11 @@ class NF4Placement:
     def row_norms(self) -> Tensor:
         return row_norms(self._dense(exact_type(self._dtype)))
 
-    @property
-    def nbytes(self) -> int:
-        return self._data.nbytes + self._scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    def tensors(self) -> Mapping[str, Tensor]:
+        return present(data=self._data, scales=self._scales, bias=self.bias)
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        return type(self)(weight, None).weight()
 
     def _keep(self, data: Tensor, scales: Tensor) -> None:
         """data uint8 [out, in / 2], two weights a byte; scales bfloat16 [out, in / BLOCK]."""

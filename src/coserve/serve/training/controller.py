@@ -54,6 +54,7 @@ _GOOD_CHECKPOINTS: Final = 2  # that a running job can go on from: the newest, a
 _CODES: Final = {
     "DataError": "invalid_training_file",
     "LossNotFinite": "loss_not_finite",
+    "NotOffered": "not_offered",
     "AdapterError": "invalid_adapter",
     "AdapterMismatch": "invalid_adapter",
     "ConfigError": "invalid_hyperparameters",

@@ -1,0 +1,52 @@
+"""The frozen parameters of a model or of one of its blocks: what lies where, and who computes with it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from coserve.model.placement import Placed, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParameters:
+    """What one module holds on this device, buffers included, by name: `tensors` in the layout of the
+    `placement` that computes with them, or of the module itself where that is None. A placement that computes
+    elsewhere holds nothing here."""
+
+    tensors: Mapping[str, Tensor]
+    placement: Placement | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it, those shared with other modules included."""
+        return held_bytes([self])
+
+
+def parameters_of(root: nn.Module) -> dict[str, ModuleParameters]:
+    """All modules under `root` (itself: "") that have parameters or buffers of their own, by name."""
+    found = {}
+    for name, module in root.named_modules():
+        if isinstance(module, Placed):
+            found[name] = ModuleParameters(module.placement.tensors(), module.placement)
+        elif own := dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]):
+            found[name] = ModuleParameters(own)
+    return found
+
+
+def held_bytes(parameters: Iterable[ModuleParameters]) -> int:
+    """Bytes of these parameters, shared storage counted once."""
+    tensors = [tensor for own in parameters for tensor in own.tensors.values()]
+    return sum({_storage(tensor): _storage_bytes(tensor) for tensor in tensors}.values())
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of a tensor's memory. Packed tensors have no storage that torch could name."""
+    if tensor.is_mkldnn:
+        return id(tensor)
+    pointer: int = tensor.untyped_storage()._cdata  # there for tensors without data, too
+    return pointer
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.is_mkldnn else tensor.untyped_storage().nbytes()
