@@ -59,7 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """`sample(n, per=NAME)`: of the cases with the same value of parameter NAME the quick suite runs `n`,
     drawn for each run. `-m slow` runs them all."""
     groups = defaultdict[tuple[str, ...], list[pytest.Item]](list)
+    is_remote = config.getoption("--executor") == "remote"
     for item in items:
+        if is_remote and item.get_closest_marker("local"):
+            item.add_marker(pytest.mark.skip(reason="changes code that runs in the executor's process"))
         mark = item.get_closest_marker("sample")
         is_slow = item.get_closest_marker("slow") is not None
         if mark is not None and not is_slow and isinstance(item, pytest.Function):

@@ -272,6 +272,7 @@ class _LastRowApart(torch.nn.Module):
         return y
 
 
+@pytest.mark.local
 def test_rows_that_depend_on_their_place_are_refused() -> None:
     model = tiny("llama")
     model.model.layers[1].mlp.act_fn = _LastRowApart()

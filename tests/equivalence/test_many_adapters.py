@@ -90,6 +90,7 @@ def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: p
     assert max(together) >= 2, "several pools in one step"
 
 
+@pytest.mark.local
 def test_a_broken_adapter_spoils_its_own_answers_only(tmp_path: Path) -> None:
     alone = oracles("llama", tmp_path)
     engine = make_engine("llama", torch.float32, tmp_path)

@@ -192,6 +192,7 @@ def dropped_offset(patch: pytest.MonkeyPatch) -> None:
 LORAS, SCALES = {"lora", "larger lora", "ia3 and lora"}, {"ia3", "ia3 and lora"}
 
 
+@pytest.mark.local
 @pytest.mark.parametrize(
     ("fault", "harmed"),
     [

@@ -107,8 +107,10 @@ def _assemble(
     dtype: torch.dtype,
     device: torch.device,
     rest: Callable[[], None] = lambda: None,
+    is_known: bool = False,
 ) -> AdapterVersion:
-    """The adapter that a file's fields and tensors are, in the exact type of a base in `dtype`."""
+    """The adapter that a file's fields and tensors are, in the exact type of a base in `dtype`. Numbers that
+    `dtype` has not, and NaN, are refused, unless the adapter `is_known`."""
     for longest in (max(names, key=len, default="") for names in (fields, tensors)):
         if len(longest) > _LONGEST_NAME:
             raise AdapterError(
@@ -118,7 +120,9 @@ def _assemble(
     parts = []
     for own_fields, own_tensors in _split(fields, tensors, folder):
         largest = torch.finfo(dtype).max
-        saved = Saved(str(folder), own_fields, own_tensors, exact_type(dtype), device, largest, rest)
+        saved = Saved(
+            str(folder), own_fields, own_tensors, exact_type(dtype), device, largest, rest, is_known
+        )
         parts.append(method_in_file(own_fields.get("peft_type")).read(saved, frame))
         saved.finish()
         if not parts[-1].bypasses:
@@ -184,8 +188,9 @@ def unpack_adapter(
 ) -> AdapterVersion:
     """The adapter that was packed, on `device`, for a base in `dtype`. Raises AdapterMismatch where it does
     not fit the base."""
-    fields, tensors = json.loads(packed.config), load(packed.weights)
-    found = _assemble(packed.name, Path(packed.name), fields, tensors, frame, dtype, device)
+    fields, tensors = json.loads(packed.config), dict(sorted(load(packed.weights).items()))
+    # Its numbers were looked at when it came in, if it was read from files.
+    found = _assemble(packed.name, Path(packed.name), fields, tensors, frame, dtype, device, is_known=True)
     found = replace(found, version=packed.version)
     return found.in_type(exact_type(dtype) if packed.is_exact else dtype, copy=True)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods import method_of
 from coserve.adapters.paging.stored import Outline, StoredVersion
+from coserve.adapters.sites import Site
 from coserve.core.plan import Plan, StepResult
 from coserve.core.row_buckets import RowBuckets
 from coserve.memory.ledger import Account
@@ -28,7 +29,8 @@ class ExecutorSpec:
     """Facts of an executor that never change. `sequences` is the most it holds state of at once, `eos_ids`
     end an answer; `cache_nbytes` is what keys and values take, `grown` what loading took beside the weights
     and keeps, both in bytes; `fingerprint` is the base's content hash, `dtype`
-    the name of its type, `row_buckets` the row counts that the device's steps use."""
+    the name of its type, `row_buckets` the row counts that the device's steps use,
+    `sites` the places of the base where adapters may stand."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -38,6 +40,7 @@ class ExecutorSpec:
     parameters: int
     dtype: str
     row_buckets: RowBuckets
+    sites: tuple[Site, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ class LocalExecutor(Executor):
             parameters=self.base.parameters,
             dtype=str(self.base.dtype).removeprefix("torch."),
             row_buckets=self.base.row_buckets,
+            sites=tuple(self.base.sites.values()),
         )
 
     def launch(self, plan: Plan) -> None:

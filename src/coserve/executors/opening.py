@@ -1,7 +1,7 @@
 """Opens an executor for a model: loads, proves, and makes what runs plans."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -65,7 +65,8 @@ def open_remote(model: Model, config: EngineConfig, tokenizer: Any = None) -> Op
     with TemporaryDirectory(prefix="coserve-") as folder:
         if isinstance(model, PreTrainedModel):
             model.save_pretrained(folder)
-            model = folder
+            own = str(model.dtype).removeprefix("torch.")  # what its configuration says may be another one
+            model, config = folder, replace(config, dtype=own)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         executor = RemoteExecutor(str(model), config, None if tokenizer is None else folder)

@@ -230,7 +230,7 @@ def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Ba
         shapes = AutoModelForCausalLM.from_config(loaded, dtype=dtype, trust_remote_code=False)
         base = load_base(shapes, dtype, "cpu", config.quantize)
     base.fingerprint, base.parameters = spec.fingerprint, spec.parameters
-    base.row_buckets = spec.row_buckets
+    base.row_buckets, base.sites = spec.row_buckets, {site.path: site for site in spec.sites}
     return base
 
 

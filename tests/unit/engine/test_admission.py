@@ -209,6 +209,7 @@ def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: in
     assert stats.memory_peak == engine.admission.meter.peak()
 
 
+@pytest.mark.local
 def test_a_process_counts_what_libraries_take_beside_the_model(fixed: int) -> None:
     """And a job that needs those bytes waits for others, or is refused, as with any bytes."""
     engine = make_engine(fixed * 3 + 2 * BUILT_BYTES)

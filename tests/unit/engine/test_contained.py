@@ -15,6 +15,8 @@ from coserve.wire.messages import CheckJob, CheckMethod, Command, JobEnded, Load
 from desk import Desk, ask, job, write_data
 from models import tiny, with_lora
 
+pytestmark = pytest.mark.local
+
 
 class Panic(BaseException):
     """As libraries written in Rust raise it."""

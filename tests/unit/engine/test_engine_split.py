@@ -13,6 +13,8 @@ from coserve.engine.finetuning import FineTuning
 from coserve.train.example import Example
 from models import greedy, prompts, tiny
 
+pytestmark = pytest.mark.local
+
 WAIT = 30.0  # seconds until a test that would hang fails instead
 PROMPT = [5, 17, 3, 60, 9]
 TOKENS = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -22,6 +22,8 @@ from coserve.train.pause import TrainingPause
 from coserve.wire.messages import Acknowledge, Submit
 from models import tiny
 
+pytestmark = pytest.mark.local
+
 LENGTHS = (30, 24, 18, 27)
 DATA = [Example(tuple(range(3, 3 + n)), (*range(4, 3 + n), -100)) for n in LENGTHS] * 2
 SETTINGS = TrainingConfig(batch_size=4, rows=64, learning_rate=1e-3, epochs=2)

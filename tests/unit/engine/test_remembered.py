@@ -19,6 +19,8 @@ from coserve.schedule.cost import CostModel, Costs, Features
 from coserve.schedule.segments import inference_segment
 from models import save, tiny
 
+pytestmark = pytest.mark.local
+
 HERE = {"processor": "a", "threads": 2, "deterministic": False}
 CONFIG = EngineConfig(calibrate=False, cache_tokens=64)
 

@@ -21,6 +21,8 @@ from coserve.train.tail import Tail
 from coserve.train.tape import Tape
 from models import tiny
 
+pytestmark = pytest.mark.local
+
 LENGTHS = (30, 24, 18, 27)
 DATA = [Example(tuple(range(3, 3 + n)), (*range(4, 3 + n), -100)) for n in LENGTHS] * 3
 SETTINGS = TrainingConfig(batch_size=4, rows=64, keep=SavePolicy.EVERYTHING, learning_rate=1e-3)

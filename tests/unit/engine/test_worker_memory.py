@@ -167,6 +167,7 @@ def test_a_job_that_never_fits_fails_and_says_so(desk: Desk, data: Path, tmp_pat
     assert ended.status == "failed" and ended.fault.kind == "OutOfMemory"
 
 
+@pytest.mark.local
 def test_a_job_that_ran_out_and_goes_on_tells_so(
     desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,4 +80,5 @@ def test_models_with_experts_are_driven_without_data_in_any_type(dtype: torch.dt
     with fake_tensors():
         base = load_base(AutoModelForCausalLM.from_config(config, dtype=dtype), dtype)
     real = load_base(tiny("mixtral", dtype=dtype), dtype)
-    assert base.nbytes == real.nbytes and base.sites == real.sites
+    assert base.parameters == real.parameters and base.caches == real.caches
+    assert base.sites.keys() == real.sites.keys()
