@@ -27,12 +27,12 @@ from coserve.executors.executor import Command, EmbedTokens, Executor, ExecutorS
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base
-from coserve.wire.frames import receive_frame, send_frame
+from coserve.wire.frames import FrameReader, send_frame
 from coserve.wire.plans import decode_result, encode_plan
 
 _BESIDE: Final = 4  # calls beside steps at a time: more wait
 _ENDING: Final = 5.0  # seconds that the process has to end by itself
-_POLL: Final = 500  # milliseconds between two looks at a process that answers nothing
+_QUIET: Final = 0.25  # seconds without a message after which signs of life are looked for
 
 
 class Process(Protocol):
@@ -78,9 +78,9 @@ class RemoteExecutor(Executor):
         self._beside: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for sock in beside:
             self._beside.put(sock)
+        self._messages = FrameReader(self._steps, patience=_QUIET)
         self._poll = select.poll()
-        for sock in (self._steps, self._signals):
-            self._poll.register(sock, select.POLLIN)
+        self._poll.register(self._steps, select.POLLIN)
         self._under_way = 0  # plans that were launched, and whose results have not come
         self._results: deque[StepResult] = deque()
         self._pausing = threading.Lock()
@@ -99,6 +99,7 @@ class RemoteExecutor(Executor):
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`."""
+        self._signs()  # those of earlier plans tell nothing of this one
         with self._lost():
             send_frame(self._steps, PLAN + NUMBER.pack(self._withdrawn) + encode_plan(plan))
         self._under_way += 1
@@ -172,7 +173,7 @@ class RemoteExecutor(Executor):
         try:
             with self._lost():
                 send_frame(sock, message)
-                reply = receive_frame(sock)
+                reply = FrameReader(sock).read()
         finally:
             self._beside.put(sock)
         if reply is None:
@@ -190,26 +191,35 @@ class RemoteExecutor(Executor):
 
     def _next(self) -> bytes:
         """Waits for the next message; signs of life are passed on meanwhile."""
-        while not self._is_there(_POLL):
-            if self.process.poll() is not None and not self._is_there():
+        while True:
+            try:
+                with self._lost():
+                    message = self._messages.read()
+            except TimeoutError:
+                if self._signs():
+                    self._on_progress()
+                continue
+            if message is None:
                 raise self._gone()
-        with self._lost():
-            message = receive_frame(self._steps)
-        if message is None:
-            raise self._gone()
-        return message
+            return message
 
-    def _is_there(self, milliseconds: int = 0) -> bool:
-        """Tells whether there is a message, at the latest after so long."""
-        found = dict(self._poll.poll(milliseconds))
-        if self._signals.fileno() in found and self._signals.recv(4096):
-            self._on_progress()
-        return self._steps.fileno() in found
+    def _signs(self) -> bool:
+        """Tells whether the process has given signs of life since the last time."""
+        try:
+            return bool(self._signals.recv(4096, socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
+    def _is_there(self) -> bool:
+        """Tells whether a message has begun to come."""
+        return bool(self._poll.poll(0))
 
     @contextmanager
     def _lost(self) -> Iterator[None]:
         try:
             yield
+        except TimeoutError:
+            raise
         except OSError as error:
             raise self._gone() from error
 

@@ -24,11 +24,12 @@ from coserve.executors.executor import Command, Executor
 from coserve.executors.opening import open_local
 from coserve.model.base import Base
 from coserve.text.tokenizer import load_tokenizer
-from coserve.wire.frames import receive_frame, send_frame
+from coserve.wire.frames import FrameReader, send_frame
 from coserve.wire.plans import decode_plan, encode_result
 
 _ALIVE_EVERY: Final = 0.25  # seconds, while a step runs
 _ORPHANED: Final = 3  # exit status
+_SPIN: Final = 3e-4  # seconds that the next plan is looked for without rest: about what a host takes for it
 
 
 class Pauses:
@@ -71,7 +72,8 @@ class Service:
             threading.Thread(target=self._answer_beside, args=(sock, ready), daemon=True).start()
         ready.wait()
         torch.set_num_threads(threads)  # a thread's own number is MKL's for the whole process
-        while (message := receive_frame(self._steps)) is not None:
+        steps = FrameReader(self._steps, _SPIN)
+        while (message := steps.read()) is not None:
             kind, body = message[:1], message[1:]
             if kind == PLAN:
                 (withdrawn,) = NUMBER.unpack(body[: NUMBER.size])
@@ -93,7 +95,8 @@ class Service:
         """Commands that go on while steps run, on a thread with one of torch's."""
         torch.set_num_threads(1)
         ready.wait()
-        while (message := receive_frame(sock)) is not None:
+        messages = FrameReader(sock)
+        while (message := messages.read()) is not None:
             send_frame(sock, self._reply(message))
 
     def _watch(self) -> None:
@@ -115,7 +118,7 @@ def main(descriptors: Sequence[int]) -> None:
     """Opens what the first message says, and serves it on the sockets of these descriptors."""
     steps, signals, *beside = (socket.socket(fileno=descriptor) for descriptor in descriptors)
     transformers_logging.disable_progress_bar()
-    first = receive_frame(steps)
+    first = FrameReader(steps).read()
     if first is None:
         return
     start = msgspec.msgpack.decode(first, type=ExecutorStart)

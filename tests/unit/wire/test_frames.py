@@ -1,0 +1,67 @@
+"""Messages arrive whole and in order, however the stream is cut."""
+
+import random
+import secrets
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from coserve.wire.frames import FrameReader, send_frame
+
+
+@pytest.mark.parametrize("spin", [0.0, 1e-3])
+def test_messages_of_any_size_in_any_pieces(spin: float) -> None:
+    seed = secrets.randbits(32)
+    draws = random.Random(seed)
+    ours, theirs = socket.socketpair()
+    sizes = [0, 1, 3, 1 << 17, *(draws.randrange(5000) for _ in range(50))]
+    bodies = [draws.randbytes(size) for size in sizes]
+    stream = b"".join(struct.pack(">I", len(body)) + body for body in bodies)
+
+    def send() -> None:
+        place = 0
+        while place < len(stream):
+            step = draws.choice([1, 2, 5, 1000, 100_000])
+            ours.sendall(stream[place : place + step])
+            place += step
+        ours.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    reader = FrameReader(theirs, spin)
+    assert [reader.read() for _ in bodies] == bodies, f"seed {seed}"
+    assert reader.read() is None
+    thread.join()
+
+
+def test_a_stream_that_ends_within_a_message_or_is_none_is_told() -> None:
+    ours, theirs = socket.socketpair()
+    ours.sendall(struct.pack(">I", 10) + b"abc")
+    ours.close()
+    with pytest.raises(ConnectionError, match="within a message"):
+        FrameReader(theirs).read()
+    ours, theirs = socket.socketpair()
+    ours.sendall(b"\xff" * 8)
+    with pytest.raises(ConnectionError, match="longer than any"):
+        FrameReader(theirs).read()
+
+
+def test_who_waits_long_enough_hears_of_it_and_goes_on() -> None:
+    """And sending is not bounded by that: the other end may be busy for longer."""
+    ours, theirs = socket.socketpair()
+    reader = FrameReader(theirs, patience=0.05)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        reader.read()
+    assert time.monotonic() - started >= 0.04
+    ours.sendall(struct.pack(">I", 4) + b"ab")
+    with pytest.raises(TimeoutError):
+        reader.read()
+    ours.sendall(b"cd")
+    assert reader.read() == b"abcd"
+    large = bytes(1 << 22)
+    threading.Timer(0.3, lambda: FrameReader(ours).read()).start()
+    send_frame(theirs, large)
