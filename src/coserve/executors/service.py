@@ -29,7 +29,6 @@ from coserve.wire.plans import decode_plan, encode_result
 
 _ALIVE_EVERY: Final = 0.25  # seconds, while a step runs
 _ORPHANED: Final = 3  # exit status
-_SPIN: Final = 3e-4  # seconds that the next plan is looked for without rest: about what a host takes for it
 
 
 class Pauses:
@@ -72,7 +71,7 @@ class Service:
             threading.Thread(target=self._answer_beside, args=(sock, ready), daemon=True).start()
         ready.wait()
         torch.set_num_threads(threads)  # a thread's own number is MKL's for the whole process
-        steps = FrameReader(self._steps, _SPIN)
+        steps = FrameReader(self._steps)
         while (message := steps.read()) is not None:
             kind, body = message[:1], message[1:]
             if kind == PLAN:

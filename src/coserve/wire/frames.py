@@ -2,7 +2,6 @@
 
 import socket
 import struct
-import time
 from typing import Final
 
 MOST_BYTES: Final = 1 << 31  # of one message: an adapter, or the moments of a large one, are the longest
@@ -16,16 +15,11 @@ def send_frame(sock: socket.socket, body: bytes) -> None:
 
 
 class FrameReader:
-    """Reads messages from a socket that nobody else reads from.
+    """Reads messages from a socket that nobody else reads from."""
 
-    A reader that waits is woken some 40 us after a message has come, on a virtual machine with two cores: for
-    `spin` seconds it looks again and again before it waits, so that whoever is asked once a step answers
-    sooner.
-    """
-
-    def __init__(self, sock: socket.socket, spin: float = 0.0, patience: float = 0.0) -> None:
+    def __init__(self, sock: socket.socket, patience: float = 0.0) -> None:
         """`patience` is how long `read` waits, in seconds; 0 is for ever."""
-        self._socket, self._spin = sock, spin
+        self._socket = sock
         self._data = bytearray()  # that came, and was not taken
         whole, part = divmod(patience, 1.0)  # of the socket's own: a timeout of Python's would bound sending
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
@@ -57,13 +51,6 @@ class FrameReader:
         return body
 
     def _receive(self) -> bytes:
-        if self._spin:
-            end = time.perf_counter() + self._spin
-            while time.perf_counter() < end:
-                try:
-                    return self._socket.recv(_ROOM, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    pass
         try:
             return self._socket.recv(_ROOM)
         except BlockingIOError as error:
