@@ -94,6 +94,15 @@ def test_long_steps_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     remote(engine).close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_processes_leaves_the_executor_to_its_host(engine: Engine, number: int) -> None:
+    """The host may have answers to end and jobs to save first."""
+    handle = engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=30, ignore_eos=True))
+    engine.step()
+    os.kill(remote(engine).process.pid, number)
+    assert len(handle.result().tokens) == 30
+
+
 def test_an_engine_that_nobody_has_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_executors(monkeypatch)
     executor = remote(Engine(tiny("llama"), CONFIG))

@@ -161,11 +161,14 @@ class RemoteExecutor(Executor):
         return opened.spec
 
     def _call_between(self, message: bytes) -> bytes:
-        """A command in its place between plans, whose results may have to be received before its reply."""
+        """Sends a command in its place between plans, whose results are received first: two ends that both send
+        more than a socket holds would wait for each other for ever."""
+        while self._under_way:
+            self._receive()
         with self._lost():
             send_frame(self._steps, COMMAND + message)
-        while (reply := self._receive()) is None:
-            pass
+        reply = self._receive()
+        assert reply is not None, "a command has a reply"
         return reply
 
     def _call_beside(self, message: bytes) -> bytes:
@@ -212,7 +215,7 @@ class RemoteExecutor(Executor):
 
     def _is_there(self) -> bool:
         """Tells whether a message has begun to come."""
-        return bool(self._poll.poll(0))
+        return self._messages.has_begun or bool(self._poll.poll(0))
 
     @contextmanager
     def _lost(self) -> Iterator[None]:

@@ -5,10 +5,12 @@ gone.
 """
 
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -115,6 +117,8 @@ class Service:
 
 def main(descriptors: Sequence[int]) -> None:
     """Opens what the first message says, and serves it on the sockets of these descriptors."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the host, which may drain first
+        signal.signal(number, signal.SIG_IGN)
     steps, signals, *beside = (socket.socket(fileno=descriptor) for descriptor in descriptors)
     transformers_logging.disable_progress_bar()
     first = FrameReader(steps).read()
@@ -134,4 +138,10 @@ def main(descriptors: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(descriptor) for descriptor in sys.argv[1:]])
+    status = 1
+    try:
+        main([int(descriptor) for descriptor in sys.argv[1:]])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)  # a lane's thread that still computes is not waited for

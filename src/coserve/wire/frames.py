@@ -24,6 +24,11 @@ class FrameReader:
         whole, part = divmod(patience, 1.0)  # of the socket's own: a timeout of Python's would bound sending
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
 
+    @property
+    def has_begun(self) -> bool:
+        """Tells whether something has been received that no message was made of yet."""
+        return bool(self._data)
+
     def read(self) -> bytes | None:
         """Waits for the next message; None where the stream has ended. Raises TimeoutError where nothing has
         come for as long as it waits (the next call goes on), ConnectionError for what is no message, OSError

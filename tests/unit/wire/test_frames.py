@@ -36,6 +36,14 @@ def test_messages_of_any_size_in_any_pieces() -> None:
     thread.join()
 
 
+def test_messages_that_came_together_are_there_without_the_socket() -> None:
+    ours, theirs = socket.socketpair()
+    ours.sendall(struct.pack(">I", 1) + b"a" + struct.pack(">I", 1) + b"b")
+    reader = FrameReader(theirs)
+    assert not reader.has_begun and reader.read() == b"a"
+    assert reader.has_begun and reader.read() == b"b" and not reader.has_begun
+
+
 def test_a_stream_that_ends_within_a_message_or_is_none_is_told() -> None:
     ours, theirs = socket.socketpair()
     ours.sendall(struct.pack(">I", 10) + b"abc")
