@@ -161,8 +161,8 @@ class RemoteExecutor(Executor):
         return opened.spec
 
     def _call_between(self, message: bytes) -> bytes:
-        """Sends a command in its place between plans, whose results are received first: two ends that both send
-        more than a socket holds would wait for each other for ever."""
+        """Sends a command in its place between plans, whose results are received first: two ends that both
+        send more than a socket holds would wait for each other for ever."""
         while self._under_way:
             self._receive()
         with self._lost():
