@@ -76,8 +76,7 @@ class AdapterBank:
 
     def publish(self, adapter: Known) -> None:
         """Makes `adapter` what its name means from now on; the weights of a loaded one are on the device."""
-        if "@" in adapter.name or not adapter.name:
-            raise AdapterError(f"an adapter's name must not be empty or contain '@': {adapter.name!r}")
+        check_name(adapter.name)
         before = self._current.get(adapter.name)
         if isinstance(adapter, LoadedVersion):
             self._resident[adapter.key] = adapter.nbytes
@@ -173,3 +172,9 @@ class AdapterBank:
     def _leave(self, key: str) -> None:
         if self._resident.pop(key, None) is not None:
             self._when_dropped(key)
+
+
+def check_name(name: str) -> None:
+    """Raises AdapterError for a name that would look like a version's key, or like none."""
+    if "@" in name or not name:
+        raise AdapterError(f"an adapter's name must not be empty or contain '@': {name!r}")

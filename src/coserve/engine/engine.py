@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank, Known, LoadedVersion
+from coserve.adapters.bank import AdapterBank, Known, LoadedVersion, check_name
 from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.paging.reader import Reader
@@ -199,6 +199,7 @@ class Engine:
     def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
         """Makes an adapter that was read before answer to its name, always in memory; returns it numbered."""
         with self._lock:
+            check_name(adapter.name)  # before the weights are on the device
             self.training.refuse_while_trained(adapter.name)
             self.admission.load(adapter)
             adapter = replace(adapter, version=self.bank.next_version(adapter.name))

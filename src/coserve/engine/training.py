@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank, LoadedVersion
+from coserve.adapters.bank import AdapterBank, LoadedVersion, check_name
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, StepDone
 from coserve.core.job_status import JobStatus
@@ -70,6 +70,7 @@ class Training:
 
     def start(self, asked: JobSpec, keeping: Keeping | None = None) -> FineTuning:
         """A job that trains at once, or waits for bytes. Raises what `check` does, and JobError."""
+        check_name(asked.adapter)
         self.refuse_while_trained(asked.adapter)
         if asked.job in self.jobs:
             raise JobError(f"there is a job {asked.job!r} already, and it has not ended")

@@ -18,7 +18,9 @@ from coserve.errors import (
     OutOfPages,
     PromptTooLong,
 )
+from coserve.executors.executor import ReadMemory
 from coserve.train.example import Example
+from coserve.train.fresh import fresh_adapter
 from models import greedy, letter_tokenizer, tiny, with_lora
 
 DATA = [Example((1, 2, 3), (2, 3, -100))] * 4
@@ -143,6 +145,15 @@ def test_an_unknown_schedule_leaves_no_adapter(engine: Engine) -> None:
     training = TrainingConfig(schedule="sideways")
     assert "schedule" in refusal(ConfigError, lambda: engine.finetune(DATA, "new", training=training))
     assert engine.bank.names == []
+
+
+@pytest.mark.parametrize("name", ["", "a@1"])
+def test_a_name_that_cannot_be_leaves_nothing_on_the_device(engine: Engine, name: str) -> None:
+    sketch = fresh_adapter(engine.base, name, LoRAConfig(rank=2), 0)
+    assert "name" in refusal(AdapterError, lambda: engine.add_adapter(sketch))
+    assert "name" in refusal(AdapterError, lambda: engine.finetune(DATA, name))
+    held = engine.executor.call(ReadMemory())
+    assert not held.adapters and not held.sessions and not engine.jobs
 
 
 def test_text_without_a_tokenizer() -> None:
