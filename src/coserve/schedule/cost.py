@@ -56,7 +56,6 @@ _KIND_OF = tuple(
 )
 
 _RIDGE = 1e-6  # per sample; keeps features that always occur together at small, equal weights
-_SWEEPS = 2000  # of coordinate descent; twelve columns converge in far fewer unless nearly collinear
 _RATE = 0.02  # of the error that one observation moves the weights by
 _RANGE = 3.0  # how far a weight may move from what was measured, either way
 _DRIFT = 0.1  # of the logarithmic error that one observation moves the factors by
@@ -365,20 +364,13 @@ def _features(work: Plan | Features) -> Features:
 
 def _solve(rows: list[list[float]]) -> dict[int, float]:
     """Weights w >= 0 that bring `rows @ w` nearest to one, by column; columns of zeros are left out."""
-    norms = {j: sum(row[j] ** 2 for row in rows) ** 0.5 for j in range(len(NAMES))}
-    columns = [j for j, norm in norms.items() if norm > 0]
-    scaled = [[row[j] / norms[j] for j in columns] for row in rows]
-    transposed = list(zip(*scaled, strict=True))
-    gram = [[sum(map(mul, a, b)) for b in transposed] for a in transposed]
-    target = [sum(column) for column in transposed]
-    solution = [0.0] * len(columns)
-    for _ in range(_SWEEPS):
-        moved = 0.0
-        for a, line in enumerate(gram):
-            others = sum(map(mul, line, solution)) - line[a] * solution[a]
-            value = max(0.0, (target[a] - others) / (line[a] + _RIDGE))
-            moved = max(moved, abs(value - solution[a]))
-            solution[a] = value
-        if moved < 1e-12 * max(solution):
-            break
-    return {j: solution[a] / norms[j] for a, j in enumerate(columns)}
+    import numpy as np  # here, as they take half a second to import, and only a first start measures
+    from scipy.optimize import nnls
+
+    matrix = np.array(rows)
+    norms = np.linalg.norm(matrix, axis=0)
+    columns = np.flatnonzero(norms)
+    ridge = np.sqrt(_RIDGE) * np.eye(len(columns))
+    target = np.concatenate([np.ones(len(rows)), np.zeros(len(columns))])
+    solution, _ = nnls(np.vstack([matrix[:, columns] / norms[columns], ridge]), target)
+    return {int(j): float(weight / norms[j]) for j, weight in zip(columns, solution, strict=True)}
