@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -115,9 +116,9 @@ def compute_elsewhere(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(RemoteExecutor, "__getattr__", is_elsewhere, raising=False)
 
-    def opened(model: Model, config: EngineConfig, tokenizer: object = None) -> Opened:
+    def opened(model: Model, config: EngineConfig, read_tokenizer: Callable[[], Any]) -> Opened:
         if isinstance(model, PreTrainedModel) and model.dtype == torch.float64:
             pytest.skip("a model that comes from a folder has its rotary tables in float32")
-        return open_remote(model, config, tokenizer)
+        return open_remote(model, config, read_tokenizer)
 
     patch.setattr("coserve.engine.engine.open_executor", opened)

@@ -72,7 +72,7 @@ def test_answers_that_take_too_long_end_with_the_drain(tmp_path: Path) -> None:
             assert (await server.status())["state"] == "ready"
             endless = {**BODY, "max_tokens": 2000}
             asked = [asyncio.create_task(http.post("/v1/completions", json=endless)) for _ in range(40)]
-            await until(lambda: len(fake.running) == fake.max_running)
+            await until(lambda: len(fake.running) >= fake.max_running)
             server.process.terminate()
             answers = await asyncio.gather(*asked)
             assert {answer.status_code for answer in answers} == {503}

@@ -82,11 +82,11 @@ def test_a_stopped_process_gives_no_sign_of_life_and_goes_on_when_it_wakes(engin
 
 def test_long_steps_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_executors(monkeypatch)
-    engine = Engine(tiny("llama"), replace(CONFIG, scheduler={"quantum": 30.0, "max_training_rows": 16384}))
+    engine = Engine(tiny("llama"), replace(CONFIG, scheduler={"quantum": 30.0, "max_training_rows": 65536}))
     signs: list[float] = []
     engine.executor.on_progress(lambda: signs.append(time.monotonic()))
-    data = [Example(tuple([5] * 120), tuple([5] * 119 + [-100]))] * 128
-    engine.finetune(data, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=128, rows=16384))
+    data = [Example(tuple([5] * 120), tuple([5] * 119 + [-100]))] * 512
+    engine.finetune(data, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=512, rows=65536))
     started = time.monotonic()
     while time.monotonic() < started + 20 and len(signs) < 2:
         engine.step()

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,9 +76,10 @@ class Engine:
         policy = make_policy(config.policy, **config.policy_options)  # a wrong one is found out first
         self.admission = Admission(config)
         special = config.allow_special_tokens
-        self.text = _text_of(model, special) if tokenizer is None else Text(tokenizer, special)
-        opened = open_executor(model, config, None if self.text is None else self.text.tokenizer)
+        texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
+        opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
+        self.text = texts()
         self.bank = AdapterBank(self._drop_adapter)
         self.completions: dict[int, Completion] = {}
         self._random = random.Random(config.seed)

@@ -30,6 +30,11 @@ from coserve.train.optimizer_offload import offload_for
 from coserve.train.proof import prove_training
 
 Model: TypeAlias = str | Path | PreTrainedModel
+ReadTokenizer: TypeAlias = Callable[[], Any]
+
+
+def no_tokenizer() -> None:
+    """For a model without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +49,12 @@ class Opened:
     grammars: Grammars | None
 
 
-def open_local(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:
-    """An executor on this process's device. Raises ModelError, and ConfigError where the cache does not fit
-    into memory."""
+def open_local(
+    model: Model, config: EngineConfig, read_tokenizer: Callable[[], Any] = lambda: None
+) -> Opened:
+    """An executor on this process's device. `read_tokenizer` is called once the model is there; without one
+    there are no grammars. Raises what it does, ModelError, and ConfigError where the cache does not fit into
+    memory."""
     if config.device == "cpu":
         keep_freed_memory()
     before = resident_bytes()
@@ -54,12 +62,15 @@ def open_local(model: Model, config: EngineConfig, tokenizer: Any = None) -> Ope
     prove_training(base)
     return_freed_memory()
     grown = max(resident_bytes() - before - base.nbytes, 0)
+    tokenizer = read_tokenizer()
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
     executor = _make(base, config, grammars, grown)
     return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars)
 
 
-def open_remote(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:
+def open_remote(
+    model: Model, config: EngineConfig, read_tokenizer: Callable[[], Any] = lambda: None
+) -> Opened:
     """An executor in a process of its own. A model or tokenizer that is an object gets there by way of a
     folder. Raises what `open_local` does."""
     with TemporaryDirectory(prefix="coserve-") as folder:
@@ -67,6 +78,11 @@ def open_remote(model: Model, config: EngineConfig, tokenizer: Any = None) -> Op
             model.save_pretrained(folder)
             own = str(model.dtype).removeprefix("torch.")  # what its configuration says may be another one
             model, config = folder, replace(config, dtype=own)
+        try:
+            tokenizer = read_tokenizer()
+        except ConfigError:
+            RemoteExecutor(str(model), config).close()  # what is wrong with the model comes first
+            raise
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         executor = RemoteExecutor(str(model), config, None if tokenizer is None else folder)
@@ -77,10 +93,10 @@ def open_remote(model: Model, config: EngineConfig, tokenizer: Any = None) -> Op
     return Opened(executor, base, slot_pools.slot_nbytes, grammars)
 
 
-def open_executor(model: Model, config: EngineConfig, tokenizer: Any = None) -> Opened:
+def open_executor(model: Model, config: EngineConfig, read_tokenizer: ReadTokenizer) -> Opened:
     """The executor that the settings ask for."""
     opens = open_remote if config.executor == "remote" else open_local
-    return opens(model, config, tokenizer)
+    return opens(model, config, read_tokenizer)
 
 
 def dtype_of(config: EngineConfig) -> torch.dtype | str:

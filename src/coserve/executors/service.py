@@ -127,8 +127,10 @@ def main(descriptors: Sequence[int]) -> None:
     start = msgspec.msgpack.decode(first, type=ExecutorStart)
     torch.set_num_threads(start.threads)
     try:
-        tokenizer = None if start.tokenizer is None else load_tokenizer(start.tokenizer)
-        opened = open_local(start.model, start.config, tokenizer)
+        folder = start.tokenizer
+        opened = open_local(
+            start.model, start.config, lambda: None if folder is None else load_tokenizer(folder)
+        )
     except CoserveError as error:
         fault = ExecutorOpened(fault=(type(error).__name__, str(error)))
         send_frame(steps, msgspec.msgpack.encode(fault))

@@ -110,9 +110,9 @@ def test_serve_takes_a_policy(policy: str) -> None:
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's engine does not measure what steps cost before the demo reads what it is given."""
     from coserve import EngineConfig
-    from coserve.demo import stage
+    from coserve.demo import acts
 
-    monkeypatch.setattr(stage, "EngineConfig", partial(EngineConfig, calibrate=False))
+    monkeypatch.setattr(acts, "EngineConfig", partial(EngineConfig, calibrate=False))
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -262,7 +262,8 @@ def keys_of(kind: type, prefix: str) -> set[str]:
         elif one.name == "slo":
             found |= {f"{key}.{tier}.{bound.name}" for tier in TIERS for bound in fields(SLO)}
         elif one.name == "scheduler":
-            found |= keys_of(SchedulerConfig, key) - {f"{key}.{name}" for name in SET_BY_ENGINE}
+            own = tuple(f"{key}.{name}" for name in SET_BY_ENGINE)
+            found |= {name for name in keys_of(SchedulerConfig, key) if not name.startswith(own)}
         elif one.name not in ("adapters", "policy_options"):  # whose keys are the user's and the policy's
             found.add(key)
     return found
