@@ -4,19 +4,31 @@ import os
 import random
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.errors import AdapterNotFound, ConfigError, EngineLost
-from coserve.executors.executor import FetchAdapter
+from coserve.errors import (
+    AdapterNotFound,
+    ConfigError,
+    CoserveError,
+    EngineLost,
+    InternalError,
+    OutOfMemory,
+)
+from coserve.executors.codec import Codec
+from coserve.executors.executor import Command, DeviceMemory, FetchAdapter, ReadMemory
+from coserve.executors.opening import open_local
 from coserve.executors.remote import RemoteExecutor
+from coserve.executors.service import Service
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Example
 from forked_executors import Forked, fork_executors
@@ -153,3 +165,32 @@ def test_an_error_of_one_command_reaches_its_caller_alone(engine: Engine) -> Non
         thread.join(30)
     assert len(failed) == 120
     assert torch.equal(engine.base.gain("model.norm"), tiny("llama").model.norm.weight)
+
+
+class Panic(BaseException):
+    """As pyo3 raises it."""
+
+
+UNFORESEEN: dict[BaseException, type[CoserveError]] = {
+    Panic("index out of bounds"): InternalError,
+    MemoryError(): OutOfMemory,
+    KeyError(7): InternalError,
+}
+
+
+@pytest.mark.parametrize(("raised", "kind"), UNFORESEEN.items(), ids=repr)
+def test_whatever_a_command_raises_is_a_reply(raised: BaseException, kind: type[CoserveError]) -> None:
+    """A thread that it ended would leave its caller waiting for ever."""
+    opened = open_local(tiny("llama"), EngineConfig(calibrate=False))
+    service = Service(opened.base, opened.executor, *socket.socketpair())
+    codec, real = Codec(opened.base, opened.base.dtype, opened.base.device), opened.executor.call
+
+    def fail(command: Command[Any]) -> Any:
+        raise raised
+
+    asked = codec.encode_command(ReadMemory())
+    opened.executor.call = fail  # type: ignore[method-assign]
+    with pytest.raises(kind):
+        codec.decode_reply(service._reply(asked), DeviceMemory)
+    opened.executor.call = real  # type: ignore[method-assign]
+    assert codec.decode_reply(service._reply(asked), DeviceMemory).base == opened.base.nbytes

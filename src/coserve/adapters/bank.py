@@ -6,20 +6,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.paging.stored import Counts, Outline, StoredVersion
+from coserve.adapters.paging.stored import KnownVersion, Outline, StoredVersion
 from coserve.errors import AdapterError, AdapterNotFound
 
 _REMEMBERED: Final = 4096  # names that are gone, of which the newest version's number is remembered
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedVersion:
-    """Version `version` of adapter `name`, whose weights are on the device and can be read from nowhere
-    else: a trained one, or one that was loaded for good."""
-
-    name: str
-    version: int
-    outline: Outline
+class LoadedVersion(KnownVersion):
+    """A version whose weights are on the device and can be read from nowhere else: a trained one, or one that
+    was loaded for good."""
 
     @classmethod
     def of(cls, adapter: AdapterVersion) -> "LoadedVersion":
@@ -27,21 +23,9 @@ class LoadedVersion:
         return cls(adapter.name, adapter.version, Outline.of(adapter))
 
     @property
-    def key(self) -> str:
-        return f"{self.name}@{self.version}"
-
-    @property
-    def virtual(self) -> Counts:
-        """Counts of the virtual tokens that stand before every sequence."""
-        return self.outline.virtual
-
-    @property
     def nbytes(self) -> int:
         """Bytes of its weights on the device."""
         return self.outline.nbytes
-
-
-Known = LoadedVersion | StoredVersion
 
 
 class AdapterBank:
@@ -54,8 +38,8 @@ class AdapterBank:
 
     def __init__(self, when_dropped: Callable[[str], object] = lambda key: None) -> None:
         """`when_dropped` is called with the key of each version that leaves the device."""
-        self._current: dict[str, Known] = {}
-        self._known: dict[str, Known] = {}  # by key, whether the weights are on the device or not
+        self._current: dict[str, KnownVersion] = {}
+        self._known: dict[str, KnownVersion] = {}  # by key, whether the weights are on the device or not
         self._resident: dict[str, int] = {}  # bytes, by key, of those whose weights are on the device
         self._pins: Counter[str] = Counter()
         self._newest: dict[str, int] = {}  # by name, those that are gone included, the latest published last
@@ -74,7 +58,7 @@ class AdapterBank:
     def names(self) -> list[str]:
         return sorted(self._current)
 
-    def publish(self, adapter: Known) -> None:
+    def publish(self, adapter: KnownVersion) -> None:
         """Makes `adapter` what its name means from now on; the weights of a loaded one are on the device."""
         check_name(adapter.name)
         before = self._current.get(adapter.name)
@@ -87,7 +71,7 @@ class AdapterBank:
         if before is not None and before.key != adapter.key:
             self._drop_if_unused(before)
 
-    def look(self, name: str) -> Known:
+    def look(self, name: str) -> KnownVersion:
         """The current version of a name, or the version a key (`name@3`) names while it is still held; maybe
         without its weights."""
         found = self._current.get(name) or self._known.get(name)
@@ -124,7 +108,7 @@ class AdapterBank:
         self._forget_names()
         self._drop_if_unused(adapter)
 
-    def pin(self, key: str) -> Known:
+    def pin(self, key: str) -> KnownVersion:
         """Keeps a version; whether its weights stay is decided elsewhere, if they are stored."""
         adapter = self._known[key]
         self._pins[key] += 1
@@ -160,7 +144,7 @@ class AdapterBank:
             oldest = next(name for name in self._newest if name not in self._current)
             self._floor = max(self._floor, 1 + self._newest.pop(oldest))
 
-    def _drop_if_unused(self, adapter: Known) -> None:
+    def _drop_if_unused(self, adapter: KnownVersion) -> None:
         key, current = adapter.key, self._current.get(adapter.name)
         if self._pins[key] or (current is not None and current.key == key):
             return

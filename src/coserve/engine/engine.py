@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank, Known, LoadedVersion, check_name
+from coserve.adapters.bank import AdapterBank, LoadedVersion, check_name
 from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.paging.reader import Reader
-from coserve.adapters.paging.stored import Outline, Outlines, StoredVersion
+from coserve.adapters.paging.stored import KnownVersion, Outline, Outlines, StoredVersion
 from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
 from coserve.core.plan import StepResult
@@ -380,7 +380,7 @@ class Engine:
     def _request(
         self,
         tokens: tuple[int, ...],
-        version: Known | None,
+        version: KnownVersion | None,
         sampling: SamplingParams,
         slo: SLO,
         arrival: float | None,

@@ -18,7 +18,7 @@ from torch import Tensor
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import PackedAdapter, pack_adapter, unpack_adapter
 from coserve.adapters.sites import Frame
-from coserve.errors import CoserveError, InternalError, error_named
+from coserve.errors import CoserveError, error_named
 from coserve.executors import executor
 from coserve.executors.executor import Command
 from coserve.train.state import Identity, TrainingState
@@ -85,13 +85,12 @@ class Codec:
         return kind(**{name: self._unpacked(values[name], hints[name]) for name in values})
 
     def encode_reply(self, value: Any) -> bytes:
-        """A reply, or the error that stands in its place; one that nobody foresaw as an InternalError."""
-        if isinstance(value, CoserveError):
-            return _encoder.encode((False, (type(value).__name__, str(value))))
-        if isinstance(value, BaseException):
-            said = f"{type(value).__name__}: {value}"
-            return _encoder.encode((False, (InternalError.__name__, said)))
+        """A command's reply."""
         return _encoder.encode((True, self._packed(value)))
+
+    def encode_fault(self, error: CoserveError) -> bytes:
+        """The error that stands in a reply's place."""
+        return _encoder.encode((False, (type(error).__name__, str(error))))
 
     def decode_reply(self, data: bytes, kind: Any) -> Any:
         """The reply, of type `kind`. Raises the error that the executor gave, and msgspec.DecodeError on

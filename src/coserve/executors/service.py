@@ -19,11 +19,13 @@ import msgspec
 import torch
 from transformers.utils import logging as transformers_logging
 
-from coserve.errors import CoserveError
+from coserve.core.contained import contained
+from coserve.errors import CoserveError, OutOfMemory
 from coserve.executors.channel import ALIVE, NUMBER, PLAN, REPLY, RESULT, ExecutorOpened, ExecutorStart
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, Executor
 from coserve.executors.opening import open_local
+from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.text.tokenizer import load_tokenizer
 from coserve.wire.frames import FrameReader, send_frame
@@ -85,12 +87,15 @@ class Service:
                 send_frame(self._steps, REPLY + self._reply(body))
 
     def _reply(self, body: bytes) -> bytes:
-        """The reply to a command. What one of them raises is its caller's alone."""
+        """The reply to a command. What one of them raises is its caller's alone, whatever it is: a panic of a
+        library in Rust is no `Exception`, and a thread that it ended would leave its caller waiting."""
         try:
             command: Command[Any] = self._codec.decode_command(body)
             return self._codec.encode_reply(self._executor.call(command))
-        except Exception as error:
-            return self._codec.encode_reply(error)
+        except BaseException as error:
+            if is_out_of_memory(error):
+                return self._codec.encode_fault(OutOfMemory("there was no memory for it"))
+            return self._codec.encode_fault(contained(error, "a command of the executor"))
 
     def _answer_beside(self, sock: socket.socket, ready: threading.Barrier) -> None:
         """Commands that go on while steps run, on a thread with one of torch's."""

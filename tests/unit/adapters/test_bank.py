@@ -121,7 +121,7 @@ def test_who_keeps_the_weights_is_told_of_each_version_that_leaves() -> None:
 def test_a_version_that_is_forgotten_while_it_is_read_leaves_again(tmp_path: Path) -> None:
     gone: list[str] = []
     bank = AdapterBank(gone.append)
-    bank.publish(StoredVersion("a", 0, tmp_path, (), version("a", 0).outline))
+    bank.publish(StoredVersion("a", 0, version("a", 0).outline, tmp_path, ()))
     assert not bank.is_resident("a@0")
     bank.remove("a")
     bank.bring_in("a@0", 100)

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.core.row_buckets import EXACT, ONEDNN
 from coserve.kernels.cpu import row_buckets
 from coserve.train.example import Example
+from coserve.train.fresh import fresh_adapter
 from models import prompts, tiny
 
 
@@ -71,3 +73,11 @@ def test_training_a_name_again_takes_numbers_that_nobody_has(engine: Engine) -> 
 def test_the_scheduler_and_the_base_have_the_device_s_row_buckets(engine: Engine) -> None:
     assert engine.scheduler.config.row_buckets == engine.base.row_buckets == ONEDNN
     assert row_buckets(torch.device("meta")) == EXACT
+
+
+def test_an_adapter_in_another_type_is_served_in_the_base_s() -> None:
+    """Keys and values of a prefix go into pages as they are."""
+    engine = Engine(tiny("llama", dtype=torch.bfloat16), EngineConfig(calibrate=False, cache_tokens=256))
+    engine.add_adapter(fresh_adapter(engine.base, "mine", PrefixTuningConfig(tokens=3), 0))
+    greedy = SamplingParams(max_tokens=3, ignore_eos=True)
+    assert len(engine.generate([1, 2, 3], "mine", greedy).result().tokens) == 3

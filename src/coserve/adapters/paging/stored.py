@@ -50,13 +50,11 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredVersion:
-    """Version `version` of adapter `name`: its weights are what the files in `folder` were as of `stamp`."""
+class KnownVersion:
+    """Version `version` of adapter `name`, without its weights."""
 
     name: str
     version: int
-    folder: Path
-    stamp: Stamp
     outline: Outline
 
     @property
@@ -67,6 +65,14 @@ class StoredVersion:
     def virtual(self) -> Counts:
         """Counts of the virtual tokens that stand before every sequence."""
         return self.outline.virtual
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion(KnownVersion):
+    """A version whose weights are what the files in `folder` were as of `stamp`."""
+
+    folder: Path
+    stamp: Stamp
 
     @property
     def cost(self) -> int:
@@ -117,7 +123,7 @@ class Outlines:
                 self._known.pop(next(iter(self._known)), None)  # another thread may have been quicker
         if new:
             check_weights(folder, name, self._frame, self._dtype)
-        return StoredVersion(name, 0, folder, stamp, outline)
+        return StoredVersion(name, 0, outline, folder, stamp)
 
 
 def _stamp(folder: Path) -> Stamp:
