@@ -136,7 +136,7 @@ class World:
         plan = replace(plan, idle=min(plan.idle, self._next_arrival() - now))
         self._write(now, plan)
         result = self.executor.run(plan)
-        for event in self.it.apply(plan, result, self.executor.now):
+        for event in self.it.apply(result, self.executor.now):
             if isinstance(event, StepDone):
                 self._feed(event.job)
 

@@ -15,6 +15,7 @@ class EngineConfig:
     quantize: str = "none"  # bits of the base's weights: 8bit halves their bytes, 4bit thirds them; both err
     device: str = "cpu"  # or cuda, cuda:1, ...
     executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
+    async_scheduling: bool = False  # the next step is planned while one runs; only worth it beside the device
     cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
     page_size: int = 16  # tokens in a page of that cache; smaller wastes less, larger gathers faster
     cache_dtype: str = "auto"  # that of the model, or int8: half of bfloat16's bytes, a little less exact

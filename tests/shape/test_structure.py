@@ -24,7 +24,7 @@ TOO_LARGE = {
     "TrainingSession": 20,
     "Base": 17,
     "Process": 16,
-    "Scheduler": 16,
+    "Scheduler": 18,
     "EngineLink": 15,
     "AdapterBank": 13,
     "Admission": 13,

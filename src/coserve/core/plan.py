@@ -1,7 +1,7 @@
 """Plans, which the scheduler gives to an executor, and results, which come back. Plain data, no tensors."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 
 from coserve.core.request import SamplingParams
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec, Span
@@ -135,7 +135,9 @@ class Plan:
     inference has, beside training in a lane of its own; None fuses them. A step does not wait for training
     beside its inference: that may go on through further steps, as long as they are split and bring no other.
     `idle` is how long nothing runs although somebody waits, seconds. `pausable` says that training in this
-    plan stops at the next boundary between layers when `Executor.pause_training` is called.
+    plan stops at the next boundary between layers when `Executor.pause_training` is called. `pauses` counts
+    the results that told of such a stop before this plan was made: what a plan that was made before the last
+    stop wants to train is left out, for it goes on from where nothing has come.
     """
 
     inference: tuple[InferenceSegment, ...] = ()
@@ -147,6 +149,7 @@ class Plan:
     split: float | None = None
     idle: float = 0.0
     pausable: bool = False
+    pauses: int = 0
     sequences: tuple[SequenceStart, ...] = ()
     micro_batches: tuple[MicroBatchStart, ...] = ()
 
@@ -160,6 +163,22 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         return not (self.inference or self.training or self.updates or self.released)
+
+    def without_training(self, jobs: Container[str] | None = None) -> "Plan":
+        """The plan without the training of these jobs, or of all."""
+        gone = self.jobs if jobs is None else jobs
+        return replace(
+            self,
+            training=tuple(segment for segment in self.training if segment.job not in gone),
+            updates=tuple(update for update in self.updates if update.job not in gone),
+            micro_batches=tuple(batch for batch in self.micro_batches if batch.job not in gone),
+        )
+
+    @property
+    def jobs(self) -> set[str]:
+        """Jobs that it trains."""
+        running = {segment.job for segment in self.training} | {update.job for update in self.updates}
+        return running | {batch.job for batch in self.micro_batches}
 
     @property
     def is_fused(self) -> bool:
@@ -204,9 +223,9 @@ class StepResult:
     """The executor's answer. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
 
     `trained` are the segments of training that have been done since the last answer, each with the layers it
-    really passed: what `pause_training` stopped has fewer than planned, or is not there. `lanes` are the
-    seconds of the inference and of the training that a split machine did, 0 where there was none or it is
-    not done.
+    really passed: what `pause_training` stopped has fewer than planned, or is not there, and the step is
+    `paused`. `lanes` are the seconds of the inference and of the training that a split machine did, 0 where
+    there was none or it is not done.
     """
 
     seconds: float
@@ -214,4 +233,5 @@ class StepResult:
     updated: Mapping[str, Updated] = field(default_factory=dict)
     failed: Mapping[str, CoserveError] = field(default_factory=dict)
     trained: tuple[TrainingSegment, ...] = ()
+    paused: bool = False
     lanes: tuple[float, float] = (0.0, 0.0)

@@ -66,11 +66,17 @@ class Sequence:
     tokens that were computed before (`schedule.prefixes`). What the sequence begins with may end within a
     page: the first of its own then begins with a copy of what lies in page `template`, or is that very page,
     where nobody else reads it. Of a sequence that waits, the `computed` tokens are those it would find.
+
+    Plans that are under way count as done: their rows are `computed`, and the tokens that they will sample
+    are part of its `length`, as `unsampled` ones.
     """
 
     key: int
     request: Request
     output: list[int] = field(default_factory=list)
+    unsampled: int = 0  # tokens at its end that plans under way will sample
+    expected_at: float | None = None  # when the last of these is predicted to come
+    under_way: int = 0  # segments of it in plans whose results have not come
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     shared: int = 0
@@ -89,9 +95,19 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     @property
-    def length(self) -> int:
+    def known(self) -> int:
         """Tokens known so far: the prompt's and the answer's."""
         return len(self.request.prompt) + len(self.output)
+
+    @property
+    def length(self) -> int:
+        """Tokens known, and those that plans under way will sample."""
+        return self.known + self.unsampled
+
+    @property
+    def newest_at(self) -> float | None:
+        """When its newest token came, or is predicted to come; None before the first."""
+        return self.expected_at if self.unsampled else self.last_token_at
 
     @property
     def virtual(self) -> int:
@@ -100,8 +116,10 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that must pass through the model before the next one can be sampled."""
-        return self.length - self.computed
+        """Tokens that must pass through the model before the next one can be sampled; none where no other
+        follows those that will be sampled."""
+        is_last = self.unsampled and len(self.output) + self.unsampled >= self.request.sampling.max_tokens
+        return 0 if is_last else self.length - self.computed
 
     @property
     def longest(self) -> int:
@@ -111,7 +129,7 @@ class Sequence:
     @property
     def steps_left(self) -> int:
         """Tokens that it has yet to answer at most, one of them at least."""
-        return max(self.request.sampling.max_tokens - len(self.output), 1)
+        return max(self.request.sampling.max_tokens - len(self.output) - self.unsampled, 1)
 
     @property
     def is_finished(self) -> bool:
@@ -137,6 +155,9 @@ class PausedWindow:
     layer: int
 
 
+Position = tuple[Direction, int, tuple[PausedWindow, ...], bool]
+
+
 @dataclass(slots=True, eq=False)
 class MicroBatch:
     """Training examples of one job packed end to end, on their way through the model and back.
@@ -157,6 +178,8 @@ class MicroBatch:
     *cut* there: the part that the other part depends on (the left one forward, the right one backward) goes
     on, the rest stays where it is. So a window that was chosen while nobody waited never stands in the way
     of one that must be short.
+
+    Plans that are under way count as done; what a pause kept from running is taken back by `rewind`.
     """
 
     key: int
@@ -178,6 +201,17 @@ class MicroBatch:
     paused: list[PausedWindow] = field(default_factory=list)
     done: bool = False
     told: bool = False  # whether a plan has named it
+    under_way: int = 0  # segments of it that are planned, and that nobody has said have run
+
+    @property
+    def position(self) -> Position:
+        """How far it is."""
+        return self.direction, self.frontier, tuple(self.paused), self.done
+
+    def rewind(self, position: Position) -> None:
+        """Puts it back to where it was."""
+        self.direction, self.frontier, paused, self.done = position
+        self.paused = [*paused]
 
     @property
     def length(self) -> int:

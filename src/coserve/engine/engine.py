@@ -113,10 +113,9 @@ class Engine:
         with self._lock:
             self.arrivals.before_step()
             self.stored.advance()
-            plan = self.scheduler.plan(self.clock())
-            result = self.executor.run(plan)
+            result = self._next_result()
             self._publish(result)
-            events = self.scheduler.apply(plan, result, self.clock())
+            events = self.scheduler.apply(result, self.clock())
             for event in events:
                 self._deliver(event)
             return [e for e in events if not (isinstance(e, JobFailed) and e.job in self.jobs)]  # it goes on
@@ -330,6 +329,19 @@ class Engine:
             return count(self.scheduler, self.admission, self._pages, self.stored.stats(), adapters)
 
     # Inside
+
+    def _next_result(self) -> StepResult:
+        """The result of the oldest plan under way. With `async_scheduling` the plan after it is launched
+        first, where that one can be made already."""
+        if not self.config.async_scheduling:
+            return self.executor.run(self.scheduler.plan(self.clock()))
+        if not self.scheduler.under_way:
+            self.executor.launch(self.scheduler.plan(self.clock()))
+        if (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
+            self.executor.launch(ahead)
+        result = self.executor.collect()
+        assert result is not None, "a plan that was launched has a result"
+        return result
 
     def _make_stored(self) -> PagedAdapters:
         reader = Reader(self._read_stored, self.executor.pause_training)

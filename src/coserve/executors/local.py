@@ -114,6 +114,8 @@ class LocalExecutor(Executor):
         self._trained: list[TrainingSegment] = []  # done, and not told yet
         self._training_seconds = 0.0
         self._short = Shortages(self.held.drop_tapes)
+        self._failed: set[str] = set()  # jobs that train no more until their sessions close or restart
+        self._pauses = 0  # results that told of one
         self._pause = TrainingPause()
         self._prove()
 
@@ -157,6 +159,7 @@ class LocalExecutor(Executor):
                 self._run_next()
         if isinstance(command, CloseSession | RestartStep):
             self.settle()
+            self._failed.discard(command.job)
         return self.held.do(command)
 
     def _run_next(self) -> None:
@@ -165,6 +168,7 @@ class LocalExecutor(Executor):
 
     @torch.no_grad()
     def _run(self, plan: Plan) -> StepResult:
+        plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         if plan.split is None:
             self.settle()
         self._pause.begin(plan.pausable)
@@ -187,8 +191,11 @@ class LocalExecutor(Executor):
             torch.cuda.synchronize(self.base.device)
         trained, self._trained = tuple(self._trained), []
         lanes, self._training_seconds = (answering, self._training_seconds), 0.0
+        self._failed |= failed.keys()
+        is_paused = plan.split is None and {*trained} != {*plan.training}
+        self._pauses += is_paused
         seconds = time.perf_counter() - started
-        return StepResult(seconds, sampled, updated, failed, trained, lanes)
+        return StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes)
 
     def settle(self) -> None:
         """Waits for the training that is under way in a lane of its own."""

@@ -32,6 +32,7 @@ from coserve.wire.plans import decode_result, encode_plan
 
 _BESIDE: Final = 4  # calls beside steps at a time: more wait
 _ENDING: Final = 5.0  # seconds that the process has to end by itself
+_AHEAD: Final = 16384  # bytes of a plan that surely fit into a socket while the process still runs one
 _QUIET: Final = 0.25  # seconds without a message after which signs of life are looked for
 
 
@@ -99,9 +100,12 @@ class RemoteExecutor(Executor):
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`."""
+        message = PLAN + NUMBER.pack(self._withdrawn) + encode_plan(plan)
+        while self._under_way and len(message) > _AHEAD:  # see `_call_between`
+            self._receive()
         self._signs()  # those of earlier plans tell nothing of this one
         with self._lost():
-            send_frame(self._steps, PLAN + NUMBER.pack(self._withdrawn) + encode_plan(plan))
+            send_frame(self._steps, message)
         self._under_way += 1
 
     def collect(self, wait: bool = True) -> StepResult | None:

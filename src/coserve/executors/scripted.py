@@ -61,11 +61,13 @@ class ScriptedExecutor(Executor):
         seconds: Callable[[Plan], float] | None = None,
         vocabulary: int = 1000,
         failures: Mapping[str, CoserveError] | None = None,
+        plans_ahead: int = 0,
     ) -> None:
         self.now = 0.0
         self.plans: list[Plan] = []
         self.results: list[StepResult] = []
         self.trained: dict[str, int] = {}  # rows that went the whole way there and back, by job
+        self.plans_ahead = plans_ahead
         self._page_size = page_size
         self._seconds = seconds or CostModel().predict
         self._vocabulary = vocabulary
@@ -79,14 +81,20 @@ class ScriptedExecutor(Executor):
         self._until = 0.0  # when it is done
         self._training = 0.0  # seconds it takes
         self.layers_before_pause = 1
-        self._pauses = False
+        self._pausing = False
+        self._pauses = 0  # results that told of one
+        self._failed: set[str] = set()
         self._launched: deque[Plan] = deque()
 
     def step(self, scheduler: Scheduler) -> list[Event]:
-        """The engine's loop, once."""
-        plan = scheduler.plan(self.now)
-        result = self.run(plan)
-        return scheduler.apply(plan, result, self.now)
+        """The engine's loop, once; up to `plans_ahead` plans are made before the results they follow."""
+        if not scheduler.under_way:
+            self.launch(scheduler.plan(self.now))
+        while scheduler.under_way <= self.plans_ahead and (ahead := scheduler.plan_ahead(self.now)):
+            self.launch(ahead)
+        result = self.collect()
+        assert result is not None
+        return scheduler.apply(result, self.now)
 
     def skip(self, seconds: float) -> None:
         """Lets time pass."""
@@ -114,6 +122,7 @@ class ScriptedExecutor(Executor):
 
     def _run(self, plan: Plan) -> StepResult:
         """Checks the plan, carries it out, and moves the clock."""
+        plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         self._release(plan.released)
         seconds, trained, lanes = self._time(plan)
         keys = [s.key for s in plan.inference] + [s.key for s in plan.training]
@@ -127,6 +136,9 @@ class ScriptedExecutor(Executor):
         sampled = {segment.key: self._infer(segment) for segment in plan.inference}
         jobs = {window.job for window in plan.training} | {update.job for update in plan.updates}
         failed = {job: error for job, error in self._failures.items() if job in jobs}
+        is_paused = plan.split is None and {*trained} != {*plan.training}
+        self._pauses += is_paused
+        self._failed |= failed.keys()
         if plan.split is None:
             plan = replace(plan, training=trained)
         for window in plan.training:
@@ -134,7 +146,7 @@ class ScriptedExecutor(Executor):
         updated = {step.job: self._update(step.job) for step in plan.updates if step.job not in failed}
         self.now += seconds + plan.idle
         self.plans.append(plan)
-        self.results.append(StepResult(seconds, sampled, updated, failed, trained, lanes))
+        self.results.append(StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes))
         return self.results[-1]
 
     def _time(self, plan: Plan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
@@ -160,14 +172,14 @@ class ScriptedExecutor(Executor):
         return answering + waited, trained, (answering, self._training)
 
     def pause_training(self) -> None:
-        self._pauses = True
+        self._pausing = True
 
     def resume_training(self) -> None:
-        self._pauses = False
+        self._pausing = False
 
     def _before_pause(self, plan: Plan) -> tuple[TrainingSegment, ...]:
         """The layers of a plan's training that run, from its first segment on."""
-        if not (self._pauses and plan.pausable):
+        if not (self._pausing and plan.pausable):
             return plan.training
         left, ran = self.layers_before_pause, list[TrainingSegment]()
         for segment in plan.training:

@@ -10,12 +10,12 @@ from coserve.schedule.config import SchedulerConfig
 def record(
     sequence: Sequence, segment: InferenceSegment, sampled: Sampled | None, now: float
 ) -> TokenEvent | None:
-    """Advances a sequence by a segment that ran, and its answer by the token it led to.
+    """Takes in a segment that ran, and the token it led to.
 
     The event has no finish reason yet, and is None where there is nothing to tell.
     """
-    ends = segment.start + segment.length == sequence.length
-    sequence.computed += segment.length
+    ends = segment.start + segment.length == sequence.known
+    sequence.under_way -= 1
     if sampled is None:
         assert not ends, f"sequence {sequence.key} ran to its end and no token was sampled"
         return None
@@ -35,8 +35,8 @@ def record(
     )
 
 
-def stop_reason(sequence: Sequence, config: SchedulerConfig) -> FinishReason | None:
-    """Why the answer so far is all of it, if it is."""
+def stop_reason(sequence: Sequence, config: SchedulerConfig, read: int = 0) -> FinishReason | None:
+    """Why the answer so far is all of it, if it is; `read` of its tokens have passed the model."""
     sampling = sequence.request.sampling
     if len(sequence.output) > sampling.min_tokens:
         token = sequence.output[-1]
@@ -45,7 +45,7 @@ def stop_reason(sequence: Sequence, config: SchedulerConfig) -> FinishReason | N
         if token in config.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
     if sampling.max_tokens == 0:
-        return None if sequence.remaining else FinishReason.LENGTH
+        return FinishReason.LENGTH if read == sequence.known else None
     return FinishReason.LENGTH if len(sequence.output) >= sampling.max_tokens else None
 
 
@@ -61,6 +61,7 @@ def _fresh(sequence: Sequence, segment: InferenceSegment, sampled: Sampled) -> t
 
 def _append(sequence: Sequence, token: int, now: float) -> None:
     sequence.output.append(token)
+    sequence.unsampled -= 1
     if sequence.last_token_at is None:
         sequence.first_token_at = now
     else:

@@ -20,7 +20,7 @@ LATELY: Final = 60.0  # seconds in which another newcomer is expected: training 
 
 def is_new(sequence: Sequence) -> bool:
     """Tells whether this is a newcomer that waits for its first token."""
-    return sequence.request.newcomer and sequence.first_token_at is None
+    return sequence.request.newcomer and sequence.newest_at is None
 
 
 def step_limit(running: Iterable[Sequence], cost: CostModel, config: SchedulerConfig) -> float:
@@ -62,4 +62,4 @@ def _add(features: Features, sequence: Sequence, rows: int, config: SchedulerCon
 
 def _held_longest(sequence: Sequence) -> tuple[bool, float, int]:
     """Newcomers that are being answered first, then by how long ago the last token came."""
-    return (not sequence.request.newcomer, sequence.last_token_at or sequence.request.arrival, sequence.key)
+    return (not sequence.request.newcomer, sequence.newest_at or sequence.request.arrival, sequence.key)

@@ -31,10 +31,10 @@ def step_limit(builder: PlanBuilder, margin: float, violation: float = 1.0) -> f
     """Seconds the step may take so that no token in it comes later than `violation` times its bound."""
     limit = INFINITE
     for sequence in builder.answering:
-        if sequence.last_token_at is not None:
+        if sequence.newest_at is not None:
             bound = sequence.request.slo.between_tokens
             if bound is not None:
-                due = sequence.last_token_at + violation * bound
+                due = sequence.newest_at + violation * bound
                 limit = min(limit, (due - builder.now) / (1 + margin))
     return limit
 
@@ -86,6 +86,6 @@ def _prompts(now: float, line: Ordered[Sequence], config: SchedulerConfig) -> li
         rows += sequence.remaining
         bound = sequence.request.slo.first_token
         bound = config.patience if bound is None else bound
-        if sequence.first_token_at is None and bound > 0:
+        if sequence.newest_at is None and bound > 0:
             found.append(_Prompt(now - sequence.request.arrival, bound, rows))
     return found

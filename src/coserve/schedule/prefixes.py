@@ -90,9 +90,9 @@ class Prefixes:
         sequence.pages, sequence.shared, sequence.named, sequence.template = [], 0, 0, None
 
     def record(self, sequence: Sequence) -> None:
-        """Names the pages of a running sequence that its computed tokens have filled."""
+        """Names the pages of a running sequence that tokens have filled which are known and computed."""
         size = self._pages.page_size
-        full = (sequence.virtual + sequence.computed) // size
+        full = (sequence.virtual + min(sequence.computed, sequence.known)) // size
         if self._takes_part(sequence):
             for index in range(sequence.named, full):
                 name = self._name(sequence, index - sequence.virtual // size)
@@ -154,7 +154,7 @@ class Prefixes:
     def _found(self, sequence: Sequence, index: int) -> int | None:
         """The page of the name that its page `index` will have; pages count from the first with a token."""
         size = self._pages.page_size
-        if (index + 1) * size - sequence.virtual % size > sequence.length:
+        if (index + 1) * size - sequence.virtual % size > sequence.known:
             return None
         return self._pages.find(self._name(sequence, index))
 

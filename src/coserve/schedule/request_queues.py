@@ -111,7 +111,7 @@ class RequestQueues:
         One for whom all pages of others would not be enough waits, and takes nobody's.
         """
         entered = []
-        for sequence in [waiting for waiting in self.waiting if is_new(waiting)]:
+        for sequence in [one for one in self.waiting if is_new(one) and not one.under_way]:
             others = [one for one in self.running if not one.request.newcomer]
             needed = self._pages.pages_for(sequence.virtual + sequence.length + 1)
             if needed > self._pages.free_count + sum(len(one.pages) - one.shared for one in others):

@@ -1,18 +1,20 @@
 """Decides, step by step, what the executor does next.
 
 Plain and deterministic: no clock of its own, no tensors. The caller alternates `plan`, the executor, and
-`apply`; everything else is called between two steps.
+`apply`; everything else is called between two steps. `plan_ahead` gives further plans before the results of
+those under way are there, in which these count as done.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TrainingProgress
 from coserve.core.plan import InferenceSegment, OptimStep, Plan, StepResult, TrainingSegment
 from coserve.core.request import FinishReason, Request
-from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.core.sequence import Direction, MicroBatch, Position, Sequence
 from coserve.errors import CoserveError
 from coserve.memory.pages import PagePool
 from coserve.schedule import answers
@@ -23,13 +25,24 @@ from coserve.schedule.pace import prefill_limit
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Policy, View
 from coserve.schedule.request_queues import RequestQueues
-from coserve.schedule.segments import announce, announce_batches
+from coserve.schedule.segments import announce, announce_batches, note_planned
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
 from coserve.schedule.training_packer import TrainingPacker, in_order
 from coserve.schedule.training_queue import Job, TrainingQueue, rows_through
 
 _NAP: Final = 0.001  # seconds between two looks at whether somebody who is kept back may come in
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A plan under way, and when it is expected to end; where its micro-batches stood before it, by key, and
+    the jobs whose optimizer steps it is to take."""
+
+    plan: Plan
+    ends: float
+    positions: Mapping[int, Position]
+    updates: set[str]
 
 
 class Scheduler:
@@ -48,6 +61,8 @@ class Scheduler:
         self._keys = count(1)
         self._sequences: dict[int, Sequence] = {}  # those that have not ended
         self._events: list[Event] = []  # of what happened between two steps
+        self._launched: deque[Launched] = deque()  # plans under way
+        self._pauses = 0  # results that told of training that was stopped
         self._underway: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._split: float | None = None  # how the machine is split meanwhile
         self._newcomer_at = -INFINITE  # when the last newcomer came
@@ -143,6 +158,8 @@ class Scheduler:
     def remove_training(self, job: str) -> None:
         """Takes a job off the schedule; the next plan releases all its micro-batches."""
         self._training.remove(job)
+        for launched in self._launched:  # another job may have its name before the result is there
+            launched.updates.discard(job)
 
     # What there is
 
@@ -150,12 +167,14 @@ class Scheduler:
     def has_work(self) -> bool:
         """Tells whether a step would do anything: run rows, release keys, or deliver events."""
         unreleased = self._requests.released or self._training.released
-        return bool(self._sequences or self._events or unreleased) or self._training.has_work
+        under_way = any(not launched.plan.is_empty for launched in self._launched)
+        return bool(self._sequences or self._events or unreleased or under_way) or self._training.has_work
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        """Sequences without pages, most urgent first."""
-        return tuple(self._requests.waiting)
+        """Sequences without pages that may enter, most urgent first: those that lost them while rows of
+        theirs are under way may not yet."""
+        return tuple(sequence for sequence in self._requests.waiting if not sequence.under_way)
 
     @property
     def blocked_on_adapter(self) -> tuple[Sequence, ...]:
@@ -167,42 +186,72 @@ class Scheduler:
         """Sequences with pages, in order of arrival."""
         return tuple(self._requests.running)
 
+    @property
+    def under_way(self) -> int:
+        """Plans whose results have not come."""
+        return len(self._launched)
+
     # One step
 
     def plan(self, now: float) -> Plan:
         """Plans the next step: inference first, then the training that the policy lets ride along."""
+        plan = self._plan(now)
+        self._launch(plan, now)
+        return plan
+
+    def plan_ahead(self, now: float) -> Plan | None:
+        """Plans the step after those under way, as of when these are expected to end. None where nothing can
+        be planned before their results are there."""
+        last = self._launched[-1].plan
+        if self._underway or last.split is not None or last.is_empty:
+            return None
+        begins = max(now, self._launched[-1].ends)
+        plan = self._plan(begins)
+        if plan.is_empty:
+            return None
+        self._launch(plan, begins)
+        return plan
+
+    def _plan(self, now: float) -> Plan:
         builder = PlanBuilder(now)
         self._requests.look_up()
         jobs, starving = self._training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
-        if not self.policy.holds(view):
+        held = self.policy.holds(view)
+        if not held:
             for sequence in self._requests.make_way(now):
                 self.stats.count_entered(sequence)
             view = replace(view, waiting=self.waiting, running=self.running)
-            self._decode(builder)
-            self._prefill(builder, view)
+            closed = self._decode(builder)
+            self._prefill(builder, view, closed)
         if self._underway:
             builder.split = self._split
-        elif jobs and not any(is_new(sequence) for sequence in self._requests.running):
+        elif jobs and (held or not any(is_new(sequence) for sequence in self._requests.running)):
             self._train(builder, view, jobs)
         plan = self._close(builder)
         return replace(plan, idle=self._idle(view)) if plan.is_empty else plan
 
-    def apply(self, plan: Plan, result: StepResult, now: float) -> list[Event]:
-        """Takes the executor's answer in; `now` is when the step ended. Returns what it brought about."""
+    def apply(self, result: StepResult, now: float) -> list[Event]:
+        """Takes the executor's answer to the oldest plan under way in; `now` is when the step ended. Returns
+        what it brought about."""
+        launched = self._launched.popleft()
+        plan = launched.plan
+        if plan.pauses < self._pauses:
+            plan = plan.without_training()
+        if result.paused:
+            self._rewind(launched, result)
         self._account(plan, result, now)
         events, self._events = self._events, []
         for job, error in result.failed.items():
-            self._training.remove(job)
+            self.remove_training(job)
             events.append(JobFailed(job, error))
         events.extend(self._take_answers(plan.inference, result, now))
         self._note_underway(plan, result)
         events.extend(self._take_progress(result.trained))
-        answered = {*result.updated, *result.failed}
-        due = {update.job for update in plan.updates}
-        assert answered >= due, f"no answer for the updates of {due}"
+        unanswered = launched.updates - result.updated.keys() - result.failed.keys()
+        assert not unanswered, f"no answer for the updates of {unanswered}"
         for job, updated in result.updated.items():
-            if job in self._training:
+            if job in launched.updates:
                 self._training.updated(job)
                 self.stats.updates += 1
                 events.append(StepDone(job, updated))
@@ -222,12 +271,15 @@ class Scheduler:
             starving=starving,
         )
 
-    def _decode(self, builder: PlanBuilder) -> None:
-        """One row of every sequence that has only its newest token to compute."""
+    def _decode(self, builder: PlanBuilder) -> bool:
+        """One row of every sequence that has only its newest token to compute. Tells whether somebody lost
+        pages for it."""
+        before = self.stats.preemptions
         ready = decoding(self.running, self.cost, self.config)
         for sequence in ready:  # who is preempted meanwhile has more than one row to compute again
             if sequence.remaining == 1 and self._grow(sequence):
                 builder.add(sequence, 1)
+        return self.stats.preemptions > before
 
     def _grow(self, sequence: Sequence) -> bool:
         before = len(self._requests.running)
@@ -235,12 +287,14 @@ class Scheduler:
         self.stats.preemptions += before - len(self._requests.running)
         return grown
 
-    def _prefill(self, builder: PlanBuilder, view: View) -> None:
-        """Prompt rows, the most urgent prompt first, of those who run and those who enter."""
+    def _prefill(self, builder: PlanBuilder, view: View, closed: bool) -> None:
+        """Prompt rows, the most urgent prompt first, of those who run and those who enter.
+
+        Nobody enters where it is `closed`, for this step took somebody's pages: they would only change hands
+        again.
+        """
         left = self.config.max_prefill_rows
         begun = [sequence for sequence in self._requests.running if sequence.remaining > 1]
-        # If this step took somebody's pages nobody enters: they would only change hands again.
-        closed = len(self._requests.waiting) > len(view.waiting)
         line = sorted([*begun, *self.policy.admit(view)], key=self._requests.urgency)
         limit = prefill_limit(builder, line, self.cost, self.config) / self._slowness
         limit = min(limit, step_limit(self._requests.running, self.cost, self.config))
@@ -312,15 +366,11 @@ class Scheduler:
         builder.split = allowance.split
         packer = TrainingPacker(builder, allowance, self.cost, self.config)
         for job in jobs:
-            served = packer.update(job.update) if job.is_due else False
+            if job.is_due:
+                packer.update(job.update)
             for batch in self._training.ready(job):
-                served |= (
-                    packer.has(batch)
-                    or packer.window_group(batch, self._training.level(job, jobs))
-                    or packer.window(batch)
-                )
-            if served:
-                self._training.serve(job.name, builder.now)
+                if not packer.has(batch) and not packer.window_group(batch, self._training.level(job, jobs)):
+                    packer.window(batch)
 
     def _idle(self, view: View) -> float:
         """Seconds that the policy lets everybody wait for nothing that this step could do."""
@@ -345,7 +395,18 @@ class Scheduler:
             predicted=builder.predict(self.cost),
             split=builder.split,
             pausable=self.policy.pausable and builder.split is None,
+            pauses=self._pauses,
         )
+
+    def _launch(self, plan: Plan, begins: float) -> None:
+        """Counts a plan as under way, and what is in it as done."""
+        ends = begins + plan.predicted + plan.idle
+        for segment in plan.inference:
+            note_planned(self._sequences[segment.key], segment, ends)
+        batches = [self._training.find(segment) for segment in plan.training]
+        positions = {batch.key: batch.position for batch in batches if batch is not None}
+        self._training.planned(plan, begins)
+        self._launched.append(Launched(plan, ends, positions, {update.job for update in plan.updates}))
 
     # Applying
 
@@ -394,14 +455,25 @@ class Scheduler:
             else:
                 self.stats.prefill_tokens += segment.length
             event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
-            self._requests.prefixes.record(sequence)
+            if sequence.pages:  # a plan that was made meanwhile may have taken them
+                self._requests.prefixes.record(sequence)
             if event is None:
                 continue
-            reason = answers.stop_reason(sequence, self.config)
+            reason = answers.stop_reason(sequence, self.config, segment.start + segment.length)
             if reason is not None:
                 self._retire(sequence, reason, now)
             events.append(replace(event, finish_reason=reason))
         return events
+
+    def _rewind(self, launched: "Launched", result: StepResult) -> None:
+        """Takes back the training that a pause stopped, and that of later plans, which will not run."""
+        self._pauses += 1
+        positions = dict(launched.positions)
+        for later in self._launched:
+            positions = {**later.positions, **positions}
+            later.updates.clear()
+        unbegun = {start.key for later in self._launched for start in later.plan.micro_batches}
+        self._training.paused(positions, result.trained, unbegun)
 
     def _note_underway(self, plan: Plan, result: StepResult) -> None:
         """Training in a lane of its own stays under way until it is done; any other is done or paused."""
@@ -415,9 +487,8 @@ class Scheduler:
             batch = self._training.find(segment)
             if batch is None:  # its job failed or was removed meanwhile
                 continue
-            batch.advance(segment.start, segment.length, segment.span)
             rows = rows_through(batch, segment.length, len(segment.span))
-            self._training.advance(batch, rows)
+            self._training.ran(batch, rows)
             if segment.direction is Direction.TRAIN_FORWARD:
                 self.stats.kept_rows += rows
             elif segment.direction is Direction.BACKWARD:

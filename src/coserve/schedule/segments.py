@@ -45,6 +45,15 @@ def announce(
     return tuple(starts), tuple(completed)
 
 
+def note_planned(sequence: Sequence, segment: InferenceSegment, expected_at: float) -> None:
+    """Counts a segment of a plan that is launched as done; its token is expected at this time."""
+    sequence.under_way += 1
+    sequence.computed += segment.length
+    if sequence.computed == sequence.length and sequence.request.sampling.max_tokens > 0:
+        sequence.unsampled += 1
+        sequence.expected_at = expected_at
+
+
 def inference_plan(rows: Iterable[tuple[Sequence, int, int]]) -> Plan:
     """A step of nothing but (sequence, start, rows), for whoever measures or checks an executor."""
     chosen = list(rows)

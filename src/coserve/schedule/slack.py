@@ -57,10 +57,10 @@ def limits(
     slo, arrival = sequence.request.slo, sequence.request.arrival
     found: list[float] = []
     shared: list[tuple[float, float]] = []
-    if slo.first_token is not None and sequence.first_token_at is None:
+    if slo.first_token is not None and sequence.newest_at is None:
         found.append((arrival + slo.first_token - now) / (1 + margin) - ahead)
-    if slo.between_tokens is not None and sequence.last_token_at is not None:
-        found.append((sequence.last_token_at + slo.between_tokens - now) / (1 + margin) - ahead)
+    if slo.between_tokens is not None and sequence.newest_at is not None:
+        found.append((sequence.newest_at + slo.between_tokens - now) / (1 + margin) - ahead)
     if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # nothing saves one that has passed
         # Shared out evenly: what is spent at once is missing when requests that arrive make steps longer.
         # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.

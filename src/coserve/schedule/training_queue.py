@@ -1,11 +1,12 @@
 """Which training is there, whose turn it is, and how far it is."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
-from coserve.core.plan import OptimStep, TrainingSegment
-from coserve.core.sequence import MicroBatch
+from coserve.core.plan import OptimStep, Plan, TrainingSegment
+from coserve.core.sequence import MicroBatch, Position
 
 
 @dataclass(slots=True)
@@ -15,16 +16,23 @@ class Job:
     name: str
     weight: float
     update: OptimStep  # what ends the step
-    micro_batches: deque[MicroBatch] = field(default_factory=deque)
-    is_due: bool = False  # all micro-batches are done and the optimizer has not stepped yet
+    micro_batches: deque[MicroBatch] = field(default_factory=deque)  # those not known to be done
+    is_open: bool = False  # the optimizer has not stepped yet
+    is_stepping: bool = False  # a plan under way has the optimizer step
     progress: float = 0.0
     steps: int = 0  # optimizer steps since it was added
     served_at: float | None = None  # when it last got a piece, or began to wait for one
 
     @property
+    def is_due(self) -> bool:
+        """Tells whether all micro-batches are done, or will be by plans under way, and no plan has the
+        optimizer step."""
+        return self.is_open and not self.is_stepping and all(batch.done for batch in self.micro_batches)
+
+    @property
     def is_waiting(self) -> bool:
-        """Tells whether the job has something to run."""
-        return self.is_due or bool(self.micro_batches)
+        """Tells whether the job has something to plan."""
+        return self.is_due or not all(batch.done for batch in self.micro_batches)
 
 
 class TrainingQueue:
@@ -41,8 +49,8 @@ class TrainingQueue:
 
     @property
     def has_work(self) -> bool:
-        """Tells whether some job has something to run."""
-        return any(job.is_waiting for job in self._jobs.values())
+        """Tells whether some job has something to run, or under way."""
+        return any(job.is_open for job in self._jobs.values())
 
     def add(
         self, name: str, micro_batches: Iterable[MicroBatch], weight: float, update: OptimStep | None = None
@@ -53,9 +61,9 @@ class TrainingQueue:
         """
         update = update or OptimStep(name)
         job = self._jobs.setdefault(name, Job(name, weight, update))
-        assert not job.is_waiting, f"job {name} has not finished its last step"
+        assert not job.is_open, f"job {name} has not finished its last step"
         job.weight = weight
-        job.update = update
+        job.update, job.is_open = update, True
         job.micro_batches.extend(micro_batches)
         assert job.micro_batches, f"an optimizer step of job {name} needs a micro-batch"
         assert all(b.job == name and b.length > 0 for b in job.micro_batches), "rows of this job"
@@ -96,31 +104,57 @@ class TrainingQueue:
 
     def ready(self, job: Job) -> list[MicroBatch]:
         """A job's micro-batches that may travel now, in order."""
-        return list(job.micro_batches)[: self._in_flight]
+        return list(islice((batch for batch in job.micro_batches if not batch.done), self._in_flight))
 
     def level(self, first: Job, jobs: Iterable[Job]) -> list[MicroBatch]:
         """Micro-batches that may travel with those of the job whose turn it is: of jobs that are ahead of it
         by no more than it gets itself meanwhile, so that weights hold in the long run."""
-        reach = first.progress + first.micro_batches[0].length / first.weight
+        reach = first.progress + self.ready(first)[0].length / first.weight
         return [batch for job in jobs if job.progress <= reach for batch in self.ready(job)]
 
-    def serve(self, name: str, now: float) -> None:
-        """Notes that a job has a piece in the step planned at `now`."""
-        self._jobs[name].served_at = now
+    def planned(self, plan: Plan, now: float) -> None:
+        """Counts the training of a plan that is launched as done; it was made at `now`."""
+        self._advance(plan.training)
+        for update in plan.updates:
+            self._jobs[update.job].is_stepping = True
+        for job in plan.jobs:
+            self._jobs[job].served_at = now
 
-    def advance(self, batch: MicroBatch, rows: float) -> None:
-        """Counts what a micro-batch, already advanced, did: `rows` rows through the whole depth."""
+    def paused(
+        self, positions: Mapping[int, Position], ran: Iterable[TrainingSegment], unbegun: Container[int]
+    ) -> None:
+        """Takes back what plans under way were to train: micro-batches are where they stood when these were
+        made (`positions`, by key), and after what `ran` all the same. Those in `unbegun` were first named in
+        a plan that trains nothing, and are named again."""
+        for job in self._jobs.values():
+            job.is_stepping = False
+            for batch in job.micro_batches:
+                if batch.key in positions:
+                    batch.rewind(positions[batch.key])
+                    batch.under_way = 0
+                batch.told = batch.told and batch.key not in unbegun
+        self._advance(ran)
+
+    def _advance(self, segments: Iterable[TrainingSegment]) -> None:
+        for segment in segments:
+            if (batch := self.find(segment)) is not None:
+                batch.advance(segment.start, segment.length, segment.span)
+                batch.under_way += 1
+
+    def ran(self, batch: MicroBatch, rows: float) -> None:
+        """Counts a segment of a micro-batch that has run: `rows` rows through the whole depth."""
         job = self._jobs[batch.job]
         job.progress += rows / job.weight
-        if batch.done:
+        batch.under_way -= 1
+        if batch.done and not batch.under_way:
             job.micro_batches.remove(batch)
             self.released.append(batch.key)
-            job.is_due = not job.micro_batches
 
     def updated(self, name: str) -> None:
         """Notes that a job's optimizer has stepped."""
-        self._jobs[name].is_due = False
-        self._jobs[name].steps += 1
+        job = self._jobs[name]
+        job.is_open = job.is_stepping = False
+        job.steps += 1
 
 
 def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:

@@ -15,7 +15,7 @@ from coserve.adapters.bypass import Bypass
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.plan import OptimStep, Plan, StepResult, TrainingSegment
 from coserve.core.request import Request, SamplingParams
-from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import AdapterNotFound
 from coserve.executors.executor import (
     CloseSession,
@@ -54,6 +54,7 @@ OPENS: dict[str, Callable[..., Opened]] = {
     "remote": open_remote,
 }
 IDENTITY = Identity("digest", 0, 1, 1)
+PAUSES: Counter[int] = Counter()  # of each executor
 KEYS, PAGES = itertools.count(1), itertools.count()
 
 
@@ -177,10 +178,17 @@ def steps(batch: MicroBatch, cut: int, pausable: bool) -> Iterator[Plan]:
         yield Plan(training=(segment,), micro_batches=announce_batches([batch]), pausable=pausable)
 
 
+def run(executor: Executor, plan: Plan) -> StepResult:
+    """Runs a plan that knows of all pauses before it."""
+    result = executor.run(replace(plan, pauses=PAUSES[id(executor)]))
+    PAUSES[id(executor)] += result.paused
+    return result
+
+
 def travel(executor: Executor, batch: MicroBatch, cut: int, pausable: bool = False) -> list[StepResult]:
     results = []
     for plan in steps(batch, cut, pausable):
-        results.append(executor.run(plan))
+        results.append(run(executor, plan))
         for segment in results[-1].trained:
             batch.advance(segment.start, segment.length, segment.span)
     return results
@@ -217,6 +225,27 @@ def test_training_that_is_paused_comes_back_and_nothing_runs_twice(
     executor.run(Plan(released=(batch.key,)))
 
 
+def test_what_was_planned_before_a_pause_was_known_trains_nothing(executor: Executor, draws: Random) -> None:
+    """It goes on from where nothing has come; its answers run all the same, and the next plan trains."""
+    batch, one = micro_batch(executor, draws, begin(executor)), sequence(draws)
+    first = next(steps(batch, 12, pausable=True))
+    (forward,) = first.training
+    executor.pause_training()
+    tail = training_segment(batch, 0, 12, Direction.LOSS, Span(batch.layers, batch.layers + 1))
+    ahead = replace(inference_plan([(one, 0, one.length)]), training=(tail,), updates=(OptimStep(batch.job),))
+    for plan in (first, ahead):
+        executor.launch(replace(plan, pauses=PAUSES[id(executor)]))
+    stopped, empty = executor.collect(), executor.collect()
+    PAUSES[id(executor)] += 1
+    executor.resume_training()
+    assert stopped is not None and stopped.paused and len(stopped.trained[0].span) == 1
+    assert empty is not None and not (empty.trained or empty.updated or empty.paused)
+    assert one.key in empty.sampled
+    rest = replace(forward, span=Span(1, batch.layers))
+    assert run(executor, Plan(training=(rest,))).trained == (rest,)
+    executor.run(Plan(released=(batch.key, one.key)))
+
+
 def test_a_plan_that_is_not_pausable_runs_whole(executor: Executor, draws: Random) -> None:
     batch = micro_batch(executor, draws, begin(executor))
     executor.pause_training()
@@ -236,7 +265,7 @@ def test_a_pause_is_over_once_it_is_withdrawn(executor: Executor, draws: Random)
         executor.resume_training()
         batch = micro_batch(executor, draws, job)
         plan = next(steps(batch, 12, pausable=True))
-        (segment,) = executor.run(plan).trained
+        (segment,) = run(executor, plan).trained
         assert len(segment.span) == batch.layers
         executor.run(Plan(released=(batch.key,)))
 
@@ -245,7 +274,7 @@ def test_each_optimizer_step_is_answered(executor: Executor, draws: Random) -> N
     jobs = [begin(executor) for _ in range(3)]
     for job in jobs:
         travel(executor, micro_batch(executor, draws, job), cut=12)
-    result = executor.run(Plan(updates=tuple(OptimStep(job, 1e-3) for job in jobs)))
+    result = run(executor, Plan(updates=tuple(OptimStep(job, 1e-3) for job in jobs)))
     assert result.updated.keys() | result.failed.keys() == set(jobs)
     assert [result.updated[job].version for job in jobs] == [f"{job}@1" for job in jobs]
 
@@ -287,11 +316,11 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
     executor, job = opened.executor, begin(opened.executor)
     batches = [micro_batch(executor, draws, job) for _ in range(2)]
     travel(executor, batches[0], cut=12)
-    executor.run(Plan(updates=(OptimStep(job, 1e-2),)))
+    run(executor, Plan(updates=(OptimStep(job, 1e-2),)))
     state = executor.call(SaveState(job))
     assert state.step == 1 and state.identity == IDENTITY and state.loss is not None
     travel(executor, batches[1], cut=12)
-    executor.run(Plan(updates=(OptimStep(job, 1e-2),)))
+    run(executor, Plan(updates=(OptimStep(job, 1e-2),)))
     expected = executor.call(FetchAdapter(f"{job}@2")).parameters()
     assert executor.call(ReadMemory()).sessions[job][Account.OPTIMIZERS] > 0
     for _ in range(2):
@@ -304,7 +333,7 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
     again = replace(batches[1], key=next(KEYS), direction=Direction.TRAIN_FORWARD, done=False, frontier=0)
     again.told = False
     travel(executor, again, cut=12)
-    executor.run(Plan(updates=(OptimStep(job, 1e-2),)))
+    run(executor, Plan(updates=(OptimStep(job, 1e-2),)))
     found = executor.call(FetchAdapter(f"{job} again@2")).parameters()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -312,7 +341,7 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
 def test_commands_take_effect_after_the_plans_before_them(opened: Opened, draws: Random) -> None:
     executor, job = opened.executor, begin(opened.executor)
     travel(executor, micro_batch(executor, draws, job), cut=12)
-    executor.launch(Plan(updates=(OptimStep(job, 1e-2),)))
+    executor.launch(Plan(updates=(OptimStep(job, 1e-2),), pauses=PAUSES[id(executor)]))
     assert executor.call(FetchAdapter(f"{job}@1")).version == 1
     result = executor.collect()
     assert result is not None and result.updated[job].step == 1 and executor.collect() is None

@@ -5,7 +5,7 @@ from coserve.core.request import FinishReason, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.schedule.answers import record, stop_reason
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.segments import inference_segment
+from coserve.schedule.segments import inference_segment, note_planned
 
 CONFIG = SchedulerConfig(layers=4, max_positions=64, eos_token_ids=(2, 3))
 
@@ -15,7 +15,9 @@ def sequence(sampling: SamplingParams, output: tuple[int, ...] = ()) -> Sequence
 
 
 def segment(it: Sequence, start: int, length: int) -> InferenceSegment:
-    return inference_segment(it, start, length)
+    planned = inference_segment(it, start, length)
+    note_planned(it, planned, expected_at=0.0)
+    return planned
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_a_page_that_nobody_reads_is_taken_over() -> None:
     plan = world.it.plan(world.executor.now)
     assert (second.cached, second.shared, second.template) == (7, 1, second.pages[1])
     assert {*second.pages[:2]} == {*kept} and not world.pool.is_named(second.pages[1])
-    world.it.apply(plan, world.executor.run(plan), world.executor.now)
+    world.it.apply(world.executor.run(plan), world.executor.now)
     assert dict(world.pool._names) == kept
     world.run()
     assert world.answer(TEXT[:8], answer=9).output == second.output
@@ -283,7 +283,7 @@ def test_predictions_know_what_is_found() -> None:
     asked = [world.submit((*TEXT[:32], n, n)) for n in range(8)]
     plan = world.it.plan(world.executor.now)
     assert [segment.length for segment in plan.inference] == [2] * 8
-    assert all(sequence.computed == 32 for sequence in asked)
+    assert all(sequence.cached == 32 for sequence in asked)
     fresh = World()
     for n in range(8):
         fresh.submit((n, *TEXT[:33]))

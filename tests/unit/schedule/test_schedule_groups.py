@@ -96,7 +96,8 @@ def test_in_company_too_jobs_get_rows_by_their_weights() -> None:
             moved = book.find(segment)
             assert moved is not None
             moved.done = True  # it is there: what counts here is the share
-            book.advance(moved, segment.length)
+            moved.under_way += 1
+            book.ran(moved, segment.length)
             rows[moved.job] += segment.length
     least, most = (f(rows[job] / weight for job, weight in weights.items()) for f in (min, max))
     assert most - least <= 3 * 128 / min(weights.values()), (rows, weights)

@@ -186,7 +186,7 @@ def test_answers_to_the_cancelled_are_dropped() -> None:
     plan = it.plan(0.0)
     result = executor.run(plan)
     it.cancel(sequence.key)
-    assert it.apply(plan, result, executor.now) == [Finished(sequence.key, "r", FinishReason.CANCELLED)]
+    assert it.apply(result, executor.now) == [Finished(sequence.key, "r", FinishReason.CANCELLED)]
     assert sequence.output == []
 
 
@@ -255,9 +255,9 @@ def test_an_update_needs_an_answer() -> None:
     it, executor = world()
     it.add_training("job", micro_batches(it))
     while not (plan := it.plan(executor.now)).updates:
-        it.apply(plan, executor.run(plan), executor.now)
+        it.apply(executor.run(plan), executor.now)
     with pytest.raises(AssertionError, match="no answer"):
-        it.apply(plan, StepResult(0.1), executor.now)
+        it.apply(StepResult(0.1), executor.now)
 
 
 def test_training_rides_along_and_is_counted() -> None:
@@ -353,14 +353,15 @@ def test_a_plan_pauses_only_where_it_does_nothing_and_somebody_waits() -> None:
         it.submit(request(answer=2, arrival=2.5), 2.5)
     plan = it.plan(2.5)
     assert len(plan.inference) == 2 and plan.idle == 0.0
-    it.apply(plan, executor.run(plan), 3.0)
+    it.apply(executor.run(plan), 3.0)
     assert executor.now == pytest.approx(plan.predicted)
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
     it, executor = world()
     assert it.plan(0.0).is_empty and not it.has_work
-    assert it.apply(it.plan(0.0), executor.run(Plan()), 0.0) == []
+    it.plan(0.0)
+    assert it.apply(executor.run(Plan()), 0.0) == []
     assert it.stats.steps == 0
 
 

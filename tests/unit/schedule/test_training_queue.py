@@ -1,4 +1,6 @@
-from coserve.core.sequence import MicroBatch, Span
+from coserve.core.plan import OptimStep, Plan
+from coserve.core.sequence import Direction, MicroBatch, Span
+from coserve.schedule.segments import training_segment
 from coserve.schedule.training_queue import TrainingQueue
 
 LAYERS = 2
@@ -17,7 +19,8 @@ def order(it: TrainingQueue, now: float = 0.0, starvation: float | None = None) 
 
 def train(it: TrainingQueue, name: str, rows: float) -> None:
     (job,) = [job for job in it.turns(0.0, None)[0] if job.name == name]
-    it.advance(job.micro_batches[0], rows)
+    job.micro_batches[0].under_way += 1
+    it.ran(job.micro_batches[0], rows)
 
 
 def test_least_trained_for_its_weight_comes_first() -> None:
@@ -35,9 +38,9 @@ def test_starving_jobs_come_first_and_the_hungriest_before_them() -> None:
     assert order(it, now=0.0) == ["a", "b", "c"]
     train(it, "b", 5)
     train(it, "c", 9)
-    it.serve("a", 9.9)
-    it.serve("b", 3.0)
-    it.serve("c", 2.0)
+    served = {"a": 9.9, "b": 3.0, "c": 2.0}
+    for job in it.turns(0.0, None)[0]:
+        job.served_at = served[job.name]
     assert order(it, now=10.0, starvation=None) == ["a", "b", "c"]
     assert order(it, now=10.0, starvation=7.5) == ["c", "a", "b"]
     assert order(it, now=10.0, starvation=5.0) == ["c", "b", "a"]
@@ -54,13 +57,18 @@ def test_a_job_without_work_has_no_turn() -> None:
     it = book(a=1.0)
     (job,), _ = it.turns(0.0, None)
     (batch,) = job.micro_batches
-    for span in (Span(0, LAYERS), Span(LAYERS, LAYERS + 1)):
-        batch.advance(0, 10, span)
-        it.advance(batch, 10)
+    ways = {
+        Direction.TRAIN_FORWARD: Span(0, LAYERS),
+        Direction.LOSS: Span(LAYERS, LAYERS + 1),
+        Direction.BACKWARD: Span(0, LAYERS),
+    }
+    for direction, span in ways.items():
         assert not job.is_due and it.has_work
-    batch.advance(0, 10, Span(0, LAYERS))
-    it.advance(batch, 10)
+        it.planned(Plan(training=(training_segment(batch, 0, 10, direction, span),)), now=0.0)
+        it.ran(batch, 10)
     assert job.is_due and it.released == [0] and order(it) == ["a"]
+    it.planned(Plan(updates=(OptimStep("a"),)), now=0.0)
+    assert not job.is_due and order(it) == [] and it.has_work
     it.updated("a")
     assert order(it) == [] and not it.has_work and "a" in it
 
