@@ -17,6 +17,7 @@ from coserve.wire.messages import (
     Hello,
     JobEnded,
     JobNews,
+    JobSpec,
     Reply,
     Report,
     StartJob,
@@ -103,9 +104,11 @@ def write_data(file: Path) -> Path:
     return file
 
 
-def job(data: Path, folder: Path, name: str = "j", **fields: Any) -> StartJob:
+def job(data: Path, folder: Path, name: str = "j", weight: float = 1.0, **fields: Any) -> StartJob:
     options = {"batch_size": 2, "learning_rate": 1e-2, "keep": "everything"} | fields.pop("options", {})
-    return StartJob(name, "a", str(data), str(folder), options, {"rank": 2, "targets": ["q_proj"]}, **fields)
+    return StartJob(
+        JobSpec(name, str(data), str(folder), options, {"rank": 2, "targets": ["q_proj"]}, **fields), weight
+    )
 
 
 def ask(name: str, tokens: int = 3, **fields: object) -> Submit:

@@ -11,6 +11,7 @@ from coserve.wire.messages import (
     JobCheckpoint,
     JobEnded,
     JobNews,
+    JobSpec,
     JobStarted,
     JobStep,
     Numbered,
@@ -41,8 +42,8 @@ async def create(world: World, key: str = "unused", **more: Any) -> Any:
     return await world.client(key).fine_tuning.jobs.create(**fields)
 
 
-def started(world: World) -> list[StartJob]:
-    return [command for command in world.engine.said if isinstance(command, StartJob)]
+def started(world: World) -> list[JobSpec]:
+    return [command.spec for command in world.engine.said if isinstance(command, StartJob)]
 
 
 def stopped(world: World) -> list[StopJob]:
@@ -53,7 +54,9 @@ def weighed(world: World) -> dict[str, float]:
     """What every job weighs by now."""
     weights = {}
     for command in world.engine.said:
-        if isinstance(command, StartJob | WeighJob):
+        if isinstance(command, StartJob):
+            weights[command.spec.job] = command.weight
+        elif isinstance(command, WeighJob):
             weights[command.job] = command.weight
     return weights
 
@@ -94,7 +97,7 @@ class Trainer:
         await self.end(job, "succeeded", steps)
 
     def folder(self, job: str) -> Path:
-        return Path(next(command.folder for command in started(self.world) if command.job == job))
+        return Path(next(spec.folder for spec in started(self.world) if spec.job == job))
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:

@@ -7,7 +7,7 @@ import pytest
 
 from coserve.wire.messages import Fault
 from serving import Play, World
-from training import Trainer, create, jsonl, started, stopped, upload
+from training import Trainer, create, jsonl, started, stopped, upload, weighed
 
 
 def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
@@ -22,7 +22,8 @@ def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
 
         await world.until(lambda: bool(started(world)))
         (command,) = started(world)
-        assert command.job == job.id and command.options["seed"] == 7 and command.weight == 1.0
+        assert command.job == job.id and command.options["seed"] == 7
+        assert weighed(world) == {job.id: 1.0}
         assert command.data.endswith(f"{job.training_file}.jsonl")
 
         await trainer.start(job.id, steps=3, dropped=1)

@@ -23,7 +23,7 @@ def test_a_job_that_never_fits_is_refused_when_it_is_created(play: Play) -> None
         assert error.status_code == 400 and error.type == "invalid_request_error"
         assert error.code == "out_of_memory" and "rank=4" in str(error.message)
         asked = [command for command in world.engine.said if isinstance(command, CheckJob)]
-        assert asked[0].method == {"r": 64} and asked[0].options["rows"] == 2048
+        assert asked[0].spec.method == {"r": 64} and asked[0].spec.options["rows"] == 2048
         assert not started(world) and not (await world.client().fine_tuning.jobs.list()).data
 
     play(story)

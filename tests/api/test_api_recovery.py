@@ -13,7 +13,7 @@ from coserve.errors import StateError
 from coserve.serve.compose import build_state
 from coserve.serve.engine import link as link_module
 from coserve.serve.engine.fake import FakeEngine
-from coserve.serve.store.records import Job
+from coserve.serve.store.records import JobRecord
 from coserve.wire.messages import JobCheckpoint, JobEnded, JobStep, Numbered, StartJob, StopJob
 from serving import SECONDS, Play, World, world
 from training import Trainer, checkpoint_folder, create, started, stopped, upload, weighed
@@ -106,7 +106,9 @@ def test_a_restarted_server_takes_in_what_happened_meanwhile(tmp_path: Path) -> 
                 assert done is not None and (done.status, done.trained_tokens) == ("succeeded", 120)
                 assert len(await state.store.jobs.metrics(job.id)) == 2
                 assert await state.store.adapters.find("local", done.name, "tiny") is not None
-                await until(lambda: any(isinstance(c, StartJob) and c.job == waits.id for c in engine.said))
+                await until(
+                    lambda: any(isinstance(c, StartJob) and c.spec.job == waits.id for c in engine.said)
+                )
 
     asyncio.run(whole())
 
@@ -281,7 +283,7 @@ def test_the_next_job_starts_though_the_disk_was_full_for_a_moment(
         first, second = [(await create(world, training_file=file)).id for _ in range(2)]
         move, moves = world.state.store.jobs.move, []
 
-        async def failing_once(*arguments: Any) -> Job | None:
+        async def failing_once(*arguments: Any) -> JobRecord | None:
             moves.append(arguments)
             if len(moves) == 1:
                 raise StateError("the disk is full")
@@ -295,7 +297,7 @@ def test_the_next_job_starts_though_the_disk_was_full_for_a_moment(
     play(story, max_jobs=1)
 
 
-async def known(world: World, id: str) -> Job:
+async def known(world: World, id: str) -> JobRecord:
     job = await world.state.store.jobs.get("local", id)
     assert job is not None
     return job

@@ -20,6 +20,7 @@ from coserve.wire.messages import (
     Command,
     Fault,
     JobEnded,
+    JobSpec,
     JobStep,
     LoadAdapter,
     StartJob,
@@ -98,8 +99,8 @@ def test_malformed_jobs_end_nothing(count: int, desk: Desk, tmp_path: Path) -> N
         try:
             commands = wired(
                 CheckMethod(1, method),
-                CheckJob(2, name, data, options, method),
-                StartJob(name, "a", data, str(tmp_path / name), options, method),
+                CheckJob(2, spec := JobSpec(name, data, str(tmp_path / name), options, method)),
+                StartJob(spec),
             )
         except errors.RequestError:
             became["refused by the server"] += 1

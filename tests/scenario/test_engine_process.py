@@ -19,6 +19,7 @@ from coserve.wire.messages import (
     Drain,
     JobCheckpoint,
     JobEnded,
+    JobSpec,
     JobStarted,
     JobStep,
     LoadAdapter,
@@ -58,7 +59,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
 
 def job(name: str, data: Path, folder: Path, **fields: object) -> StartJob:
     options = {"batch_size": 2, "epochs": 2, "learning_rate": 1e-2, "rows": 64, "seed": 3}
-    return StartJob(name, "mine", str(data), str(folder), options, {"rank": 2, "dropout": 0.1}, **fields)
+    return StartJob(JobSpec(name, str(data), str(folder), options, {"rank": 2, "dropout": 0.1}, **fields))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -162,7 +163,7 @@ def test_cancelling_frees_at_once_and_faults_come_back(
     server.submit("scored", list(range(1, 30)), max_tokens=0, prompt_logprobs=0)
     server.submit("empty", [], max_tokens=1)
     server.send(job("f1", tmp_path / "none.jsonl", tmp_path / "job"))
-    server.send(StartJob("f2", "x", str(data), str(tmp_path / "j2"), {"bach_size": 2}))
+    server.send(StartJob(JobSpec("f2", str(data), str(tmp_path / "j2"), {"bach_size": 2})))
     assert server.ended("f1").fault.kind == "DataError"
     assert "bach_size" in server.ended("f2").fault.text
     server.finished("scored", "empty")

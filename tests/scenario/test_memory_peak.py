@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from coserve import tiny
-from coserve.wire.messages import CheckJob, StartJob
+from coserve.wire.messages import CheckJob, JobSpec, StartJob
 from engine_process import EngineProcess, Server
 
 BUDGET: Final = 400  # MiB
@@ -40,10 +40,11 @@ def largest_job(server: Server, name: str, data: Path, folder: Path, keep: str) 
     for size in (32, 24, 16, 12, 8, 6, 4, 2, 1):
         options = {"batch_size": size, "rows": 8192, "max_steps": 1, "learning_rate": 1e-3, "keep": keep}
         ref = len(server.replies) + 1
-        server.send(CheckJob(ref, name, str(data), options, method))
+        spec = JobSpec(name, str(data), str(folder / name), options, method)
+        server.send(CheckJob(ref, spec))
         server.until(lambda s, ref=ref: ref in s.replies)
         if server.replies[ref].fault is None:
-            return StartJob(name, name, str(data), str(folder / name), options, method)
+            return StartJob(spec)
     raise AssertionError("no job fits")
 
 

@@ -81,15 +81,15 @@ def main() -> None:
 
 def _size(order: LimitedOrder, shape: ModelShape) -> LimitedReport:
     engine = _engine(order, shape, "auto")
-    fixed = engine.admission.ledger.used
+    fixed = engine.memory.ledger.used
     _start(engine, order, shape, "one")
-    return LimitedReport(fixed, engine.admission.ledger.used - fixed)
+    return LimitedReport(fixed, engine.memory.ledger.used - fixed)
 
 
 def _serve(order: LimitedOrder, shape: ModelShape) -> LimitedReport:
     meter = make_meter(torch.device("cpu"))  # before there is a model
     engine = _engine(order, shape, order.budget)
-    ledger = engine.admission.ledger
+    ledger = engine.memory.ledger
     fixed = ledger.used
     meter.reset()  # loading is over, and what it took on top
     first, second = (_start(engine, order, shape, name) for name in ("one", "two"))

@@ -1,48 +1,64 @@
 """Checks whether a job could ever run here, before it is taken on."""
 
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bypass import exact_type
 from coserve.adapters.files import read_adapter
 from coserve.adapters.settings import convert, settings_of
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import JobSpec
+from coserve.engine.finetuning import PreparedJob
 from coserve.errors import ConfigError
 from coserve.executors.executor import FreshAdapter, TraceLayers
 from coserve.jobs import datasets
 from coserve.train.config import TrainingConfig
-from coserve.train.example import prepare
+from coserve.train.example import Prepared, prepare
 from coserve.train.fresh import sketch_adapter
 from coserve.train.pruning.plan import foresee
-from coserve.wire.messages import CheckJob
+from coserve.train.state import TrainingState
+from coserve.wire.messages import JobSpec
 
 _FIRST: Final = 512  # examples that are looked at: a job needs at least the bytes that some of its data need
 
 
-def read_beginning(engine: Engine, command: CheckJob) -> JobSpec:
+def read_beginning(engine: Engine, spec: JobSpec) -> PreparedJob:
     """The job with the first examples of its data. Takes no lock: steps go on meanwhile. Raises DataError,
     AdapterError or ConfigError."""
-    if engine.text is None:
+    if (text := engine.text) is None:
         raise ConfigError("training on text needs a tokenizer, and the engine was given none")
-    config = convert(command.options, TrainingConfig, "options")
-    start = None
-    if command.start_from is not None:
-        exact = torch.promote_types(engine.base.dtype, torch.float32)
-        start = read_adapter(Path(command.start_from), command.job, engine.base, exact, engine.base.device)
-    method = settings_of(command.method)
-    first = sketch_adapter(engine.base, command.job, method, config.seed) if start is None else start
-    records = islice(datasets.read(Path(command.data)), _FIRST)
-    text = engine.text
-    data = prepare(records, text.tokenizer, config.loss_on, config.max_length, text.allow_special_tokens)
-    foresee_job(engine, first, config, None if start is not None else method)
-    return JobSpec(command.job, command.job, data, method, config, start)
+
+    def read(config: TrainingConfig) -> Prepared:
+        records = islice(datasets.read(Path(spec.data)), _FIRST)
+        return prepare(records, text.tokenizer, config.loss_on, config.max_length, text.allow_special_tokens)
+
+    return prepare_job(engine, spec, spec.job, read)
 
 
-def foresee_job(
+def prepare_job(
+    engine: Engine,
+    spec: JobSpec,
+    adapter: str,
+    read: Callable[[TrainingConfig], Prepared],
+    resume: TrainingState | None = None,
+) -> PreparedJob:
+    """Reads what a job trains `adapter` from and, by `read`, on. Takes no lock: steps go on meanwhile. Raises
+    AdapterError, ConfigError, and what `read` does."""
+    config, methods = convert(spec.options, TrainingConfig, "options"), settings_of(spec.method)
+    start = None if resume is None else resume.adapter
+    if start is None and spec.start_from is not None:
+        start = read_adapter(
+            Path(spec.start_from), adapter, engine.base, exact_type(engine.base.dtype), engine.base.device
+        )
+    first = sketch_adapter(engine.base, adapter, methods, config.seed) if start is None else start
+    data = read(config)
+    _foresee(engine, first, config, methods if start is None else None)
+    return PreparedJob(spec.job, adapter, data, methods, config, start, resume)
+
+
+def _foresee(
     engine: Engine, first: AdapterVersion, training: TrainingConfig, fresh: tuple[object, ...] | None
 ) -> None:
     """Finds out what tapes of a job will keep that begins with an adapter, `first`, or a `fresh` one of these

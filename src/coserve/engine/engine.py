@@ -22,11 +22,11 @@ from coserve.config import EngineConfig
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
 from coserve.core.plan import StepResult
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
-from coserve.engine.admission import Admission
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.calibrate import measure, measure_lanes
 from coserve.engine.completion import Completion
-from coserve.engine.finetuning import FineTuning, JobSpec, Keeping
+from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
+from coserve.engine.memory import EngineMemory
 from coserve.engine.paged import PagedAdapters
 from coserve.engine.stats import count
 from coserve.engine.training import Training
@@ -74,7 +74,7 @@ class Engine:
     ) -> None:
         self.config, self.clock = config, clock
         policy = make_policy(config.policy, **config.policy_options)  # a wrong one is found out first
-        self.admission = Admission(config)
+        self.memory = EngineMemory(config)
         special = config.allow_special_tokens
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
         opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
@@ -87,11 +87,11 @@ class Engine:
         self._lock = threading.RLock()
         self.arrivals = Arrivals(self.executor)
         self.scheduler = self._make_scheduler(policy)
-        self.admission.open(self.executor, self.base, self.bank, self.scheduler.config, self._steps(policy))
+        self.memory.open(self.executor, self.base, self.bank, self.scheduler.config)
         self._outlines = Outlines(self.base, self.base.dtype, opened.slot_nbytes)
         self.stored = self._make_stored()
         self.training = Training(
-            self.executor, self.base, self.bank, self.scheduler, self.admission,
+            self.executor, self.base, self.bank, self.scheduler, self.memory, self._steps(policy),
             self._drive, self.save_adapter, self._lock,
         )  # fmt: skip
         if config.calibrate:
@@ -201,7 +201,7 @@ class Engine:
         with self._lock:
             check_name(adapter.name)  # before the weights are on the device
             self.training.refuse_while_trained(adapter.name)
-            self.admission.load(adapter)
+            self.memory.load(adapter)
             adapter = replace(adapter, version=self.bank.next_version(adapter.name))
             self.bank.publish(LoadedVersion(adapter.name, adapter.version, self._load(adapter)))
             return adapter
@@ -221,7 +221,7 @@ class Engine:
         Raises OutOfMemory for one that would never fit."""
         with self._lock:
             self.training.refuse_while_trained(stored.name)
-            self.admission.fit(stored.name, stored.cost)
+            self.memory.fit(stored.name, stored.cost)
             stored = replace(stored, version=self.bank.next_version(stored.name))
             self.stored.add(stored)
             return stored
@@ -236,7 +236,7 @@ class Engine:
         with self._lock:
             self.training.refuse_while_trained(name)
             self.bank.remove(name)
-            self.admission.advance()
+            self.training.admission.advance()
 
     def weights(self, name: str) -> AdapterVersion:
         """An adapter's current version, or the one that a key names, with its weights; they are read from
@@ -281,8 +281,9 @@ class Engine:
         prepared = data if isinstance(data, Prepared) else self.prepare(data, training)
         with self._lock:
             start = self.weights(start_from) if isinstance(start_from, str) else start_from
-            asked = JobSpec(
-                job or f"job-{self.training.started + 1}", adapter, prepared, method, training,
+            methods = tuple(method) if isinstance(method, Sequence) else (method,)
+            asked = PreparedJob(
+                job or f"job-{self.training.started + 1}", adapter, prepared, methods, training,
                 start if resume is None else resume.adapter, resume,
             )  # fmt: skip
             return self.training.start(asked, keeping)
@@ -300,16 +301,6 @@ class Engine:
         check_fit(prepared, self.base.max_positions, self.base.vocabulary)
         return prepared
 
-    def check_job(self, asked: JobSpec) -> None:
-        """Raises what makes a job impossible: AdapterError, DataError, OutOfMemory (alone too)."""
-        with self._lock:
-            self.training.check(asked)
-
-    def set_weight(self, job: str, weight: float) -> None:
-        """Changes a running job's share among the jobs that train."""
-        with self._lock:
-            self.training.set_weight(job, weight)
-
     @property
     def jobs(self) -> dict[str, FineTuning]:
         """Jobs that have not ended, by their ids; the others are their callers' alone."""
@@ -326,7 +317,7 @@ class Engine:
         """Counters since the start, and where things stand now."""
         with self._lock:
             adapters = len(self.bank)
-            return count(self.scheduler, self.admission, self._pages, self.stored.stats(), adapters)
+            return count(self.scheduler, self.memory, self._pages, self.stored.stats(), adapters)
 
     # Inside
 
@@ -345,8 +336,8 @@ class Engine:
 
     def _make_stored(self) -> PagedAdapters:
         reader = Reader(self._read_stored, self.executor.pause_training)
-        stored = PagedAdapters(self.bank, self.scheduler, reader, self.admission.room)
-        self.admission.stored(stored)
+        stored = PagedAdapters(self.bank, self.scheduler, reader, self.memory.stored_room)
+        self.memory.stored = stored
         return stored
 
     def _read_stored(self, stored: StoredVersion) -> int:
@@ -443,8 +434,8 @@ class Engine:
         if adapter is not None:
             self.stored.went(completion.sequence)
             self.bank.unpin(adapter)
-            if self.admission.waiting:  # maybe for the bytes of this adapter
-                self.admission.advance()
+            if self.training.admission.waiting:  # maybe for the bytes of this adapter
+                self.training.admission.advance()
 
     def _cancel_sequence(self, key: int) -> None:
         with self._lock:

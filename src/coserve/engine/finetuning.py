@@ -1,6 +1,6 @@
-"""A fine-tuning job as its caller has it: what was asked for, and the handle."""
+"""A fine-tuning job as its caller has it: what it trains on and begins with, and the handle."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,8 +10,10 @@ from coserve.core.events import StepDone
 from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.errors import ConfigError, CoserveError, OutOfMemory
+from coserve.model.base import Base
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
+from coserve.train.fresh import sketch_adapter
 from coserve.train.state import TrainingState
 
 
@@ -31,23 +33,24 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True)
-class JobSpec:
-    """A fine-tuning job as it was asked for. `method` are the settings of an adapter's method, or of several;
+class PreparedJob:
+    """A fine-tuning job with all that was read for it. `methods` are the settings of its adapter's methods;
     `start` is the version that training begins with, None for a fresh one; `resume` where the same job stood
     before."""
 
     job: str
     adapter: str
     data: Prepared
-    method: object | Sequence[object]
+    methods: tuple[object, ...]
     config: TrainingConfig
     start: AdapterVersion | None = None
     resume: TrainingState | None = None
 
-    @property
-    def methods(self) -> tuple[object, ...]:
-        """The settings of all methods."""
-        return tuple(self.method) if isinstance(self.method, Sequence) else (self.method,)
+    def first(self, base: Base) -> AdapterVersion:
+        """The adapter that training begins with; of a fresh one the shapes alone."""
+        if self.start is not None:
+            return self.start
+        return sketch_adapter(base, self.adapter, self.methods, self.config.seed)
 
 
 class Trainer(Protocol):
@@ -79,10 +82,13 @@ class FineTuning:
     paused. `notes` tell of what went otherwise than was asked for.
     """
 
-    def __init__(self, spec: JobSpec, steps: int, trainer: Trainer, keeping: Keeping | None = None) -> None:
-        self.job, self.adapter, self.steps = spec.job, spec.adapter, steps
-        self.truncated, self.dropped = spec.data.truncated, spec.data.dropped
-        self.weight = spec.config.weight  # share among jobs that train at the same time
+    def __init__(
+        self, prepared: PreparedJob, steps: int, trainer: Trainer, keeping: Keeping | None = None
+    ) -> None:
+        self.job, self.adapter, self.steps = prepared.job, prepared.adapter, steps
+        self.truncated, self.dropped = prepared.data.truncated, prepared.data.dropped
+        self.weight = prepared.config.weight  # share among jobs that train at the same time
+        self.prepared: PreparedJob | None = prepared  # while it is queued
         self.status = JobStatus.QUEUED
         self.reason = ""
         self.notes: list[str] = []
@@ -155,7 +161,7 @@ class FineTuning:
 
     def _move(self, status: JobStatus) -> None:
         assert self.status.may_become(status), f"job {self.job} is {self.status}: not {status} now"
-        self.status, self.reason = status, ""
+        self.status, self.reason, self.prepared = status, "", None
 
     def _raise(self) -> None:
         if self.error is not None:

@@ -6,31 +6,24 @@ down. A checkpoint is news once it is on disk and, where there is a validation f
 end of a job comes after the news of all its checkpoints.
 """
 
-import dataclasses
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.files import read_adapter
-from coserve.adapters.settings import convert, settings_of
+from coserve.adapters.bypass import exact_type
 from coserve.core.contained import contained
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.job_status import JobStatus
 from coserve.core.plan import Updated
 from coserve.engine.background import Background, Outcome
-from coserve.engine.checking import foresee_job
+from coserve.engine.checking import prepare_job
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import FineTuning, Keeping
+from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.scoring import Scoring, check_lengths
 from coserve.errors import CoserveError, DataError, JobError
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
-from coserve.train.config import TrainingConfig
-from coserve.train.example import Example, Prepared
-from coserve.train.fresh import sketch_adapter
+from coserve.train.example import Example
 from coserve.train.state import TrainingState
 from coserve.wire.messages import (
     Fault,
@@ -38,6 +31,7 @@ from coserve.wire.messages import (
     JobEnded,
     JobNews,
     JobNote,
+    JobSpec,
     JobStarted,
     JobStep,
     JobWaiting,
@@ -52,19 +46,15 @@ def fault_of(error: CoserveError) -> Fault:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """Everything that was read for a job."""
+    """All that was read for a job. `checkpoint` is the one it goes on from."""
 
-    training: TrainingConfig
-    method: tuple[object, ...]
-    data: Prepared
+    prepared: PreparedJob
     validation: tuple[Example, ...]
-    start: AdapterVersion | None
     checkpoint: Checkpoint | None
-    resume: TrainingState | None
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class _PendingCheckpoint:
     """A checkpoint that is not news yet."""
 
     scoring: Scoring | None
@@ -76,11 +66,12 @@ class _Pending:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """`handle` is there once it trains or waits for bytes, which `waits` says; `noted` of its notes are told.
-    `ending` is its last news but for the checkpoints before it; `again` what to start it with after that."""
+class _ServedJob:
+    """A job, and how far the server was told of it. `handle` is there once it trains or waits for bytes,
+    which `waits` says; `noted` of its notes are told. `ending` is its last news but for the checkpoints
+    before it; `again` is what to start it with after that."""
 
-    command: StartJob
+    spec: JobSpec
     last: float  # when its last step was, on the engine's clock
     weight: float
     ready: _Ready | None = None
@@ -89,7 +80,7 @@ class _Job:
     noted: int = 0
     step: int = 0
     kept: int = 0  # the newest step whose state was passed on to be written
-    pending: deque[_Pending] = field(default_factory=deque)
+    pending: deque[_PendingCheckpoint] = field(default_factory=deque)
     stop: JobStatus | None = None  # asked for while its data was read
     ending: JobEnded | None = None
     again: StartJob | None = None
@@ -100,7 +91,7 @@ class Jobs:
 
     def __init__(self, engine: Engine, background: Background) -> None:
         self._engine, self._background = engine, background
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _ServedJob] = {}
         self._numbered = 0
         self._unacknowledged: deque[Numbered] = deque()
         self._fresh: list[Numbered] = []  # not told on this connection
@@ -119,17 +110,16 @@ class Jobs:
 
     def start(self, command: StartJob) -> None:
         """Begins to read what the job needs; nothing happens to one that runs already."""
-        job = self._jobs.get(command.job)
+        spec = command.spec
+        job = self._jobs.get(spec.job)
         if job is not None:
             if job.ending is not None or job.stop is not None:
                 job.again = command
             return
-        if self._is_over(command.job):  # the server will hear of it
+        if self._is_over(spec.job):  # the server will hear of it
             return
-        self._jobs[command.job] = job = _Job(command, self._engine.clock(), command.weight)
-        self._background.do(
-            "reading the job", partial(_read, self._engine, command), partial(self._begin, job)
-        )
+        self._jobs[spec.job] = job = _ServedJob(spec, self._engine.clock(), command.weight)
+        self._background.do("reading the job", partial(_read, self._engine, spec), partial(self._begin, job))
 
     def stop(self, name: str, keep: bool) -> None:
         """Ends a job's training, with a checkpoint of where it stands or without."""
@@ -174,7 +164,7 @@ class Jobs:
             return
         job.weight = weight
         if job.handle is not None and job.handle.status == JobStatus.RUNNING:
-            self._engine.set_weight(name, weight)
+            self._engine.training.set_weight(name, weight)
 
     def acknowledge(self, number: int) -> None:
         """Forgets news up to this number."""
@@ -207,21 +197,21 @@ class Jobs:
 
     # Inside
 
-    def _advance(self, job: _Job) -> None:
+    def _advance(self, job: _ServedJob) -> None:
         self._follow(job)
         for pending in job.pending:
             if pending.scoring is not None:
                 pending.scoring.advance()
         self._settle(job)
 
-    def _give_up(self, job: _Job, error: CoserveError) -> None:
+    def _give_up(self, job: _ServedJob, error: CoserveError) -> None:
         """The job has failed, wherever it was: it trains no more, and the checkpoints it has stay."""
         _leave_unscored(job)
         if job.handle is not None and job.handle.is_under_way:
             job.handle.cancel()
         self._end(job, JobStatus.FAILED, error)
 
-    def _begin(self, job: _Job, outcome: Outcome[_Ready]) -> None:
+    def _begin(self, job: _ServedJob, outcome: Outcome[_Ready]) -> None:
         """The data is read: training starts, or goes on."""
         if isinstance(outcome, CoserveError):
             self._give_up(job, outcome)
@@ -231,32 +221,23 @@ class Jobs:
         if job.stop is not None:
             self._end(job, job.stop)
             return
-        name = job.command.job
+        prepared = ready.prepared
         try:
-            check_lengths(self._engine, ready.validation, self._virtual(ready))
-            keeping = Keeping(job.command.every, partial(self._keep, job))
-            training = dataclasses.replace(ready.training, weight=job.weight)
-            job.handle = self._engine.finetune(
-                ready.data,
-                _adapter_of(name),
-                ready.method,
-                training,
-                ready.start,
-                name,
-                ready.resume,
-                keeping,
-            )
+            keeping = Keeping(job.spec.every, partial(self._keep, job))
+            weighed = replace(prepared, config=replace(prepared.config, weight=job.weight))
+            job.handle = self._engine.training.start(weighed, keeping)
         except CoserveError as error:
             self._end(job, JobStatus.FAILED, error)
             return
-        job.ready = dataclasses.replace(ready, start=None, resume=None)  # the engine holds them while it must
+        # The engine holds these while it must.
+        job.ready = replace(ready, prepared=replace(prepared, start=None, resume=None))
         if job.handle.status == JobStatus.QUEUED:
             job.waits = True
-            self._tell(JobWaiting(name, job.handle.reason))
+            self._tell(JobWaiting(job.spec.job, job.handle.reason))
         else:
             self._begun(job, job.handle, ready)
 
-    def _follow(self, job: _Job) -> None:
+    def _follow(self, job: _ServedJob) -> None:
         """Tells the server if a job that waited for bytes has begun, and what went otherwise than asked
         for."""
         handle = job.handle
@@ -270,35 +251,28 @@ class Jobs:
             else:
                 self._begun(job, handle, job.ready)
         for note in handle.notes[job.noted :]:
-            self._tell(JobNote(job.command.job, note))
+            self._tell(JobNote(job.spec.job, note))
         job.noted = len(handle.notes)
 
-    def _begun(self, job: _Job, handle: FineTuning, ready: _Ready) -> None:
+    def _begun(self, job: _ServedJob, handle: FineTuning, ready: _Ready) -> None:
         """Tells the server that a job's first step is under way."""
-        name = job.command.job
+        name = job.spec.job
         job.last = self._engine.clock()
         if handle.status == JobStatus.RUNNING:
-            self._engine.set_weight(name, job.weight)  # it may have changed while the job waited
-        self._tell(_started(name, job.step, handle.steps, ready))
+            self._engine.training.set_weight(name, job.weight)  # it may have changed while the job waited
+        self._tell(_started(name, job.step, handle.steps, ready.prepared))
         if ready.checkpoint is not None:  # the engine that wrote it may have died before it was known
-            job.pending.append(_Pending(self._scoring(job), ready.checkpoint))
+            job.pending.append(_PendingCheckpoint(self._scoring(job), ready.checkpoint))
             job.kept = ready.checkpoint.step
         if handle.status == JobStatus.SUCCEEDED:  # nothing was left to do
             self._end(job, JobStatus.SUCCEEDED)
 
-    def _virtual(self, ready: _Ready) -> int:
-        """Positions that the job's adapter takes before every sequence."""
-        first = ready.start if ready.resume is None else ready.resume.adapter
-        if first is None:
-            first = sketch_adapter(self._engine.base, "sketch", ready.method, ready.training.seed)
-        return first.virtual.count
-
-    def _stepped(self, job: _Job, updated: Updated) -> None:
+    def _stepped(self, job: _ServedJob, updated: Updated) -> None:
         now = self._engine.clock()
         job.step = updated.step
         self._tell(
             JobStep(
-                job=job.command.job,
+                job=job.spec.job,
                 step=updated.step,
                 loss=updated.loss,
                 labels=updated.labels,
@@ -315,25 +289,25 @@ class Jobs:
         elif job.handle.error is not None:  # of what comes after a step
             self._end(job, JobStatus.FAILED, job.handle.error)
 
-    def _keep(self, job: _Job, state: TrainingState) -> None:
+    def _keep(self, job: _ServedJob, state: TrainingState) -> None:
         """Between two steps: the state is copied already, and is written aside."""
         if state.step == job.kept:  # stopped just after one was due: two threads would write one folder
             return
         job.kept = state.step
-        pending = _Pending(self._scoring(job))
+        pending = _PendingCheckpoint(self._scoring(job))
         job.pending.append(pending)
         base_name = str(self._engine.base.model.config.name_or_path)
-        write = partial(write_checkpoint, Path(job.command.folder), state, base_name)
+        write = partial(write_checkpoint, Path(job.spec.folder), state, base_name)
         self._background.do("writing the checkpoint", write, partial(self._written, job, pending))
 
-    def _scoring(self, job: _Job) -> Scoring | None:
+    def _scoring(self, job: _ServedJob) -> Scoring | None:
         """Scores the version that the job has just published."""
         if job.ready is None or not job.ready.validation:
             return None
-        version = self._engine.bank.look(_adapter_of(job.command.job))
+        version = self._engine.bank.look(_adapter_of(job.spec.job))
         return Scoring(self._engine, version.key, job.ready.validation)
 
-    def _written(self, job: _Job, pending: _Pending, outcome: Outcome[Checkpoint]) -> None:
+    def _written(self, job: _ServedJob, pending: _PendingCheckpoint, outcome: Outcome[Checkpoint]) -> None:
         if not isinstance(outcome, CoserveError):
             pending.written = outcome
             self._settle(job)
@@ -344,14 +318,14 @@ class Jobs:
             pending.scoring.cancel()
         self._give_up(job, outcome)  # whatever its end was: without its checkpoint the job has failed
 
-    def _end(self, job: _Job, status: JobStatus, error: CoserveError | None = None) -> None:
+    def _end(self, job: _ServedJob, status: JobStatus, error: CoserveError | None = None) -> None:
         fault = None if error is None else fault_of(error)
-        job.ending = JobEnded(job.command.job, status, job.step, fault)
+        job.ending = JobEnded(job.spec.job, status, job.step, fault)
         self._settle(job)
 
-    def _settle(self, job: _Job) -> None:
+    def _settle(self, job: _ServedJob) -> None:
         """Tells of checkpoints, in order, and then of the job's end."""
-        name = job.command.job
+        name = job.spec.job
         while job.pending and job.pending[0].is_complete:
             pending = job.pending.popleft()
             assert pending.written is not None
@@ -386,7 +360,7 @@ class Jobs:
         self._fresh.append(numbered)
 
 
-def _leave_unscored(job: _Job) -> None:
+def _leave_unscored(job: _ServedJob) -> None:
     """Stops scoring a job's checkpoints: they become news as soon as they are written."""
     for pending in job.pending:
         if pending.scoring is not None:
@@ -399,41 +373,35 @@ def _adapter_of(job: str) -> str:
     return f"training:{job}"
 
 
-def _started(job: str, step: int, steps: int, ready: _Ready) -> JobStarted:
+def _started(job: str, step: int, steps: int, prepared: PreparedJob) -> JobStarted:
+    data, config = prepared.data, prepared.config
     return JobStarted(
         job=job,
         step=step,
         steps=steps,
-        examples=len(ready.data.examples),
-        tokens=ready.data.tokens,
-        truncated=ready.data.truncated,
-        dropped=ready.data.dropped,
-        epochs=ready.training.epochs,
-        batch_size=ready.training.batch_size,
-        learning_rate=ready.training.learning_rate,
+        examples=len(data.examples),
+        tokens=data.tokens,
+        truncated=data.truncated,
+        dropped=data.dropped,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
     )
 
 
-def _read(engine: Engine, command: StartJob) -> _Ready:
+def _read(engine: Engine, spec: JobSpec) -> _Ready:
     """Reads all that a job needs, while steps go on."""
-    training = convert(command.options, TrainingConfig, "options")
-    method = settings_of(command.method)
-    data = engine.prepare(Path(command.data), training)
+    name, base = _adapter_of(spec.job), engine.base
+    checkpoint = newest_checkpoint(Path(spec.folder))
+    resume = None
+    if checkpoint is not None:
+        resume = read_checkpoint(checkpoint.path, name, base, exact_type(base.dtype))
+    prepared = prepare_job(engine, spec, name, partial(engine.prepare, Path(spec.data)), resume)
     validation: tuple[Example, ...] = ()
-    if command.validation is not None:
+    if spec.validation is not None:
         try:
-            validation = engine.prepare(Path(command.validation), training).examples
+            validation = engine.prepare(Path(spec.validation), prepared.config).examples
         except DataError as error:
             raise DataError(f"validation {error}") from error
-    exact = torch.promote_types(engine.base.dtype, torch.float32)
-    name, base = _adapter_of(command.job), engine.base
-    checkpoint = newest_checkpoint(Path(command.folder))
-    resume = start = None
-    if checkpoint is not None:
-        resume = read_checkpoint(checkpoint.path, name, base, exact)
-    elif command.start_from is not None:
-        start = read_adapter(Path(command.start_from), name, base, exact, base.device)
-    first = start if resume is None else resume.adapter
-    shapes = sketch_adapter(base, name, method, training.seed) if first is None else first
-    foresee_job(engine, shapes, training, method if first is None else None)
-    return _Ready(training, method, data, validation, start, checkpoint, resume)
+        check_lengths(engine, validation, prepared.first(base).virtual.count)
+    return _Ready(prepared, validation, checkpoint)

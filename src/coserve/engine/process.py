@@ -65,7 +65,7 @@ def main(pipes: SupervisorPipes) -> None:
         started = time.monotonic()
         pipes.say(Status("loading"))
         engine = _load(start)
-        engine.admission.count_process()
+        engine.memory.count_process()
         costs = _cost_file(start, engine)
         if start.config.calibrate:
             know_costs(engine, costs, lambda: pipes.say(Status("measuring", _MEASURING)))
@@ -213,5 +213,5 @@ def _describe(hello: Hello) -> str:
 
 def _memory(engine: Engine) -> str:
     """Describes the budget, and what comes on top of it."""
-    admission = engine.admission
-    return f"{show_size(admission.ledger.budget)} of memory, beside {show_size(admission.imports)} of imports"
+    memory = engine.memory
+    return f"{show_size(memory.ledger.budget)} of memory, beside {show_size(memory.imports)} of imports"

@@ -1,6 +1,6 @@
 """Statistics of an engine."""
 
-from coserve.engine.admission import Admission
+from coserve.engine.memory import EngineMemory
 from coserve.memory.malloc import resident_bytes
 from coserve.memory.pages import PagePool
 from coserve.schedule.scheduler import Scheduler
@@ -8,7 +8,7 @@ from coserve.wire.messages import Paging, Stats
 
 
 def count(
-    scheduler: Scheduler, admission: Admission, pages: PagePool, paging: Paging, adapters: int
+    scheduler: Scheduler, memory: EngineMemory, pages: PagePool, paging: Paging, adapters: int
 ) -> Stats:
     """Counters since the engine's start, and where things stand now: with so many `adapters` that have a
     name. Whoever calls holds the engine's lock."""
@@ -33,9 +33,9 @@ def count(
         slo_missed=stats.slo_missed,
         adapters=adapters,
         resident_bytes=resident_bytes(),
-        memory={account.value: nbytes for account, nbytes in admission.audit().items()},
-        memory_budget=admission.ledger.budget,
-        memory_peak=admission.meter.peak(),
-        memory_imports=admission.imports,
+        memory={account.value: nbytes for account, nbytes in memory.audit().items()},
+        memory_budget=memory.ledger.budget,
+        memory_peak=memory.meter.peak(),
+        memory_imports=memory.imports,
         paging=paging,
     )

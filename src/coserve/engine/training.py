@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import AdapterBank, LoadedVersion, check_name
@@ -14,7 +14,8 @@ from coserve.core.events import JobFailed, StepDone
 from coserve.core.job_status import JobStatus
 from coserve.core.sequence import MicroBatch
 from coserve.engine.admission import Admission
-from coserve.engine.finetuning import FineTuning, JobSpec, Keeping
+from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
+from coserve.engine.memory import EngineMemory
 from coserve.errors import ConfigError, CoserveError, JobError, OutOfMemory
 from coserve.executors.executor import (
     CloseSession,
@@ -28,17 +29,16 @@ from coserve.model.base import Base
 from coserve.schedule.scheduler import Scheduler
 from coserve.train.example import check_room
 from coserve.train.fitting import JobSize, Rank
-from coserve.train.fresh import sketch_adapter
+from coserve.train.needs import Steps
 from coserve.train.save_policy import SavePolicy
 from coserve.train.state import TrainingState
 from coserve.train.supervised import SupervisedSteps, count_steps
 
-Methods = object | Sequence[object]  # settings of an adapter's method, or of several
-
 
 class Training:
-    """Starts jobs, feeds the scheduler, and takes in what happened. Whoever calls holds `lock`, the engine's;
-    handles take it themselves. `drive` steps the engine once, `save` writes an adapter's files.
+    """Starts jobs, feeds the scheduler, and takes in what happened. Whoever calls `deliver` or asks
+    `refuse_while_trained` holds `lock`, the engine's; the other methods take it themselves. `drive` steps the
+    engine once, `save` writes an adapter's files.
     """
 
     def __init__(
@@ -47,61 +47,55 @@ class Training:
         base: Base,
         bank: AdapterBank,
         scheduler: Scheduler,
-        admission: Admission,
+        memory: EngineMemory,
+        limits: Steps,
         drive: Callable[[], bool],
         save: Callable[[str, str | Path], None],
         lock: AbstractContextManager[bool],
     ) -> None:
         self.jobs: dict[str, FineTuning] = {}  # that have not ended
         self.started = 0  # jobs that ever were
-        self._executor, self._scheduler, self._admission = executor, scheduler, admission
+        self.admission = Admission(memory, executor, base, scheduler.config, limits, self._start_admitted)
+        self._executor, self._scheduler = executor, scheduler
         self._base, self._bank = base, bank
         self._drive, self._save, self._lock = drive, save, lock
-        self._queued: dict[str, JobSpec] = {}
         self._steps: dict[str, SupervisedSteps] = {}  # of jobs that train
 
-    def check(self, asked: JobSpec) -> JobSize:
+    def check(self, prepared: PreparedJob) -> JobSize:
         """Returns how large a job is. Raises what makes it impossible: AdapterError, DataError, and
         OutOfMemory where it could not run even if it were alone."""
-        size = self._size(asked)
-        check_room(asked.data.examples, self._base.max_positions, size.adapter.virtual.count)
-        self._admission.check(asked.job, size)
-        return size
+        with self._lock:
+            size = self._size(prepared)
+            check_room(prepared.data.examples, self._base.max_positions, size.adapter.virtual.count)
+            self.admission.check(prepared.job, size)
+            return size
 
-    def start(self, asked: JobSpec, keeping: Keeping | None = None) -> FineTuning:
+    def start(self, prepared: PreparedJob, keeping: Keeping | None = None) -> FineTuning:
         """A job that trains at once, or waits for bytes. Raises what `check` does, and JobError."""
-        check_name(asked.adapter)
-        self.refuse_while_trained(asked.adapter)
-        if asked.job in self.jobs:
-            raise JobError(f"there is a job {asked.job!r} already, and it has not ended")
-        size = self.check(asked)
-        steps = count_steps(len(asked.data.examples), asked.config)
-        handle = FineTuning(asked, steps, self, keeping)
-        if self._admission.enter(asked.job, size, partial(self._start_later, asked), handle.wait):
-            try:
-                self._open(asked)
-            except BaseException:
-                self._admission.leave(asked.job)
-                raise
-            self.jobs[asked.job] = handle
-            try:
-                self._begin(asked.job)
-            except BaseException as error:
-                self._fail(asked.job, contained(error, f"job {asked.job}", JobError))
-                raise
-        else:
-            self.jobs[asked.job], self._queued[asked.job] = handle, asked
-        self.started += 1
-        return handle
+        with self._lock:
+            check_name(prepared.adapter)
+            self.refuse_while_trained(prepared.adapter)
+            if prepared.job in self.jobs:
+                raise JobError(f"there is a job {prepared.job!r} already, and it has not ended")
+            size = self.check(prepared)
+            steps = count_steps(len(prepared.data.examples), prepared.config)
+            handle = FineTuning(prepared, steps, self, keeping)
+            if self.admission.enter(handle, size):
+                self._start(handle, prepared)
+            else:
+                self.jobs[prepared.job] = handle
+            self.started += 1
+            return handle
 
     def set_weight(self, job: str, weight: float) -> None:
         """Changes a running job's share among the jobs that train."""
-        if not weight > 0:
-            raise ConfigError(f"a job's weight must be positive, not {weight}")
-        if job not in self._steps:
-            raise JobError(f"no job {job!r} is running")
-        self.jobs[job].weight = weight
-        self._scheduler.set_training_weight(job, weight)
+        with self._lock:
+            if not weight > 0:
+                raise ConfigError(f"a job's weight must be positive, not {weight}")
+            if job not in self._steps:
+                raise JobError(f"no job {job!r} is running")
+            self.jobs[job].weight = weight
+            self._scheduler.set_training_weight(job, weight)
 
     def refuse_while_trained(self, adapter: str) -> None:
         """Raises JobError if a job trains the adapter, or is going to."""
@@ -146,63 +140,79 @@ class Training:
         with self._lock:
             if job in self._steps:
                 return self._executor.call(SaveState(job))
-            queued = self._queued.get(job)
-            if queued is not None and queued.resume is not None:
-                return queued.resume
-            raise JobError(f"job {job!r} has {'ended' if queued is None else 'not begun'}")
+            handle = self.jobs.get(job)
+            if handle is not None and handle.prepared is not None and handle.prepared.resume is not None:
+                return handle.prepared.resume
+            raise JobError(f"job {job!r} has {'ended' if handle is None else 'not begun'}")
 
     # Inside
 
-    def _size(self, asked: JobSpec) -> JobSize:
+    def _size(self, prepared: PreparedJob) -> JobSize:
         """Without the memory of an adapter that is not there yet."""
-        lengths = [len(example) for example in asked.data.examples]
-        if asked.start is not None:
-            return JobSize(asked.start, lengths, asked.config)
+        lengths = [len(example) for example in prepared.data.examples]
+        return JobSize(prepared.first(self._base), lengths, prepared.config, self._rank(prepared))
 
-        def sketch(method: Methods) -> AdapterVersion:
-            return sketch_adapter(self._base, asked.adapter, method, asked.config.seed)
+    def _rank(self, prepared: PreparedJob) -> Rank | None:
+        """The rank of a fresh adapter of one method that has one."""
+        if prepared.start is not None or len(prepared.methods) != 1:
+            return None
+        method: Any = prepared.methods[0]
+        rank = getattr(method, "rank", None)
+        if not isinstance(rank, int):
+            return None
 
-        return JobSize(self._shapes(asked), lengths, asked.config, _rank_of(asked.method, sketch))
+        def at(lower: int) -> AdapterVersion:
+            return replace(prepared, methods=(replace(method, rank=lower),)).first(self._base)
 
-    def _shapes(self, asked: JobSpec) -> AdapterVersion:
-        """The adapter that a job begins with; of a fresh one the shapes alone."""
-        if asked.start is not None:
-            return asked.start
-        return sketch_adapter(self._base, asked.adapter, asked.method, asked.config.seed)
+        return Rank(rank, at)
 
-    def _start_later(self, asked: JobSpec) -> None:
-        """Begins a job whose bytes are free now, or fails it."""
-        del self._queued[asked.job]
+    def _start(self, handle: FineTuning, prepared: PreparedJob) -> None:
+        """Begins a job that has its bytes."""
         try:
-            self._open(asked)
-            self._begin(asked.job)
+            self._open(prepared)
+        except BaseException:
+            self.admission.leave(prepared.job)
+            raise
+        self.jobs[prepared.job] = handle
+        try:
+            self._begin(prepared.job)
         except BaseException as error:
-            self._fail(asked.job, contained(error, f"job {asked.job}", JobError))
+            self._fail(prepared.job, contained(error, f"job {prepared.job}", JobError))
+            raise
 
-    def _open(self, asked: JobSpec) -> None:
+    def _start_admitted(self, handle: FineTuning) -> None:
+        """Begins a job that has waited for its bytes, or fails it."""
+        assert handle.prepared is not None, "a job that waits"
+        try:
+            self._open(handle.prepared)
+            self._begin(handle.job)
+        except BaseException as error:
+            self._fail(handle.job, contained(error, f"job {handle.job}", JobError))
+
+    def _open(self, prepared: PreparedJob) -> None:
         """Opens a job's session, which its first step is ready for."""
-        virtual, data, resume = self._shapes(asked).virtual, asked.data, asked.resume
-        version = self._bank.next_version(asked.adapter)
+        virtual, data, resume = prepared.first(self._base).virtual, prepared.data, prepared.resume
+        version = self._bank.next_version(prepared.adapter)
         steps = SupervisedSteps(
-            asked.job, f"{asked.adapter}@{version}", data.examples, asked.config, self._base.depth,
+            prepared.job, f"{prepared.adapter}@{version}", data.examples, prepared.config, self._base.depth,
             self._base.row_buckets, virtual.given_count, virtual.prompt_count, data.digest,
             resume.step if resume else 0,
         )  # fmt: skip
         if resume is not None:
             steps.identity.expect(resume.identity)
-        start = asked.start
+        start = prepared.start
         if start is not None:
             for _, bypass in start.placed():
                 if bypass.note:
                     warnings.warn(f"{start.name}: {bypass.note}", stacklevel=5)
-        fresh = FreshAdapter.of(asked.methods, asked.config.seed) if start is None else None
+        fresh = FreshAdapter.of(prepared.methods, prepared.config.seed) if start is None else None
         outline = self._executor.call(
             OpenSession(
-                asked.job, asked.adapter, version, steps.session, start, fresh, steps.identity, resume
+                prepared.job, prepared.adapter, version, steps.session, start, fresh, steps.identity, resume
             )
         )
-        self._bank.publish(LoadedVersion(asked.adapter, version, outline))
-        self._steps[asked.job] = steps
+        self._bank.publish(LoadedVersion(prepared.adapter, version, outline))
+        self._steps[prepared.job] = steps
 
     def _begin(self, job: str) -> None:
         self.jobs[job].begin()
@@ -227,7 +237,7 @@ class Training:
             return False
         micro_batches = steps.smaller_step(iter(self._scheduler.new_key, None))
         self._executor.call(RestartStep(event.job, steps.session))
-        self._admission.shrink(event.job, steps.config)
+        self.admission.shrink(event.job, steps.config)
         handle.notes.append(
             f"{event.error}; step {steps.step + 1} runs again, and the job goes on, with "
             f"rows={steps.config.rows}, keep={SavePolicy.INPUTS.value}"
@@ -244,17 +254,6 @@ class Training:
         """Frees all a job held, its handle too unless its caller has it; its published version stays."""
         self._executor.call(CloseSession(job))
         self._scheduler.remove_training(job)
-        self._queued.pop(job, None)
         self._steps.pop(job, None)
         self.jobs.pop(job, None)
-        self._admission.leave(job)
-
-
-def _rank_of(method: Methods, sketch: Callable[[Methods], AdapterVersion]) -> Rank | None:
-    """The rank of an adapter of one method that has one."""
-    rank = getattr(method, "rank", None)
-    if isinstance(method, Sequence) and len(method) == 1:
-        return _rank_of(method[0], sketch)
-    if not isinstance(rank, int):
-        return None
-    return Rank(rank, lambda lower: sketch(replace(method, rank=lower)))  # type: ignore[type-var]
+        self.admission.leave(job)

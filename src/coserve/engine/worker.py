@@ -14,7 +14,7 @@ from coserve.engine.checking import read_beginning
 from coserve.engine.compiling import Compiling
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import JobSpec
+from coserve.engine.finetuning import PreparedJob
 from coserve.engine.jobs import Jobs, fault_of
 from coserve.engine.remembered import CostFile
 from coserve.errors import (
@@ -123,7 +123,7 @@ class Worker:
             case CheckMethod():
                 self._check(command)
             case CheckJob():
-                read = partial(read_beginning, self._engine, command)
+                read = partial(read_beginning, self._engine, command.spec)
                 self._background.do(
                     "checking the job", read, partial(self._checked, command.ref, self._connection)
                 )
@@ -206,7 +206,9 @@ class Worker:
                 self._reply(command.ref, contained(error, "the adapter", AdapterError))
             case CheckMethod() | CheckJob():
                 self._reply(command.ref, contained(error, "checking the job", ConfigError))
-            case StartJob() | StopJob() | WeighJob():
+            case StartJob():
+                self._jobs.fail(command.spec.job, contained(error, "the job", JobError))
+            case StopJob() | WeighJob():
                 self._jobs.fail(command.job, contained(error, "the job", JobError))
             case _:
                 raise error
@@ -319,13 +321,13 @@ class Worker:
         # A thousand patterns take their time, and no step waits for it.
         self._background.do("checking the settings", partial(settings_of, command.method), checked)
 
-    def _checked(self, ref: int, connection: int, outcome: Outcome[JobSpec]) -> None:
+    def _checked(self, ref: int, connection: int, outcome: Outcome[PreparedJob]) -> None:
         """Tells the server what adapter and memory say about a job, and what nobody foresaw: anything else is
         told when the job has been taken on."""
         error: CoserveError | None = outcome if isinstance(outcome, CoserveError) else None
         try:
-            if isinstance(outcome, JobSpec):
-                self._engine.check_job(outcome)
+            if isinstance(outcome, PreparedJob):
+                self._engine.training.check(outcome)
         except CoserveError as refusal:
             error = refusal
         if isinstance(error, InternalError):

@@ -124,7 +124,7 @@ def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True
         try:
             engine = Engine(subject.build(), run.config(memory))
             if on_cpu:
-                engine.admission.count_process(grown=0)  # nothing is loaded here
+                engine.memory.count_process(grown=0)  # nothing is loaded here
             if program.trains:
                 examples, config = run.job()
                 engine.finetune(examples, _JOB, settings_of(program.parts), config)

@@ -29,7 +29,7 @@ from coserve.schedule.segments import announce, announce_batches, note_planned
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
 from coserve.schedule.training_packer import TrainingPacker, in_order
-from coserve.schedule.training_queue import Job, TrainingQueue, rows_through
+from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_through
 
 _NAP: Final = 0.001  # seconds between two looks at whether somebody who is kept back may come in
 
@@ -259,7 +259,7 @@ class Scheduler:
 
     # Planning
 
-    def _view(self, now: float, jobs: list[Job], starving: bool) -> View:
+    def _view(self, now: float, jobs: list[QueueEntry], starving: bool) -> View:
         return View(
             now=now,
             config=self.config,
@@ -346,7 +346,7 @@ class Scheduler:
                 most = rows - 1
         return least
 
-    def _train(self, builder: PlanBuilder, view: View, jobs: list[Job]) -> None:
+    def _train(self, builder: PlanBuilder, view: View, jobs: list[QueueEntry]) -> None:
         """Jobs in turn: an optimizer step that is due, or the next windows of the micro-batches."""
         self.stats.fused_possible += bool(builder.inference)
         slack = measure(builder, self._requests, self.cost, self.config)

@@ -10,7 +10,7 @@ from coserve.core.sequence import MicroBatch, Position
 
 
 @dataclass(slots=True)
-class Job:
+class QueueEntry:
     """One job's current optimizer step. `progress` is rows trained per weight, its virtual time."""
 
     name: str
@@ -40,7 +40,7 @@ class TrainingQueue:
 
     def __init__(self, in_flight: int) -> None:
         self.released: list[int] = []  # keys whose device state the next plan drops
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, QueueEntry] = {}
         self._in_flight = in_flight
         self._clock = 0.0  # virtual time of the job furthest behind when turns were last given
 
@@ -60,7 +60,7 @@ class TrainingQueue:
         A job that had nothing to run meanwhile starts level with the others instead of catching up.
         """
         update = update or OptimStep(name)
-        job = self._jobs.setdefault(name, Job(name, weight, update))
+        job = self._jobs.setdefault(name, QueueEntry(name, weight, update))
         assert not job.is_open, f"job {name} has not finished its last step"
         job.weight = weight
         job.update, job.is_open = update, True
@@ -80,7 +80,7 @@ class TrainingQueue:
         if job is not None:
             self.released.extend(batch.key for batch in job.micro_batches)
 
-    def turns(self, now: float, starvation: float | None) -> tuple[list[Job], bool]:
+    def turns(self, now: float, starvation: float | None) -> tuple[list[QueueEntry], bool]:
         """Jobs with something to run, first in turn first, and whether that one is starving."""
         jobs = [job for job in self._jobs.values() if job.is_waiting]
         if not jobs:
@@ -102,11 +102,11 @@ class TrainingQueue:
         batches = () if job is None else job.micro_batches
         return next((batch for batch in batches if batch.key == segment.key), None)
 
-    def ready(self, job: Job) -> list[MicroBatch]:
+    def ready(self, job: QueueEntry) -> list[MicroBatch]:
         """A job's micro-batches that may travel now, in order."""
         return list(islice((batch for batch in job.micro_batches if not batch.done), self._in_flight))
 
-    def level(self, first: Job, jobs: Iterable[Job]) -> list[MicroBatch]:
+    def level(self, first: QueueEntry, jobs: Iterable[QueueEntry]) -> list[MicroBatch]:
         """Micro-batches that may travel with those of the job whose turn it is: of jobs that are ahead of it
         by no more than it gets itself meanwhile, so that weights hold in the long run."""
         reach = first.progress + self.ready(first)[0].length / first.weight

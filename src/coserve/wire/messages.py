@@ -88,32 +88,15 @@ class CheckMethod(WireMessage, frozen=True):
     method: Method
 
 
-class CheckJob(WireMessage, frozen=True):
-    """Tells whether a job could ever run on this engine; a `Reply` with `ref` follows.
+class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A fine-tuning job as it was asked for, in paths and settings.
 
-    Fields are as in `StartJob`. Of a long file only the beginning is read: what is refused for that is
-    refused rightly, and what is not may still fail when it starts.
-    """
-
-    ref: int
-    job: str
-    data: str
-    options: Options = {}
-    method: Method = {}
-    start_from: str | None = None
-
-
-class StartJob(WireMessage, frozen=True):
-    """Trains an adapter, from the newest good checkpoint under `folder` if there is one.
-
-    A job that runs already goes on as it is. `data` is a checked JSONL or text file. `options` are fields of
-    TrainingConfig, `method` of an adapter method's settings (`adapters.settings`), or of several.
-    `start_from` is the folder of an adapter to continue from. `every` is how many optimizer steps lie between
-    checkpoints.
+    `data` and `validation` are checked JSONL or text files; checkpoints are written under `folder`, one after
+    every `every` optimizer steps. `options` are fields of TrainingConfig, `method` of an adapter method's
+    settings (`adapters.settings`), or of several. `start_from` is the folder of an adapter to continue from.
     """
 
     job: str
-    adapter: str
     data: str
     folder: str
     options: Options = {}
@@ -121,6 +104,24 @@ class StartJob(WireMessage, frozen=True):
     start_from: str | None = None
     validation: str | None = None
     every: int = 50
+
+
+class CheckJob(WireMessage, frozen=True):
+    """Tells whether a job could ever run on this engine; a `Reply` with `ref` follows.
+
+    Of a long file only the beginning is read: what is refused for that is refused rightly, and what is not
+    may still fail when it starts.
+    """
+
+    ref: int
+    spec: JobSpec
+
+
+class StartJob(WireMessage, frozen=True):
+    """Trains an adapter, from the newest good checkpoint of the job if there is one. A job that runs already
+    goes on as it is. `weight` is its share among the jobs that train."""
+
+    spec: JobSpec
     weight: float = 1.0
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.core.size import show_size
-from coserve.engine import admission
+from coserve.engine import memory
 from coserve.engine.finetuning import FineTuning
 from coserve.errors import AdapterNotFound, ConfigError, JobError, OutOfMemory
 from coserve.memory.compiled import BUILT_BYTES
@@ -29,16 +29,16 @@ def make_engine(memory: int | str = "auto") -> Engine:
 @pytest.fixture(scope="module")
 def fixed() -> int:
     """Bytes of an engine without jobs."""
-    return make_engine().admission.ledger.used
+    return make_engine().memory.ledger.used
 
 
 @pytest.fixture(scope="module")
 def needed() -> int:
     """Bytes of one job more."""
     engine = make_engine()
-    before = engine.admission.ledger.used
+    before = engine.memory.ledger.used
     start(engine, "one")
-    return engine.admission.ledger.used - before
+    return engine.memory.ledger.used - before
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def own(fixed: int, needed: int) -> int:
     """Bytes of another job beside it: rows of both can go back together."""
     engine = make_engine()
     start(engine, "one"), start(engine, "two")
-    found = engine.admission.ledger.used - fixed - needed
+    found = engine.memory.ledger.used - fixed - needed
     assert 0 < found <= needed
     return found
 
@@ -56,12 +56,12 @@ def test_what_goes_back_together_is_no_more_than_one_full_window(needed: int, ow
     engine = make_engine()
     used = []
     for name in ("one", "two", "three"):
-        before = engine.admission.ledger.used
+        before = engine.memory.ledger.used
         start(engine, name)
-        used.append(engine.admission.ledger.used - before)
+        used.append(engine.memory.ledger.used - before)
     assert used[:2] == [needed, own]
     backward = used[1] - used[2]
-    assert backward > 0 and engine.admission.ledger.of("backward") == 2 * backward
+    assert backward > 0 and engine.memory.ledger.of("backward") == 2 * backward
 
 
 def start(engine: Engine, name: str, training: TrainingConfig = SETTINGS, rank: int = 4) -> FineTuning:
@@ -74,7 +74,7 @@ def tokens(engine: Engine) -> list[int]:
 
 def test_a_job_has_its_bytes_before_it_begins_and_gives_them_back(fixed: int, needed: int) -> None:
     engine = make_engine()
-    ledger = engine.admission.ledger
+    ledger = engine.memory.ledger
     assert ledger.used == fixed
     job = start(engine, "one")
     assert job.status == "running" and ledger.used == fixed + needed
@@ -111,7 +111,7 @@ def test_jobs_begin_in_the_order_in_which_they_came(fixed: int, needed: int, own
     assert jobs[2].reason.endswith("behind job two")
     jobs[1].cancel()
     assert [job.status for job in jobs] == ["running", "cancelled", "running"]
-    assert engine.admission.waiting == ()
+    assert engine.training.admission.waiting == ()
 
 
 def test_a_job_that_waits_can_be_given_up(fixed: int, needed: int) -> None:
@@ -143,7 +143,7 @@ def test_one_that_never_fits_is_refused_with_what_is_missing(fixed: int, needed:
     text = str(refused.value)
     assert f"{show_size(10_000)} more than a job can have" in text and "tapes" in text
     assert "it would fit with keep=inputs" in text and "batch_size=3" in text
-    assert not engine.jobs and engine.admission.ledger.used == fixed
+    assert not engine.jobs and engine.memory.ledger.used == fixed
     tokens(engine)
 
 
@@ -177,9 +177,9 @@ def test_a_job_that_goes_on_with_less_frees_the_rest_and_never_asks_for_more(
 ) -> None:
     engine = make_engine(fixed + needed + own * 2 // 5)
     first, second = start(engine, "one"), start(engine, "two")
-    engine.admission.shrink("one", replace(SETTINGS, batch_size=8))
-    assert engine.admission.ledger.used == fixed + needed and second.status == "queued"
-    engine.admission.shrink("one", replace(SETTINGS, keep=SavePolicy.INPUTS, rows=64))
+    engine.training.admission.shrink("one", replace(SETTINGS, batch_size=8))
+    assert engine.memory.ledger.used == fixed + needed and second.status == "queued"
+    engine.training.admission.shrink("one", replace(SETTINGS, keep=SavePolicy.INPUTS, rows=64))
     assert second.status == "running" and first.is_under_way
 
 
@@ -192,10 +192,10 @@ def test_an_adapter_that_does_not_fit_is_refused(fixed: int, needed: int) -> Non
     engine = make_engine(fixed + needed)
     start(engine, "one").result()
     adapter = engine.weights("one")
-    engine.admission.ledger.budget = engine.admission.ledger.used + adapter.nbytes - 1
+    engine.memory.ledger.budget = engine.memory.ledger.used + adapter.nbytes - 1
     with pytest.raises(OutOfMemory, match=r"the adapter 'one' needs .*, 1 bytes more than are free"):
         engine.add_adapter(adapter)
-    engine.admission.ledger.budget += 1
+    engine.memory.ledger.budget += 1
     engine.add_adapter(adapter)
 
 
@@ -204,9 +204,9 @@ def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: in
     start(engine, "one")
     stats = engine.stats()
     assert stats.memory_budget == fixed * 3 and set(stats.memory) == {a.value for a in Account}
-    assert sum(stats.memory.values()) == engine.admission.ledger.used
+    assert sum(stats.memory.values()) == engine.memory.ledger.used
     assert all(stats.memory[name] > 0 for name in ("base", "pages", "tapes", "optimizers", "workspaces"))
-    assert stats.memory_peak == engine.admission.meter.peak()
+    assert stats.memory_peak == engine.memory.meter.peak()
 
 
 @pytest.mark.local
@@ -214,28 +214,28 @@ def test_a_process_counts_what_libraries_take_beside_the_model(fixed: int) -> No
     """And a job that needs those bytes waits for others, or is refused, as with any bytes."""
     engine = make_engine(fixed * 3 + 2 * BUILT_BYTES)
     engine.executor._grown = 1000  # type: ignore[attr-defined]
-    room = engine.admission._room()
-    engine.admission.count_process()
+    room = engine.memory.job_room()
+    engine.memory.count_process()
     assert engine.stats().memory["libraries"] == BUILT_BYTES + 1000
-    assert engine.admission._room() == room - BUILT_BYTES - 1000
-    assert engine.stats().memory_imports == engine.admission.imports > 0
+    assert engine.memory.job_room() == room - BUILT_BYTES - 1000
+    assert engine.stats().memory_imports == engine.memory.imports > 0
 
 
 def test_a_budget_without_room_for_libraries_is_refused(fixed: int) -> None:
     engine = make_engine(fixed * 3)
     with pytest.raises(ConfigError, match=r"too few beside model, cache and a step for what libraries take"):
-        engine.admission.count_process()
+        engine.memory.count_process()
 
 
 def test_freed_memory_goes_back_where_it_exceeds_the_budget(
     fixed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, returned = make_engine(fixed + 2 * BUILT_BYTES), []
-    engine.admission.count_process()
-    monkeypatch.setattr(admission, "return_freed_memory", lambda: returned.append(True))
-    engine.admission.imports = resident_bytes()
+    engine.memory.count_process()
+    monkeypatch.setattr(memory, "return_freed_memory", lambda: returned.append(True))
+    engine.memory.imports = resident_bytes()
     engine.stats()
     assert not returned
-    engine.admission.imports = resident_bytes() - engine.admission.ledger.budget - 1
+    engine.memory.imports = resident_bytes() - engine.memory.ledger.budget - 1
     engine.stats()
     assert returned == [True]

@@ -11,7 +11,7 @@ from coserve.core.request import FinishReason
 from coserve.engine import jobs as jobs_module
 from coserve.engine import worker as worker_module
 from coserve.errors import AdapterError, JobError
-from coserve.wire.messages import CheckJob, CheckMethod, Command, JobEnded, LoadAdapter, Reply, Token
+from coserve.wire.messages import CheckJob, CheckMethod, Command, JobEnded, JobSpec, LoadAdapter, Reply, Token
 from desk import Desk, ask, job, write_data
 from models import tiny, with_lora
 
@@ -73,7 +73,7 @@ COMMANDS: dict[str, tuple[Any, str, Command]] = {
     "looking at an adapter": (None, "look_at_adapter", LoadAdapter(5, "x", "/nowhere")),
     "naming an adapter": (None, "add_stored", LoadAdapter(5, "x", "/nowhere")),
     "a method": (worker_module, "settings_of", CheckMethod(5, {})),
-    "a job": (worker_module, "read_beginning", CheckJob(5, "j", "/nowhere")),
+    "a job": (worker_module, "read_beginning", CheckJob(5, JobSpec("j", "/nowhere", ""))),
 }
 
 
@@ -124,7 +124,7 @@ def test_weights_that_cannot_be_read_fail_who_asked_for_them(
 
 PLACES = {
     "reading": (jobs_module, "_read"),
-    "beginning": (None, "finetune"),
+    "beginning": ("coserve.engine.training.Training", "start"),
     "the first step": ("coserve.train.supervised.SupervisedSteps", "next_step"),
     "the tail": ("coserve.train.tail.Tail", "loss"),
     "a layer on the way back": ("coserve.train.backward", "layer_gradients"),
@@ -143,7 +143,7 @@ def test_a_job_that_fails_ends_alone(
     if isinstance(owner, str):
         monkeypatch.setattr(f"{owner}.{name}", raising(error))
     else:
-        monkeypatch.setattr(owner or desk.engine, name, raising(error))
+        monkeypatch.setattr(owner, name, raising(error))
     data = write_data(tmp_path / "train.jsonl")
     desk.send(job(data, tmp_path / "j", where, every=2, validation=str(data)))
     ended = desk.ended()

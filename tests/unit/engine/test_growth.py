@@ -20,6 +20,7 @@ from coserve.wire.messages import (
     Acknowledge,
     CheckJob,
     JobCheckpoint,
+    JobSpec,
     JobStep,
     LoadAdapter,
     PinAdapter,
@@ -78,9 +79,10 @@ class Tenants:
         }  # fmt: skip
         data = self._wrong if fate == "unreadable" else self._data
         validation = str(self._data) if draws.random() < 0.3 else None
-        desk.send(CheckJob(1, name, str(data), options, method))
+        spec = JobSpec(name, str(data), str(folder), options, method, validation=validation, every=2)
+        desk.send(CheckJob(1, spec))
         desk.send(
-            StartJob(name, "a", str(data), str(folder), options, method, validation=validation, every=2),
+            StartJob(spec),
             Submit(f"beside {name}", (5, 6, 7), SamplingParams(max_tokens=2, seed=1)),
         )
         if fate in ("cancelled", "paused"):
@@ -145,6 +147,6 @@ def test_freed_memory_goes_back_every_few_jobs() -> None:
     blocks.clear()
     before = resident_bytes()
     for number in range(16):
-        engine.admission.leave(f"j{number}")
+        engine.training.admission.leave(f"j{number}")
     assert before - resident_bytes() >= 40 << 20, "of 48 MiB"
     assert len(kept) == 48

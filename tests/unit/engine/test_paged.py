@@ -291,16 +291,16 @@ def test_bytes_are_reserved_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch, folders: list[Path], cost: int
 ) -> None:
     engine, script = paged(monkeypatch, folders, 3 * cost)
-    ledger = engine.admission.ledger
-    engine.admission.audit()
+    ledger = engine.memory.ledger
+    engine.memory.audit()
     assert ledger.of("stored adapters", Account.ADAPTERS) == 3 * cost, "what was set is theirs"
     engine, script = paged(monkeypatch, folders)
-    before = engine.admission.audit()[Account.ADAPTERS]
+    before = engine.memory.audit()[Account.ADAPTERS]
     ask(engine, 0)
-    assert engine.admission.audit()[Account.ADAPTERS] == before + cost, "with its slot"
+    assert engine.memory.audit()[Account.ADAPTERS] == before + cost, "with its slot"
     handles = [ask(engine, 1), ask(engine, 2)]
     finish(engine, script)
-    assert engine.admission.audit()[Account.ADAPTERS] == before + 3 * cost
+    assert engine.memory.audit()[Account.ADAPTERS] == before + 3 * cost
     assert engine.executor.slot_pools.nbytes > 0 and handles[0].tokens
 
 
@@ -324,8 +324,8 @@ def test_without_a_limit_adapters_have_what_is_free_and_leave_for_jobs(
     for number in range(3):
         ask(engine, number)
     finish(engine, script)
-    ledger = engine.admission.ledger
-    engine.admission.audit()
+    ledger = engine.memory.ledger
+    engine.memory.audit()
     ledger.budget = ledger.used + cost - 1  # no fourth one fits beside them
     ask(engine, 3)
     finish(engine, script)
@@ -343,12 +343,12 @@ def test_a_job_that_waits_begins_when_an_answer_lets_its_adapter_go(
     monkeypatch: pytest.MonkeyPatch, folders: list[Path], cost: int
 ) -> None:
     settings = TrainingConfig(batch_size=2, max_steps=1)
-    alone = make_engine().admission.ledger
+    alone = make_engine().memory.ledger
     other = make_engine()
     other.finetune(DATA, "x", training=settings)
-    needed = other.admission.ledger.used - alone.used
+    needed = other.memory.ledger.used - alone.used
     engine, script = paged(monkeypatch, folders)
-    engine.admission.ledger.budget = alone.used + needed + cost - 1
+    engine.memory.ledger.budget = alone.used + needed + cost - 1
     running = ask(engine, 0, tokens=8)
     script.hand_over()
     engine.step()

@@ -120,10 +120,10 @@ def test_a_job_that_runs_out_tries_again_with_less(
     allocator = Allocator("two", times=2 if where in ("tape", "kept") else 1)
     with failing(monkeypatch, engine, where, allocator):
         answer, jobs = ask(engine), [start(engine, name) for name in ("one", "two")]
-        reserved = engine.admission.ledger.of("job two")
+        reserved = engine.memory.ledger.of("job two")
         while not jobs[1].notes and engine.step():
             pass
-        assert engine.admission.ledger.of("job two") < reserved
+        assert engine.memory.ledger.of("job two") < reserved
         assert engine.executor.arena.nbytes == 0, "what waited was given back"
         engine.run()
     assert allocator.failed == allocator.times
@@ -148,7 +148,7 @@ def test_a_second_time_the_job_fails_and_nobody_else(
     assert [job.status for job in jobs] == ["succeeded", "failed"] and answer.tokens == undisturbed[0]
     with pytest.raises(OutOfMemory, match=r"job two ran out of memory: .*can't allocate"):
         jobs[1].result()
-    assert "two" not in engine.executor.sessions and engine.admission.ledger.of("job two") == 0
+    assert "two" not in engine.executor.sessions and engine.memory.ledger.of("job two") == 0
     assert engine.weights("two").version == 1, "its last good version stays"
 
 

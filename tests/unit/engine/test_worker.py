@@ -18,6 +18,7 @@ from coserve.wire.messages import (
     Drain,
     JobCheckpoint,
     JobEnded,
+    JobSpec,
     JobStarted,
     JobStep,
     LoadAdapter,
@@ -206,15 +207,15 @@ def test_a_checkpoint_that_cannot_be_written_fails_the_job(
 
 def test_what_a_job_may_not_be(desk: Desk, data: Path, tmp_path: Path) -> None:
     cases = {
-        "options: ": StartJob("j", "a", str(data), str(tmp_path), {"batch_size": "many"}),
-        "batch_size": StartJob("j", "a", str(data), str(tmp_path), {"batch_size": 0}),
-        "schedule": StartJob("j", "a", str(data), str(tmp_path), {"schedule": "sideways"}),
-        "no_such": StartJob("j", "a", str(data), str(tmp_path), {}, {"targets": ["no_such"]}),
-        "keeping.every": StartJob("j", "a", str(data), str(tmp_path), every=0),
-        "nothing": StartJob("j", "a", str(data), str(tmp_path), start_from=str(tmp_path / "nothing")),
+        "options: ": JobSpec("j", str(data), str(tmp_path), {"batch_size": "many"}),
+        "batch_size": JobSpec("j", str(data), str(tmp_path), {"batch_size": 0}),
+        "schedule": JobSpec("j", str(data), str(tmp_path), {"schedule": "sideways"}),
+        "no_such": JobSpec("j", str(data), str(tmp_path), {}, {"targets": ["no_such"]}),
+        "keeping.every": JobSpec("j", str(data), str(tmp_path), every=0),
+        "nothing": JobSpec("j", str(data), str(tmp_path), start_from=str(tmp_path / "nothing")),
     }
-    for said, command in cases.items():
-        desk.send(command)
+    for said, spec in cases.items():
+        desk.send(StartJob(spec))
         ended = desk.ended()
         assert ended.status == "failed" and said in ended.fault.text, said
         desk.send(Acknowledge(10**9))

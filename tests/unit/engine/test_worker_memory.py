@@ -21,6 +21,7 @@ from coserve.wire.messages import (
     JobEnded,
     JobNews,
     JobNote,
+    JobSpec,
     JobStarted,
     JobWaiting,
     Reply,
@@ -87,11 +88,11 @@ def desk(data: Path, tmp_path: Path) -> Desk:
     desk = Desk("auto")
     desk.worker.take(start(data, tmp_path, "probe"))
     desk.until(lambda: desk.of(JobStarted, "probe"))
-    return Desk(desk.engine.admission.ledger.used + 1000)
+    return Desk(desk.engine.memory.ledger.used + 1000)
 
 
 def start(data: Path, folder: Path, name: str, **fields: Any) -> StartJob:
-    return StartJob(name, "a", str(data), str(folder / name), OPTIONS, METHOD, **fields)
+    return StartJob(JobSpec(name, str(data), str(folder / name), OPTIONS, METHOD, **fields))
 
 
 def test_a_job_waits_and_begins_when_the_one_before_has_ended(desk: Desk, data: Path, tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_job_that_waits_can_be_stopped(
 @pytest.mark.parametrize("rank", [2, 4000])
 def test_a_job_is_checked_before_it_is_taken_on(desk: Desk, data: Path, rank: int) -> None:
     method = {**METHOD, "rank": rank}
-    desk.worker.take(CheckJob(7, "j", str(data), OPTIONS, method))
+    desk.worker.take(CheckJob(7, JobSpec("j", str(data), "", OPTIONS, method)))
     desk.until(lambda: desk.replies)
     (reply,) = desk.replies
     assert reply.ref == 7 and (reply.fault is None) == (rank == 2)
@@ -148,20 +149,21 @@ def test_what_the_base_has_not_is_told_before_a_job_is_taken_on(
     desk: Desk, tmp_path: Path, method: dict[str, Any], said: str
 ) -> None:
     """Whatever its data are."""
-    desk.worker.take(CheckJob(1, "j", str(tmp_path / "missing.jsonl"), OPTIONS, method))
+    desk.worker.take(CheckJob(1, JobSpec("j", str(tmp_path / "missing.jsonl"), "", OPTIONS, method)))
     desk.until(lambda: desk.replies)
     (reply,) = desk.replies
     assert reply.fault is not None and re.search(said, reply.fault.text)
 
 
 def test_what_else_is_wrong_with_a_job_is_told_when_it_starts(desk: Desk, tmp_path: Path) -> None:
-    desk.worker.take(CheckJob(1, "j", str(tmp_path / "missing.jsonl"), OPTIONS, METHOD))
+    desk.worker.take(CheckJob(1, JobSpec("j", str(tmp_path / "missing.jsonl"), "", OPTIONS, METHOD)))
     desk.until(lambda: desk.replies)
     assert desk.replies == [Reply(1)]
 
 
 def test_a_job_that_never_fits_fails_and_says_so(desk: Desk, data: Path, tmp_path: Path) -> None:
-    desk.worker.take(StartJob("j", "a", str(data), str(tmp_path / "j"), OPTIONS, {**METHOD, "rank": 4000}))
+    spec = JobSpec("j", str(data), str(tmp_path / "j"), OPTIONS, {**METHOD, "rank": 4000})
+    desk.worker.take(StartJob(spec))
     desk.until(lambda: desk.of(JobEnded, "j"))
     (ended,) = desk.of(JobEnded, "j")
     assert ended.status == "failed" and ended.fault.kind == "OutOfMemory"

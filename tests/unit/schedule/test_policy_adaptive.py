@@ -17,7 +17,7 @@ from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.policies import Policy, View, make_policy
 from coserve.schedule.policies.base import INFINITE
 from coserve.schedule.scheduler import Scheduler
-from coserve.schedule.training_queue import Job
+from coserve.schedule.training_queue import QueueEntry
 from timetable import COSTS, Ask, Tune, World, table
 
 # A token takes a second, a micro-batch three (see `timetable`); of a quantum of 3 seconds one is too little
@@ -166,7 +166,7 @@ def view(
     **changes: object,
 ) -> View:
     batches = deque([MicroBatch(100, "a", "a@0", (40, 60), 2), MicroBatch(101, "a", "a@0", (30,), 2)])
-    jobs = (Job("a", 1.0, OptimStep("a"), batches),)
+    jobs = (QueueEntry("a", 1.0, OptimStep("a"), batches),)
     state = View(now, config(), known_exactly(CostModel(COSTS)), waiting, running, jobs, finished=0)
     return replace(state, **changes)  # type: ignore[arg-type]
 

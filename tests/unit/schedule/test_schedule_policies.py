@@ -13,18 +13,18 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import POLICIES, Allowance, Policy, View, make_policy, register
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING
-from coserve.schedule.training_queue import Job
+from coserve.schedule.training_queue import QueueEntry
 from timetable import Ask, Tune, play, table
 
 CONFIG = SchedulerConfig(layers=4, max_positions=64)
 
 
-def job(batches: int = 1, steps: int = 0, is_due: bool = False) -> Job:
+def job(batches: int = 1, steps: int = 0, is_due: bool = False) -> QueueEntry:
     training = deque(MicroBatch(100 + n, "job", "a@0", (8,), 4) for n in range(batches))
-    return Job("job", 1.0, OptimStep("job"), training, is_due, steps=steps)
+    return QueueEntry("job", 1.0, OptimStep("job"), training, is_due, steps=steps)
 
 
-def view(requests: int = 0, jobs: tuple[Job, ...] | None = None, **changes: object) -> View:
+def view(requests: int = 0, jobs: tuple[QueueEntry, ...] | None = None, **changes: object) -> View:
     state: dict[str, object] = {
         "now": 0.0,
         "config": CONFIG,

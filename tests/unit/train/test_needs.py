@@ -39,7 +39,7 @@ def test_no_job_holds_more_than_it_was_promised(name: str, keep: SavePolicy, met
     training = TrainingConfig(batch_size=4, rows=64, keep=keep)
     job = engine.finetune(examples([60] * 8), "mine", method, training, job="j")
     run, most = engine.executor.sessions["j"], dict.fromkeys(Account, 0)
-    promised = {account: engine.admission.ledger.of("job j", account) for account in Account}
+    promised = {account: engine.memory.ledger.of("job j", account) for account in Account}
     while job.is_under_way:
         for account, nbytes in run.held.items():
             most[account] = max(most[account], nbytes)

@@ -206,7 +206,7 @@ def test_a_job_learns_the_same_bits_with_less_memory(tmp_path: Path) -> None:
     reserved: list[int] = []
 
     def look(engine: Engine) -> None:
-        reserved.append(engine.admission.ledger.of("job job-1"))
+        reserved.append(engine.memory.ledger.of("job job-1"))
 
     ours, theirs = (trained(offload, tmp_path, look) for offload in (True, False))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))

@@ -8,7 +8,7 @@ from typing import TypeVar
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.training_queue import Job
+from coserve.schedule.training_queue import QueueEntry
 
 INFINITE = float("inf")
 
@@ -26,7 +26,7 @@ class View:
     cost: CostModel
     waiting: tuple[Sequence, ...]  # most urgent first
     running: tuple[Sequence, ...]  # in order of arrival
-    jobs: tuple[Job, ...]  # that have something to run; the one whose turn it is first
+    jobs: tuple[QueueEntry, ...]  # that have something to run; the one whose turn it is first
     finished: int  # sequences that ended since the start
     starving: bool = False  # whether the first in turn got nothing for as long as it may
     inference_seconds: float = 0.0

@@ -24,10 +24,10 @@ from coserve.wire.messages import (
     Command,
     Drain,
     Hello,
+    JobSpec,
     LoadAdapter,
     Method,
     Numbered,
-    Options,
     PinAdapter,
     Report,
     Stats,
@@ -159,13 +159,10 @@ class EngineLink:
         EngineLost where no engine gets to the end of it."""
         await self._check(lambda ref: CheckMethod(ref, method))
 
-    async def check_job(
-        self, job: str, data: Path, options: Options, method: Method, start_from: Path | None
-    ) -> None:
+    async def check_job(self, spec: JobSpec) -> None:
         """Tells whether a job could ever run: what it trains, and the memory that it needs. Raises what it is
         refused with, and EngineLost where no engine gets to the end of it."""
-        start = None if start_from is None else str(start_from)
-        await self._check(lambda ref: CheckJob(ref, job, str(data), options, method, start))
+        await self._check(lambda ref: CheckJob(ref, spec))
 
     def send(self, command: Command) -> None:
         """Sends a command. Without an engine it is dropped: `on_connect` is the place to say it again."""

@@ -20,7 +20,7 @@ from coserve.serve.store.database import Database
 from coserve.serve.store.files import insert_file
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, job_in
-from coserve.serve.store.records import Adapter, File, Job
+from coserve.serve.store.records import Adapter, File, JobRecord
 from coserve.serve.store.tables import checkpoints, events, jobs, news
 from coserve.wire.messages import JobCheckpoint, JobNote, JobStarted, JobStep, JobWaiting
 
@@ -59,7 +59,7 @@ class JobEventStore:
     async def waiting(self, mark: Mark, told: JobWaiting) -> None:
         """The job cannot begin yet."""
 
-        def write(connection: Connection, job: Job) -> None:
+        def write(connection: Connection, job: JobRecord) -> None:
             _change_status(connection, job, JobStatus.RUNNING, JobStatus.QUEUED)
             add_event(connection, job.id, int(self._clock()), f"Fine-tuning job {told.reason}")
 
@@ -68,7 +68,7 @@ class JobEventStore:
     async def noted(self, mark: Mark, told: JobNote) -> None:
         """The job goes on, otherwise than it was asked for."""
 
-        def write(connection: Connection, job: Job) -> None:
+        def write(connection: Connection, job: JobRecord) -> None:
             add_event(connection, job.id, int(self._clock()), told.text, "warn")
 
         await self._take(mark, told.job, write)
@@ -76,7 +76,7 @@ class JobEventStore:
     async def started(self, mark: Mark, told: JobStarted) -> None:
         """The job has begun, or goes on from a checkpoint."""
 
-        def write(connection: Connection, job: Job) -> None:
+        def write(connection: Connection, job: JobRecord) -> None:
             _change_status(connection, job, JobStatus.QUEUED, JobStatus.RUNNING)
             values = {"step": told.step, "steps": told.steps, "stepped": self._clock()}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
@@ -93,7 +93,7 @@ class JobEventStore:
     async def stepped(self, mark: Mark, told: JobStep) -> None:
         """An optimizer step."""
 
-        def write(connection: Connection, job: Job) -> None:
+        def write(connection: Connection, job: JobRecord) -> None:
             at = (events.c.job == job.id) & (events.c.step == told.step)
             before = connection.execute(select(events.c.data).where(at)).scalar()
             repeated = before["tokens"] if before else 0
@@ -117,7 +117,7 @@ class JobEventStore:
     async def checkpointed(self, mark: Mark, told: JobCheckpoint) -> None:
         """A checkpoint is on disk; it can be sampled by its name from now on."""
 
-        def write(connection: Connection, job: Job) -> None:
+        def write(connection: Connection, job: JobRecord) -> None:
             name, now = f"{job.name}:ckpt-step-{told.step}", int(self._clock())
             contents = {
                 "path": relative(Path(told.path), self._folder),
@@ -137,7 +137,7 @@ class JobEventStore:
     async def succeeded(self, mark: Mark, id: str, step: int, adapter: Adapter, result: File) -> None:
         """A job is done; its adapter and its result file are on disk and become visible with this."""
 
-        def write(connection: Connection, job: Job) -> None:
+        def write(connection: Connection, job: JobRecord) -> None:
             now = int(self._clock())
             insert_adapter(connection, adapter, self._folder)
             insert_file(connection, result)
@@ -151,7 +151,7 @@ class JobEventStore:
     async def failed(self, mark: Mark, id: str, error: dict[str, Any]) -> None:
         """A job cannot go on. `error` has a code, a message and a param, as OpenAI shows them."""
 
-        def write(connection: Connection, job: Job) -> None:
+        def write(connection: Connection, job: JobRecord) -> None:
             now = int(self._clock())
             values = {"status": JobStatus.FAILED, "finished": now, "error": error}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
@@ -162,7 +162,7 @@ class JobEventStore:
     async def stopped(self, mark: Mark, id: str) -> None:
         """A job left the engine and can go on: it waits again, unless it is paused."""
 
-        def write(connection: Connection, job: Job) -> None:
+        def write(connection: Connection, job: JobRecord) -> None:
             _change_status(connection, job, JobStatus.RUNNING, JobStatus.QUEUED)
 
         await self._take(mark, id, write)
@@ -170,13 +170,13 @@ class JobEventStore:
     async def cancelled(self, mark: Mark, id: str) -> None:
         """A job was ended for good; mostly that is known already."""
 
-        def write(connection: Connection, job: Job) -> None:
+        def write(connection: Connection, job: JobRecord) -> None:
             values = {"status": JobStatus.CANCELLED, "finished": int(self._clock())}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
 
         await self._take(mark, id, write)
 
-    async def _take(self, mark: Mark, id: str, work: Callable[[Connection, Job], None]) -> None:
+    async def _take(self, mark: Mark, id: str, work: Callable[[Connection, JobRecord], None]) -> None:
         def write(connection: Connection) -> None:
             if not _move(connection, mark):
                 return
@@ -187,7 +187,7 @@ class JobEventStore:
         await self._database.write(write)
 
 
-def _change_status(connection: Connection, job: Job, before: JobStatus, after: JobStatus) -> None:
+def _change_status(connection: Connection, job: JobRecord, before: JobStatus, after: JobStatus) -> None:
     """Unless it was asked to be something else meanwhile."""
     at = (jobs.c.id == job.id) & (jobs.c.status == before)
     connection.execute(update(jobs).where(at).values(status=after))

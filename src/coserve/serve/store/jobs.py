@@ -12,10 +12,10 @@ from coserve.errors import ConflictError
 from coserve.serve.store.database import Database, columns_of, page_of
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import CheckpointRecord, Event, Job, Page
+from coserve.serve.store.records import CheckpointRecord, Event, JobRecord, Page
 from coserve.serve.store.tables import checkpoints, events, files, jobs
 
-_JOB: Final = tuple(field.name for field in fields(Job))
+_JOB: Final = tuple(field.name for field in fields(JobRecord))
 _EVENT: Final = tuple(field.name for field in fields(Event))
 _CHECKPOINT: Final = tuple(field.name for field in fields(CheckpointRecord))
 
@@ -26,7 +26,7 @@ class JobStore:
     def __init__(self, database: Database, clock: Callable[[], float], folder: Path, quotas: Quotas) -> None:
         self._database, self._clock, self._folder, self._quotas = database, clock, folder, quotas
 
-    async def add(self, job: Job, message: str) -> None:
+    async def add(self, job: JobRecord, message: str) -> None:
         """Acknowledges a job, with its first event. Raises ConflictError if a file of it is gone, and
         QuotaExceeded where its owner has too many."""
         read = {job.training_file, job.validation_file or job.training_file}
@@ -41,14 +41,14 @@ class JobStore:
 
         await self._database.write(write)
 
-    async def get(self, tenant: str, id: str) -> Job | None:
+    async def get(self, tenant: str, id: str) -> JobRecord | None:
         """The tenant's job with this id."""
         found = columns_of(jobs, _JOB).where(jobs.c.tenant == tenant, jobs.c.id == id)
         return await self._database.read(lambda connection: _first(connection, found))
 
     async def page(
         self, tenant: str, after: str | None, limit: int, metadata: Mapping[str, str] | None = None
-    ) -> Page[Job] | None:
+    ) -> Page[JobRecord] | None:
         """The tenant's jobs from behind `after`, the newest first; None if it has no such job.
 
         With `metadata` only those that carry all of these pairs; an empty one means those without any.
@@ -92,7 +92,7 @@ class JobStore:
         in_order = found.order_by(events.c.step)
         return await self._database.read(lambda c: tuple(c.execute(in_order).scalars()))
 
-    async def unfinished(self) -> tuple[Job, ...]:
+    async def unfinished(self) -> tuple[JobRecord, ...]:
         """Everybody's jobs that may still go on, the oldest first. SQLite looks up states that are named in
         their index; to exclude the others it would read all jobs there ever were."""
         found = columns_of(jobs, _JOB).where(jobs.c.status.in_(UNFINISHED)).order_by(jobs.c.number)
@@ -104,7 +104,7 @@ class JobStore:
 
     async def move(
         self, job: str, source: Collection[JobStatus], status: JobStatus, message: str | None = None
-    ) -> Job | None:
+    ) -> JobRecord | None:
         """Changes a job's status if it is one of `source`; the job as it is then, None if it was not.
 
         `message` becomes an event. A final status ends the job now.
@@ -115,7 +115,7 @@ class JobStore:
             values["finished"] = int(self._clock())
         change = update(jobs).where(jobs.c.id == job, jobs.c.status.in_(source)).values(values)
 
-        def write(connection: Connection) -> Job | None:
+        def write(connection: Connection) -> JobRecord | None:
             if connection.execute(change).rowcount == 0:
                 return None
             if message is not None:
@@ -132,7 +132,7 @@ def _checkpoints_of(job: str) -> Select[Any]:
     return columns_of(checkpoints, _CHECKPOINT).where(checkpoints.c.job == job)
 
 
-def job_in(connection: Connection, id: str) -> Job | None:
+def job_in(connection: Connection, id: str) -> JobRecord | None:
     """The job with this id, whoever owns it."""
     return _first(connection, columns_of(jobs, _JOB).where(jobs.c.id == id))
 
@@ -143,13 +143,13 @@ def add_event(connection: Connection, job: str, created: int, message: str, leve
     connection.execute(insert(events).values(asdict(event)))
 
 
-def _first(connection: Connection, found: Select[Any]) -> Job | None:
+def _first(connection: Connection, found: Select[Any]) -> JobRecord | None:
     row = connection.execute(found).mappings().first()
     return None if row is None else _job(row)
 
 
-def _job(row: RowMapping) -> Job:
-    return Job(**{**row, "status": JobStatus(row["status"])})
+def _job(row: RowMapping) -> JobRecord:
+    return JobRecord(**{**row, "status": JobStatus(row["status"])})
 
 
 def _event(row: RowMapping) -> Event:

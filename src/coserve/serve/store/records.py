@@ -65,7 +65,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobRecord:
     """A fine-tuning job.
 
     `options` and `peft` go to the engine as they

@@ -1,10 +1,13 @@
-"""Translates a job's settings into what the engine is told: "auto" filled in, every field in its place."""
+"""Translates a job into what the engine is told: "auto" filled in, every field in its place."""
 
 from dataclasses import dataclass
 from typing import Any, Final
 
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.jobs import Hyperparameters, JobRequest, Optimizer
+from coserve.serve.store.records import JobRecord
+from coserve.serve.store.store import Store
+from coserve.wire.messages import JobSpec
 
 _USUAL_RATE: Final = 2e-4  # of adapters on models whose rows are as wide as this:
 _USUAL_WIDTH: Final = 4096
@@ -49,6 +52,26 @@ def recipe_of(asked: JobRequest, examples: int, width: int, seed: int, continues
     options |= {"epochs": epochs, "batch_size": batch, "learning_rate": rate, "seed": seed}
     shown = {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": multiplier}
     return Recipe(shown, options)
+
+
+async def spec_of(store: Store, job: JobRecord) -> JobSpec:
+    """What the engine is told of a job. The path of a file that is gone is empty: the job fails there."""
+    paths = {
+        file.id: str(store.file_path(file))
+        for id in (job.training_file, job.validation_file)
+        if id is not None and (file := await store.files.get(job.tenant, id)) is not None
+    }
+    start = None if job.start_from is None else await store.adapters.get(job.start_from)
+    return JobSpec(
+        job=job.id,
+        data=paths.get(job.training_file, ""),
+        folder=str(store.job_folder(job.id) / "checkpoints"),
+        options=job.options,
+        method=job.peft or {},
+        start_from=None if start is None else str(start.path),
+        validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
+        every=job.every,
+    )
 
 
 def auto_epochs(examples: int) -> int:

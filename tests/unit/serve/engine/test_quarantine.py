@@ -13,7 +13,7 @@ from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.engine.verdicts import QuarantineVerdict
-from coserve.wire.messages import CheckJob, CheckMethod, Command, LoadAdapter, Submit
+from coserve.wire.messages import CheckJob, CheckMethod, Command, JobSpec, LoadAdapter, Submit
 from waiting import until
 
 POISON = 13  # a token that the engine dies of
@@ -126,7 +126,7 @@ def test_an_adapter_and_checks_that_crash_engines(tmp_path: Path) -> None:
         with pytest.raises(Quarantined, match="this check"):
             await link.check({})
         with pytest.raises(Quarantined, match="this check"):
-            await link.check_job("j", tmp_path, {}, {}, None)
+            await link.check_job(JobSpec("j", "data.jsonl", str(tmp_path)))
         await link.load("good", tmp_path)
         assert await running == expected(fake, other)
 

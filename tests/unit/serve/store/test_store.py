@@ -22,7 +22,7 @@ from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
 from coserve.serve.store.database import CACHE_KIB, READERS
 from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import Adapter, File, Job
+from coserve.serve.store.records import Adapter, File, JobRecord
 from coserve.serve.store.store import Store
 from coserve.serve.store.tables import metadata
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep
@@ -56,7 +56,7 @@ def a_file(id: str, tenant: str = "local") -> File:
     return File(id, tenant, "a.jsonl", "fine-tune", 1, 1, ".jsonl", 5)
 
 
-async def a_job(store: Store, id: str = "ftjob-1", **more: Any) -> Job:
+async def a_job(store: Store, id: str = "ftjob-1", **more: Any) -> JobRecord:
     fields: dict[str, Any] = {
         "id": id, "tenant": "local", "status": "running", "model": "tiny", "name": f"ft:{id}", "base": "tiny",
         "created": 1, "training_file": "file-1", "seed": 0, "every": 5,
@@ -64,7 +64,7 @@ async def a_job(store: Store, id: str = "ftjob-1", **more: Any) -> Job:
     }  # fmt: skip
     if await store.files.get("local", "file-1") is None:
         await store.files.add(a_file("file-1"))
-    job = Job(**fields)
+    job = JobRecord(**fields)
     await store.jobs.add(job, "created")
     return job
 
