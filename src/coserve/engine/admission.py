@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.paging.cache import AdapterCache
 from coserve.config import EngineConfig
 from coserve.core.size import read_memory, show_size
 from coserve.errors import ConfigError, OutOfMemory
@@ -43,24 +43,6 @@ _BACKWARD: Final = "backward"  # what rows need on their way back, at a time
 _JOBS_UNTIL_RETURNED: Final = 16
 
 
-class Stored(Protocol):
-    """Adapters in memory that could be dropped, and read again when they are asked for."""
-
-    @property
-    def used(self) -> int:
-        """Bytes of all of them, and of those on their way."""
-        ...
-
-    @property
-    def copies(self) -> int:
-        """Bytes of these that are for slots."""
-        ...
-
-    def shed(self, nbytes: int) -> None:
-        """Frees so many bytes, if what nobody uses is enough for that."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     """A job that waits: `start` begins it, `tell` is given the reason why it has not begun."""
@@ -83,16 +65,15 @@ class Admission:
         self.imports = resident_bytes()  # of the process so far: no budget counts it
         self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
         self._limit = _limit_of(config, self.ledger.budget)
-        self._stored: Stored | None = None
         self._waiting: deque[_Candidate] = deque()
         self._jobs: dict[str, JobSize] = {}
         self._left = 0  # jobs, since freed memory was given back
 
     def open(
-        self, executor: Executor, base: Base, bank: AdapterBank, config: SchedulerConfig, steps: Steps
+        self, executor: Executor, base: Base, cache: AdapterCache, config: SchedulerConfig, steps: Steps
     ) -> None:
         """Enters what is there for good. Raises ConfigError where that is more than the budget."""
-        self._executor, self._base, self._bank, self._steps = executor, base, bank, steps
+        self._executor, self._base, self._cache, self._steps = executor, base, cache, steps
         group = 0 if config.training_window is not None else config.max_training_rows
         executor.call(SetLimits(window_group_rows=group))
         self._window_groups = backward_bytes(base, group)
@@ -221,10 +202,6 @@ class Admission:
                 "than are free: unload others, let jobs end, or raise engine.memory"
             )
 
-    def stored(self, stored: Stored) -> None:
-        """Counts these from now on."""
-        self._stored = stored
-
     def room(self) -> int:
         """Bytes that stored adapters in memory may have together: what was set, or what nobody else has."""
         if self._limit is not None:
@@ -294,26 +271,22 @@ class Admission:
         return self._executor.call(ReadMemory())
 
     def _count_adapters(self) -> None:
-        """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold.
-
-        A stored one comes with its slot, whether it has one yet or not.
-        """
-        held, bank = self._memory(), self._bank
-        slots, own = held.slots, sum(accounts[Account.ADAPTERS] for accounts in held.sessions.values())
-        if self._stored is not None:
-            slots = max(slots - self._stored.copies, 0)
-            self.ledger.charge(_STORED, Account.ADAPTERS, self._stored.used)
-        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, bank.nbytes - bank.stored_nbytes + slots - own)
+        """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold."""
+        held = self._memory()
+        nbytes = self._cache.nbytes(held.slots)
+        own = sum(accounts[Account.ADAPTERS] for accounts in held.sessions.values())
+        self.ledger.charge(_STORED, Account.ADAPTERS, nbytes.paged)
+        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, nbytes.resident - own)
 
     def _shed(self, missing: Callable[[], int]) -> None:
         """Has stored adapters that nobody uses leave, if that is enough. What was set for them is theirs.
 
         The slot of one that left may stay for the next one: then more have to leave.
         """
-        stored, before = self._stored, -1
-        while stored is not None and self._limit is None and missing() and stored.used != before:
-            before = stored.used
-            stored.shed(missing())
+        before = -1
+        while self._limit is None and missing() and (used := self._cache.nbytes().paged) != before:
+            before = used
+            self._cache.shed(missing())
             self._count_adapters()
 
     def _tell(self) -> None:

@@ -1,17 +1,16 @@
 """Statistics of an engine."""
 
+from coserve.adapters.paging.cache import AdapterCache
 from coserve.engine.admission import Admission
 from coserve.memory.malloc import resident_bytes
 from coserve.memory.pages import PagePool
 from coserve.schedule.scheduler import Scheduler
-from coserve.wire.messages import Paging, Stats
+from coserve.wire.messages import Stats
 
 
-def count(
-    scheduler: Scheduler, admission: Admission, pages: PagePool, paging: Paging, adapters: int
-) -> Stats:
-    """Counters since the engine's start, and where things stand now: with so many `adapters` that have a
-    name. Whoever calls holds the engine's lock."""
+def count(scheduler: Scheduler, admission: Admission, pages: PagePool, cache: AdapterCache) -> Stats:
+    """Counters since the engine's start, and where things stand now. Whoever calls holds the engine's
+    lock."""
     stats = scheduler.stats
     return Stats(
         steps=stats.steps,
@@ -31,11 +30,11 @@ def count(
         cost_margin=scheduler.cost.margin(scheduler.config, trains=True),
         slo_met=stats.slo_met,
         slo_missed=stats.slo_missed,
-        adapters=adapters,
+        adapters=len(cache),
         resident_bytes=resident_bytes(),
         memory={account.value: nbytes for account, nbytes in admission.audit().items()},
         memory_budget=admission.ledger.budget,
         memory_peak=admission.meter.peak(),
         memory_imports=admission.imports,
-        paging=paging,
+        paging=cache.stats(),
     )

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank, LoadedVersion, check_name
+from coserve.adapters.bank import AdapterBank, check_name
+from coserve.adapters.paging.stored import KnownVersion
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, StepDone
 from coserve.core.job_status import JobStatus
@@ -201,7 +202,7 @@ class Training:
                 asked.job, asked.adapter, version, steps.session, start, fresh, steps.identity, resume
             )
         )
-        self._bank.publish(LoadedVersion(asked.adapter, version, outline))
+        self._bank.publish(KnownVersion(asked.adapter, version, outline))
         self._steps[asked.job] = steps
 
     def _begin(self, job: str) -> None:

@@ -128,6 +128,7 @@ class LocalExecutor(Executor):
             eos_ids=self.table.sampling.eos_ids,
             cache_nbytes=self.attention.nbytes,
             grown=self._grown,
+            host_room=self.held.host_copies.room,
             fingerprint=self.base.fingerprint,
             parameters=self.base.parameters,
             dtype=str(self.base.dtype).removeprefix("torch."),
