@@ -256,8 +256,6 @@ class AdapterCache:
         """Tells whether there are bytes for it, once those have been evicted that nobody uses. If not it has
         the claim; `ahead` are wanted more urgently."""
         missing = self._used + entry.version.cost - self._room()
-        if missing <= 0:
-            return True
         idle = self._idle(ahead)
         if _cost(idle) < missing:
             self._claim(missing, ahead)
