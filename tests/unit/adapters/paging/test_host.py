@@ -1,4 +1,4 @@
-"""Copies in host memory, with plain functions for what a GPU does: who is read, pinned and moved, and when."""
+"""Copies in host memory, with plain functions for what a GPU does: who is read, pinned and moved."""
 
 from pathlib import Path
 
