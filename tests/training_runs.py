@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from adapters import known
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import LoadedVersion
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import Updated
 from coserve.core.sequence import MicroBatch
@@ -79,4 +79,4 @@ def adopt(engine: Engine, run: TrainingRun) -> None:
     """Has the engine's executor train the run, as one that it had opened itself."""
     session = run.session
     engine.executor.sessions[session.job] = session
-    engine.bank.publish(LoadedVersion.of(session.current))
+    engine.bank.publish(known(session.current))

@@ -37,6 +37,6 @@ def test_answers_of_paged_adapters_are_those_of_adapters_in_memory(tmp_path: Pat
         handles.append(paged.generate(*one))
         for _ in range(number % 5):
             paged.step()
-            assert paged.stored.used <= limit
+            assert paged.cache.nbytes().paged <= limit
     assert [handle.result().tokens for handle in handles] == expected
     assert paged.stats().paging.dropped > len(NAMES), "adapters came and went"

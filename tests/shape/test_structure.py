@@ -26,8 +26,6 @@ TOO_LARGE = {
     "Process": 16,
     "Scheduler": 18,
     "EngineLink": 15,
-    "AdapterBank": 13,
-    "AdapterCache": 14,
 }
 # Rooms from the foundation up; those of one floor do not know each other, but for what `ALSO` allows.
 FLOORS: tuple[frozenset[str], ...] = (

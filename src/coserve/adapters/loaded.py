@@ -7,7 +7,7 @@ from coserve.errors import AdapterNotFound
 
 
 class LoadedAdapters:
-    """Weights of adapter versions, `name@3`, for as long as the host wants them (`bank.AdapterBank`).
+    """Weights of adapter versions, `name@3`, for as long as the host wants them (`AdapterCache`).
 
     A training session adds the versions that it publishes; a reading thread those that it has read.
     """

@@ -2,12 +2,12 @@
 
 Adapters with the same linears and nearly the same ranks share a *pool*; each has a slot in the pool's tables,
 of which there is one for each group of linears that are given the same input. A version is copied there when
-a step first has rows of it, and stays until its slot is wanted: a decode step only multiplies. Rows of
-anything else (DoRA, IA3, long prompts, an adapter that shares its pool with nobody in the step) stay with
-their own bypasses.
+a step first has rows of it, and stays until its slot is wanted: a decode step only multiplies. The least
+recently used version gives up its slot first; use is what plans say of sequences (`LoraSlotPools.use`), in
+all pools alike. Rows of anything else (DoRA, IA3, long prompts, an adapter that shares its pool with nobody
+in the step) stay with their own bypasses.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -23,14 +23,16 @@ from coserve.kernels.lora.slots import SlotTables, SlotWeights
 Shape = tuple[tuple[str, int], ...]  # of a pool: its linears' paths, and the rank of its slots at each
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SlotEntry:
-    """An adapter version as pools see it: its bypasses that may have a slot, and what else it has."""
+    """An adapter version as pools see it: its bypasses that may have a slot, and what else it has. Of two
+    versions the one with the greater `used` was used later."""
 
     bypasses: Bypasses
     plain: Mapping[str, LoRABypass]
     rest: Bypasses | None  # None where there is nothing else
     shape: Shape
+    used: int = 0
 
 
 class LoraSlotPool:
@@ -38,7 +40,7 @@ class LoraSlotPool:
 
     def __init__(self, groups: Iterable[Sequence[str]], slots: int, first: SlotEntry) -> None:
         self._free = list(reversed(range(slots)))
-        self._slots: OrderedDict[int, tuple[int, SlotEntry]] = OrderedDict()  # by id, the latest used last
+        self._slots: dict[int, tuple[int, SlotEntry]] = {}  # by id
         self._tables: list[SlotTables] = []
         self._touched = 0
         self._places: dict[str, tuple[SlotTables, int]] = {}  # of each linear: its tables, and which it is
@@ -64,7 +66,7 @@ class LoraSlotPool:
         key = id(entry.bypasses)
         if key not in self._slots:
             if not self._free:
-                oldest = next(k for k in self._slots if k not in used)
+                oldest = min((k for k in self._slots if k not in used), key=lambda k: self._slots[k][1].used)
                 self._free.append(self._slots.pop(oldest)[0])
             slot = self._free.pop()
             self._touched = max(self._touched, slot + 1)
@@ -72,7 +74,6 @@ class LoraSlotPool:
                 tables, number = self._places[path]
                 tables.put(slot, number, bypass.a, bypass.b, bypass.scale)
             self._slots[key] = slot, entry
-        self._slots.move_to_end(key)
         return self._slots[key][0]
 
     def forget(self, key: int) -> None:
@@ -94,7 +95,7 @@ class LoraSlotPools:
         self._entries: dict[int, SlotEntry] = {}
         self._pools: dict[Shape, LoraSlotPool] = {}
         self._numbers: dict[Shape, int] = {}  # of the entries' shapes
-        self._count = count()
+        self._count, self._uses = count(), count(1)
         self._last: tuple[tuple[tuple[int, int, int], ...], LoraBatch] | None = None
 
     @property
@@ -134,6 +135,11 @@ class LoraSlotPools:
         if shape not in self._numbers:
             self._numbers[shape] = next(self._count)
         return self._numbers[shape]
+
+    def use(self, bypasses: Bypasses) -> None:
+        """Notes that a sequence of a version begins or ends."""
+        if self._bounds is not None:
+            self._entry(bypasses).used = next(self._uses)
 
     def forget(self, bypasses: Bypasses) -> None:
         """Frees the slot of a version that is gone."""

@@ -13,9 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank, LoadedVersion, check_name
+from coserve.adapters.bank import AdapterBank, check_name
 from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
+from coserve.adapters.paging.cache import AdapterCache, AdapterTier
 from coserve.adapters.paging.reader import Reader
 from coserve.adapters.paging.stored import KnownVersion, Outline, Outlines, StoredVersion
 from coserve.config import EngineConfig
@@ -80,16 +81,19 @@ class Engine:
         opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.text = texts()
-        self.bank = AdapterBank(self._drop_adapter)
+        reader = Reader(self._read_stored, self.executor.pause_training)
+        room = self.executor.spec.host_room
+        self.cache = AdapterCache(reader.begin, self._drop_adapter, self.memory.stored_room, room)
+        self.bank = AdapterBank(self.cache)
         self.completions: dict[int, Completion] = {}
         self._random = random.Random(config.seed)
         self._requests = 0
         self._lock = threading.RLock()
         self.arrivals = Arrivals(self.executor)
         self.scheduler = self._make_scheduler(policy)
-        self.memory.open(self.executor, self.base, self.bank, self.scheduler.config)
+        self.memory.open(self.executor, self.base, self.cache, self.scheduler.config)
         self._outlines = Outlines(self.base, self.base.dtype, opened.slot_nbytes)
-        self.stored = self._make_stored()
+        self.paged = PagedAdapters(self.cache, self.scheduler, reader)
         self.training = Training(
             self.executor, self.base, self.bank, self.scheduler, self.memory, self._steps(policy),
             self._drive, self.save_adapter, self._lock,
@@ -112,7 +116,7 @@ class Engine:
         """One step: decide, run, take in. Returns what it brought about, for every request and job."""
         with self._lock:
             self.arrivals.before_step()
-            self.stored.advance()
+            self.paged.advance()
             result = self._next_result()
             self._publish(result)
             events = self.scheduler.apply(result, self.clock())
@@ -161,17 +165,15 @@ class Engine:
             if text and sampling.stop and self.text is None:
                 raise ConfigError("stop strings need a tokenizer, and the engine was given none")
             stream = self.text.stream(sampling.stop) if text and self.text else None
-            blocked = version is not None and self.stored.needs(version.key)
+            blocked = isinstance(version, StoredVersion)
             sequence = self.scheduler.submit(request, self.clock(), continued, blocked)
-            if version is not None:
-                self.bank.pin(version.key)
             cancel = partial(self._cancel_sequence, sequence.key)
             completion = Completion(sequence, stream, self._drive, cancel, grammar)
             self.completions[sequence.key] = completion
             if completion.skip(continued):
                 self.scheduler.finish(sequence.key, FinishReason.STOP)
-            if blocked and not sequence.is_finished:
-                self.stored.came(sequence)
+            if version is not None and not sequence.is_finished:
+                self.paged.came(sequence)
             return completion
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
@@ -203,7 +205,7 @@ class Engine:
             self.training.refuse_while_trained(adapter.name)
             self.memory.load(adapter)
             adapter = replace(adapter, version=self.bank.next_version(adapter.name))
-            self.bank.publish(LoadedVersion(adapter.name, adapter.version, self._load(adapter)))
+            self.bank.publish(KnownVersion(adapter.name, adapter.version, self._load(adapter)))
             return adapter
 
     def register_adapter(self, name: str, folder: str | Path) -> StoredVersion:
@@ -223,13 +225,13 @@ class Engine:
             self.training.refuse_while_trained(stored.name)
             self.memory.fit(stored.name, stored.cost)
             stored = replace(stored, version=self.bank.next_version(stored.name))
-            self.stored.add(stored)
+            self.bank.publish(stored)
             return stored
 
     def pin_adapter(self, name: str, pinned: bool = True) -> None:
         """Has a registered adapter brought in and kept in memory, or no longer kept there."""
         with self._lock:
-            self.stored.pin(self.bank.look(name).key, pinned)
+            self.paged.pin(self.bank.look(name).key, pinned)
 
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter; answers under way keep it until they end."""
@@ -243,7 +245,7 @@ class Engine:
         files if they are not on the device. Raises AdapterNotFound."""
         with self._lock:
             known = self.bank.look(name)
-            if isinstance(known, StoredVersion) and not self.bank.is_resident(known.key):
+            if isinstance(known, StoredVersion) and self.cache.tier(known.key) is not AdapterTier.DEVICE:
                 return known.read(self.base, self.base.dtype, self.base.device)
             return self.executor.call(FetchAdapter(known.key))
 
@@ -316,8 +318,7 @@ class Engine:
     def stats(self) -> Stats:
         """Counters since the start, and where things stand now."""
         with self._lock:
-            adapters = len(self.bank)
-            return count(self.scheduler, self.memory, self._pages, self.stored.stats(), adapters)
+            return count(self.scheduler, self.memory, self._pages, self.cache)
 
     # Inside
 
@@ -334,12 +335,6 @@ class Engine:
         assert result is not None, "a plan that was launched has a result"
         return result
 
-    def _make_stored(self) -> PagedAdapters:
-        reader = Reader(self._read_stored, self.executor.pause_training)
-        stored = PagedAdapters(self.bank, self.scheduler, reader, self.memory.stored_room)
-        self.memory.stored = stored
-        return stored
-
     def _read_stored(self, stored: StoredVersion) -> int:
         """Brings a stored version onto the device; its bytes there. Runs on the reader's thread."""
         return self.executor.call(ReadAdapter(stored)).nbytes
@@ -347,15 +342,15 @@ class Engine:
     def _load(self, adapter: AdapterVersion) -> Outline:
         return self.executor.call(LoadAdapter(adapter))
 
-    def _drop_adapter(self, key: str) -> None:
-        self.executor.call(DropAdapters((key,)))
+    def _drop_adapter(self, key: str, tier: AdapterTier) -> None:
+        self.executor.call(DropAdapters((key,), tier))
 
     def _publish(self, result: StepResult) -> None:
         """Notes the versions that a step's optimizer steps have made; they are like those before."""
         for updated in result.updated.values():
             name, _, number = updated.version.rpartition("@")
             before = self.bank.look(name)
-            self.bank.publish(LoadedVersion(name, int(number), before.outline))
+            self.bank.publish(KnownVersion(name, int(number), before.outline))
 
     def _steps(self, policy: Policy) -> Steps:
         """Limits of what a job may have under way at once."""
@@ -432,8 +427,7 @@ class Engine:
         completion.finish(reason, error)
         adapter = completion.sequence.request.adapter
         if adapter is not None:
-            self.stored.went(completion.sequence)
-            self.bank.unpin(adapter)
+            self.cache.release(adapter, key)
             if self.training.admission.waiting:  # maybe for the bytes of this adapter
                 self.training.admission.advance()
 

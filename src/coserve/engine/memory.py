@@ -5,12 +5,12 @@ The base, the pages and what a step needs have theirs for good. Jobs reserve the
 """
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank
+from coserve.adapters.paging.cache import AdapterCache
 from coserve.config import EngineConfig
 from coserve.core.size import read_memory, show_size
 from coserve.errors import ConfigError, OutOfMemory
@@ -30,24 +30,6 @@ _STORED: Final = "stored adapters"  # those that lie on disk, too
 _LIBRARIES: Final = "libraries"
 
 
-class Stored(Protocol):
-    """Adapters in memory that could be dropped, and read again when they are asked for."""
-
-    @property
-    def used(self) -> int:
-        """Bytes of all of them, and of those on their way."""
-        ...
-
-    @property
-    def copies(self) -> int:
-        """Bytes of these that are for slots."""
-        ...
-
-    def shed(self, nbytes: int) -> None:
-        """Frees so many bytes, if what nobody uses is enough for that."""
-        ...
-
-
 class EngineMemory:
     """The ledger of one engine. Everything happens between two steps."""
 
@@ -59,12 +41,11 @@ class EngineMemory:
         self.meter = make_meter(device)
         self.imports = resident_bytes()  # of the process so far: no budget counts it
         self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
-        self.stored: Stored | None = None  # counted from when they are there
         self._limit = _limit_of(config, self.ledger.budget)
 
-    def open(self, executor: Executor, base: Base, bank: AdapterBank, config: SchedulerConfig) -> None:
+    def open(self, executor: Executor, base: Base, cache: AdapterCache, config: SchedulerConfig) -> None:
         """Enters what is there for good. Raises ConfigError where that is more than the budget."""
-        self._executor, self._base, self._bank = executor, base, bank
+        self._executor, self._base, self._cache = executor, base, cache
         weights, pages = self.held().base, executor.spec.cache_nbytes
         workspace = step_bytes(base, config, pages)
         fixed: dict[str, Bytes] = {
@@ -160,16 +141,12 @@ class EngineMemory:
         return self._executor.call(ReadMemory())
 
     def count_adapters(self) -> None:
-        """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold.
-
-        A stored one comes with its slot, whether it has one yet or not.
-        """
-        held, bank = self.held(), self._bank
-        slots, own = held.slots, sum(accounts[Account.ADAPTERS] for accounts in held.sessions.values())
-        if self.stored is not None:
-            slots = max(slots - self.stored.copies, 0)
-            self.ledger.charge(_STORED, Account.ADAPTERS, self.stored.used)
-        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, bank.nbytes - bank.stored_nbytes + slots - own)
+        """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold."""
+        held = self.held()
+        nbytes = self._cache.nbytes(held.slots)
+        own = sum(accounts[Account.ADAPTERS] for accounts in held.sessions.values())
+        self.ledger.charge(_STORED, Account.ADAPTERS, nbytes.paged)
+        self.ledger.charge(_ADAPTERS, Account.ADAPTERS, nbytes.resident - own)
 
     def make_room(self, missing: Callable[[], int]) -> int:
         """Has stored adapters that nobody uses leave, if that is enough for the `missing` bytes; returns what
@@ -178,10 +155,10 @@ class EngineMemory:
         The slot of one that left may stay for the next one: then more have to leave.
         """
         self.count_adapters()
-        stored, before = self.stored, -1
-        while stored is not None and self._limit is None and missing() and stored.used != before:
-            before = stored.used
-            stored.shed(missing())
+        before = -1
+        while self._limit is None and missing() and (used := self._cache.nbytes().paged) != before:
+            before = used
+            self._cache.shed(missing())
             self.count_adapters()
         return missing()
 

@@ -37,7 +37,8 @@ class Scoring:
     def __init__(self, engine: Engine, version: str, examples: Sequence[Example]) -> None:
         self.loss: float | None = None  # until all examples are through
         self._engine = engine
-        self._version = engine.bank.pin(version).key
+        self._version = version
+        engine.cache.acquire(version, self)
         self._waiting = deque(examples)
         self._under_way: list[tuple[Example, Completion]] = []
         self._sum, self._labels = 0.0, 0
@@ -59,7 +60,7 @@ class Scoring:
         if self._under_way:
             return False
         self.loss = self._sum / self._labels
-        self._engine.bank.unpin(self._version)
+        self._engine.cache.release(self._version, self)
         return True
 
     def cancel(self) -> None:
@@ -68,7 +69,7 @@ class Scoring:
             self._waiting.clear()
             for _, completion in self._under_way:
                 completion.cancel()
-            self._engine.bank.unpin(self._version)
+            self._engine.cache.release(self._version, self)
 
     def _count(self, example: Example, completion: Completion) -> None:
         """The log-probability of token i + 1 belongs to the label of row i."""

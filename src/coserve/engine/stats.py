@@ -1,17 +1,16 @@
 """Statistics of an engine."""
 
+from coserve.adapters.paging.cache import AdapterCache
 from coserve.engine.memory import EngineMemory
 from coserve.memory.malloc import resident_bytes
 from coserve.memory.pages import PagePool
 from coserve.schedule.scheduler import Scheduler
-from coserve.wire.messages import Paging, Stats
+from coserve.wire.messages import Stats
 
 
-def count(
-    scheduler: Scheduler, memory: EngineMemory, pages: PagePool, paging: Paging, adapters: int
-) -> Stats:
-    """Counters since the engine's start, and where things stand now: with so many `adapters` that have a
-    name. Whoever calls holds the engine's lock."""
+def count(scheduler: Scheduler, memory: EngineMemory, pages: PagePool, cache: AdapterCache) -> Stats:
+    """Counters since the engine's start, and where things stand now. Whoever calls holds the engine's
+    lock."""
     stats = scheduler.stats
     return Stats(
         steps=stats.steps,
@@ -31,11 +30,11 @@ def count(
         cost_margin=scheduler.cost.margin(scheduler.config, trains=True),
         slo_met=stats.slo_met,
         slo_missed=stats.slo_missed,
-        adapters=adapters,
+        adapters=len(cache),
         resident_bytes=resident_bytes(),
         memory={account.value: nbytes for account, nbytes in memory.audit().items()},
         memory_budget=memory.ledger.budget,
         memory_peak=memory.meter.peak(),
         memory_imports=memory.imports,
-        paging=paging,
+        paging=cache.stats(),
     )

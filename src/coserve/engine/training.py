@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bank import AdapterBank, LoadedVersion, check_name
+from coserve.adapters.bank import AdapterBank, check_name
+from coserve.adapters.paging.stored import KnownVersion
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed, StepDone
 from coserve.core.job_status import JobStatus
@@ -211,7 +212,7 @@ class Training:
                 prepared.job, prepared.adapter, version, steps.session, start, fresh, steps.identity, resume
             )
         )
-        self._bank.publish(LoadedVersion(prepared.adapter, version, outline))
+        self._bank.publish(KnownVersion(prepared.adapter, version, outline))
         self._steps[prepared.job] = steps
 
     def _begin(self, job: str) -> None:

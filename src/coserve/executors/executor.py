@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods import method_of
+from coserve.adapters.paging.cache import AdapterTier
 from coserve.adapters.paging.stored import Outline, StoredVersion
 from coserve.adapters.sites import Site
 from coserve.core.plan import Plan, StepResult
@@ -28,14 +29,15 @@ R = TypeVar("R")
 class ExecutorSpec:
     """Facts of an executor that never change. `sequences` is the most it holds state of at once, `eos_ids`
     end an answer; `cache_nbytes` is what keys and values take, `grown` what loading took beside the weights
-    and keeps, both in bytes; `fingerprint` is the base's content hash, `dtype`
-    the name of its type, `row_buckets` the row counts that the device's steps use,
+    and keeps, `host_room` what host copies of adapters may take, all in bytes; `fingerprint` is the base's
+    content hash, `dtype` the name of its type, `row_buckets` the row counts that the device's steps use,
     `sites` the places of the base where adapters may stand."""
 
     sequences: int
     eos_ids: tuple[int, ...]
     cache_nbytes: int
     grown: int
+    host_room: int
     fingerprint: str
     parameters: int
     dtype: str
@@ -76,7 +78,8 @@ class LoadAdapter(Command[Outline]):
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter(Command[Outline]):
-    """Reads a version from its files, and holds it. Raises what `StoredVersion.read` does."""
+    """Reads a version from its copy on the host or else from its files, of which it leaves a copy there, and
+    holds it. Raises what `StoredVersion.read` does."""
 
     stored: StoredVersion
     reply = Outline
@@ -85,9 +88,10 @@ class ReadAdapter(Command[Outline]):
 
 @dataclass(frozen=True, slots=True)
 class DropAdapters(Command[None]):
-    """Frees versions, by their keys."""
+    """Frees versions, by their keys, on the device or (`tier`) their copies on the host."""
 
     keys: tuple[str, ...]
+    tier: AdapterTier = AdapterTier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.loaded import LoadedAdapters
-from coserve.adapters.paging.levels import reads_for
-from coserve.adapters.paging.reader import Read
-from coserve.adapters.paging.stored import Outline, StoredVersion
+from coserve.adapters.paging.cache import AdapterTier
+from coserve.adapters.paging.host import host_copies
+from coserve.adapters.paging.stored import Outline
 from coserve.adapters.settings import settings_of
 from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.errors import OutOfMemory
@@ -57,10 +57,10 @@ class HeldState:
     ) -> None:
         self.base, self.adapters, self.slot_pools = base, adapters, slot_pools
         self.arena = Arena()
+        self.host_copies = host_copies(base, base.dtype, base.device)
         self.sessions: dict[str, TrainingSession] = {}
         self.window_group_rows = 0  # most that go back together
         self._grammars, self._make_offload = grammars, make_offload
-        self._read: Read | None = None
 
     @torch.no_grad()
     def do(self, command: Command[R]) -> R:
@@ -72,7 +72,9 @@ class HeldState:
             case LoadAdapter():
                 return self._hold(command.adapter.in_type(self.base.dtype))
             case ReadAdapter():
-                return self._hold(self._read_files(command.stored))
+                return self._hold(self.host_copies.load(command.stored))
+            case DropAdapters(tier=AdapterTier.HOST):
+                return self.host_copies.drop(command.keys)
             case DropAdapters():
                 return self.adapters.drop(command.keys)
             case FetchAdapter():
@@ -112,11 +114,6 @@ class HeldState:
         _ = adapter.bypasses, adapter.virtual  # worked out here, and not in the first step that asks
         self.adapters.add(adapter)
         return Outline.of(adapter)
-
-    def _read_files(self, stored: StoredVersion) -> AdapterVersion:
-        if self._read is None:
-            self._read = reads_for(self.base, self.base.dtype, self.base.device)
-        return self._read(stored)
 
     def _open(self, command: OpenSession) -> Outline:
         try:

@@ -130,6 +130,7 @@ class LocalExecutor(Executor):
             eos_ids=self.table.sampling.eos_ids,
             cache_nbytes=self.attention.nbytes,
             grown=self._grown,
+            host_room=self.held.host_copies.room,
             fingerprint=self.base.fingerprint,
             parameters=self.base.parameters,
             dtype=str(self.base.dtype).removeprefix("torch."),
@@ -173,9 +174,11 @@ class LocalExecutor(Executor):
             self.settle()
         self._pause.begin(plan.pausable)
         started = time.perf_counter()
-        for key in plan.released:
-            self.table.release(key)
+        used = [self.table.release(key) for key in plan.released]
         self.table.start(plan.sequences)
+        for adapter in (*used, *(sequence.adapter for sequence in plan.sequences)):
+            if adapter and adapter in self.loaded:  # else its sequences have ended, and it was dropped
+                self.slot_pools.use(self.loaded.find(adapter).bypasses)
         for micro_batch in plan.micro_batches:
             self.sessions[micro_batch.job].begin(micro_batch)
         for prefix in plan.prefixes:

@@ -103,7 +103,7 @@ class ScriptedExecutor(Executor):
     @property
     def spec(self) -> ExecutorSpec:
         """See `Executor`. There is no model, and no bound on sequences."""
-        return ExecutorSpec(sys.maxsize, (), 0, 0, "", 0, "", EXACT, ())
+        return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, ())
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`. The plan is carried out, and the clock moved, when its result is collected."""

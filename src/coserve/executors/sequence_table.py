@@ -89,13 +89,16 @@ class SequenceTable:
         """Rows [segments] of their sequences."""
         return self._tensor([self._states[segment.key].row for segment in segments])
 
-    def release(self, key: int) -> None:
-        """Frees the row of a sequence; keys that never had one (training's) are ignored."""
+    def release(self, key: int) -> str | None:
+        """Frees the row of a sequence, and returns the key of its adapter; keys that never had a row
+        (training's) are ignored."""
         state = self._states.pop(key, None)
-        if state is not None:
-            self._block_table[state.row] = self._attention.padding_page
-            self.sampling.clear(state.row)
-            self._free.append(state.row)
+        if state is None:
+            return None
+        self._block_table[state.row] = self._attention.padding_page
+        self.sampling.clear(state.row)
+        self._free.append(state.row)
+        return state.start.adapter
 
     def batch(
         self, segments: Sequence[InferenceSegment], num_decodes: int

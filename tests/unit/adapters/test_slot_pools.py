@@ -160,3 +160,21 @@ def test_who_stays_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     again = [(slice(i, i + 1), known[number]) for i, number in enumerate((3, 0, 1))]
     expect_equal(pools, again, inputs(3))
     assert copied == [2] * len(SIZES), "only the newcomer, where the one that left was"
+
+
+def test_the_version_whose_sequences_began_or_ended_longest_ago_gives_up_its_slot() -> None:
+    """Three slots, of which the second adapter's has to go: the first one's sequence has just ended."""
+    pools = make(slots=3)
+    first, second, third, fourth = (adapter(seed, 4) for seed in range(4))
+    for one in (first, second, third):
+        pools.use(one)
+    pools.batch([(slice(i, i + 1), one) for i, one in enumerate((first, second, third))])
+    pools.use(first)
+    (pool,) = pools._pools.values()
+    left = set(pool._slots)
+    pools.use(fourth)
+    expect_equal(pools, [(slice(0, 1), third), (slice(1, 2), fourth)], inputs(2))
+    assert left - set(pool._slots) == {id(second)}
+    pools.forget(first)
+    expect_equal(pools, [(slice(0, 1), second), (slice(1, 2), fourth)], inputs(2))
+    assert set(pool._slots) == {id(second), id(third), id(fourth)}

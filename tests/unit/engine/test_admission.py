@@ -79,7 +79,7 @@ def test_a_job_has_its_bytes_before_it_begins_and_gives_them_back(fixed: int, ne
     job = start(engine, "one")
     assert job.status == "running" and ledger.used == fixed + needed
     job.result()
-    left = engine.bank.nbytes
+    left = engine.cache.nbytes().resident
     assert left > 0 and ledger.used == fixed + left, "its adapter stays"
     engine.unload_adapter("one")
     assert ledger.used == fixed

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from adapters import known
 from coserve import LoRAConfig
 from coserve.adapters import bank as bank_module
-from coserve.adapters.bank import AdapterBank, LoadedVersion
 from coserve.adapters.paging import stored as stored_module
 from coserve.core.request import SamplingParams
 from coserve.memory.malloc import resident_bytes
@@ -125,7 +125,8 @@ def test_jobs_that_ended_leave_nothing_behind(tmp_path: Path, seed: int) -> None
 
 
 def test_names_that_are_gone_are_forgotten_and_their_numbers_never_come_again() -> None:
-    bank, engine = AdapterBank(), engine_of("llama")
+    engine = engine_of("llama")
+    bank = engine.bank
     draws, used = random.Random(0), set()
     sketch = sketch_adapter(engine.base, "x", LoRAConfig(rank=2), 0)
     for _ in range(400):
@@ -133,7 +134,7 @@ def test_names_that_are_gone_are_forgotten_and_their_numbers_never_come_again() 
         version = replace(sketch, name=name, version=bank.next_version(name))
         assert version.key not in used, "what was cached for another one would be found"
         used.add(version.key)
-        bank.publish(LoadedVersion.of(version))
+        bank.publish(known(version))
         if draws.random() < 0.7:
             bank.remove(name)
         assert len(bank._newest) <= len(bank.names) + BOUND

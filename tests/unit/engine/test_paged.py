@@ -65,7 +65,7 @@ def test_a_miss_stops_nobody(
     monkeypatch: pytest.MonkeyPatch, folders: list[Path], expected: list[list[int]], cost: int
 ) -> None:
     engine, script = paged(monkeypatch, folders, 2 * cost)
-    assert script.begun == [] and len(engine.bank) == 0, "nothing is read before somebody asks"
+    assert script.begun == [] and len(engine.cache) == 0, "nothing is read before somebody asks"
     first = ask(engine, 0)
     assert script.begun == ["a0"], "reading begins when the request is queued"
     base = engine.generate(PROMPT, sampling=FOUR).result()
@@ -89,7 +89,7 @@ def test_those_that_are_not_used_leave_and_come_again_as_they_were(
         handle = ask(engine, number)
         finish(engine, script)
         assert handle.tokens == expected[number]
-        assert engine.bank.nbytes <= 2 * cost and engine.stored.used <= 2 * cost
+        assert sum(engine.cache.nbytes()) <= 2 * cost
         assert engine.executor.slot_pools.adapters <= 2
     assert script.begun == ["a0", "a1", "a2", "a0", "a3", "a4", "a1", "a2"]
     assert engine.stats().paging.resident == ("a1", "a2")
@@ -208,7 +208,7 @@ def test_a_failure_is_told_to_who_asked_and_harms_nobody(
             handle.result()
         with pytest.raises(AdapterError):
             list(handle)
-    assert good.result().tokens == expected[0] and engine.stored.used > 0
+    assert good.result().tokens == expected[0] and engine.cache.nbytes().paged > 0
     stored(engine, folder)  # other files, although of the same weights
     with pytest.raises(AdapterError, match="has changed"):
         again = engine.generate(PROMPT, "gone", FOUR)
@@ -227,7 +227,7 @@ def test_one_that_is_cancelled_while_it_waits_is_gone_at_once(
     script.hand_over()
     assert ask(engine, 0).result().tokens == expected[0], "what was read for it is there"
     assert script.begun == ["a0"]
-    assert not engine.stored._ready
+    assert not engine.cache._versions["a0@0"].users
 
 
 def test_a_name_that_is_given_anew_while_the_old_one_is_read(
@@ -242,7 +242,7 @@ def test_a_name_that_is_given_anew_while_the_old_one_is_read(
     new = ask(engine, 0)
     finish(engine, script)
     assert (old.tokens, new.tokens) == (expected[0], expected[1])
-    assert engine.stats().paging.resident == ("a0",) and len(engine.bank) == 1, "the old one is gone"
+    assert engine.stats().paging.resident == ("a0",) and len(engine.cache) == 1, "the old one is gone"
 
 
 def test_one_that_is_forgotten_while_it_is_read_never_arrives(
@@ -252,11 +252,11 @@ def test_one_that_is_forgotten_while_it_is_read_never_arrives(
     ask(engine, 0).cancel()
     engine.step()
     engine.unload_adapter("a0")
-    assert engine.stored.used > 0
+    assert engine.cache.nbytes().paged > 0
     script.hand_over()
     ask(engine, 1)
     finish(engine, script)
-    assert engine.stats().paging.resident == ("a1",) and len(engine.bank) == 1
+    assert engine.stats().paging.resident == ("a1",) and len(engine.cache) == 1
 
 
 def test_pinned_ones_come_unasked_and_stay_and_have_half_of_the_room_at_most(
@@ -279,7 +279,7 @@ def test_pinned_ones_come_unasked_and_stay_and_have_half_of_the_room_at_most(
     paging = engine.stats().paging
     assert paging.pinned == ("a3",) and "a3" in paging.resident and "a4" not in paging.resident
     engine.unload_adapter("a3")
-    assert engine.stats().paging.pinned == () and engine.stored.used == cost
+    assert engine.stats().paging.pinned == () and engine.cache.nbytes().paged == cost
     engine.load_adapter("always", folders[0])
     with pytest.raises(AdapterError, match="no files to be read from again"):
         engine.pin_adapter("always")

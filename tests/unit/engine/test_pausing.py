@@ -223,7 +223,7 @@ def test_an_adapter_that_has_been_read_stops_training_for_who_waits_for_it(tmp_p
         pause()
         done.set()
 
-    engine.stored._reads._done = paused  # type: ignore[attr-defined]
+    engine.paged._reads._done = paused  # type: ignore[attr-defined]
     engine.base.chain.on_layer = lambda: done.wait(60)
     engine.generate([1, 2, 3], "stored", SamplingParams(max_tokens=2, ignore_eos=True))
     engine.step()

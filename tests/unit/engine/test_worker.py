@@ -177,7 +177,7 @@ def test_cancelled_in_the_midst(desk: Desk, data: Path, tmp_path: Path) -> None:
     assert desk.ended().status == "cancelled"
     assert [c.step for c in desk.news(JobCheckpoint)] == [2]
     desk.until(lambda: not desk.worker.has_work)
-    assert desk.engine.stats().free_pages == 64 and desk.engine.bank.nbytes == 0
+    assert desk.engine.stats().free_pages == 64 and sum(desk.engine.cache.nbytes()) == 0
 
 
 def test_a_drain_does_not_wait_for_validation(desk: Desk, data: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_cannot_be_written_fails_the_job(
     assert (ended.status, ended.fault.kind) == ("failed", "JobError") and "No space" in ended.fault.text
     assert not desk.news(JobCheckpoint)
     desk.until(lambda: not desk.worker.has_work)
-    assert desk.engine.bank.nbytes == 0 and desk.engine.stats().running == 0
+    assert sum(desk.engine.cache.nbytes()) == 0 and desk.engine.stats().running == 0
 
 
 def test_what_a_job_may_not_be(desk: Desk, data: Path, tmp_path: Path) -> None:
@@ -281,4 +281,4 @@ def test_the_validation_loss_is_that_of_its_version(desk: Desk, tmp_path: Path) 
         most = max(most, engine.stats().waiting)
         engine.step()
     assert scoring.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    assert most == 2 and len(engine.bank) == 1
+    assert most == 2 and len(engine.cache) == 1

@@ -87,12 +87,12 @@ def test_an_adapter_is_known_at_once_and_read_when_it_is_asked_for(tmp_path: Pat
     desk = Desk()
     one, two = (stored(desk.engine, tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two")))
     assert desk.load(1, "one", one).fault is None and desk.load(2, "two", two).fault is None
-    assert len(desk.engine.bank) == 0 and desk.engine.stats().paging.known == 2
+    assert len(desk.engine.cache) == 0 and desk.engine.stats().paging.known == 2
     assert len(desk.ask("a", "one")) == 3
     assert desk.engine.stats().paging.resident == ("one",)
     assert desk.at_once(LoadAdapter(3, "one", str(one))).fault is None, "it is known already"
     assert desk.at_once(UnloadAdapter(4, "one")).fault is None
-    assert desk.engine.stats().paging.known == 1 and len(desk.engine.bank) == 0
+    assert desk.engine.stats().paging.known == 1 and len(desk.engine.cache) == 0
 
 
 def test_what_is_no_adapter_is_refused_when_it_is_loaded(tmp_path: Path) -> None:

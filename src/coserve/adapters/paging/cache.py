@@ -1,127 +1,135 @@
-"""Which of many adapters are in memory: as many as fit by bytes, the least recently used one out first.
+"""The adapter cache: every version that is known, which tier its weights are in, and who uses it.
 
-Users *hold* what they use while they use it; it stays meanwhile, and so does what is pinned. Everything else
-is there because it may be asked for again, and leaves for what is asked for now. What is wanted and not there
-comes in the order in which it is wanted. Where all bytes are held, the first of these has a *claim*: the
-least recently used ones are closed to new users until it has its bytes, so that a stream of requests for
-those that are there cannot keep it out for ever. Whoever uses the others goes on.
+Weights of a stored version move between the tiers (disk, copies in host memory, the device) by bytes, the
+least recently used ones out first. *Users* acquire what they use, and it stays on the device until they
+release it; so does what an operator has pinned. Everything else is there because it may be asked for again,
+and leaves for what is asked for now. What is wanted comes in the order in which it is wanted. Where all bytes
+are held, the first of these has a *claim*: the least recently used ones are closed to new users until it has
+its bytes, so that a stream of requests for those that are there cannot keep it out for ever.
 
-Plain numbers: what loads and drops is the `Mover`'s business.
+Plain numbers: weights are the executor's, who is told what to load and to drop.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, NamedTuple
 
+from coserve.adapters.paging.stored import KnownVersion, StoredVersion
 from coserve.core.size import show_size
-from coserve.errors import OutOfMemory
+from coserve.errors import AdapterError, CoserveError, OutOfMemory
+from coserve.wire.messages import Paging
 
 AT_ONCE: Final = 2  # that are on their way: one is read, the next one's bytes are there already
+_MOST_PINNED: Final = 0.5  # of the room: everybody else needs some
 
 
-class Item(Protocol):
-    """Something that is in memory or is not; `cost` are the bytes that it takes there."""
+class AdapterTier(Enum):
+    """Tiers of a version's weights: the fastest one that has them. `LOADING` is on the way to the device."""
 
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def cost(self) -> int: ...
-
-
-I = TypeVar("I", bound=Item)  # noqa: E741
-M = TypeVar("M", bound=Item, contravariant=True)
+    DISK = "disk"
+    HOST = "host"
+    LOADING = "loading"
+    DEVICE = "device"
 
 
-class Mover(Protocol[M]):
-    """Moves what it is told to."""
+class AdapterBytes(NamedTuple):
+    """Bytes of adapters in the device's memory: `paged` of those that can be read again, with their slots;
+    `resident` of all others."""
 
-    def load(self, item: M) -> None:
-        """Begins to bring it in; `arrived` or `failed` is called when that is over."""
-        ...
-
-    def drop(self, item: M) -> None:
-        """Frees its bytes, now."""
-        ...
-
-
-class Place(Enum):
-    """Places of an item."""
-
-    OUT = "disk"
-    COMING = "loading"
-    IN = "memory"
+    paged: int
+    resident: int
 
 
 @dataclass(slots=True, eq=False)
-class _Entry(Generic[I]):
-    item: I
-    place: Place = Place.OUT
-    users: set[int] = field(default_factory=set)
+class CachedAdapter:
+    """A version, and where it is. `users` maps each user to whether it holds the weights, or waits."""
+
+    version: KnownVersion
+    tier: AdapterTier = AdapterTier.DISK
+    is_current: bool = True  # its name means it
+    has_copy: bool = False  # in host memory
     failed: bool = False  # the last time; it is not brought in for its pin alone
+    users: dict[Hashable, bool] = field(default_factory=dict)
 
 
-class AdapterCache(Generic[I]):
-    """Keeps `room()` bytes in use at most. Everything happens in one thread."""
+class AdapterCache:
+    """Keeps stored versions within `room()` bytes on the device. Everything happens in one thread.
 
-    def __init__(self, mover: Mover[I], room: Callable[[], int]) -> None:
-        self._mover, self._room = mover, room
-        self._entries: dict[str, _Entry[I]] = {}
-        self._inside: OrderedDict[str, _Entry[I]] = OrderedDict()  # that have bytes; the latest used last
-        self._pinned: dict[str, None] = {}  # in the order in which they were
+    A version is known as long as its name means it or somebody uses it. One that is not stored, a trained one
+    for instance, has its weights on the device until then.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[StoredVersion], object],
+        drop: Callable[[str, AdapterTier], object],
+        room: Callable[[], int],
+        host_room: int = 0,
+    ) -> None:
+        """`load` begins to bring weights onto the device, which ends with a call of `loaded`, and leaves a
+        copy in host memory if there is room for any (`host_room`, bytes). `drop` frees what a version has on
+        the device or on the host."""
+        self._load, self._drop, self._room, self._host_room = load, drop, room, host_room
+        self._versions: dict[str, CachedAdapter] = {}
+        self._recent: OrderedDict[str, CachedAdapter] = OrderedDict()  # off the disk; the latest used last
+        self._pinned: dict[str, None] = {}  # by operators, in the order in which they were
         self._closed: list[str] = []  # to new users: they leave for whoever has the claim
-        self.used = 0  # bytes of all that are in memory, or on their way
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._entries
+        self._coming = 0  # versions on their way
+        self._used = self._slots = 0  # bytes of stored ones on the device or on their way; those for slots
+        self._resident = 0  # bytes of those that are not stored
+        self._copied = 0  # bytes of copies on the host
+        self._hits = self._misses = self._loads = self._loaded_bytes = self._evictions = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """Versions on the device."""
+        return sum(each.tier is AdapterTier.DEVICE for each in self._recent.values())
 
-    def place(self, key: str) -> Place:
-        """The place of an item."""
-        return self._entries[key].place
+    def find(self, key: str) -> KnownVersion | None:
+        """The version with this key, if it is known."""
+        found = self._versions.get(key)
+        return None if found is None else found.version
 
-    @property
-    def inside(self) -> tuple[str, ...]:
-        """Items in memory, the least recently used first."""
-        return tuple(key for key, entry in self._inside.items() if entry.place is Place.IN)
-
-    @property
-    def items(self) -> tuple[I, ...]:
-        """Items that have bytes: those in memory, and those on their way."""
-        return tuple(entry.item for entry in self._inside.values())
-
-    @property
-    def pinned(self) -> tuple[str, ...]:
-        """Items that stay once they are in memory."""
-        return tuple(self._pinned)
-
-    def pinned_with(self, key: str) -> int:
-        """Bytes of all that are pinned, and of this one."""
-        return sum(self._entries[each].item.cost for each in {*self._pinned, key})
+    def tier(self, key: str) -> AdapterTier:
+        """The tier of a version that is known."""
+        return self._versions[key].tier
 
     # What there is
 
-    def add(self, item: I) -> None:
-        """An item that lies on disk."""
-        assert item.key not in self._entries, f"there is {item.key} already"
-        self._entries[item.key] = _Entry(item)
+    def add(self, version: KnownVersion) -> None:
+        """A version that a name means from now on. If it is stored it lies on disk, else its weights are on
+        the device."""
+        entry = self._versions.setdefault(version.key, CachedAdapter(version))
+        if entry.tier is AdapterTier.DISK and not isinstance(version, StoredVersion):
+            self._count(entry, 1)
+            entry.tier = AdapterTier.DEVICE
+            self._recent[version.key] = entry
+        entry.version, entry.is_current = version, True
 
-    def forget(self, key: str) -> None:
-        """Nobody will want it any more. One that is on its way has its bytes until it arrives."""
-        entry = self._entries.pop(key)
-        assert not entry.users, f"{key} is forgotten while it is held"
-        self._pinned.pop(key, None)
-        if entry.place is Place.IN:
-            self._leave(entry)
+    def retire(self, key: str) -> None:
+        """No name means the version any more. It leaves when nobody uses it; one that is on its way has its
+        bytes until it arrives."""
+        entry = self._versions[key]
+        entry.is_current = False
+        self._forget_if_unused(entry)
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """A pinned item is brought in when there is room, and stays."""
-        self._entries[key].failed = False
+        """Has a version brought in when there is room and kept, or no longer. Raises AdapterError for one
+        that is on the device in any case, OutOfMemory where pinned ones would have more than half of the
+        room."""
+        entry = self._versions[key]
+        name = entry.version.name
+        if not isinstance(entry.version, StoredVersion):
+            raise AdapterError(f"the adapter {name!r} has no files to be read from again: it stays")
+        most = int(_MOST_PINNED * self._room())
+        if pinned and (missing := _cost(self._versions[k] for k in {*self._pinned, key}) - most) > 0:
+            raise OutOfMemory(
+                f"pinned adapters may have {show_size(most)}, half of what adapters may have in memory: "
+                f"{show_size(missing)} less than with {name!r}"
+            )
+        entry.failed = False
         if not pinned:
             self._pinned.pop(key, None)
             return
@@ -131,21 +139,27 @@ class AdapterCache(Generic[I]):
 
     # Users
 
-    def hold(self, key: str, user: int) -> bool:
-        """Tells whether it is there, and stays until this user releases it."""
-        entry = self._entries[key]
-        if entry.place is not Place.IN or key in self._closed:
-            return False
-        entry.users.add(user)
-        self._inside.move_to_end(key)
-        return True
+    def acquire(self, key: str, user: Hashable) -> bool:
+        """Makes `user` one of the version's, so that it stays known. Tells whether its weights are on the
+        device, where they stay then until the user releases it; if not it waits, and asks again."""
+        entry = self._versions[key]
+        if entry.users.get(user):
+            return True
+        is_there = entry.tier is AdapterTier.DEVICE and key not in self._closed
+        if user not in entry.users and isinstance(entry.version, StoredVersion):
+            self._hits, self._misses = self._hits + is_there, self._misses + (not is_there)
+        entry.users[user] = is_there
+        if is_there:
+            self._recent.move_to_end(key)
+        return is_there
 
-    def release(self, key: str, user: int) -> None:
-        """The user does not need it any more, whether it held it or not."""
-        entry = self._entries.get(key)
+    def release(self, key: str, user: Hashable) -> None:
+        """The user, if it is one, does not need the version any more, whether it held it or waited."""
+        entry = self._versions.get(key)
         if entry is not None and user in entry.users:
-            entry.users.remove(user)
-            self._inside.move_to_end(key)
+            if entry.users.pop(user):
+                self._recent.move_to_end(key)
+            self._forget_if_unused(entry)
 
     # Movement
 
@@ -157,11 +171,11 @@ class AdapterCache(Generic[I]):
         refused: list[tuple[str, OutOfMemory]] = []
         ahead: set[str] = set()
         wants = dict.fromkeys(wanted)
-        pins = [key for key in self._pinned if key not in wants and not self._entries[key].failed]
+        pins = [key for key in self._pinned if key not in wants and not self._versions[key].failed]
         for key in chain(wants, pins):
-            entry = self._entries[key]
-            if entry.place is Place.OUT:
-                if self._coming() >= AT_ONCE:
+            entry = self._versions[key]
+            if not _has_bytes(entry):
+                if self._coming >= AT_ONCE:
                     return refused
                 if missing := self._never(entry):
                     if key in wants:
@@ -176,105 +190,179 @@ class AdapterCache(Generic[I]):
         self._closed.clear()
         return refused
 
-    def arrived(self, key: str) -> bool:
-        """Notes that an item is in memory; False if it was forgotten meanwhile, and is to be dropped."""
-        entry = self._inside[key]
-        if self._entries.get(key) is not entry:
+    def loaded(self, key: str, outcome: int | CoserveError) -> None:
+        """Notes that weights are on the device, and their bytes; or why they could not be loaded, which may
+        be tried again. Those of a version that was forgotten meanwhile leave at once."""
+        entry = self._recent[key]
+        self._coming -= 1
+        if isinstance(outcome, int):
+            self._loads, self._loaded_bytes = self._loads + 1, self._loaded_bytes + outcome
+            entry.tier, entry.failed = AdapterTier.DEVICE, False
+            self._recent.move_to_end(key)
+        else:
             self._leave(entry)
-            return False
-        entry.place, entry.failed = Place.IN, False
-        self._inside.move_to_end(key)
-        return True
-
-    def failed(self, key: str) -> None:
-        """Notes that an item could not be loaded. It may be tried again."""
-        entry = self._inside[key]
-        self._leave(entry)
-        entry.failed = True
+            self._drop_copy(entry)
+            entry.failed = True
+        if self._versions.get(key) is not entry:
+            self._free(entry)
 
     def shed(self, nbytes: int) -> None:
-        """Drops what nobody uses until so many bytes are free, if that is enough for so many."""
-        idle, least = self._idle(()), self.used - nbytes
+        """Evicts what nobody uses until so many bytes are free, if that is enough for so many."""
+        idle, least = self._idle(()), self._used - nbytes
         if _cost(idle) < nbytes:
             return
         for entry in idle:
-            if self.used <= least:
+            if self._used <= least:
                 return
-            self._drop(entry)
+            self._evict(entry)
+
+    # What it takes
+
+    def nbytes(self, slots: int = 0) -> AdapterBytes:
+        """Bytes of all adapters on the device or on their way, where `slots` are those that slots have there.
+        A stored version counts with its slot, whether it has one yet or not."""
+        return AdapterBytes(self._used, self._resident + max(slots - self._slots, 0))
+
+    def stats(self) -> Paging:
+        """Counters of stored versions since the start, and where these are now."""
+        there = (e.version for e in self._recent.values() if e.tier is AdapterTier.DEVICE)
+        return Paging(
+            known=sum(isinstance(each.version, StoredVersion) for each in self._versions.values()),
+            resident=tuple(version.name for version in there if isinstance(version, StoredVersion)),
+            pinned=tuple(self._versions[key].version.name for key in self._pinned),
+            hits=self._hits,
+            misses=self._misses,
+            loaded=self._loads,
+            loaded_bytes=self._loaded_bytes,
+            dropped=self._evictions,
+            used_bytes=self._used,
+        )
 
     # Inside
 
-    def _coming(self) -> int:
-        return sum(entry.place is Place.COMING for entry in self._inside.values())
-
-    def _never(self, entry: _Entry[I]) -> int:
+    def _never(self, entry: CachedAdapter) -> int:
         """Bytes that would be missing if all left that may."""
-        held = _cost(self._inside[key] for key in self._pinned if key in self._inside)
-        return max(held + entry.item.cost - self._room(), 0)
+        held = _cost(each for key in self._pinned if _has_bytes(each := self._versions[key]))
+        return max(held + entry.version.cost - self._room(), 0)
 
-    def _refusal(self, entry: _Entry[I], missing: int) -> OutOfMemory:
+    def _refusal(self, entry: CachedAdapter, missing: int) -> OutOfMemory:
         return OutOfMemory(
-            f"the adapter needs {show_size(entry.item.cost)} of memory, {show_size(missing)} more than "
-            f"adapters may have beside {len(self.pinned)} that are pinned: unpin some, let jobs end, or "
+            f"the adapter needs {show_size(entry.version.cost)} of memory, {show_size(missing)} more than "
+            f"adapters may have beside {len(self._pinned)} that are pinned: unpin some, let jobs end, or "
             "raise engine.adapter_memory"
         )
 
-    def _make_room(self, entry: _Entry[I], ahead: Collection[str]) -> bool:
-        """Tells whether there are bytes for it, once those have been dropped that nobody uses. If not it has
+    def _make_room(self, entry: CachedAdapter, ahead: Collection[str]) -> bool:
+        """Tells whether there are bytes for it, once those have been evicted that nobody uses. If not it has
         the claim; `ahead` are wanted more urgently."""
-        missing = self.used + entry.item.cost - self._room()
-        if missing <= 0:
-            return True
+        missing = self._used + entry.version.cost - self._room()
         idle = self._idle(ahead)
         if _cost(idle) < missing:
             self._claim(missing, ahead)
             return False
-        for other in sorted(idle, key=lambda e: e.item.key not in self._closed):  # in their order otherwise
-            if self.used + entry.item.cost <= self._room():
+        for other in sorted(idle, key=lambda e: e.version.key not in self._closed):  # else in their order
+            if self._used + entry.version.cost <= self._room():
                 break
-            self._drop(other)
+            self._evict(other)
         return True
 
     def _claim(self, missing: int, ahead: Collection[str]) -> None:
         """Closes so many that their bytes are enough, those first that are closed already."""
-        others = [
-            key
-            for key, entry in self._inside.items()
-            if entry.place is Place.IN and key not in (*self._pinned, *self._closed, *ahead)
-        ]
-        order, self._closed = [*self._closed, *others], []
+        order, self._closed = [*self._closed], []
+        order += [each.version.key for each in self._movable({*order, *ahead})]
         for key in order:
             if missing <= 0:
                 return
             self._closed.append(key)
-            missing -= self._inside[key].item.cost
+            missing -= self._versions[key].version.cost
 
-    def _idle(self, ahead: Collection[str]) -> Sequence[_Entry[I]]:
-        """Items that could leave now, the least recently used first."""
+    def _idle(self, ahead: Collection[str]) -> list[CachedAdapter]:
+        """Versions that could leave the device now, the least recently used first."""
+        return [entry for entry in self._movable(ahead) if True not in entry.users.values()]
+
+    def _movable(self, but: Collection[str]) -> list[CachedAdapter]:
+        """Versions that could leave the device once their users have ended, the least recently used first."""
         return [
             entry
-            for key, entry in self._inside.items()
-            if entry.place is Place.IN and not entry.users and key not in self._pinned and key not in ahead
+            for key, entry in self._recent.items()
+            if entry.tier is AdapterTier.DEVICE
+            and isinstance(entry.version, StoredVersion)
+            and key not in self._pinned
+            and key not in but
         ]
 
-    def _enter(self, entry: _Entry[I]) -> None:
-        self.used += entry.item.cost
-        self._inside[entry.item.key] = entry
-        entry.place = Place.COMING
-        self._mover.load(entry.item)
+    def _enter(self, entry: CachedAdapter) -> None:
+        assert isinstance(entry.version, StoredVersion), "other versions never leave"
+        self._count(entry, 1)
+        self._coming += 1
+        entry.tier = AdapterTier.LOADING
+        self._recent[entry.version.key] = entry
+        self._keep_copy(entry)
+        self._load(entry.version)
 
-    def _drop(self, entry: _Entry[I]) -> None:
+    def _evict(self, entry: CachedAdapter) -> None:
+        self._evictions += 1
         self._leave(entry)
-        self._mover.drop(entry.item)
+        self._drop(entry.version.key, AdapterTier.DEVICE)
 
-    def _leave(self, entry: _Entry[I]) -> None:
-        key = entry.item.key
-        del self._inside[key]
+    def _leave(self, entry: CachedAdapter) -> None:
+        """Notes that weights are not on the device any more, nor on their way."""
+        key = entry.version.key
+        self._count(entry, -1)
         if key in self._closed:
             self._closed.remove(key)
-        self.used -= entry.item.cost
-        entry.place = Place.OUT
+        entry.tier = AdapterTier.HOST if entry.has_copy else AdapterTier.DISK
+        if not entry.has_copy:
+            del self._recent[key]
+
+    def _keep_copy(self, entry: CachedAdapter) -> None:
+        """Counts the copy on the host that loading makes; the least recently used ones leave for it."""
+        if entry.has_copy or not self._host_room:
+            return
+        entry.has_copy = True
+        self._copied += entry.version.outline.nbytes
+        for other in [e for e in self._recent.values() if e.tier is not AdapterTier.LOADING]:
+            if self._copied <= self._host_room:
+                return
+            self._drop_copy(other)
+
+    def _drop_copy(self, entry: CachedAdapter) -> None:
+        if not entry.has_copy:
+            return
+        entry.has_copy = False
+        self._copied -= entry.version.outline.nbytes
+        if entry.tier is AdapterTier.HOST:
+            entry.tier = AdapterTier.DISK
+            del self._recent[entry.version.key]
+        self._drop(entry.version.key, AdapterTier.HOST)
+
+    def _forget_if_unused(self, entry: CachedAdapter) -> None:
+        if not entry.is_current and not entry.users:
+            del self._versions[entry.version.key]
+            self._pinned.pop(entry.version.key, None)
+            if entry.tier is not AdapterTier.LOADING:
+                self._free(entry)
+
+    def _free(self, entry: CachedAdapter) -> None:
+        """Frees all that a version has in memory."""
+        if entry.tier is AdapterTier.DEVICE:
+            self._leave(entry)
+            self._drop(entry.version.key, AdapterTier.DEVICE)
+        self._drop_copy(entry)
+
+    def _count(self, entry: CachedAdapter, sign: int) -> None:
+        """Adds or takes away the bytes that a version has on the device."""
+        if isinstance(entry.version, StoredVersion):
+            self._used += sign * entry.version.cost
+            self._slots += sign * (entry.version.cost - entry.version.outline.nbytes)
+        else:
+            self._resident += sign * entry.version.cost
 
 
-def _cost(entries: Iterable[_Entry[I]]) -> int:
-    return sum(entry.item.cost for entry in entries)
+def _has_bytes(entry: CachedAdapter) -> bool:
+    """Tells whether a version is on the device, or on its way."""
+    return entry.tier in (AdapterTier.LOADING, AdapterTier.DEVICE)
+
+
+def _cost(entries: Iterable[CachedAdapter]) -> int:
+    return sum(entry.version.cost for entry in entries)

@@ -51,7 +51,8 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class KnownVersion:
-    """Version `version` of adapter `name`, without its weights."""
+    """Version `version` of adapter `name`, without its weights: these are on the device and can be read from
+    nowhere else, unless it is a `StoredVersion`."""
 
     name: str
     version: int
@@ -66,6 +67,11 @@ class KnownVersion:
         """Counts of the virtual tokens that stand before every sequence."""
         return self.outline.virtual
 
+    @property
+    def cost(self) -> int:
+        """Bytes that it takes on the device, as far as they are counted with it."""
+        return self.outline.cost
+
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion(KnownVersion):
@@ -73,11 +79,6 @@ class StoredVersion(KnownVersion):
 
     folder: Path
     stamp: Stamp
-
-    @property
-    def cost(self) -> int:
-        """Bytes that it takes in memory."""
-        return self.outline.cost
 
     def read(
         self,
