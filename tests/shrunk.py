@@ -54,6 +54,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {"layer_types": _FULL_AND_SLIDING},
     "gemma4_unified_text": {"layer_types": _FULL_AND_SLIDING},
+    "olmo": {"clip_qkv": 0.4},
+    "olmoe": {"clip_qkv": 0.4},
 }
 
 

@@ -41,6 +41,7 @@ OURS: Mapping[str, object] = {
     "p-tuning": PTuningConfig(5, hidden=20),
     "p-tuning by LSTM": PTuningConfig(4, encoder="LSTM", hidden=12),
 }
+NOTHING: Mapping[str, object] = {}
 _HUGE = 1e14
 
 Gradients = dict[str, Tensor]
@@ -76,8 +77,8 @@ def loss_of(examples: Sequence[Example], logits: Callable[[list[int]], Tensor]) 
     return total
 
 
-def engine_of(name: str) -> Engine:
-    return Engine(tiny(name, torch.float64), EngineConfig(calibrate=False, cache_tokens=64))
+def engine_of(name: str, **changes: object) -> Engine:
+    return Engine(tiny(name, torch.float64, **changes), EngineConfig(calibrate=False, cache_tokens=64))
 
 
 def part_of(engine: Engine, config: object, weights: Mapping[str, Tensor]) -> Part:
@@ -90,11 +91,12 @@ def part_of(engine: Engine, config: object, weights: Mapping[str, Tensor]) -> Pa
     return part.with_parameters({f"{place.path}.{n}": w.detach().clone() for n, w in weights.items()})
 
 
-def peft_case(name: str, kind: str) -> Case:
-    examples, engine = make_examples(name), engine_of(name)
-    oracle = tiny(name, torch.float64)
+def peft_case(name: str, kind: str, changes: Mapping[str, object] = NOTHING, **fields: object) -> Case:
+    """`changes` are of the model's configuration, `fields` PEFT's."""
+    examples, engine = make_examples(name), engine_of(name, **changes)
+    oracle = tiny(name, torch.float64, **changes)
     oracle.set_attn_implementation("eager")
-    adapted = with_virtual(oracle, kind)
+    adapted = with_virtual(oracle, kind, **fields)
     parameters = encoder_of(adapted)
     loss = loss_of(examples, lambda tokens: own_logits(adapted, tokens))
     found = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
@@ -104,7 +106,7 @@ def peft_case(name: str, kind: str) -> Case:
 
 
 def _peft_name(name: str, engine: Engine) -> str:
-    path = embedding_of(engine.base)
+    path = embedding_of(engine.base).path
     return name.removeprefix(path + ".").replace("prompt_embeddings", "embedding.weight")
 
 
@@ -201,6 +203,15 @@ def test_windows_give_peft_s_gradients(name: str, kind: str) -> None:
     ways = list(WAYS) if name == "gemma2" and "by LSTM" not in kind else list(WAYS)[1:3]
     with Exact():
         errors = errors_of(peft_case(name, kind), ways, f"{name}/{kind}")
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("kind", ["prompt", "p-tuning"])
+def test_prompts_of_embeddings_that_are_narrower_than_layers(kind: str) -> None:
+    """PEFT has to be told the width."""
+    with Exact():
+        case = peft_case("opt", kind, {"word_embed_proj_dim": 32}, token_dim=32)
+        errors = errors_of(case, ["small"], f"narrow/{kind}")
     assert max(errors.values()) <= TOLERANCE, errors
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
@@ -94,6 +95,27 @@ def test_logits_are_peft_s(name: str, kind: str, folders: dict[tuple[str, str], 
         prompt = tuple(prompts(random.Random(length), [length])[0])
         theirs, exact = (logits(name, kind, prompt, dtype) for dtype in (torch.float32, torch.float64))
         check_scores(theirs, exact, prompt, engine.generate(prompt, kind, SCORED).result())
+
+
+@pytest.mark.parametrize("kind", ["prompt", "p-tuning"])
+def test_prompts_of_embeddings_that_are_narrower_than_layers(kind: str, tmp_path: Path) -> None:
+    """PEFT has to be told the width, and what is exported tells it."""
+    tokens = tuple(prompts(random.Random(kind), [6])[0])
+
+    def model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        return tiny("opt", dtype, word_embed_proj_dim=32)
+
+    with torch.no_grad(), Exact():
+        theirs = with_virtual(model(), kind, token_dim=32)
+        exact = own_logits(with_virtual(model(torch.float64), kind, token_dim=32), list(tokens))
+        theirs.save_pretrained(str(tmp_path / "theirs"))
+        engine = Engine(model(), EngineConfig(calibrate=False, page_size=PAGE, cache_tokens=256))
+        engine.load_adapter(kind, tmp_path / "theirs")
+        answer = engine.generate(tokens, kind, SCORED).result()
+        check_scores(own_logits(theirs, list(tokens)), exact, tokens, answer)
+        engine.save_adapter(kind, tmp_path / "ours")
+        again = PeftModel.from_pretrained(model(), str(tmp_path / "ours")).eval()
+        assert torch.equal(own_logits(again, list(tokens)), own_logits(theirs, list(tokens)))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

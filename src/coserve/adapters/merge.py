@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coserve.adapters.bypass import Dense, Side, exact_type
 from coserve.adapters.files import read_adapter
-from coserve.adapters.sites import DenseWeights, Site, decoder_layers, find_sites, gain_of
+from coserve.adapters.sites import DenseWeights, Site, decoder_layers, find_sites, gain_of, layer_width
 from coserve.attention.backend import CacheShape
 from coserve.errors import AdapterError, ModelNotFound
 
@@ -60,7 +60,7 @@ class WholeModel:
         self._layers = decoder_layers(model)
         self.sites = find_sites(model, self._layers)
         self.depth = len(self._layers)
-        self.hidden_size = int(model.get_input_embeddings().weight.shape[1])
+        self.hidden_size = layer_width(model)
 
     @cached_property
     def caches(self) -> Sequence[CacheShape]:

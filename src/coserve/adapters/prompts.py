@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
-from coserve.adapters.virtual import Prompt
+from coserve.adapters.virtual import Prompt, embedding_of
 from coserve.errors import AdapterError, AdapterMismatch
 
 EMBEDDINGS: Final = "prompt_embeddings"  # the only tensor that PEFT saves of these methods
@@ -42,7 +42,7 @@ class PlainPrompt(Prompt):
 def read_prompt(saved: Saved, frame: Frame) -> PlainPrompt:
     """Embeddings as PEFT saves them, whatever they once came out of."""
     count = take_count(saved, frame)
-    return PlainPrompt(take_rows(saved, count, frame.hidden_size))
+    return PlainPrompt(take_rows(saved, count, embedding_of(frame).outputs))
 
 
 def take_rows(saved: Saved, count: int, width: int) -> Tensor:
@@ -88,6 +88,11 @@ def take_count(saved: Saved, frame: Frame) -> int:
 def count_fields(count: int) -> dict[str, Any]:
     """The same the other way; PEFT finds the rest in the model."""
     return {"num_virtual_tokens": count, "num_transformer_submodules": 1}
+
+
+def prompt_fields(rows: Tensor) -> dict[str, Any]:
+    """The same of a prompt's rows [count, width]; PEFT takes their width for that of the layers."""
+    return {**count_fields(len(rows)), "token_dim": rows.shape[1]}
 
 
 def expect_count(method: str, tokens: object) -> None:

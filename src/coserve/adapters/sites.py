@@ -156,6 +156,11 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {n: model.get_submodule(n) for n in outer}
 
 
+def layer_width(model: PreTrainedModel) -> int:
+    """Width of the hidden state between layers; small OPT models project narrower embeddings to it."""
+    return int(model.config.get_text_config().hidden_size)
+
+
 def find_sites(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, Site]:
     """All sites of a model whose linears are still its own, in the order of its modules."""
     stages = {path: stage for stage, path in enumerate(layers)}
@@ -164,7 +169,7 @@ def find_sites(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[
         for path, layer in layers.items()
         for kind, name in _sublayers(layer).items()
     }  # fmt: skip
-    width = model.get_input_embeddings().weight.shape[1]
+    width = layer_width(model)
     found = {}
     for path, module in model.named_modules():
         stage = next((s for p, s in stages.items() if path.startswith(p + ".")), None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Bypasses, Chain, Place
-from coserve.adapters.sites import Frame, Kind
+from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterMismatch
 
 Pair = tuple[Tensor, Tensor]  # keys [groups, n, dk] and values [groups, n, dv] of one layer
@@ -124,9 +124,9 @@ class Virtual:
         return replace(bypasses, outputs={**bypasses.outputs, self.path: Chain((*links, rows))})
 
 
-def embedding_of(frame: Frame) -> str:
-    """Path of the base's input embedding. Raises AdapterMismatch."""
-    for path, site in frame.sites.items():
+def embedding_of(frame: Frame) -> Site:
+    """The base's input embedding. Raises AdapterMismatch."""
+    for site in frame.sites.values():
         if site.kind is Kind.EMBEDDING:
-            return path
+            return site
     raise AdapterMismatch("virtual tokens need an input embedding, and this model's gives something else")

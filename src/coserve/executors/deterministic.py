@@ -23,12 +23,13 @@ from coserve.core.plan import (
 )
 from coserve.core.sequence import Direction
 from coserve.executors.inference import InferenceBatch, adapter_ranges
-from coserve.executors.local import ForwardWindow, LocalExecutor
+from coserve.executors.local import LocalExecutor
 from coserve.executors.sampler import Sampler
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged
 from coserve.model.sample import sample, token_logprobs
+from coserve.train.window_group import ForwardWindow
 
 
 class DeterministicSampler(Sampler):

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -29,7 +29,7 @@ from coserve.core.plan import (
     TrainingSegment,
     Updated,
 )
-from coserve.core.sequence import Direction, Span
+from coserve.core.sequence import Direction
 from coserve.errors import CoserveError, LossNotFinite
 from coserve.executors.executor import CloseSession, Command, Executor, ExecutorSpec, R, RestartStep
 from coserve.executors.held import HeldState
@@ -46,41 +46,11 @@ from coserve.train.optimizer_offload import MakeOffload
 from coserve.train.pause import TrainingPause
 from coserve.train.session import TrainingSession
 from coserve.train.shortage import Shortages
-from coserve.train.tape import Tape
 from coserve.train.updating import update_all
 from coserve.train.window import Window
-from coserve.train.window_group import KeptRows
+from coserve.train.window_group import ForwardWindow, KeptRows
 
 _NAP: Final = 0.001  # seconds; idle time is cut into so many, for whoever arrives meanwhile
-
-
-@dataclass(slots=True)
-class ForwardWindow:
-    """A training window that goes forward in this step, through `layers`."""
-
-    segment: TrainingSegment
-    layers: range
-    tape: Tape
-    window: Window
-    bypasses: Bypasses
-    calls: LayerCalls
-
-    def input(self, layer: int) -> Tensor:
-        """See `Traveller`."""
-        return self.tape.input(layer, self.window, self.bypasses)
-
-    def take(self, layer: int, hidden: Tensor) -> None:
-        """See `Traveller`."""
-        self.tape.keep_output(layer, self.window, hidden[0])
-
-    def stop(self, layer: int) -> None:
-        """Has it go no further than below `layer`."""
-        self.layers = range(self.layers.start, min(self.layers.stop, layer))
-
-    @property
-    def passed(self) -> TrainingSegment:
-        """The segment with the layers that it passed."""
-        return replace(self.segment, span=Span(self.layers.start, self.layers.stop))
 
 
 class LocalExecutor(Executor):
@@ -327,7 +297,8 @@ class LocalExecutor(Executor):
     ) -> list[TrainingSegment]:
         """Runs all rows through the layers: a window joins at its span's first layer and leaves after its
         last, or at a pause. Returns the windows with the layers that they passed."""
-        windows = [self._forward_window(segment) for segment in self._by_batch_key(kept)]
+        kept = self._by_batch_key(kept)
+        windows = [self._forward_window(segment) for segment in kept]
 
         def passed(layer: int, there: Sequence[InferenceBatch | ForwardWindow]) -> None:
             if isinstance(there[-1], ForwardWindow):
@@ -340,15 +311,15 @@ class LocalExecutor(Executor):
         if inference is not None:
             travellers.insert(0, inference)
         self.base.chain.forward(travellers, self._compose, passed)
-        return [window.passed for window in windows if window.layers]
+        pairs = zip(kept, windows, strict=True)
+        return [replace(segment, span=window.span) for segment, window in pairs if window.layers]
 
     def _forward_window(self, segment: TrainingSegment) -> ForwardWindow:
         session, window = self._window(segment)
         tape = session.tape(segment.key)
         layers = range(segment.span.first, segment.span.last)
-        return ForwardWindow(
-            segment, layers, tape, window, session.bypasses(segment.key, window), tape.calls_for(window)
-        )
+        bypasses = session.bypasses(segment.key, window)
+        return ForwardWindow(layers, tape, window, bypasses, tape.calls_for(window))
 
     def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
         inference = next((one for one in there if isinstance(one, InferenceBatch)), None)

@@ -15,6 +15,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     PreTrainedModel,
 )
 
@@ -75,6 +76,7 @@ def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base
     masks = Masks()
     base = _fit(loaded, layers, origin, cell, masks, own.returns_tuple)
     prove(base, own, masks)
+    _refuse_shorter_cache(base)
     join_siblings(base)
     assert not any(p.requires_grad for p in loaded.parameters()), "the base is frozen"
     return base
@@ -174,7 +176,9 @@ def _fit(
     _put_seams(base)
     base.learn_arguments()
     _learn_caches(base, caches)
-    _keep_sites_of_rows(base)
+    looking = _look(base)
+    _keep_sites_of_rows(base, looking)
+    _hand_over_copies(base, looking)
     _keep_sites_that_layers_see(base)
     _refuse_other_masks(base, masks.windows)
     return base
@@ -198,17 +202,25 @@ def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
 
 
 class _Looking(FusedRows):
-    """Notes which modules are given and give all rows, in their order."""
+    """Notes which modules are given and give all rows, in their order, and what linears give."""
 
     def __init__(self, part: ProbeRows) -> None:
         super().__init__([part], [])
         self._rows = part.count
         self.seen: set[str] = set()
+        self._given: list[tuple[str, Tensor, int]] = []  # with its version, as a tensor counts writes to it
+
+    @property
+    def written(self) -> set[str]:
+        """Linears whose output the model has written to, or to a view of it."""
+        return {path for path, y, version in self._given if y._version > version}
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         if x.shape[:-1].numel() == self._rows:
             self.seen.add(path)
-        return super().linear(path, placement, x)
+        y = super().linear(path, placement, x)
+        self._given.append((path, y, y._version))
+        return y
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         if x.shape[:2] == y.shape[:2] == (1, self._rows):
@@ -217,8 +229,8 @@ class _Looking(FusedRows):
 
 
 @torch.no_grad()
-def _keep_sites_of_rows(base: Base) -> None:
-    """Elsewhere, such as in a norm of heads that come before rows, nobody could tell whose rows these are."""
+def _look(base: Base) -> _Looking:
+    """One pass through the whole model."""
     part = ProbeRows(11)  # unlike any count of heads
     rows = _Looking(part)
     places = torch.arange(part.count, device=base.device)
@@ -226,7 +238,23 @@ def _keep_sites_of_rows(base: Base) -> None:
     with base.cell.set(rows):
         hidden = base.chain.run(hidden, calls)
     base.tail(hidden, rows)
-    base.sites = {path: site for path, site in base.sites.items() if path in rows.seen}
+    return rows
+
+
+def _keep_sites_of_rows(base: Base, looking: _Looking) -> None:
+    """Elsewhere, such as in a norm of heads that come before rows, nobody could tell whose rows these are."""
+    base.sites = {path: site for path, site in base.sites.items() if path in looking.seen}
+
+
+def _hand_over_copies(base: Base, looking: _Looking) -> None:
+    """Where the model writes to what a linear gives (Llama 4 adds experts to it, OLMo clips it) a graph has
+    a tensor of its own: what stands for a product there is a view, of a tape or of a zero."""
+    for path in looking.written:
+        base.linears[path].register_forward_hook(_copied_in_a_graph)
+
+
+def _copied_in_a_graph(linear: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
+    return y.clone() if torch.is_grad_enabled() else y
 
 
 class _Other(FusedRows):
@@ -259,6 +287,19 @@ def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
             f"{base.model.config.model_type} masks its attention by windows that its layers do not pass on: "
             f"its masks have {shown[0]}, its layers {shown[1]}"
         )
+
+
+def _refuse_shorter_cache(base: Base) -> None:
+    """Moshi's layers attend to all rows, and transformers generates with a cache of the last ones: what such
+    a model answers depends on how it is called."""
+    for cache, generates in zip(base.caches, DynamicCache(config=base.model.config).layers, strict=False):
+        attended = _felt(cache.window, base.max_positions)
+        kept = _felt(getattr(generates, "sliding_window", None), base.max_positions)
+        if kept is not None and (attended is None or attended > kept):
+            raise UnsupportedModel(
+                f"{base.model.config.model_type} contradicts itself: its layers attend to "
+                f"{attended or 'all'} rows, and it generates with a cache of the last {kept}"
+            )
 
 
 def _felt(window: int | None, positions: int) -> int | None:

@@ -1,9 +1,9 @@
 """Proof that a base can be trained: windows of examples give the gradients of whole examples.
 
 One layer of each kind runs as in training (windows forward onto a tape, then back from the right) and is
-compared with one pass over all rows under autograd, with plain attention. So a model that hands more than a
-hidden state from layer to layer, or whose layers cannot be re-run for a window of rows, is found before a job
-starts.
+compared with one pass over all rows under autograd, with plain attention; once with a tape of inputs alone,
+and once with one of all that tapes keep. So a model that hands more than a hidden state from layer to layer,
+or whose layers cannot be re-run for a window of rows or with what was kept, is found before a job starts.
 """
 
 from contextlib import ExitStack
@@ -27,12 +27,12 @@ from coserve.model.placement import Offer
 from coserve.model.probe import TOLERANCE, draw
 from coserve.model.refusal import refusing
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_window
-from coserve.train.backward import Backward, layer_gradients, vjp
-from coserve.train.save_policy import Fates
+from coserve.train.backward import Backward, BackwardWindow, layer_gradients, vjp
+from coserve.train.save_policy import Fate, Fates
 from coserve.train.tail import Tail
 from coserve.train.tape import Tape
 from coserve.train.window import Window
-from coserve.train.window_group import KeptRows
+from coserve.train.window_group import ForwardWindow, KeptRows
 
 _EXAMPLES: Final = (8, 5)  # rows: 13 in all, a number that little else of a model has
 _WINDOWS: Final = ((0, 6), (6, 7))  # (start, rows): the second goes on within the first example
@@ -67,20 +67,18 @@ def prove_training(base: Base) -> None:
 def _prove(base: Base, seed: int) -> None:
     """Raises UnsupportedModel where the gradients of one draw are not those of whole examples."""
     layers = _one_of_each_kind(base)
-    proof = _Proof(base, layers, torch.Generator().manual_seed(seed))
-    proof.forward()
+    paths = [p for p, s in base.sites.items() if s.kind is Kind.LINEAR and s.stage in layers]
+    everything = Fates(dict.fromkeys(paths, Fate.SUM), dict.fromkeys(layers, Fate.KEPT))
     try:
-        with ExitStack() as visits:
-            for part in (*(base.chain.blocks[layer] for layer in layers), base.chain.ends):
-                visits.enter_context(part.visit(Direction.BACKWARD))
-            want = proof.whole()
-            got = proof.in_windows()
+        for fates in (Fates(), everything):
+            proof = _Proof(base, layers, paths, fates, torch.Generator().manual_seed(seed))
+            want, got = proof.whole(), proof.in_windows()
+            least = _SMALL * max(float(want[name].float().norm()) for name in proof.parameters())
+            for name, gradient in want.items():
+                _expect(base, name, got[name], gradient, least)
     finally:
         for linear in base.linears.values():  # a server that never trains does not pay for it
             linear.placement.release_backward()
-    least = _SMALL * max(float(want[name].float().norm()) for name in proof.parameters())
-    for name, gradient in want.items():
-        _expect(base, name, got[name], gradient, least)
 
 
 def _expect(base: Base, name: str, got: Tensor, want: Tensor, least: float) -> None:
@@ -108,79 +106,77 @@ def _one_of_each_kind(base: Base) -> list[int]:
 
 
 class _Proof:
-    """A LoRA at all linears of some `layers`, and a micro-batch of two examples. The gradient for each
-    layer's output is drawn at random, and so is the last layer's output."""
+    """A LoRA at the linears `paths` of some `layers`, and a micro-batch of two examples that has gone forward
+    in windows, up to the highest of these. The gradient for each layer's output is drawn at random, and so is
+    the last layer's output."""
 
-    def __init__(self, base: Base, layers: list[int], generator: torch.Generator) -> None:
+    def __init__(
+        self, base: Base, layers: list[int], paths: list[str], fates: Fates, generator: torch.Generator
+    ) -> None:
         self._base, self._layers, self._generator = base, layers, generator
-        paths = [p for p, s in base.sites.items() if s.kind is Kind.LINEAR and s.stage in layers]
         self._adapter = {path: self._lora(path) for path in paths}
         self._bypasses = Bypasses({}, self._adapter)
         (tokens,) = draw(base.model, sum(_EXAMPLES))
-        self._tape = Tape(base, _EXAMPLES, tokens, tokens.roll(-1), Fates())
+        self._tape = Tape(base, _EXAMPLES, tokens, tokens.roll(-1), fates)
         self._windows = [self._tape.window(*window) for window in _WINDOWS]
         self._all = self._tape.window(0, sum(_EXAMPLES))
         like = self._tape.output(self._all)
         self._gradients = {layer: self._draw(*like.shape) for layer in layers}
-        self._tape.keep_output(base.depth - 1, self._all, self._draw(*like.shape)[0])
         self._choices: dict[int, list[Tensor]] = {}
-
-    def forward(self) -> None:
-        """Windows onto the tape, up to the highest layer that is proven."""
         for window in self._windows:
-            rows = FusedRows([KeptRows([(self._tape, window)])], [(slice(0, window.rows), self._bypasses)])
-            calls = self._tape.calls_for(window)
-            hidden = self._tape.input(0, window, self._bypasses)
-            for layer in range(self._layers[-1] + 1):
-                with torch.no_grad(), self._base.cell.set(rows):
-                    hidden = self._base.chain.layer(layer, hidden, calls)
-                if layer < self._base.depth - 1:
-                    self._tape.keep_output(layer, window, hidden[0])
+            self._forward(window)
+        self._tape.keep_output(base.depth - 1, self._all, self._draw(*like.shape)[0])
+
+    @torch.no_grad()
+    def _forward(self, window: Window) -> None:
+        layers, calls = range(self._layers[-1] + 1), self._tape.calls_for(window)
+        rows = FusedRows([KeptRows([(self._tape, window)])], [(slice(0, window.rows), self._bypasses)])
+        going = ForwardWindow(layers, self._tape, window, self._bypasses, calls)
+        self._base.chain.forward([going], lambda _: (rows, calls))
 
     def whole(self) -> Gradients:
         """Gradients by name, under autograd, all rows at once."""
-        asked: dict[str, Tensor] = {}
-        outputs = []
-        rows = _WholeRows(self._bypasses)
-        calls = self._tape.calls_for(self._all)
-        for layer in self._layers:
-            x = self._tape.input(layer, self._all, self._bypasses).detach().requires_grad_(layer > 0)
-            if layer > 0:
-                asked[_input_of(layer)] = x
-            with torch.enable_grad(), NotedChoices() as noted, self._base.cell.set(rows):
-                outputs.append(self._base.chain.layer(layer, x, calls))
-            self._choices[layer] = noted.chosen
-        asked |= self.parameters()
-        given = [self._gradients[layer] for layer in self._layers]
-        found = vjp(outputs, given, list(asked.values()))
-        pairs = zip(asked.items(), found, strict=True)
-        gradients = {name: torch.zeros_like(x) if g is None else g for (name, x), g in pairs}
-        return {_LOSS: self._of_loss()} | gradients
+        rows, calls = _WholeRows(self._bypasses), self._tape.calls_for(self._all)
+        inputs = (self._tape.input(layer, self._all, self._bypasses) for layer in self._layers)
+        alone = list(map(_AtLayer, self._layers, inputs))
+        asked = {_input_of(at.layer): at.x for at in alone if at.layer > 0} | self.parameters()
+        with ExitStack() as visits:
+            for part in (*(self._base.chain.blocks[layer] for layer in self._layers), self._base.chain.ends):
+                visits.enter_context(part.visit(Direction.BACKWARD))
+            with torch.enable_grad(), NotedChoices() as noted:
+
+                def passed(layer: int, _: object) -> None:
+                    self._choices[layer], noted.chosen = noted.chosen, []
+
+                self._base.chain.forward(alone, lambda _: (rows, calls), passed)
+            found = vjp([at.output for at in alone], list(self._gradients.values()), list(asked.values()))
+            of_loss = self._of_loss()
+        return {_LOSS: of_loss} | dict(zip(asked, map(_or_zeros, found, asked.values()), strict=True))
 
     def in_windows(self) -> Gradients:
         """Gradients by name, computed in windows as training does; `whole` is called before."""
-        found: dict[int, Tensor] = {}
-
-        def accumulate(leaf: Tensor, gradient: Tensor) -> None:
-            found[id(leaf)] = found[id(leaf)] + gradient if id(leaf) in found else gradient
-
         leaves = {layer: self._leaves(layer) for layer in range(self._base.depth)}
-        backward = Backward(self._tape, leaves, accumulate)
+        backward = Backward(self._tape, leaves, _accumulate)
         tail = Tail(self._tape, (), 1.0, backward.accumulate)
         for window in reversed(self._windows):
             tail.loss(window, self._bypasses)
         gradients = {_LOSS: self._tape.gradient(self._all).clone()}
-        for layer in reversed(self._layers):
-            below = [self._through(backward, layer, window) for window in reversed(self._windows)]
-            gradients[_input_of(layer)] = torch.cat(below[::-1], dim=1)
-        of_parameters = self.parameters().items()
-        return gradients | {n: found.get(id(leaf), torch.zeros_like(leaf)) for n, leaf in of_parameters}
+        span = Span(0, self._base.depth)
+        windows = [backward.start(window, span, self._bypasses) for window in self._windows]
 
-    def _through(self, backward: Backward, layer: int, window: Window) -> Tensor:
+        def go(layer: int) -> bool:
+            if layer in self._layers:
+                below = [self._through(layer, window) for window in reversed(windows)]
+                gradients[_input_of(layer)] = torch.cat(below[::-1], dim=1)
+            return True
+
+        self._base.chain.backward(self._layers[-1], go)
+        return gradients | {name: _or_zeros(leaf.grad, leaf) for name, leaf in self.parameters().items()}
+
+    def _through(self, layer: int, going: BackwardWindow) -> Tensor:
         """Takes a window back through a layer; returns the gradient for the layer's input."""
-        going = backward.start(window, Span(layer, layer + 1), self._bypasses)
-        going.gradient = self._gradients[layer][:, window.span]
-        noted = of_window(self._choices[layer], self._all.rows, window.span)
+        going.gradient = self._gradients[layer][:, going.window.span]
+        noted = of_window(self._choices[layer], self._all.rows, going.window.span)
         with TiesAsBefore(noted, TOLERANCE[self._base.dtype]):
             going.accumulate(layer, *layer_gradients(layer, [going]))
         return going.gradient
@@ -213,6 +209,20 @@ class _Proof:
         return torch.randn(shape, generator=self._generator).to(self._base.device, self._base.dtype)
 
 
+class _AtLayer:
+    """All rows at one layer, whose input x [1, rows, width] is a leaf of the graph: a `Traveller`."""
+
+    def __init__(self, layer: int, x: Tensor) -> None:
+        self.layer, self.layers = layer, range(layer, layer + 1)
+        self.x = x.detach().requires_grad_(layer > 0)
+
+    def input(self, layer: int) -> Tensor:
+        return self.x
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        self.output = hidden
+
+
 class _WholeRows(GraphRows):
     """Whole examples end to end, each attending within itself; keys and values are those of the graph, also
     of other layers."""
@@ -232,6 +242,14 @@ class _WholeRows(GraphRows):
                 reference.attention(queries, keys, values, spec.scale, allowed, spec.softcap, spec.sinks)
             )
         return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient
 
 
 def _input_of(layer: int) -> str:

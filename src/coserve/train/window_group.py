@@ -7,19 +7,49 @@ group of one. A group of one copies nothing to join or to part rows.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
+from coserve.core.sequence import Span
 from coserve.kernels.attention import Attended, AttentionSpec
 from coserve.kernels.rows import concat_rows, split_rows
-from coserve.model.batch import Keeper
+from coserve.model.batch import Keeper, LayerCalls
 from coserve.model.graph import GraphRows, stand_in
 from coserve.train.save_policy import Fate
 from coserve.train.tape import Tape
 from coserve.train.window import KV, PastKV, Window, attend_window, attend_window_keeping
 
 TapedWindow = tuple[Tape, Window]  # a window, and the tape of its micro-batch
+
+
+@dataclass(slots=True)
+class ForwardWindow:
+    """A training window that goes forward through `layers`: a `Traveller`."""
+
+    layers: range
+    tape: Tape
+    window: Window
+    bypasses: Bypasses
+    calls: LayerCalls
+
+    def input(self, layer: int) -> Tensor:
+        """See `Traveller`."""
+        return self.tape.input(layer, self.window, self.bypasses)
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        """See `Traveller`."""
+        self.tape.keep_output(layer, self.window, hidden[0])
+
+    def stop(self, layer: int) -> None:
+        """Has it go no further than below `layer`."""
+        self.layers = range(self.layers.start, min(self.layers.stop, layer))
+
+    @property
+    def span(self) -> Span:
+        """The layers that it has passed once it has gone forward."""
+        return Span(self.layers.start, self.layers.stop)
 
 
 class KeptRows:

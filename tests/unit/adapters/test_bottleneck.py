@@ -13,7 +13,9 @@ from coserve.adapters.files import read_adapter, write_adapter
 from coserve.adapters.merge import WholeModel
 from coserve.adapters.methods.bottleneck import Bottleneck, BottleneckBypass, BottleneckConfig
 from coserve.adapters.settings import settings_of
+from coserve.adapters.sites import Kind
 from coserve.errors import AdapterError, AdapterMismatch
+from coserve.model.load import load_base
 from models import edit_config, tiny
 
 FRAME = WholeModel(tiny("llama"))
@@ -55,6 +57,12 @@ def test_a_sublayer_that_is_no_module_is_refused_by_name() -> None:
     for layout in ("houlsby", "pfeiffer"):
         with pytest.raises(AdapterMismatch, match=r"each layer's feed-forward, and in this model's layer 0"):
             fresh(BottleneckConfig(4, layout), "opt")
+
+
+def test_sublayers_are_as_wide_as_their_layers() -> None:
+    """Embeddings may be narrower."""
+    sites = load_base(tiny("opt", word_embed_proj_dim=32)).sites.values()
+    assert {site.outputs for site in sites if site.kind is Kind.ATTENTION} == {64}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from coserve.model import load
 from coserve.model.load import load_base
 from coserve.model.routing import TiesAsBefore, of_rows
 from coserve.train.proof import prove_training
-from models import WINDOW, tiny
+from models import POSITIONS, WINDOW, tiny
 
 LOW = (torch.bfloat16, torch.float16)
 LLAMA4: dict[str, Any] = {"num_hidden_layers": 4, "num_local_experts": 2, "max_position_embeddings": 1 << 15}
@@ -114,6 +114,14 @@ def test_windows_that_are_off_are_refused(window: int) -> None:
     layers_of(model)[2].self_attn.sliding_window = window
     with pytest.raises(UnsupportedModel, match=f"its layers .*{window}"):
         load_base(model)
+
+
+def test_a_cache_that_is_shorter_than_what_layers_see_is_refused() -> None:
+    """Moshi's layers pass no window on, and transformers generates with a cache of its configuration's. Where
+    no sequence is as long the two agree."""
+    with pytest.raises(UnsupportedModel, match=f"attend to all rows, and it generates .* the last {WINDOW}$"):
+        load_base(tiny("moshi", sliding_window=WINDOW, ffn_dim=192))
+    load_base(tiny("moshi", sliding_window=POSITIONS, ffn_dim=192))
 
 
 def test_tables_that_depend_on_the_farthest_row_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +231,18 @@ def test_gradients_that_windows_would_not_have_are_refused(dtype: torch.dtype) -
     base = load_base(model)
     with pytest.raises(UnsupportedModel, match="llama cannot be trained"):
         prove_training(base)
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "olmo"])
+def test_models_that_write_to_what_a_linear_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They train with copies of it; without, the proof finds that what is kept cannot stand for it."""
+    changes = {"llama4_text": {"num_local_experts": 2}, "olmo": {"clip_qkv": 0.4}}[name]
+    prove_training(load_base(tiny(name, **changes)))
+    monkeypatch.setattr(load, "_hand_over_copies", lambda *_: None)
+    with pytest.raises(
+        UnsupportedModel, match=r"cannot be trained: RuntimeError: .*a view and is being modified"
+    ):
+        prove_training(load_base(tiny(name, **changes)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])

@@ -16,10 +16,10 @@ from coserve.adapters.prompts import (
     LOST,
     PlainPrompt,
     Shapes,
-    count_fields,
     expect_count,
     has_encoder,
     linear_shapes,
+    prompt_fields,
     read_encoder,
     read_prompt,
 )
@@ -118,12 +118,11 @@ class PTuning:
 
     def fresh(self, config: PTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
         """Draws it as PEFT does: torch's defaults for an embedding, an LSTM and linears."""
+        width = embedding_of(frame).outputs
         weights = {
-            "embedding.weight": torch.randn(
-                config.tokens, frame.hidden_size, generator=generator, dtype=torch.float32
-            )
+            "embedding.weight": torch.randn(config.tokens, width, generator=generator, dtype=torch.float32)
         }
-        for name, (shape, bound) in _shapes(config, frame.hidden_size).items():
+        for name, (shape, bound) in _shapes(config, width).items():
             weights[name] = torch.empty(shape, dtype=torch.float32).uniform_(
                 -bound, bound, generator=generator
             )
@@ -138,15 +137,15 @@ class PTuning:
             return self._part(PTuningConfig(prompt.count), replace(prompt, note=LOST), frame)
         if layers > len(saved.tensors):
             raise AdapterMismatch(f"{saved.folder}: encoder_num_layers={layers}, and it has fewer tensors")
-        config, width = PTuningConfig(prompt.count, kind, hidden, layers), frame.hidden_size
+        config, width = PTuningConfig(prompt.count, kind, hidden, layers), embedding_of(frame).outputs
         weights = read_encoder(saved, prompt.count, width, _shapes(config, width))
         return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)
 
     def write(self, part: Part) -> Written:
         config, (prompt,) = part.config, part.bypasses.values()
         assert isinstance(config, PTuningConfig) and isinstance(prompt, Prompt)
-        fields = count_fields(prompt.count)
         tensors = {EMBEDDINGS: prompt.rows()}
+        fields = prompt_fields(tensors[EMBEDDINGS])
         if isinstance(prompt, PlainPrompt):
             return Written(fields, tensors)
         fields["encoder_reparameterization_type"] = config.encoder
@@ -156,7 +155,7 @@ class PTuning:
         return Written(fields, tensors, own)
 
     def _part(self, config: PTuningConfig, prompt: Prompt, frame: Frame) -> Part:
-        return Part(self.name, config, {Place(embedding_of(frame), Side.PROMPT): prompt})
+        return Part(self.name, config, {Place(embedding_of(frame).path, Side.PROMPT): prompt})
 
 
 def _shapes(config: PTuningConfig, width: int) -> Shapes:

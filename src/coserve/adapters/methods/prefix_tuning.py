@@ -188,7 +188,7 @@ class PrefixTuning:
         return Written(fields, tensors, own)
 
     def _part(self, config: PrefixTuningConfig, prefix: Given, frame: Frame) -> Part:
-        return Part(self.name, config, {Place(embedding_of(frame), Side.PAST): prefix})
+        return Part(self.name, config, {Place(embedding_of(frame).path, Side.PAST): prefix})
 
 
 def _shapes(config: PrefixTuningConfig, layout: PrefixLayout) -> Shapes:

@@ -7,7 +7,7 @@ import torch
 
 from coserve.adapters.bypass import Part, Place, Side
 from coserve.adapters.method import Written
-from coserve.adapters.prompts import EMBEDDINGS, PlainPrompt, count_fields, expect_count, read_prompt
+from coserve.adapters.prompts import EMBEDDINGS, PlainPrompt, expect_count, prompt_fields, read_prompt
 from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
 from coserve.adapters.virtual import embedding_of
@@ -42,8 +42,8 @@ class PromptTuning:
 
     def fresh(self, config: PromptTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
         """Starts as PEFT's RANDOM, SAMPLE_VOCAB or TEXT does."""
-        path = embedding_of(frame)
-        vocabulary = frame.sites[path].inputs
+        site = embedding_of(frame)
+        vocabulary = site.inputs
         if config.text:
             if max(config.text) >= vocabulary:
                 raise AdapterError(f"token {max(config.text)} is not one of the model's {vocabulary}")
@@ -52,10 +52,8 @@ class PromptTuning:
         elif config.start == "SAMPLE_VOCAB":
             embeddings = frame.embedded(torch.randint(vocabulary, (config.tokens,), generator=generator))
         else:
-            embeddings = torch.randn(
-                config.tokens, frame.hidden_size, generator=generator, dtype=torch.float32
-            )
-        return Part(self.name, config, {Place(path, Side.PROMPT): PlainPrompt(embeddings.float().cpu())})
+            embeddings = torch.randn(config.tokens, site.outputs, generator=generator, dtype=torch.float32)
+        return Part(self.name, config, {Place(site.path, Side.PROMPT): PlainPrompt(embeddings.float().cpu())})
 
     def read(self, saved: Saved, frame: Frame) -> Part:
         saved.ignore(
@@ -63,12 +61,12 @@ class PromptTuning:
         )
         prompt = read_prompt(saved, frame)
         config = PromptTuningConfig(prompt.count)
-        return Part(self.name, config, {Place(embedding_of(frame), Side.PROMPT): prompt})
+        return Part(self.name, config, {Place(embedding_of(frame).path, Side.PROMPT): prompt})
 
     def write(self, part: Part) -> Written:
         (prompt,) = part.bypasses.values()
         assert isinstance(prompt, PlainPrompt)
-        fields = {**count_fields(prompt.count), "prompt_tuning_init": "RANDOM"}
+        fields = {**prompt_fields(prompt.embeddings), "prompt_tuning_init": "RANDOM"}
         return Written(fields, {EMBEDDINGS: prompt.embeddings})
 
 

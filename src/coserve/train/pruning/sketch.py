@@ -24,7 +24,7 @@ from transformers import (
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, Bypasses, Dense
 from coserve.adapters.methods import method_of
-from coserve.adapters.sites import DenseWeights, Kind, Site, decoder_layers, find_sites
+from coserve.adapters.sites import DenseWeights, Kind, Site, decoder_layers, find_sites, layer_width
 from coserve.attention.backend import CacheShape
 from coserve.train.pruning import operators
 
@@ -77,7 +77,7 @@ class Sketch:
         self.model = model
         self.layers = decoder_layers(model)
         self.sites = find_sites(model, self.layers)
-        self.hidden_size = int(model.get_input_embeddings().weight.shape[1])
+        self.hidden_size = layer_width(model)
         self.calls = self._learn_calls()
         self.caches = [found[layer] for layer in sorted(found)]
 
@@ -103,8 +103,9 @@ class Sketch:
         return bias
 
     def embedded(self, tokens: Tensor) -> Tensor:
+        width = self.model.get_input_embeddings().weight.shape[1]
         with self.mode:
-            return torch.empty(*tokens.shape, self.hidden_size, dtype=DTYPE)
+            return torch.empty(*tokens.shape, width, dtype=DTYPE)
 
     def dense(self, path: str) -> Dense:
         weight = self.model.get_submodule(path).weight

@@ -23,9 +23,12 @@ LLAMA = LlamaConfig(
     hidden_size=HIDDEN, num_hidden_layers=3, intermediate_size=WIDE, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=96,
 )  # fmt: skip
-OPT = OPTConfig(
-    hidden_size=HIDDEN, num_hidden_layers=2, ffn_dim=WIDE, num_attention_heads=4, vocab_size=96,
-    word_embed_proj_dim=HIDDEN,
+OPT, NARROW = (
+    OPTConfig(
+        hidden_size=HIDDEN, num_hidden_layers=2, ffn_dim=WIDE, num_attention_heads=4, vocab_size=96,
+        word_embed_proj_dim=embedded,
+    )
+    for embedded in (HIDDEN, HIDDEN // 2)
 )  # fmt: skip
 # What every layer keeps: its input, keys and values, attention with a log-sum-exp of four heads, and what
 # goes into the activation.
@@ -112,6 +115,11 @@ def test_a_relus_input_is_a_bit_where_nothing_hangs_behind_it() -> None:
         lines = explain_model(OPT, torch.bfloat16, [config])[-1].lines
         (line,) = (line for line in lines if line.tensor == "fc1: product")
         assert (line.fate, line.kept) == (fate, nbytes), config
+
+
+def test_layers_that_are_wider_than_the_embeddings() -> None:
+    wide, narrow = (explain_model(model, torch.bfloat16, [PromptTuningConfig(4)]) for model in (OPT, NARROW))
+    assert narrow == wide
 
 
 def test_every_line_says_why() -> None:
