@@ -251,7 +251,7 @@ def _written(error: ApiError) -> bytes:
     body = json.dumps(error.body()).encode()
     headers = {
         **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)),
-        "x-request-id": new_request_id(), "HttpConnection": "close",
+        "x-request-id": new_request_id(), "Connection": "close",
     }  # fmt: skip
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
