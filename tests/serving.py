@@ -15,11 +15,11 @@ import pytest
 from coserve import tiny
 from coserve.serve.app import create_app
 from coserve.serve.compose import build_state
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.http.listener import Listener
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
 from coserve.wire.messages import Submit
+from fake_engine import FakeEngine
 from waiting import until
 
 SECONDS = 90.0  # for one story, on a machine that is busy

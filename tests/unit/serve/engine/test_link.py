@@ -10,7 +10,6 @@ from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason, SamplingParams
 from coserve.errors import AdapterMismatch, AdapterNotFound, EngineLost, StateError
 from coserve.serve.engine import link as link_module
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.engine.link import MOST_LIVES, EngineLink
 from coserve.serve.engine.live import AnswerRequest
 from coserve.wire.messages import (
@@ -27,6 +26,7 @@ from coserve.wire.messages import (
     Token,
     UnloadAdapter,
 )
+from fake_engine import FakeEngine
 from waiting import until
 
 Story = Callable[[FakeEngine, EngineLink], Coroutine[Any, Any, None]]

@@ -9,11 +9,11 @@ import pytest
 
 from coserve.core.request import SamplingParams
 from coserve.errors import EngineLost, Quarantined, RequestError
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.wire.messages import CheckJob, CheckMethod, Command, LoadAdapter, Submit
+from fake_engine import FakeEngine
 from waiting import until
 
 POISON = 13  # a token that the engine dies of
