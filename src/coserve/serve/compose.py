@@ -80,7 +80,7 @@ async def _wire(state: State) -> None:
     async def pin(_: Hello) -> None:
         for adapter in await state.store.adapters.pinned(state.catalog.base.name):
             try:
-                await link.pin(adapter.id, adapter.path, True)
+                await link.pin(adapter.id, state.store.folder_of(adapter), True)
             except CoserveError as error:
                 log.warning("the adapter %s cannot be pinned: %s", adapter.name, error)
 
@@ -153,5 +153,6 @@ async def _name_adapters(state: State) -> None:
         folder = Path(path).resolve()
         content = await asyncio.to_thread(digest, folder)
         key = "adapter-" + hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:24]
-        shared.append(Adapter(key, name, folder, state.catalog.base.name, state.catalog.base.created))
+        kept = state.store.path_of(folder)
+        shared.append(Adapter(key, name, kept, state.catalog.base.name, state.catalog.base.created))
     await state.store.adapters.share(shared)

@@ -19,15 +19,12 @@ class Model:
     name: str
     created: int
     adapter: Adapter | None = None
+    folder: Path | None = None  # the adapter's
 
     @property
     def key(self) -> str | None:
         """Key of the adapter version in the engine."""
         return None if self.adapter is None else self.adapter.id
-
-    @property
-    def folder(self) -> Path | None:
-        return None if self.adapter is None else self.adapter.path
 
 
 class Catalog:
@@ -46,13 +43,16 @@ class Catalog:
         adapter = await self._store.adapters.find(tenant.id, name, self.base.name)
         if adapter is None or adapter.id in self._leaving:
             raise unknown_model(name)
-        return Model(name, adapter.created, adapter)
+        return self._model(adapter)
 
     async def list(self, tenant: Tenant) -> list[Model]:
         """The base, and the tenant's adapters of it."""
         adapters = await self._store.adapters.list(tenant.id, self.base.name)
         present = [adapter for adapter in adapters if adapter.id not in self._leaving]
-        return [self.base, *(Model(adapter.name, adapter.created, adapter) for adapter in present)]
+        return [self.base, *map(self._model, present)]
+
+    def _model(self, adapter: Adapter) -> Model:
+        return Model(adapter.name, adapter.created, adapter, self._store.folder_of(adapter))
 
     @contextmanager
     def use(self, model: Model) -> Iterator[None]:

@@ -89,7 +89,7 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
     on sending something. Hosts and origins of web pages are looked at before (`browsers.py`).
     """
     secret = secret_of(request)
-    if secret is not None and (tenant := await state.store.tenant_of(secret)) is not None:
+    if secret is not None and (tenant := await state.store.tenants.of_key(secret)) is not None:
         return tenant
     if await serves_without_keys(state):
         return LOCAL

@@ -74,7 +74,7 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         peft=body.peft,
         optimizer=None if body.optimizer is None else body.optimizer.model_dump(exclude_unset=True),
         suffix=body.suffix,
-        metadata=body.metadata,
+        labels=body.metadata,
         start_from=model.key,
     )
     await _check_job(state, job, training)
@@ -85,7 +85,7 @@ async def _check_job(state: State, job: Job, training: File) -> None:
     """Raises ApiError 400 where the base has not what a job is to train, or a job needs more memory than
     there is in all, and EngineLost where no engine can tell: what is stored starts with every engine."""
     start = None if job.start_from is None else await state.store.adapters.get(job.start_from)
-    path = None if start is None else start.path
+    path = None if start is None else state.store.folder_of(start)
     data = state.store.file_path(training)
     with _naming_peft():
         await state.link.check_job(job.id, data, job.options, job.peft or {}, path)
@@ -232,7 +232,7 @@ def _shown(state: State, job: Job) -> JobObject:
             "seed": job.seed,
             "trained_tokens": job.trained_tokens if job.status.is_final or job.step else None,
             "error": job.error,
-            "metadata": job.metadata,
+            "metadata": job.labels,
             "user_provided_suffix": job.suffix,
             "peft": job.peft,
             "optimizer": job.optimizer,

@@ -35,10 +35,12 @@ class Artifacts:
         checkpoint = await self._checkpoint(job, step)
         folder = self._store.adapter_folder(f"adapter-{tail_of(job.id)}")
         if not folder.exists():
-            await asyncio.to_thread(check, checkpoint.path)
-            await asyncio.to_thread(copy_adapter, checkpoint.path, folder, sys.maxsize)
+            trained = self._store.folder_of(checkpoint)
+            await asyncio.to_thread(check, trained)
+            await asyncio.to_thread(copy_adapter, trained, folder, sys.maxsize)
         now = int(time.time())
-        adapter = Adapter(folder.name, job.name, folder, job.base, now, job.tenant, job.model, job.id)
+        path = self._store.path_of(folder)
+        adapter = Adapter(folder.name, job.name, path, job.base, now, job.tenant, job.model, job.id)
         return adapter, await self._write_results(job, now)
 
     async def _checkpoint(self, job: Job, step: int) -> CheckpointRecord:

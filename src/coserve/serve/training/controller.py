@@ -334,7 +334,7 @@ class JobController:
             folder=str(self._store.job_folder(job.id) / "checkpoints"),
             options=job.options,
             method=job.peft or {},
-            start_from=None if start is None else str(start.path),
+            start_from=None if start is None else str(self._store.folder_of(start)),
             validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
             every=job.every,
             weight=weight,
@@ -352,4 +352,4 @@ class JobController:
         """Optimizer states are twice the size of what they train: all but the newest `keep` are dropped."""
         newest_last = await self._store.jobs.all_checkpoints(job)
         for checkpoint in newest_last[: max(0, len(newest_last) - keep)]:
-            await asyncio.to_thread(drop_resume_state, checkpoint.path)
+            await asyncio.to_thread(drop_resume_state, self._store.folder_of(checkpoint))

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL, UNFINISHED, JobStatus
 from coserve.errors import ConfigError, ConflictError, StateError
@@ -22,9 +23,8 @@ from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
 from coserve.serve.store.database import CACHE_KIB, READERS
 from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import Adapter, File, Job
+from coserve.serve.store.records import Adapter, File, Job, Row
 from coserve.serve.store.store import Store
-from coserve.serve.store.tables import metadata
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep
 
 WRITER = """
@@ -97,9 +97,9 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
 
 def test_every_transaction_is_on_disk_when_it_ends(tmp_path: Path) -> None:
     async def story(store: Store) -> None:
-        def settings(connection: Any) -> list[Any]:
+        def settings(session: Session) -> list[Any]:
             names = ("journal_mode", "synchronous", "foreign_keys")
-            return [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names]
+            return [session.scalar(text(f"PRAGMA {name}")) for name in names]
 
         assert await store._database.write(settings) == ["wal", 2, 1]  # FULL is 2
 
@@ -113,13 +113,15 @@ def test_reading_a_large_database_keeps_little_of_it_in_memory(tmp_path: Path) -
     async def story(store: Store) -> None:
         database, everybody = store._database, threading.Barrier(READERS)
 
-        def fill(connection: Any) -> None:
+        def fill(session: Session) -> None:
+            connection = session.connection()
             connection.exec_driver_sql("CREATE TABLE large (value BLOB)")
             connection.exec_driver_sql("INSERT INTO large VALUES (?)", [(bytes(1024),)] * rows)
 
-        def read(connection: Any) -> int:
+        def read(session: Session) -> int:
+            session.connection()
             everybody.wait(10)  # a connection each
-            return int(connection.exec_driver_sql("SELECT sum(length(value)) FROM large").scalar())
+            return int(session.scalar(text("SELECT sum(length(value)) FROM large")))
 
         await database.write(fill)
         before = resident_bytes()
@@ -134,7 +136,7 @@ def test_the_migrations_make_what_the_tables_say(tmp_path: Path) -> None:
     Store(tmp_path).close()
     engine = create_engine(f"sqlite:///{tmp_path / 'coserve.db'}")
     with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert compare_metadata(MigrationContext.configure(connection), Row.metadata) == []
     engine.dispose()
 
 
@@ -182,13 +184,13 @@ def test_keys_are_kept_as_hashes(tmp_path: Path) -> None:
         other, second = await store.tenants.create_key("ann")
         assert secret.startswith("sk-coserve-") and len(secret) == len("sk-coserve-") + 43  # 256 bits
         assert key.prefix == secret[: len(key.prefix)] and len(key.prefix) < 20
-        tenant = await store.tenant_of(secret)
+        tenant = await store.tenants.of_key(secret)
         assert tenant is not None and (tenant.name, tenant.weight) == ("ann", 2.0)
-        assert await store.tenant_of(second) == tenant
+        assert await store.tenants.of_key(second) == tenant
         for wrong in ("", secret[:-1], secret + "x", key.prefix, key.prefix + "x" * 37, "\ud800"):
-            assert await store.tenant_of(wrong) is None
+            assert await store.tenants.of_key(wrong) is None
         assert await store.tenants.revoke_key(key.prefix) and not await store.tenants.revoke_key(key.id)
-        assert await store.tenant_of(secret) is None and await store.tenant_of(second) == tenant
+        assert await store.tenants.of_key(secret) is None and await store.tenants.of_key(second) == tenant
         assert [k.revoked for k in await store.tenants.keys()] == [1000, None]
         assert await store.tenants.any_keys() and await store.tenants.revoke_key(other.id)
         assert not await store.tenants.any_keys()
@@ -265,9 +267,10 @@ def test_adapters_are_found_by_their_owners_and_the_folder_may_move(tmp_path: Pa
 
     async def story(store: Store) -> None:
         _, secret = await store.tenants.create_key("ann")
-        ann = await store.tenant_of(secret)
+        ann = await store.tenants.of_key(secret)
         assert ann is not None
-        own = Adapter("adapter-1", "mine", store.adapter_folder("adapter-1"), "tiny", 1, ann.id)
+        path = store.path_of(store.adapter_folder("adapter-1"))
+        own = Adapter("adapter-1", "mine", path, "tiny", 1, ann.id)
         assert await store.adapters.add(own)
         assert not await store.adapters.add(Adapter("adapter-2", "mine", outside, "tiny", 1, ann.id))
         await store.adapters.share([Adapter("adapter-3", "ours", outside, "tiny", 1)])
@@ -283,7 +286,7 @@ def test_adapters_are_found_by_their_owners_and_the_folder_may_move(tmp_path: Pa
     async def moved(store: Store) -> None:
         for id, path in (("adapter-1", new / "adapters" / "adapter-1"), ("adapter-3", outside)):
             found = await store.adapters.get(id)
-            assert found is not None and found.path == path
+            assert found is not None and store.folder_of(found) == path
 
     run(old, story)
     old.rename(new)
