@@ -12,7 +12,7 @@ import pytest
 from coserve.errors import StateError
 from coserve.serve.compose import build_state
 from coserve.serve.engine import link as link_module
-from coserve.serve.store.records import Job
+from coserve.serve.store.records import JobRecord
 from coserve.wire.messages import JobCheckpoint, JobEnded, JobStep, Numbered, StartJob, StopJob
 from fake_engine import FakeEngine
 from serving import SECONDS, Play, World, world
@@ -281,7 +281,7 @@ def test_the_next_job_starts_though_the_disk_was_full_for_a_moment(
         first, second = [(await create(world, training_file=file)).id for _ in range(2)]
         move, moves = world.state.store.jobs.move, []
 
-        async def failing_once(*arguments: Any) -> Job | None:
+        async def failing_once(*arguments: Any) -> JobRecord | None:
             moves.append(arguments)
             if len(moves) == 1:
                 raise StateError("the disk is full")
@@ -295,7 +295,7 @@ def test_the_next_job_starts_though_the_disk_was_full_for_a_moment(
     play(story, max_jobs=1)
 
 
-async def known(world: World, id: str) -> Job:
+async def known(world: World, id: str) -> JobRecord:
     job = await world.state.store.jobs.get("local", id)
     assert job is not None
     return job

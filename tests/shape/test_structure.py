@@ -23,7 +23,7 @@ TOO_LARGE = {
     "Engine": 22,
     "TrainingSession": 20,
     "Base": 17,
-    "Process": 16,
+    "ChildProcess": 16,
     "Scheduler": 16,
     "EngineLink": 15,
     "AdapterBank": 13,

@@ -4,16 +4,16 @@ from coserve.engine.admission import Admission
 from coserve.memory.malloc import resident_bytes
 from coserve.memory.pages import PagePool
 from coserve.schedule.scheduler import Scheduler
-from coserve.wire.messages import Paging, Stats
+from coserve.wire.messages import EngineStats, Paging
 
 
 def count(
     scheduler: Scheduler, admission: Admission, pages: PagePool, paging: Paging, adapters: int
-) -> Stats:
+) -> EngineStats:
     """Counters since the engine's start, and where things stand now: with so many `adapters` that have a
     name. Whoever calls holds the engine's lock."""
     stats = scheduler.stats
-    return Stats(
+    return EngineStats(
         steps=stats.steps,
         fused_steps=stats.fused_steps,
         decode_tokens=stats.decode_tokens,

@@ -9,14 +9,14 @@ from coserve.errors import error_named
 from coserve.serve.engine.frames import write_frame
 from coserve.wire.codec import encode_commands, pack_command
 from coserve.wire.messages import (
+    AddAdapter,
     CheckJob,
     CheckMethod,
     Command,
     Hello,
-    LoadAdapter,
     PinAdapter,
+    RemoveAdapter,
     Reply,
-    UnloadAdapter,
 )
 
 
@@ -42,7 +42,7 @@ class EngineConnection:
         self._outbox.append(packed)
 
     def ask(
-        self, command: LoadAdapter | UnloadAdapter | PinAdapter | CheckMethod | CheckJob
+        self, command: AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob
     ) -> asyncio.Future[None]:
         """Done when the engine has replied. Raises what it was refused with, or ConnectionError where the
         engine died meanwhile."""

@@ -18,21 +18,21 @@ from coserve.serve.engine.verdicts import QuarantineVerdict, Verdicts
 from coserve.wire.codec import decode_answer
 from coserve.wire.messages import (
     Acknowledge,
+    AddAdapter,
     Cancel,
     CheckJob,
     CheckMethod,
     Command,
     Drain,
+    EngineStats,
     Hello,
-    LoadAdapter,
-    Method,
+    MethodFields,
     Numbered,
     Options,
     PinAdapter,
+    RemoveAdapter,
     Report,
-    Stats,
     Token,
-    UnloadAdapter,
 )
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class EngineLink:
 
     def __init__(self, socket: Path, patience: float = 120.0) -> None:
         self.hello: Hello | None = None  # the newest engine's, kept while there is none
-        self.stats: Stats | None = None
+        self.stats: EngineStats | None = None
         self.resident: frozenset[str] = frozenset()  # adapters that were in memory when the engine last told
         self.connections = 0  # since the start; more than one if an engine died
         self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
@@ -143,7 +143,7 @@ class EngineLink:
         if connection is None or connection.loads.pop(key, None) is None:
             return
         with suppress(ConnectionError):
-            await connection.ask(UnloadAdapter(next(self._refs), key))
+            await connection.ask(RemoveAdapter(next(self._refs), key))
 
     async def pin(self, key: str, path: Path, pinned: bool) -> None:
         """Has the engine keep an adapter version in memory, or no longer. Raises what it was refused with."""
@@ -154,13 +154,13 @@ class EngineLink:
                 await self._load(connection, key, path)
                 return await connection.ask(PinAdapter(next(self._refs), key, pinned))
 
-    async def check(self, method: Method) -> None:
+    async def check(self, method: MethodFields) -> None:
         """Tells whether these are settings of an adapter method. Raises what they are refused with, and
         EngineLost where no engine gets to the end of it."""
         await self._check(lambda ref: CheckMethod(ref, method))
 
     async def check_job(
-        self, job: str, data: Path, options: Options, method: Method, start_from: Path | None
+        self, job: str, data: Path, options: Options, method: MethodFields, start_from: Path | None
     ) -> None:
         """Tells whether a job could ever run: what it trains, and the memory that it needs. Raises what it is
         refused with, and EngineLost where no engine gets to the end of it."""
@@ -379,7 +379,7 @@ class EngineLink:
             raise ConnectionError("the engine died")
         if key not in connection.loads:
             self.probation.enter(item)
-            connection.loads[key] = connection.ask(LoadAdapter(next(self._refs), key, str(path), new))
+            connection.loads[key] = connection.ask(AddAdapter(next(self._refs), key, str(path), new))
             connection.loads[key].add_done_callback(lambda load: self._replied(item, load))
         try:
             await asyncio.shield(connection.loads[key])

@@ -16,7 +16,7 @@ NAME = "coserve.supervisor"
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where this machine reaches itself
 
 
-class _Log(WatchedFileHandler):
+class _SupervisorLog(WatchedFileHandler):
     """A file that may be on a full disk: the console has the line, and the server goes on. One that somebody
     has moved away is made anew."""
 
@@ -31,7 +31,7 @@ class Announcer:
         self._logger = logging.getLogger(NAME)
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
-        self._handler = _Log(logs / "supervisor.log", encoding="utf-8")
+        self._handler = _SupervisorLog(logs / "supervisor.log", encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(self._handler)
 

@@ -19,7 +19,7 @@ _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, sig
 LAST_WORDS = 1.0  # seconds that one that hangs has to write the stacks of its threads into its log
 
 
-class Process:
+class ChildProcess:
     """One child. It is in a process group of its own: Ctrl-C in a terminal reaches the supervisor only.
 
     Not in a session of its own: Linux may share out time by sessions (autogroups), and then the low priority
@@ -48,7 +48,7 @@ class Process:
     @classmethod
     async def start(
         cls, name: str, command: Sequence[str], log: Path, pass_fds: Sequence[int] = ()
-    ) -> "Process":
+    ) -> "ChildProcess":
         """Starts a command; its stderr is appended to `log`. Raises ServerError if it cannot be run."""
         if log.exists() and log.stat().st_size > LARGEST_LOG:
             log.replace(log.with_suffix(".1.log"))

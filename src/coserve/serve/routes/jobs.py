@@ -27,9 +27,9 @@ from coserve.serve.schema.jobs import (
 )
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
-from coserve.serve.store.records import CheckpointRecord, Event, File, Job, Tenant
+from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
 from coserve.serve.training.recipe import recipe_of
-from coserve.wire.messages import Method
+from coserve.wire.messages import MethodFields
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
 _NAMED = 8  # characters of a job's id in its adapter's name
@@ -57,7 +57,7 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         await _check_method(state, body.peft)
     await state.store.jobs.check_room(caller.id)  # before the engine is asked; counted again when it is added
     id = new_id("ftjob")
-    job = Job(
+    job = JobRecord(
         id=id,
         tenant=caller.id,
         status=JobStatus.QUEUED,
@@ -81,7 +81,7 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
     return _shown(state, await state.job_controller.submit(job))
 
 
-async def _check_job(state: State, job: Job, training: File) -> None:
+async def _check_job(state: State, job: JobRecord, training: File) -> None:
     """Raises ApiError 400 where the base has not what a job is to train, or a job needs more memory than
     there is in all, and EngineLost where no engine can tell: what is stored starts with every engine."""
     start = None if job.start_from is None else await state.store.adapters.get(job.start_from)
@@ -91,7 +91,7 @@ async def _check_job(state: State, job: Job, training: File) -> None:
         await state.link.check_job(job.id, data, job.options, job.peft or {}, path)
 
 
-async def _check_method(state: State, peft: Method) -> None:
+async def _check_method(state: State, peft: MethodFields) -> None:
     """Raises ApiError 400 where these are no settings of an adapter method that the engine has."""
     with _naming_peft():
         await state.link.check(peft)
@@ -168,7 +168,7 @@ async def list_checkpoints(
     return CheckpointList(data=shown, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
 
 
-async def _find(state: State, tenant: Tenant, id: str) -> Job:
+async def _find(state: State, tenant: Tenant, id: str) -> JobRecord:
     job = await state.store.jobs.get(tenant.id, id)
     if job is None:
         message = f"Could not find fine-tuning job: {id}"
@@ -208,7 +208,7 @@ def _metadata(request: Request) -> dict[str, str] | None:
     return found or None
 
 
-def _shown(state: State, job: Job) -> JobObject:
+def _shown(state: State, job: JobRecord) -> JobObject:
     finish = None
     if job.status == JobStatus.RUNNING and None not in (job.pace, job.stepped, job.steps):
         assert job.pace is not None and job.stepped is not None and job.steps is not None

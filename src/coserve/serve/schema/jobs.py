@@ -65,7 +65,7 @@ class Supervised(Named):
     hyperparameters: Hyperparameters | None = None
 
 
-class Method(RequestBody):
+class FineTuneMethod(RequestBody):
     """Training method; only `supervised` is there."""
 
     type: Literal["supervised"]
@@ -95,7 +95,7 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
 Settings = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
-class Optimizer(Named):
+class OptimizerSettings(Named):
     """AdamW, its learning rate over time, and what examples are made of."""
 
     learning_rate: float | None = Field(default=None, gt=0, le=1, description="Instead of a multiplier.")
@@ -138,7 +138,7 @@ class JobRequest(Named):
     hyperparameters: Hyperparameters | None = Field(
         default=None, description="OpenAI's older place for them."
     )
-    method: Method | None = None
+    method: FineTuneMethod | None = None
     metadata: Metadata | None = None
     integrations: Annotated[list[Any], Field(max_length=0, description="None is there.")] | None = None
     peft: Settings | Annotated[list[Settings], Field(min_length=1, max_length=MOST_PARTS)] | None = Field(
@@ -146,10 +146,10 @@ class JobRequest(Named):
         description="The adapter, in PEFT's words or in ours: `peft_type`, `r`, `target_modules` and so on; "
         "LoRA where no type is given. A list of methods is one adapter.",
     )
-    optimizer: Optimizer | None = None
+    optimizer: OptimizerSettings | None = None
 
 
-class JobError(BaseModel):
+class FineTuningJobError(BaseModel):
     code: str
     message: str
     param: str | None
@@ -190,7 +190,7 @@ class JobObject(BaseModel):
     method: MethodUsed
     seed: int
     trained_tokens: int | None
-    error: JobError | None
+    error: FineTuningJobError | None
     metadata: dict[str, str] | None
     integrations: list[Any] = []
     user_provided_suffix: str | None

@@ -13,7 +13,7 @@ from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database
 from coserve.serve.store.quotas import Quotas, bytes_in
-from coserve.serve.store.records import Adapter, CheckpointRecord, Job
+from coserve.serve.store.records import Adapter, CheckpointRecord, JobRecord
 
 
 def _visible(tenant: str | BindParameter[str], base: str | BindParameter[str]) -> ColumnElement[bool]:
@@ -27,10 +27,12 @@ _NAMED: Final = (
     .order_by(Adapter.tenant.is_(None))
     .limit(1)
 )
-_CHECKPOINTS: Final = select(CheckpointRecord, Job).join(Job, CheckpointRecord.job == Job.id).limit(1)
+_CHECKPOINTS: Final = (
+    select(CheckpointRecord, JobRecord).join(JobRecord, CheckpointRecord.job == JobRecord.id).limit(1)
+)
 _NAMED_CHECKPOINT: Final = _CHECKPOINTS.where(
-    Job.tenant == bindparam("tenant"),
-    Job.base == bindparam("base"),
+    JobRecord.tenant == bindparam("tenant"),
+    JobRecord.base == bindparam("base"),
     CheckpointRecord.name == bindparam("name"),
 )
 
@@ -112,8 +114,8 @@ class AdapterStore:
             found = session.scalar(own)
             if found is None:
                 return None
-            begun = Job.start_from == found.id
-            user = session.scalar(select(Job.id).where(begun, Job.status.not_in(FINAL)))
+            begun = JobRecord.start_from == found.id
+            user = session.scalar(select(JobRecord.id).where(begun, JobRecord.status.not_in(FINAL)))
             if user is not None:
                 raise ConflictError(f"{name} is where the job {user} begins: wait for its end, or cancel it")
             session.delete(found)
@@ -141,7 +143,7 @@ def add_adapter(session: Session, adapter: Adapter) -> bool:
 
 
 def _checkpoint(
-    session: Session, query: Select[CheckpointRecord, Job], wanted: Mapping[str, str] = {}
+    session: Session, query: Select[CheckpointRecord, JobRecord], wanted: Mapping[str, str] = {}
 ) -> Adapter | None:
     """The first checkpoint that is found, as an adapter that is in no table."""
     row = session.execute(query, wanted).first()

@@ -9,7 +9,7 @@ from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import File, Job, Page
+from coserve.serve.store.records import File, JobRecord, Page
 
 
 class FileStore:
@@ -54,13 +54,13 @@ class FileStore:
 
         Raises ConflictError while a job that reads it is not over.
         """
-        reads = or_(Job.training_file == id, Job.validation_file == id)
+        reads = or_(JobRecord.training_file == id, JobRecord.validation_file == id)
 
         def write(session: Session) -> File | None:
             file = session.scalar(select(File).where(*_is(tenant, id)))
             if file is None:
                 return None
-            user = session.scalar(select(Job.id).where(reads, Job.status.not_in(FINAL)))
+            user = session.scalar(select(JobRecord.id).where(reads, JobRecord.status.not_in(FINAL)))
             if user is not None:
                 raise ConflictError(f"{id} is read by the job {user}: wait for its end, or cancel it")
             session.delete(file)

@@ -19,7 +19,7 @@ from coserve.serve.store.adapters import add_adapter
 from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
-from coserve.serve.store.records import Adapter, CheckpointRecord, Event, File, Job, NewsMark
+from coserve.serve.store.records import Adapter, CheckpointRecord, Event, File, JobRecord, NewsMark
 from coserve.wire.messages import JobCheckpoint, JobNote, JobStarted, JobStep, JobWaiting
 
 OfStep = TypeVar("OfStep", Event, CheckpointRecord)
@@ -61,7 +61,7 @@ class JobEventStore:
     async def waiting(self, mark: Mark, told: JobWaiting) -> None:
         """The job cannot begin yet."""
 
-        def write(session: Session, job: Job, now: int) -> None:
+        def write(session: Session, job: JobRecord, now: int) -> None:
             _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
             add_event(session, job, now, f"Fine-tuning job {told.reason}")
 
@@ -76,7 +76,7 @@ class JobEventStore:
     async def started(self, mark: Mark, told: JobStarted) -> None:
         """The job has begun, or goes on from a checkpoint."""
 
-        def write(session: Session, job: Job, now: int) -> None:
+        def write(session: Session, job: JobRecord, now: int) -> None:
             _change_status(job, JobStatus.QUEUED, JobStatus.RUNNING)
             job.step, job.steps, job.stepped = told.step, told.steps, self._clock()
             if told.step:
@@ -91,7 +91,7 @@ class JobEventStore:
     async def stepped(self, mark: Mark, told: JobStep) -> None:
         """An optimizer step."""
 
-        def write(session: Session, job: Job, now: int) -> None:
+        def write(session: Session, job: JobRecord, now: int) -> None:
             event = _at(session, Event, told)
             if event is None:
                 event = Event(new_id("ftevent"), job.id, now, "info", "", "metrics", step=told.step)
@@ -108,7 +108,7 @@ class JobEventStore:
     async def checkpointed(self, mark: Mark, told: JobCheckpoint) -> None:
         """A checkpoint is on disk; it can be sampled by its name from now on."""
 
-        def write(session: Session, job: Job, now: int) -> None:
+        def write(session: Session, job: JobRecord, now: int) -> None:
             path, losses = self._relative(Path(told.path)), _losses(told)
             _add_validation(session, told)
             known = _at(session, CheckpointRecord, told)
@@ -124,7 +124,7 @@ class JobEventStore:
     async def succeeded(self, mark: Mark, id: str, step: int, adapter: Adapter, result: File) -> None:
         """A job is done; its adapter and its result file are on disk and become visible with this."""
 
-        def write(session: Session, job: Job, now: int) -> None:
+        def write(session: Session, job: JobRecord, now: int) -> None:
             add_adapter(session, adapter)
             session.add(result)
             job.status, job.finished, job.result_file, job.step = JobStatus.SUCCEEDED, now, result.id, step
@@ -146,12 +146,12 @@ class JobEventStore:
     async def cancelled(self, mark: Mark, id: str) -> None:
         """A job was ended for good; mostly that is known already."""
 
-        def write(session: Session, job: Job, now: int) -> None:
+        def write(session: Session, job: JobRecord, now: int) -> None:
             job.status, job.finished = JobStatus.CANCELLED, now
 
         await self._take(mark, id, write)
 
-    async def _take(self, mark: Mark, id: str, work: Callable[[Session, Job, int], None]) -> None:
+    async def _take(self, mark: Mark, id: str, work: Callable[[Session, JobRecord, int], None]) -> None:
         """Has `work` change the job, at a whole second, where the mark moves and the job is not over."""
 
         def write(session: Session) -> None:
@@ -163,7 +163,7 @@ class JobEventStore:
         await self._database.write(write)
 
 
-def _change_status(job: Job, before: JobStatus, after: JobStatus) -> None:
+def _change_status(job: JobRecord, before: JobStatus, after: JobStatus) -> None:
     """Unless it was asked to be something else meanwhile."""
     if job.status == before:
         job.status = after

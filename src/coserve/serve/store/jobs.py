@@ -11,7 +11,7 @@ from coserve.errors import ConflictError
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import CheckpointRecord, Event, File, Job, Page
+from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Page
 
 
 class JobStore:
@@ -20,7 +20,7 @@ class JobStore:
     def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
         self._database, self._clock, self._quotas = database, clock, quotas
 
-    async def add(self, job: Job, message: str) -> None:
+    async def add(self, job: JobRecord, message: str) -> None:
         """Acknowledges a job, with its first event. Raises ConflictError if a file of it is gone, and
         QuotaExceeded where its owner has too many."""
         read = {job.training_file, job.validation_file or job.training_file}
@@ -36,25 +36,25 @@ class JobStore:
 
         await self._database.write(write)
 
-    async def get(self, tenant: str, id: str) -> Job | None:
+    async def get(self, tenant: str, id: str) -> JobRecord | None:
         """The tenant's job with this id."""
-        found = select(Job).where(Job.tenant == tenant, Job.id == id)
+        found = select(JobRecord).where(JobRecord.tenant == tenant, JobRecord.id == id)
         return await self._database.read(lambda session: session.scalar(found))
 
     async def page(
         self, tenant: str, after: str | None, limit: int, labels: Mapping[str, str] | None = None
-    ) -> Page[Job] | None:
+    ) -> Page[JobRecord] | None:
         """The tenant's jobs from behind `after`, the newest first; None if it has no such job.
 
         With `labels` only those that carry all of these pairs; an empty mapping means those without any.
         """
-        wanted: list[ColumnElement[bool]] = [Job.tenant == tenant]
+        wanted: list[ColumnElement[bool]] = [JobRecord.tenant == tenant]
         if labels is not None and not labels:
-            wanted.append(or_(Job.labels.is_(None), func.json(Job.labels) == "{}"))
+            wanted.append(or_(JobRecord.labels.is_(None), func.json(JobRecord.labels) == "{}"))
         for key, value in (labels or {}).items():
-            pairs = func.json_each(Job.labels).table_valued("key", "value")
+            pairs = func.json_each(JobRecord.labels).table_valued("key", "value")
             wanted.append(select(pairs.c.key).where(pairs.c.key == key, pairs.c.value == value).exists())
-        return await self._database.read(lambda session: page_of(session, Job, wanted, after, limit))
+        return await self._database.read(lambda session: page_of(session, JobRecord, wanted, after, limit))
 
     async def events(self, job: str, after: str | None, limit: int) -> Page[Event] | None:
         """A job's events from behind `after`, the newest first; None if it has no such event."""
@@ -78,10 +78,10 @@ class JobStore:
         found = select(Event.data).where(Event.job == job, Event.step.is_not(None)).order_by(Event.step)
         return await self._database.read(lambda session: tuple(filter(None, session.scalars(found))))
 
-    async def unfinished(self) -> tuple[Job, ...]:
+    async def unfinished(self) -> tuple[JobRecord, ...]:
         """Everybody's jobs that may still go on, the oldest first. SQLite looks up states that are named in
         their index; to exclude the others it would read all jobs there ever were."""
-        found = select(Job).where(Job.status.in_(UNFINISHED)).order_by(Job.number)
+        found = select(JobRecord).where(JobRecord.status.in_(UNFINISHED)).order_by(JobRecord.number)
         return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def check_room(self, tenant: str) -> None:
@@ -90,15 +90,15 @@ class JobStore:
 
     async def move(
         self, job: str, source: Collection[JobStatus], status: JobStatus, message: str | None = None
-    ) -> Job | None:
+    ) -> JobRecord | None:
         """Changes a job's status if it is one of `source`; the job as it is then, None if it was not.
 
         `message` becomes an event. A final status ends the job now.
         """
         assert all(before.may_become(status) for before in source), f"no job becomes {status} so"
 
-        def write(session: Session) -> Job | None:
-            found = session.scalar(select(Job).where(Job.id == job, Job.status.in_(source)))
+        def write(session: Session) -> JobRecord | None:
+            found = session.scalar(select(JobRecord).where(JobRecord.id == job, JobRecord.status.in_(source)))
             if found is not None:
                 now = int(self._clock())
                 found.status = status
@@ -110,17 +110,17 @@ class JobStore:
         return await self._database.write(write)
 
 
-def job_in(session: Session, id: str) -> Job | None:
+def job_in(session: Session, id: str) -> JobRecord | None:
     """The job with this id, whoever owns it."""
-    return session.scalar(select(Job).where(Job.id == id))
+    return session.scalar(select(JobRecord).where(JobRecord.id == id))
 
 
-def add_event(session: Session, job: Job, created: int, message: str, level: str = "info") -> None:
+def add_event(session: Session, job: JobRecord, created: int, message: str, level: str = "info") -> None:
     """Adds a message to a job's events."""
     session.add(Event(new_id("ftevent"), job.id, created, level, message))
 
 
-def fail_job(session: Session, job: Job, now: int, error: dict[str, Any]) -> None:
+def fail_job(session: Session, job: JobRecord, now: int, error: dict[str, Any]) -> None:
     """Ends a job that cannot go on. `error` has a code, a message and a param, as OpenAI shows them."""
     job.status, job.finished, job.error = JobStatus.FAILED, now, error
     add_event(session, job, now, f"The job failed: {error['message']}", "error")

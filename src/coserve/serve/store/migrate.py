@@ -12,7 +12,7 @@ from sqlalchemy import Connection, inspect
 
 from coserve.errors import StateError
 from coserve.serve.store.examine import DAMAGED, cannot_be_used
-from coserve.serve.store.records import Row
+from coserve.serve.store.records import TableRow
 
 _FOLDER: Final = Path(__file__).parent / "migrations"
 
@@ -40,7 +40,7 @@ def migrate(connection: Connection, name: str) -> None:
         return steps[::-1]
 
     with EnvironmentContext(Config(), scripts, fn=missing) as environment:
-        environment.configure(connection=connection, target_metadata=Row.metadata)
+        environment.configure(connection=connection, target_metadata=TableRow.metadata)
         environment.run_migrations()
-    if missing_tables := Row.metadata.tables.keys() - set(inspect(connection).get_table_names()):
+    if missing_tables := TableRow.metadata.tables.keys() - set(inspect(connection).get_table_names()):
         raise cannot_be_used(name, f"it has no table {min(missing_tables)!r}; {DAMAGED}")

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.records import Adapter, File, Job
+from coserve.serve.store.records import Adapter, File, JobRecord
 
 _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."
 
@@ -48,7 +48,7 @@ class Quotas:
 
     def check_jobs(self, session: Session, tenant: str) -> None:
         """Tells whether the tenant may have one more job."""
-        found = select(func.count()).where(Job.tenant == tenant, Job.status.not_in(FINAL))
+        found = select(func.count()).where(JobRecord.tenant == tenant, JobRecord.status.not_in(FINAL))
         has = session.scalars(found).one()
         if has >= self.jobs:
             raise QuotaExceeded(

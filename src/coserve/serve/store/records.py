@@ -34,7 +34,7 @@ class _AsText(TypeDecorator[Any]):
         return None if value is None else self.kind(value)
 
 
-class Row(MappedAsDataclass, DeclarativeBase):
+class TableRow(MappedAsDataclass, DeclarativeBase):
     """Base of all rows. Times are whole Unix seconds."""
 
     registry = registry(
@@ -49,7 +49,7 @@ class Row(MappedAsDataclass, DeclarativeBase):
     )
 
 
-class Record(Row):
+class Record(TableRow):
     """A row that callers know by its `id`. `number` is the order in which rows came, which lists are sorted
     by; it is never given again."""
 
@@ -135,7 +135,7 @@ class Adapter(Record):
     pinned: Mapped[bool] = mapped_column(default=False, server_default=false())
 
 
-class Job(Record):
+class JobRecord(Record):
     """A fine-tuning job.
 
     `options` and `peft` go to the engine as they are. `name` is that of the adapter once there is one,
@@ -224,7 +224,7 @@ class QuarantineRecord(Record):
     details: Mapped[JsonObject | None] = mapped_column(default=None)
 
 
-class SuspectRecord(Row):
+class SuspectRecord(TableRow):
     """A job or an adapter that was there when an engine crashed, and has not gone further since."""
 
     __tablename__ = "suspects"
@@ -235,7 +235,7 @@ class SuspectRecord(Row):
     progress: Mapped[int]
 
 
-class NewsMark(Row):
+class NewsMark(TableRow):
     """How far the news of an engine (one start of its process) have been written down."""
 
     __tablename__ = "news"

@@ -15,7 +15,7 @@ from coserve.errors import AdapterError
 from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
 from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import tail_of
-from coserve.serve.store.records import Adapter, CheckpointRecord, File, Job
+from coserve.serve.store.records import Adapter, CheckpointRecord, File, JobRecord
 from coserve.serve.store.store import Store
 
 _COLUMNS: Final = ("step", "train_loss", "valid_loss", "learning_rate", "grad_norm", "tokens", "seconds")
@@ -27,7 +27,7 @@ class Artifacts:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def bring_in(self, job: Job, step: int) -> tuple[Adapter, File]:
+    async def bring_in(self, job: JobRecord, step: int) -> tuple[Adapter, File]:
         """The finished adapter and the result file, both on disk for good, neither in the database yet.
 
         Raises AdapterError if the checkpoint of `step` is missing or damaged, OSError if the disk is full.
@@ -43,13 +43,13 @@ class Artifacts:
         adapter = Adapter(folder.name, job.name, path, job.base, now, job.tenant, job.model, job.id)
         return adapter, await self._write_results(job, now)
 
-    async def _checkpoint(self, job: Job, step: int) -> CheckpointRecord:
+    async def _checkpoint(self, job: JobRecord, step: int) -> CheckpointRecord:
         for checkpoint in await self._store.jobs.all_checkpoints(job.id):
             if checkpoint.step == step:
                 return checkpoint
         raise AdapterError(f"there is no checkpoint of step {step}")
 
-    async def _write_results(self, job: Job, now: int) -> File:
+    async def _write_results(self, job: JobRecord, now: int) -> File:
         id, name = f"file-{tail_of(job.id)}", f"step_metrics_{job.id}.csv"
         file = File(id, job.tenant, name, "fine-tune-results", 0, now, ".csv")
         lines = _csv(await self._store.jobs.metrics(job.id))

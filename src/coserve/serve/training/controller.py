@@ -27,7 +27,7 @@ from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.durable import drop_resume_state, sweep
 from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import Job
+from coserve.serve.store.records import JobRecord
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
@@ -87,28 +87,28 @@ class JobController:
 
     # For routes
 
-    async def submit(self, job: Job) -> Job:
+    async def submit(self, job: JobRecord) -> JobRecord:
         """Acknowledges a job; it trains as soon as there is room. Raises ConflictError if a file is gone."""
         async with self._turn:
             await self._store.jobs.add(job, f"Created fine-tuning job: {job.id}")
             await self._bring_in()
         return await self._now(job)
 
-    async def cancel(self, job: Job) -> Job:
+    async def cancel(self, job: JobRecord) -> JobRecord:
         """Ends a job for good; its checkpoints stay. Raises ConflictError if it is over."""
         return await self._change(
             job, (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED), JobStatus.CANCELLED
         )
 
-    async def pause(self, job: Job) -> Job:
+    async def pause(self, job: JobRecord) -> JobRecord:
         """Takes a job out of the engine, with a checkpoint. Raises ConflictError if it is over or paused."""
         return await self._change(job, (JobStatus.QUEUED, JobStatus.RUNNING), JobStatus.PAUSED)
 
-    async def resume(self, job: Job) -> Job:
+    async def resume(self, job: JobRecord) -> JobRecord:
         """Lets a paused job wait for its turn again. Raises ConflictError if it is not paused."""
         return await self._change(job, (JobStatus.PAUSED,), JobStatus.QUEUED, "resumed")
 
-    def reason(self, job: Job) -> str | None:
+    def reason(self, job: JobRecord) -> str | None:
         """Reason why a queued job waits."""
         if job.status != JobStatus.QUEUED:
             return None
@@ -119,8 +119,8 @@ class JobController:
         self._draining = True
 
     async def _change(
-        self, job: Job, source: Collection[JobStatus], status: JobStatus, word: str | None = None
-    ) -> Job:
+        self, job: JobRecord, source: Collection[JobStatus], status: JobStatus, word: str | None = None
+    ) -> JobRecord:
         word = word or status
         async with self._turn:
             moved = await self._store.jobs.move(job.id, source, status, f"Fine-tuning job {word}")
@@ -137,7 +137,7 @@ class JobController:
             await self._bring_in()
         return await self._now(job)
 
-    async def _now(self, job: Job) -> Job:
+    async def _now(self, job: JobRecord) -> JobRecord:
         found = await self._store.jobs.get(job.tenant, job.id)
         assert found is not None, "jobs are never deleted"
         return found
@@ -295,7 +295,7 @@ class JobController:
                 self._link.send(WeighJob(id, weight))
                 self._weights[id] = weight
 
-    async def _start(self, job: Job, weight: float = 1.0) -> None:
+    async def _start(self, job: JobRecord, weight: float = 1.0) -> None:
         """Hands a job to the engine once its turn has come, which it waits for where engines crashed."""
         self._inside.add(job.id)
         self._weights[job.id] = weight
@@ -304,7 +304,7 @@ class JobController:
         else:
             await self._hand_in(job, weight)
 
-    async def _try(self, job: Job, weight: float, generation: str) -> None:
+    async def _try(self, job: JobRecord, weight: float, generation: str) -> None:
         """Waits until no other suspect is on trial, and hands the job in."""
         await self._link.probation.turn(WorkItem("job", job.id))
         if not self._link.ready:  # the next engine's turn begins anew
@@ -319,7 +319,7 @@ class JobController:
         self._trials.pop(job).cancel()
         self._inside.discard(job)
 
-    async def _hand_in(self, job: Job, weight: float) -> None:
+    async def _hand_in(self, job: JobRecord, weight: float) -> None:
         """One whose files are gone is told to the engine too, and fails there."""
         paths = {
             file.id: str(self._store.file_path(file))
@@ -343,7 +343,7 @@ class JobController:
         self._link.probation.enter(WorkItem("job", job.id), -1 if suspect is None else suspect.progress)
         self._link.send(command)
 
-    async def _unfinished(self) -> list[Job]:
+    async def _unfinished(self) -> list[JobRecord]:
         """Jobs that may go on here: those of another base wait for a server that has it."""
         jobs = await self._store.jobs.unfinished()
         return [job for job in jobs if job.base == self._settings.base_name]

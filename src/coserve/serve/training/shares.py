@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from coserve.core.job_status import JobStatus
-from coserve.serve.store.records import Job
+from coserve.serve.store.records import JobRecord
 
 
-def next_job(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | None:
+def next_job(jobs: Sequence[JobRecord], weights: Mapping[str, float]) -> JobRecord | None:
     """The next job: the oldest queued one of the tenant that has the least running for its weight.
 
     `jobs` are all that are not over, the oldest first; `weights` are by tenant.
@@ -17,7 +17,7 @@ def next_job(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | None:
     return min(queued, key=lambda job: running[job.tenant] / weights[job.tenant], default=None)
 
 
-def next_to_wait(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | None:
+def next_to_wait(jobs: Sequence[JobRecord], weights: Mapping[str, float]) -> JobRecord | None:
     """The running job that gives up its place for a queued one of another tenant, where all places are taken.
 
     It is the newest one of the tenant that has the most running for its weight, if that tenant still has no
@@ -36,7 +36,7 @@ def next_to_wait(jobs: Sequence[Job], weights: Mapping[str, float]) -> Job | Non
     return last if is_even or left >= gained == 1 else None
 
 
-def job_weights(jobs: Sequence[Job], weights: Mapping[str, float]) -> dict[str, float]:
+def job_weights(jobs: Sequence[JobRecord], weights: Mapping[str, float]) -> dict[str, float]:
     """The share of each running job: its tenant's, divided among that tenant's running jobs."""
     running = [job for job in jobs if job.status == JobStatus.RUNNING]
     counts = Counter(job.tenant for job in running)

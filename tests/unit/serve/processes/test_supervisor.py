@@ -19,7 +19,7 @@ from rich.console import Console
 from coserve.errors import ConfigError
 from coserve.serve.processes.announce import Announcer
 from coserve.serve.processes.claim import Running, claim_state, find_running
-from coserve.serve.processes.process import Process
+from coserve.serve.processes.process import ChildProcess
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.supervisor import listen
 from coserve.serve.settings import ServerSettings
@@ -202,7 +202,7 @@ def test_an_importing_child_is_hurried_or_says_that_it_cannot(
     sleeps = (sys.executable, "-c", "import time; time.sleep(60)")
 
     async def story() -> None:
-        child = await Process.start("engine", sleeps, tmp_path / "log")
+        child = await ChildProcess.start("engine", sleeps, tmp_path / "log")
         try:
             os.setpriority(os.PRIO_PROCESS, child.pid, 19)
             usual = os.getpriority(os.PRIO_PROCESS, 0)

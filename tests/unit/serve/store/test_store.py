@@ -23,7 +23,7 @@ from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
 from coserve.serve.store.database import CACHE_KIB, READERS
 from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import Adapter, File, Job, Row
+from coserve.serve.store.records import Adapter, File, JobRecord, TableRow
 from coserve.serve.store.store import Store
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep
 
@@ -56,7 +56,7 @@ def a_file(id: str, tenant: str = "local") -> File:
     return File(id, tenant, "a.jsonl", "fine-tune", 1, 1, ".jsonl", 5)
 
 
-async def a_job(store: Store, id: str = "ftjob-1", **more: Any) -> Job:
+async def a_job(store: Store, id: str = "ftjob-1", **more: Any) -> JobRecord:
     fields: dict[str, Any] = {
         "id": id, "tenant": "local", "status": "running", "model": "tiny", "name": f"ft:{id}", "base": "tiny",
         "created": 1, "training_file": "file-1", "seed": 0, "every": 5,
@@ -64,7 +64,7 @@ async def a_job(store: Store, id: str = "ftjob-1", **more: Any) -> Job:
     }  # fmt: skip
     if await store.files.get("local", "file-1") is None:
         await store.files.add(a_file("file-1"))
-    job = Job(**fields)
+    job = JobRecord(**fields)
     await store.jobs.add(job, "created")
     return job
 
@@ -136,7 +136,7 @@ def test_the_migrations_make_what_the_tables_say(tmp_path: Path) -> None:
     Store(tmp_path).close()
     engine = create_engine(f"sqlite:///{tmp_path / 'coserve.db'}")
     with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), Row.metadata) == []
+        assert compare_metadata(MigrationContext.configure(connection), TableRow.metadata) == []
     engine.dispose()
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coserve.serve.store.records import Job
+from coserve.serve.store.records import JobRecord
 from coserve.serve.training.recipe import auto_batch_size, auto_epochs, usual_rate
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
 
@@ -35,9 +35,9 @@ def test_wide_models_learn_at_lower_rates(width: int, rate: float) -> None:
     assert usual_rate(width) == pytest.approx(rate)
 
 
-def job(id: str, tenant: str, status: str) -> Job:
+def job(id: str, tenant: str, status: str) -> JobRecord:
     more: dict[str, Any] = {"hyperparameters": {}, "options": {}, "training_file": "f"}
-    return Job(id, tenant, status, "tiny", id, "tiny", 1, seed=0, every=1, **more)
+    return JobRecord(id, tenant, status, "tiny", id, "tiny", 1, seed=0, every=1, **more)
 
 
 def test_a_tenants_flood_does_not_stand_before_anothers_job() -> None:
