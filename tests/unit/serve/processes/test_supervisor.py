@@ -35,8 +35,8 @@ from coserve.serve.processes.restarts import RestartPolicy
 from coserve.serve.settings import ServerSettings
 child, folder = sys.argv[1:3]
 if "--unprivileged" in sys.argv:
-    from coserve.serve.processes.process import Process
-    Process.hurry = lambda self: False
+    from coserve.serve.processes.process import ChildProcess
+    ChildProcess.hurry = lambda self: False
 engine = (sys.executable, child, "engine", folder)
 commands = supervisor.Commands((sys.executable, child, "api", folder), engine, (*engine, "--low-priority"))
 settings = ServerSettings(
