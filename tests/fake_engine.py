@@ -13,8 +13,8 @@ from pathlib import Path
 
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason
-from coserve.serve.engine.frames import read_frame, write_frame
 from coserve.wire.codec import decode_commands, encode_answer
+from coserve.wire.frames import read_frame, write_frame
 from coserve.wire.messages import (
     Acknowledge,
     AddAdapter,

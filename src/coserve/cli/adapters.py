@@ -9,12 +9,12 @@ import typer
 from coserve.cli.complete import complete_adapters
 from coserve.cli.options import AdapterName, ApiKey, AsJson, ListsAlone, Url, connect
 from coserve.errors import AdapterError, ConfigError
+from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
 
 app = typer.Typer(help="Adapters; alone it lists them.", cls=ListsAlone)
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # all that an adapter is
 
 
 @app.command("list")

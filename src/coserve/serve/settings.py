@@ -22,7 +22,7 @@ LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
 LEAST_WATCHDOG = 2.0  # seconds; processes beat twice in one
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ANY = "*"  # in lists of hosts and origins
-TIERS = ("priority", "default", "flex")
+TIERS = ("priority", "default", "flex")  # in the order in which a tenant's own requests go
 DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
     {
         "priority": SLO(first_token=0.5, between_tokens=0.1),

@@ -20,9 +20,9 @@ from itertools import count
 from time import monotonic
 
 from coserve.serve.errors import ApiError
+from coserve.serve.settings import TIERS
 from coserve.serve.store.records import Tenant
 
-TIERS = ("priority", "default", "flex")  # in the order in which a tenant's own requests go
 HORIZON = 50_000.0  # tokens
 _CHARGED_AT_ONCE = 32.0  # tokens
 _AHEAD = 512.0  # tokens that a newcomer's tenant may have had beyond the others: some prompts at once

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coserve.errors import error_named
-from coserve.serve.engine.frames import write_frame
 from coserve.wire.codec import encode_commands, pack_command
+from coserve.wire.frames import write_frame
 from coserve.wire.messages import (
     AddAdapter,
     CheckJob,

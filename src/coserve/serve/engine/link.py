@@ -11,11 +11,11 @@ from pathlib import Path
 
 from coserve.errors import CoserveError, EngineLost, Quarantined, StateError, error_named
 from coserve.serve.engine.connection import EngineConnection
-from coserve.serve.engine.frames import read_frame
 from coserve.serve.engine.live import AnswerRequest, LiveRequest
 from coserve.serve.engine.probation import Probation, WorkItem
 from coserve.serve.engine.verdicts import QuarantineVerdict, Verdicts
 from coserve.wire.codec import decode_answer
+from coserve.wire.frames import read_frame
 from coserve.wire.messages import (
     Acknowledge,
     AddAdapter,

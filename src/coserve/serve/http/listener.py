@@ -50,11 +50,6 @@ class Listener:
             )
         )
 
-    @property
-    def url(self) -> str:
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
     async def run(self) -> None:
         """Returns after `stop`, when connections have ended."""
         watching = asyncio.create_task(self._connections.watch(), name="connections")
