@@ -12,7 +12,7 @@ import os
 from typing import Final
 
 SHAPES: Final = 256
-# What a budget counts for these and for all else that libraries build as they work, such as traces of layers.
+# Bytes that a budget counts for these and for all else that libraries build as they work, such as traces.
 # After 64 prompts of 64 lengths, calibration and checks of four jobs a process of the embedded model held
 # 127 MB that no account had.
 BUILT_BYTES: Final = 128 << 20

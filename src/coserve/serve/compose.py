@@ -144,9 +144,9 @@ async def _running(link: EngineLink) -> AsyncIterator[None]:
 
 
 async def _name_adapters(state: State) -> None:
-    """The adapters that the settings name, for everybody, and no others of an earlier start.
+    """Shares the adapters that the settings name with everybody, and no others of an earlier start.
 
-    Their key is what is in them: a folder that has changed since is another version.
+    Their keys are digests of their contents: a folder that has changed since is another version.
     """
     shared = []
     for name, path in state.settings.adapters.items():

@@ -96,7 +96,7 @@ def _say_supervised(is_silent: bool) -> None:
 
 
 async def drain(state: State) -> None:
-    """No new work; waits for answers, then for the engine's jobs to be on disk and in the database."""
+    """Refuses new work; waits for answers, then for the engine's jobs to be on disk and in the database."""
     state.draining = True
     state.job_controller.drain()
     try:

@@ -1,4 +1,4 @@
-"""Work that would stop the event loop: done in threads, and for one tenant one piece at a time."""
+"""Threads for work that would stop the event loop; they do one piece of a tenant at a time."""
 
 import asyncio
 from collections.abc import Callable

@@ -129,14 +129,14 @@ class ServerSettings:
         object.__setattr__(self, "slo", {**DEFAULT_SLO, **self.slo})
 
     def _check_policy(self) -> None:
-        """Better here than in the engine's process, after its model has been loaded."""
+        """Checks the policy before the engine's process would, which loads its model first."""
         try:
             make_policy(self.engine.policy, **self.engine.policy_options)
         except ConfigError as error:
             raise ConfigError(f"engine.policy: {error}") from error
 
     def _check_scheduler(self) -> None:
-        """Likewise, with the engine's own part as in the smallest model."""
+        """Checks the scheduler's settings, with those that the model sets as in the smallest one."""
         told = self.engine.scheduler_settings
         if taken := SET_BY_ENGINE & told.keys():
             raise ConfigError(f"engine.scheduler.{min(taken)} follows from the model or another setting")

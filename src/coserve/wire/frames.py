@@ -12,8 +12,8 @@ _ROOM: Final = 1 << 16  # bytes that are asked for at once: a plan or a result i
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next message that an engine sent. Raises IncompleteReadError (an EOFError) where the stream ends, and
-    ConnectionError for what is no message."""
+    """The next message that an engine sent. Raises IncompleteReadError (an EOFError) where the stream ends,
+    ConnectionError for a length that no message has."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return await reader.readexactly(_checked(length, _MOST_REPORT))
 

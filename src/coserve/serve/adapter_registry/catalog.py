@@ -74,9 +74,8 @@ class Catalog:
                     self._leaving[key].set()
 
     async def retire(self, key: str, timeout: float) -> bool:
-        """No new users from now on; returns once the last has gone, or False after `timeout` seconds.
-
-        If some are left by then the adapter stays as it was.
+        """Refuses new users of an adapter; returns True once the last has gone, or False after `timeout`
+        seconds. If some are left by then the adapter stays as it was.
         """
         if key in self._leaving:
             raise ApiError(409, "The adapter is being unloaded already.", code="adapter_leaving")
@@ -94,7 +93,7 @@ class Catalog:
         return True
 
     def forget(self, key: str) -> None:
-        """The adapter of that key is gone for good."""
+        """Notes that the adapter of that key is gone for good."""
         self._leaving.pop(key, None)
 
 

@@ -82,7 +82,8 @@ def _last_part(name: str) -> str:
 
 
 def _copy_file(source: Path, target: Path, most: int) -> None:
-    """Follows no link: between the check of the folder and now somebody might have laid one."""
+    """Copies a file of at most `most` bytes. Follows no link: somebody might have laid one since the check of
+    the folder."""
     try:
         opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -95,20 +95,21 @@ class FairQueue:
         self.inside = 0
 
     def resize(self, running: int) -> None:
-        """The engine runs this many sequences at once; a few more wait in it, to fill gaps at once."""
+        """Notes that the engine runs this many sequences at once; a few more wait in it, to fill gaps at
+        once."""
         self._running, self._spare = running, max(1, running // 16)
         self._reserve = self._spare + (max(1, running // 8) if running >= 4 else 0)
         self._admit()
 
     def check(self, under_way: int, of_tenant: int) -> None:
-        """Raises ApiError 429 where one more request could not even wait, with as many under way in all and
-        of its tenant: for whoever asks before the request is read."""
+        """Raises ApiError 429 where one more request could not even wait, with `under_way` requests in all
+        and `of_tenant` of its tenant. For callers that have not read the request yet."""
         places = self._running + self._spare
         if of_tenant >= self._most_tenant + places or under_way >= self._most + places:
             raise self._full()
 
     def know(self, tenant: Tenant) -> None:
-        """A tenant that may come; its weight from now on."""
+        """Notes a tenant that may send requests, and its weight from now on."""
         self._line(tenant)
 
     @contextmanager
@@ -160,7 +161,7 @@ class FairQueue:
         line.counter = self._bounded(line.counter + cost / line.tenant.weight)
 
     def note_job(self, tenant: Tenant, job: str, trains: bool) -> None:
-        """A job of the tenant trains, or no longer does."""
+        """Notes that a job of the tenant trains, or no longer does."""
         jobs = self._line(tenant).jobs
         (jobs.add if trains else jobs.discard)(job)
 
@@ -170,11 +171,12 @@ class FairQueue:
         return line
 
     def _floor(self) -> float:
-        """The lowest counter of those who want something; where nobody does, of the last who did."""
+        """The lowest counter of tenants that wait or run; where there is none, that of the last one that
+        did."""
         return min((line.counter for line in self._lines.values() if line.is_active), default=self._left)
 
     def _is_newcomer(self, line: _Line) -> bool:
-        """Tells whether others work, none of whom has had less, and this line holds few places."""
+        """Tells whether other tenants have work, none of them has had less, and this one holds few places."""
         others = [other for other in self._lines.values() if other is not line and other.has_work]
         if not others:
             return False

@@ -250,7 +250,8 @@ def fingerprint(hello: Hello) -> str:
 def _sampling(
     body: Generation, logprobs: int | None, prompt_logprobs: int | None, grammar: str | None
 ) -> SamplingParams:
-    """All but max_tokens, which depends on the prompt. A seed is drawn: only so can an answer go on."""
+    """Sampling parameters but for max_tokens, which depends on the prompt. A seed is drawn where none is
+    given: an answer could not go on in another engine without."""
     return SamplingParams(
         max_tokens=MOST_TOKEN_ID,
         min_tokens=body.min_tokens or 0,

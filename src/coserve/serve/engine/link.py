@@ -53,7 +53,7 @@ class EngineLink:
     when that has returned. One that raises StateError is called again, a second later, until it does not:
     while the disk is full, answers go on and news wait.
 
-    What piles up for a reader that is slow is bounded by its request's `max_tokens`.
+    Tokens that pile up for a slow reader are bounded by its request's `max_tokens`.
     """
 
     def __init__(self, socket: Path, patience: float = 120.0) -> None:
@@ -155,15 +155,15 @@ class EngineLink:
                 return await connection.ask(PinAdapter(next(self._refs), key, pinned))
 
     async def check(self, method: MethodFields) -> None:
-        """Tells whether these are settings of an adapter method. Raises what they are refused with, and
-        EngineLost where no engine gets to the end of it."""
+        """Has the engine check the settings of an adapter method. Raises the error that they are refused
+        with, and EngineLost where no engine finishes the check."""
         await self._check(lambda ref: CheckMethod(ref, method))
 
     async def check_job(
         self, job: str, data: Path, options: Options, method: MethodFields, start_from: Path | None
     ) -> None:
-        """Tells whether a job could ever run: what it trains, and the memory that it needs. Raises what it is
-        refused with, and EngineLost where no engine gets to the end of it."""
+        """Has the engine check whether a job could ever run: what it trains, and the memory that it needs.
+        Raises the error that the job is refused with, and EngineLost where no engine finishes the check."""
         start = None if start_from is None else str(start_from)
         await self._check(lambda ref: CheckJob(ref, job, str(data), options, method, start))
 
@@ -258,7 +258,7 @@ class EngineLink:
                 self._fail(live, EngineLost(f"{live.lives} engines died under this request without a token"))
 
     def _judge(self, hello: Hello) -> None:
-        """Another engine is there: whether something that was under way in the one before it is to blame."""
+        """Decides, when another engine is there, what of the work under way crashed the one before it."""
         is_new = self.hello is not None and self.hello.generation != hello.generation
         if not (is_new and hello.crash):
             self.probation.forget_engine()
@@ -277,7 +277,7 @@ class EngineLink:
         for live in list(self._live.values()):
             self._fail(live, error)
 
-    # What engines say
+    # Reports of engines
 
     def _take(self, connection: EngineConnection, report: Report) -> None:
         self._heard = time.monotonic()
@@ -334,7 +334,7 @@ class EngineLink:
         if self._connection is not None and self._connection.hello.generation == generation:
             self.send(Acknowledge(numbered.number))
 
-    # What engines are told
+    # Commands to engines
 
     def _submit(self, connection: EngineConnection, live: LiveRequest) -> None:
         request = live.request
@@ -354,7 +354,8 @@ class EngineLink:
             self._fail(live, error)
 
     async def _submit_in_turn(self, connection: EngineConnection, live: LiveRequest) -> None:
-        """Once its adapter is loaded, and nothing else is on trial where it is a suspect itself."""
+        """Submits a request once its adapter is loaded and, where the request is a suspect, nothing else is
+        on trial."""
         request = live.request
         try:
             if request.adapter is not None and request.folder is not None:

@@ -104,14 +104,16 @@ class Probation:
         self._clear(item)
 
     def forget_engine(self) -> None:
-        """The engine is gone, and was ended from outside; or only the connection to it is."""
+        """Forgets the work under way: the engine was ended from outside, or only the connection to it is
+        lost."""
         self._under_way.clear()
         self._trial = None
         self._alone_until = self._clock() + ALONE_SECONDS
         self._changed.set()
 
     def crashed(self) -> list[WorkItem]:
-        """The engine has crashed: who is guilty of it. All others that were there are suspects now."""
+        """Returns the work items that are guilty of the engine's crash; all others under way become
+        suspects."""
         guilty = []
         is_certain = len(self._under_way) == 1
         for item, progress in self._under_way.items():

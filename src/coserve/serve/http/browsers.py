@@ -98,7 +98,8 @@ def is_own_host(given: str, settings: ServerSettings) -> bool:
 
 
 def _fits(name: str, allowed: str) -> bool:
-    """`*` fits all, `*.example.org` whatever is below example.org."""
+    """Tells whether a name fits an allowed host: `*` fits all, `*.example.org` all names below
+    example.org."""
     return allowed in (ANY, name) or (allowed.startswith("*.") and name.endswith(allowed[1:]))
 
 
@@ -122,7 +123,7 @@ def _is_unspecified(host: str) -> bool:
 
 
 def _is_same_site(origin: str, host: str) -> bool:
-    """A page that came from this server. The scheme may be a proxy's, which ends TLS."""
+    """Tells whether a page came from this server. Schemes may differ, as a proxy may end TLS."""
     _, found, site = origin.partition("://")
     return bool(found) and site.lower() == host.strip().lower()
 

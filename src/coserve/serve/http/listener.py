@@ -1,4 +1,4 @@
-"""uvicorn on a socket that somebody else owns, ended by whoever runs it and not by signals of its own."""
+"""uvicorn on a socket that the supervisor owns; it ends when it is told to, not by signals of its own."""
 
 import asyncio
 import contextlib

@@ -91,7 +91,7 @@ def _lock_file(state: Path) -> Path:
 
 
 def _lock_patiently(descriptor: int) -> bool:
-    """Whoever asks in `find_running` whether somebody holds it holds it for a moment."""
+    """Tries several times, as `find_running` takes the lock for a moment to see whether it is held."""
     for _ in range(_ATTEMPTS):
         if _lock(descriptor):
             return True

@@ -80,7 +80,7 @@ class ChildProcess:
             self._process.stdin.write(line.encode() + b"\n")
 
     def greet(self) -> None:
-        """Lets it hear that the supervisor lives; one that does not listen misses that."""
+        """Sends a sign of life; a child that does not read its input misses it."""
         assert self._process.stdin is not None
         if self._told and not self._process.stdin.transport.get_write_buffer_size():
             self.tell("")
@@ -93,7 +93,7 @@ class ChildProcess:
         return status
 
     async def _listen(self) -> None:
-        """Takes in what it says. What is no status line is passed over."""
+        """Takes in the child's lines. Lines that are no status are passed over."""
         assert self._process.stdout is not None
         while True:
             try:
@@ -116,7 +116,7 @@ class ChildProcess:
         self._said.put_nowait(status)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Does not hold so many seconds against it."""
+        """Does not count so many seconds as silence."""
         self.heard = min(self.heard + seconds, now)
         if self._stopped_since is not None:
             self._stopped_since = min(self._stopped_since + seconds, now)

@@ -37,7 +37,7 @@ async def delete_model(model: str, caller: Caller, state: Shared) -> ModelDelete
 
 
 def _described(state: State, model: Model) -> ModelCard:
-    """With what there is to say against it, which is read from a file the first time."""
+    """A model's card with its warning, which is read from a file the first time."""
     warning = None if model.adapter is None else base_warning(state, model.adapter)
     return card_of(state, model).model_copy(update={"warning": warning})
 

@@ -91,7 +91,7 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-# What fields there are is for the engine to say: each adapter method is one file of its own.
+# The engine knows which fields there are: each adapter method is one file of its own.
 Settings = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 

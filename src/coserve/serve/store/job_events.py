@@ -164,7 +164,7 @@ class JobEventStore:
 
 
 def _change_status(job: JobRecord, before: JobStatus, after: JobStatus) -> None:
-    """Unless it was asked to be something else meanwhile."""
+    """Changes a status, unless the job was asked for another one meanwhile."""
     if job.status == before:
         job.status = after
 
@@ -188,7 +188,7 @@ def _at(session: Session, kind: type[OfStep], told: JobStep | JobCheckpoint) -> 
 
 
 def _add_validation(session: Session, told: JobCheckpoint) -> None:
-    """The validation loss is known some time after its step: the step's figures get it now."""
+    """Adds the validation loss, which is known some time after its step, to the step's figures."""
     event = None if told.validation_loss is None else _at(session, Event, told)
     if event is not None and event.data is not None:
         event.data = {**event.data, "valid_loss": _finite(told.validation_loss)}

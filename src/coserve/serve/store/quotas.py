@@ -16,9 +16,10 @@ _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upl
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Checked in the transaction that adds something, so those who come together do not pass it together.
+    """Most that a tenant may keep. Checked in the transaction that adds something, so that requests that come
+    together do not pass together.
 
-    Raises QuotaExceeded. What the server adds, such as a job's adapter and results, is never refused.
+    Raises QuotaExceeded. Things that the server adds, such as a job's adapter and results, are never refused.
     """
 
     files: int = sys.maxsize  # uploaded files and adapters
@@ -26,8 +27,8 @@ class Quotas:
     jobs: int = sys.maxsize  # that are not over
 
     def check_storage(self, session: Session, folder: Path, tenant: str, size: int, number: int = 1) -> None:
-        """Tells whether `number` more uploads of `size` bytes in all have room; `folder` is the state
-        folder."""
+        """Raises QuotaExceeded where `number` more uploads of `size` bytes in all have no room; `folder` is
+        the state folder."""
         own = select(Adapter.path).where(Adapter.tenant == tenant, Adapter.job.is_(None))
         uploaded = [bytes_in(folder / path) for path in session.scalars(own)]
         owned = select(func.count(), func.coalesce(func.sum(File.bytes), 0)).where(File.tenant == tenant)
@@ -47,7 +48,7 @@ class Quotas:
             )
 
     def check_jobs(self, session: Session, tenant: str) -> None:
-        """Tells whether the tenant may have one more job."""
+        """Raises QuotaExceeded where the tenant may not have one more job."""
         found = select(func.count()).where(JobRecord.tenant == tenant, JobRecord.status.not_in(FINAL))
         has = session.scalars(found).one()
         if has >= self.jobs:

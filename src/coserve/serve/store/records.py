@@ -236,7 +236,7 @@ class SuspectRecord(TableRow):
 
 
 class NewsMark(TableRow):
-    """How far the news of an engine (one start of its process) have been written down."""
+    """Number of the newest news of an engine (one start of its process) that is written down."""
 
     __tablename__ = "news"
 

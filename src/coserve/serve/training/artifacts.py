@@ -22,7 +22,8 @@ _COLUMNS: Final = ("step", "train_loss", "valid_loss", "learning_rate", "grad_no
 
 
 class Artifacts:
-    """Brings in jobs that succeeded. Names come from the job's id: a second attempt finds the first one's."""
+    """Keeps what jobs that succeeded made. Names come from the job's id: a second attempt finds the files of
+    the first."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

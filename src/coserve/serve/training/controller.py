@@ -50,7 +50,7 @@ from coserve.wire.messages import (
 log = logging.getLogger(__name__)
 _GOOD_CHECKPOINTS: Final = 2  # that a running job can go on from: the newest, and one if that is damaged
 
-# What OpenAI calls the reasons that a job may fail for.
+# Reasons for a job's failure, in OpenAI's words.
 _CODES: Final = {
     "DataError": "invalid_training_file",
     "LossNotFinite": "loss_not_finite",
@@ -115,7 +115,7 @@ class JobController:
         return self._waiting.get(job.id, f"waits until one of {self._settings.max_jobs} jobs that train ends")
 
     def drain(self) -> None:
-        """The server stops: no job is started any more."""
+        """Starts no job any more, as the server stops."""
         self._draining = True
 
     async def _change(
@@ -268,7 +268,7 @@ class JobController:
         error = {"code": _CODES.get(fault.kind, "job_failed"), "message": fault.text, "param": param}
         await self._store.job_events.failed(mark, job, error)
 
-    # What the engine is told
+    # Commands to the engine
 
     async def _bring_in(self) -> None:
         """Fills the engine with jobs, and tells it everybody's share."""
@@ -320,7 +320,7 @@ class JobController:
         self._inside.discard(job)
 
     async def _hand_in(self, job: JobRecord, weight: float) -> None:
-        """One whose files are gone is told to the engine too, and fails there."""
+        """Sends the job to the engine, also where its files are gone: it fails there."""
         paths = {
             file.id: str(self._store.file_path(file))
             for id in (job.training_file, job.validation_file)
