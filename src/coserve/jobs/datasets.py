@@ -85,7 +85,8 @@ def read(source: Source, name: str | None = None) -> Iterator[Record]:
 
 
 def parse(value: object) -> Record:
-    """The record that one decoded line holds; DataError (without a place) says what was expected."""
+    """The record that one decoded line holds. Raises DataError, without a place, that says what was
+    expected."""
     if not isinstance(value, Mapping):
         raise DataError(f"expected {EXPECTED}; found {_kind(value)}")
     for key in ("tools", "functions"):

@@ -20,7 +20,7 @@ _SETTINGS: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # 
 
 
 def bound_compiled_shapes() -> None:
-    """Has both remember `SHAPES` shapes, unless the environment says how many. They look there when the first
-    product is computed: what was computed before this call has settled it."""
+    """Has both remember `SHAPES` shapes, unless the environment says how many. Must run before the first
+    product, as both read the environment then."""
     for name in _SETTINGS:
         os.environ.setdefault(name, str(SHAPES))

@@ -56,7 +56,7 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """Bytes that nobody has; negative where more is held than the budget allows."""
+        """Bytes that are neither promised nor held; negative where more is held than the budget allows."""
         return self.budget - self.used
 
     def accounts(self) -> dict[Account, int]:
@@ -95,7 +95,7 @@ class Ledger:
                 entries.setdefault(account, _LedgerEntry()).reserved = nbytes
 
     def charge(self, owner: str, account: Account, nbytes: int) -> None:
-        """Notes what an owner holds in fact. Never refused: it is there."""
+        """Notes the bytes that an owner holds in fact. Never refused: they are allocated already."""
         self._entries.setdefault(owner, {}).setdefault(account, _LedgerEntry()).charged = nbytes
 
     def release(self, owner: str) -> int:

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[State]:
     """A running server's state: its store is open, and its link looks for the engine at `socket`.
 
-    A bug in the link or the job controller ends the block with an exception: whoever is outside starts anew.
+    A bug in the link or the job controller ends the block with an exception, and with it the process: the
+    supervisor starts another one.
     """
     text = await asyncio.to_thread(_text, settings)
     quotas = Quotas(settings.max_files_tenant, settings.max_bytes_tenant, settings.max_jobs_tenant)
@@ -53,7 +54,8 @@ def _text(settings: ServerSettings) -> Text:
 
 
 async def _check_keys(settings: ServerSettings, store: Store) -> None:
-    """Raises ConfigError where everybody could use the server and nobody has asked for that."""
+    """Raises ConfigError for a server that is reachable from other machines, has no key, and was not told to
+    serve without."""
     if not await store.tenants.any_keys() and not await store.tenants.is_open():
         log.warning(
             "every API key has been revoked, and the server answers nobody: `coserve keys create` makes one, "

@@ -68,7 +68,7 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
 
 
 async def _beat(pipes: SupervisorPipes) -> None:
-    """Tells the supervisor that this event loop goes round, and the log when nobody hears that any more."""
+    """Tells the supervisor that this event loop goes round, and the log when the supervisor falls silent."""
     was_silent = said = False
     while True:
         pipes.beat()

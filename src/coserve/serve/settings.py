@@ -178,14 +178,6 @@ class ServerSettings:
         return self.state / "files"
 
     @property
-    def jobs(self) -> Path:
-        return self.state / "jobs"
-
-    @property
-    def adapter_folders(self) -> Path:
-        return self.state / "adapters"
-
-    @property
     def logs(self) -> Path:
         return self.state / "log"
 

@@ -45,8 +45,8 @@ class FrameReader:
 
     def read(self) -> bytes | None:
         """Waits for the next message; None where the stream has ended. Raises TimeoutError where nothing has
-        come for as long as it waits (the next call goes on), ConnectionError for what is no message, OSError
-        for what the system refuses."""
+        come within its patience (the next call goes on), ConnectionError for bytes that are no message, and
+        OSError."""
         while (body := self._next()) is None:
             if not (data := self._receive()):
                 if self._data:

@@ -89,10 +89,10 @@ class CheckMethod(WireMessage, frozen=True):
 
 
 class CheckJob(WireMessage, frozen=True):
-    """Tells whether a job could ever run on this engine; a `Reply` with `ref` follows.
+    """Has the engine check whether a job could ever run there; a `Reply` with `ref` follows.
 
-    Fields are as in `StartJob`. Of a long file only the beginning is read: what is refused for that is
-    refused rightly, and what is not may still fail when it starts.
+    Fields are as in `StartJob`. Of a long file only the beginning is read: a refusal is final, but a job that
+    passes may still fail when it starts.
     """
 
     ref: int

@@ -98,6 +98,6 @@ class Catalog:
 
 
 def unknown_model(name: str) -> ApiError:
-    """The answer for a name that means nothing to whoever asks."""
+    """The refusal of a model's name that the tenant has nothing by."""
     message = f"The model '{name}' does not exist or you do not have access to it."
     return not_found(message, param="model", code="model_not_found")

@@ -25,8 +25,8 @@ async def import_adapter(
 ) -> Adapter:
     """A new adapter of the tenant, from a copy of the folder `source`, once the engine has accepted it.
 
-    Raises ApiError 400 for a name that is taken, AdapterError for what is no adapter, or does not fit, and
-    QuotaExceeded. Whatever it raises, and where nobody waits for it any more, the copy is removed.
+    Raises ApiError 400 for a name that is taken, AdapterError for files that are no adapter or do not fit the
+    base, and QuotaExceeded. The copy is removed whatever is raised, also where the caller is cancelled.
     """
     base = state.catalog.base.name
     taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")

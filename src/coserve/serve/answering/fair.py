@@ -1,13 +1,15 @@
-"""The fair queue: who is let into the engine next, when more want in than it runs at once.
+"""The fair queue before the engine: which tenant's request enters next when more wait than the engine runs at
+once.
 
-Virtual token counters ("Fairness in Serving Large Language Models", OSDI 2024): each tenant's counter
-grows with the work done for it, divided by its weight, and the tenant whose counter is lowest goes first.
-Trained tokens count as well as answered ones. A tenant that was away is lifted to the lowest counter of
-those who were not, so that nobody saves up a right to flood; and no counter is ahead by more than
+Virtual token counters ("Fairness in Serving Large Language Models", OSDI 2024): each tenant's counter grows
+with the work done for it, divided by its weight, and the tenant whose counter is lowest goes first. Trained
+tokens count as well as answered ones. The counter of a tenant that comes back is lifted to the lowest counter
+of the active ones, so that no tenant saves up a right to flood; and no counter is ahead by more than
 `HORIZON`, so that a long night of training on an idle machine is not held against its owner for long.
 
-Places in the engine are one thing, its steps another: a request of a tenant that has had no more than others
-and holds few places is told to the engine as a newcomer's, whose first token goes before their work.
+A place in the engine does not decide when the engine works on it: requests of a tenant that has had no more
+than others and holds few places are marked as a newcomer's, and the engine computes their first token before
+others' work.
 """
 
 import asyncio

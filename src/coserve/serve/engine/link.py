@@ -131,7 +131,7 @@ class EngineLink:
 
     async def load(self, key: str, path: Path, new: bool = False) -> None:
         """Has the engine load an adapter version, once per engine, and look through the weights of a `new`
-        one. Raises what it was refused with."""
+        one. Raises the error that the engine refused it with."""
         while True:
             await self.wait_ready(self.patience)
             with suppress(ConnectionError):
@@ -146,7 +146,8 @@ class EngineLink:
             await connection.ask(RemoveAdapter(next(self._refs), key))
 
     async def pin(self, key: str, path: Path, pinned: bool) -> None:
-        """Has the engine keep an adapter version in memory, or no longer. Raises what it was refused with."""
+        """Has the engine keep an adapter version in memory, or no longer. Raises the error that the engine
+        refused it with."""
         while True:
             await self.wait_ready(self.patience)
             with suppress(ConnectionError):
@@ -258,7 +259,8 @@ class EngineLink:
                 self._fail(live, EngineLost(f"{live.lives} engines died under this request without a token"))
 
     def _judge(self, hello: Hello) -> None:
-        """Decides, when another engine is there, what of the work under way crashed the one before it."""
+        """Finds the work that crashed the engine before this one, and puts the other work that was under way
+        on probation."""
         is_new = self.hello is not None and self.hello.generation != hello.generation
         if not (is_new and hello.crash):
             self.probation.forget_engine()

@@ -39,7 +39,7 @@ class RequestIds:
 
 
 def new_request_id() -> str:
-    """Names one request in logs and to whoever asks about it."""
+    """A fresh id of a request, for logs and for the client."""
     return f"req_{secrets.token_hex(16)}"
 
 

@@ -17,8 +17,8 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where this machine re
 
 
 class _SupervisorLog(WatchedFileHandler):
-    """A file that may be on a full disk: the console has the line, and the server goes on. One that somebody
-    has moved away is made anew."""
+    """A log file whose errors are ignored, as its disk may be full: the console has the line, and the server
+    goes on. A file that was moved away is made anew."""
 
     def handleError(self, record: logging.LogRecord) -> None: ...
 
@@ -52,7 +52,7 @@ class Announcer:
             self.say(f"  | {line}", "dim")
 
     def begin(self, settings: ServerSettings) -> None:
-        """Announces what is being started. Nobody answers yet."""
+        """Announces the start, before requests are answered."""
         self.say(f"coserve: starting {settings.base_name}; logs are in {settings.logs}")
 
     def ready(self, settings: ServerSettings, listener: socket.socket, seconds: float) -> None:

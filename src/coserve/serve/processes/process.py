@@ -184,7 +184,8 @@ class ChildProcess:
             return await self.wait()
 
     def how_it_ended(self, code: int) -> str:
-        """In words: what it said of its end, or why it was ended, or its exit status."""
+        """The end in words: the child's own last words, or why the supervisor ended it, or its exit
+        status."""
         return self.why or describe_end(code)
 
     def crash(self, code: int) -> str:
@@ -196,7 +197,7 @@ class ChildProcess:
         return self.how_it_ended(code) if is_own else ""
 
     def last_lines(self, count: int = 12) -> list[str]:
-        """The end of what it wrote to its log."""
+        """The last lines that it wrote to its log."""
         with self.log.open("rb") as log:
             size = os.fstat(log.fileno()).st_size
             log.seek(max(self._log_begin, size - 2**16))

@@ -43,7 +43,8 @@ _LAUNCH = (sys.executable, "-m", "coserve.wire.launch")
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Commands of the children. Standing by, an engine imports at low priority, so that nobody notices."""
+    """Commands of the children. An engine that stands by imports at low priority, so that it does not slow
+    the server down."""
 
     api: Sequence[str] = (*_LAUNCH, "coserve.serve.main")
     engine: Sequence[str] = (*_LAUNCH, "coserve.engine.process")
@@ -308,7 +309,7 @@ class Supervisor:
         self._note_running()
 
     def _note_running(self) -> None:
-        """Writes down who is there now."""
+        """Writes down the ids of the processes that are ready."""
         ready = self._ready
         self._claim.note(
             Running(

@@ -17,11 +17,11 @@ _FORGETS = 600.0  # seconds after which the patience with a kind of child is the
 
 @dataclass(slots=True)
 class Watchdog:
-    """Judges by the time in which this process itself ran.
+    """Judges by the time in which the supervisor itself ran.
 
-    Whoever looks late has been kept from it, by a machine that slept or has too much to do, and so have its
-    children: they are given that time. A child that was ended for its silence may have been at something that
-    takes so long: its successor is given twice as much, and so on up to sixteen times.
+    A look that comes late was held up by a machine that slept or has too much to do, and so were the
+    children: that time does not count against them. A child that was ended for its silence may have been at
+    work that takes so long: its successor is given twice as much time, and so on up to sixteen times.
     """
 
     seconds: float  # of silence that end a child; 0: none is ended

@@ -82,8 +82,8 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
 
 
 async def _check_job(state: State, job: JobRecord, training: File) -> None:
-    """Raises ApiError 400 where the base has not what a job is to train, or a job needs more memory than
-    there is in all, and EngineLost where no engine can tell: what is stored starts with every engine."""
+    """Raises ApiError 400 where the base has no such modules to train, or the job needs more memory than
+    there is in all, and EngineLost where no engine can tell: every engine starts the jobs that are stored."""
     start = None if job.start_from is None else await state.store.adapters.get(job.start_from)
     path = None if start is None else state.store.folder_of(start)
     data = state.store.file_path(training)

@@ -1,4 +1,4 @@
-"""`/v1/models`: what may stand where requests have a `model`, for whoever asks."""
+"""`/v1/models`: the names that a caller may use where requests have a `model`."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ router = APIRouter(tags=["Models"])
 
 @router.get("/v1/models", responses=error_responses(), summary="List models")
 async def list_models(caller: Caller, state: Shared) -> ModelList:
-    """The base model, and the adapters that the caller may use: its own, and those for everybody."""
+    """The base model, and the adapters that the caller may use: its own, and the shared ones."""
     models = await state.catalog.list(caller)
     return ModelList(data=await asyncio.to_thread(lambda: [_described(state, model) for model in models]))
 

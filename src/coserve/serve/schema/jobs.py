@@ -31,7 +31,8 @@ Auto = Literal["auto"]
 
 
 class Named(RequestBody):
-    """Base of what has many fields: an unknown one is named together with the nearest that exists."""
+    """Base of bodies with many fields: an unknown field is refused with the name of the nearest one that
+    exists."""
 
     @model_validator(mode="before")
     @classmethod

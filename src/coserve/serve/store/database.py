@@ -67,7 +67,7 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._writer, _run, self._writes, work)
 
     def close(self) -> None:
-        """Ends what is under way and lets go of the file."""
+        """Waits for transactions under way and closes the file."""
         self._writer.shutdown()
         self._readers.shutdown()
         self._reads.dispose()

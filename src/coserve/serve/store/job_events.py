@@ -50,7 +50,7 @@ class JobEventStore:
         )
 
     async def forget_engines_before(self, generation: str) -> None:
-        """An engine is gone for good once another one answers."""
+        """Forgets the marks of all engines but this one: an engine never comes back once another answers."""
         old = delete(NewsMark).where(NewsMark.generation != generation)
         await self._database.write(lambda session: session.execute(old))
 
@@ -144,7 +144,7 @@ class JobEventStore:
         )
 
     async def cancelled(self, mark: Mark, id: str) -> None:
-        """A job was ended for good; mostly that is known already."""
+        """A job has ended as cancelled; mostly the database knows that already."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             job.status, job.finished = JobStatus.CANCELLED, now

@@ -18,9 +18,10 @@ _FOLDER: Final = Path(__file__).parent / "migrations"
 
 
 def migrate(connection: Connection, name: str) -> None:
-    """Runs what is missing, all of it or none; `name` is what messages call the database.
+    """Runs the migrations that a database lacks, all of them or none; `name` is what messages call the
+    database.
 
-    Raises StateError for one that a newer coserve has written.
+    Raises StateError for a database that a newer coserve has written.
     """
     scripts = ScriptDirectory(str(_FOLDER), version_locations=[str(_FOLDER)])
     known = {script.revision for script in scripts.walk_revisions()}

@@ -1,4 +1,4 @@
-"""Quarantine: what brought engines down, kept for the operator, and what is suspected, for the next API."""
+"""Quarantine: the work that crashed engines, for the operator, and the suspects, for the next API process."""
 
 from collections.abc import Callable
 from typing import Any

@@ -75,7 +75,7 @@ class Store:
         return folder.relative_to(self.folder) if folder.is_relative_to(self.folder) else folder.absolute()
 
     def close(self) -> None:
-        """Waits for what is being written and lets go of the file."""
+        """Waits for writes under way and closes the database."""
         self._database.close()
 
     def __enter__(self) -> "Store":

@@ -95,7 +95,7 @@ class JobController:
         return await self._now(job)
 
     async def cancel(self, job: JobRecord) -> JobRecord:
-        """Ends a job for good; its checkpoints stay. Raises ConflictError if it is over."""
+        """Ends a job, which cannot be resumed; its checkpoints stay. Raises ConflictError if it is over."""
         return await self._change(
             job, (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED), JobStatus.CANCELLED
         )
@@ -271,7 +271,7 @@ class JobController:
     # Commands to the engine
 
     async def _bring_in(self) -> None:
-        """Fills the engine with jobs, and tells it everybody's share."""
+        """Starts waiting jobs while the engine has room, and tells it each job's share."""
         if not self._link.ready or self._draining:
             return
         weights = {tenant.id: tenant.weight for tenant in await self._store.tenants.list()}
@@ -349,7 +349,8 @@ class JobController:
         return [job for job in jobs if job.base == self._settings.base_name]
 
     async def _drop_resume_state(self, job: str, keep: int) -> None:
-        """Optimizer states are twice the size of what they train: all but the newest `keep` are dropped."""
+        """Drops the optimizer states, twice the size of the weights, of all but the newest `keep`
+        checkpoints."""
         newest_last = await self._store.jobs.all_checkpoints(job)
         for checkpoint in newest_last[: max(0, len(newest_last) - keep)]:
             await asyncio.to_thread(drop_resume_state, self._store.folder_of(checkpoint))
