@@ -17,6 +17,7 @@ from coserve.adapters.prompts import (
     PlainPrompt,
     Shapes,
     count_fields,
+    draw_encoder,
     expect_count,
     has_encoder,
     linear_shapes,
@@ -118,15 +119,8 @@ class PTuning:
 
     def fresh(self, config: PTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
         """Draws it as PEFT does: torch's defaults for an embedding, an LSTM and linears."""
-        weights = {
-            "embedding.weight": torch.randn(
-                config.tokens, frame.hidden_size, generator=generator, dtype=torch.float32
-            )
-        }
-        for name, (shape, bound) in _shapes(config, frame.hidden_size).items():
-            weights[name] = torch.empty(shape, dtype=torch.float32).uniform_(
-                -bound, bound, generator=generator
-            )
+        width = frame.hidden_size
+        weights = draw_encoder(config.tokens, width, _shapes(config, width), generator)
         return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)
 
     def read(self, saved: Saved, frame: Frame) -> Part:
