@@ -7,7 +7,6 @@ its checkpoint: these replace the rows they wrote before.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -26,14 +25,6 @@ OfStep = TypeVar("OfStep", Event, CheckpointRecord)
 _PACE: Final = 0.1  # weight of the newest step in the mean that predicts the end
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """One piece of news: the engine that told it, and its number there."""
-
-    generation: str
-    number: int
-
-
 class JobEventStore:
     """Takes news of jobs down. News of a job that is over, or that nobody knows, only move the mark."""
 
@@ -43,7 +34,7 @@ class JobEventStore:
         """`relative` makes paths as rows hold them."""
         self._database, self._clock, self._relative = database, clock, relative
 
-    async def seen(self, mark: Mark) -> bool:
+    async def seen(self, mark: NewsMark) -> bool:
         """Tells whether this piece has been written down."""
         return await self._database.read(
             lambda session: _is_seen(session.get(NewsMark, mark.generation), mark)
@@ -54,11 +45,11 @@ class JobEventStore:
         old = delete(NewsMark).where(NewsMark.generation != generation)
         await self._database.write(lambda session: session.execute(old))
 
-    async def skip(self, mark: Mark) -> None:
+    async def skip(self, mark: NewsMark) -> None:
         """Passes over a piece that changes nothing."""
         await self._database.write(lambda session: _move(session, mark))
 
-    async def waiting(self, mark: Mark, told: JobWaiting) -> None:
+    async def waiting(self, mark: NewsMark, told: JobWaiting) -> None:
         """The job cannot begin yet."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
@@ -67,13 +58,13 @@ class JobEventStore:
 
         await self._take(mark, told.job, write)
 
-    async def noted(self, mark: Mark, told: JobNote) -> None:
+    async def noted(self, mark: NewsMark, told: JobNote) -> None:
         """The job goes on, otherwise than it was asked for."""
         await self._take(
             mark, told.job, lambda session, job, now: add_event(session, job, now, told.text, "warn")
         )
 
-    async def started(self, mark: Mark, told: JobStarted) -> None:
+    async def started(self, mark: NewsMark, told: JobStarted) -> None:
         """The job has begun, or goes on from a checkpoint."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
@@ -88,7 +79,7 @@ class JobEventStore:
 
         await self._take(mark, told.job, write)
 
-    async def stepped(self, mark: Mark, told: JobStep) -> None:
+    async def stepped(self, mark: NewsMark, told: JobStep) -> None:
         """An optimizer step."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
@@ -105,7 +96,7 @@ class JobEventStore:
 
         await self._take(mark, told.job, write)
 
-    async def checkpointed(self, mark: Mark, told: JobCheckpoint) -> None:
+    async def checkpointed(self, mark: NewsMark, told: JobCheckpoint) -> None:
         """A checkpoint is on disk; it can be sampled by its name from now on."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
@@ -121,7 +112,7 @@ class JobEventStore:
 
         await self._take(mark, told.job, write)
 
-    async def succeeded(self, mark: Mark, id: str, step: int, adapter: Adapter, result: File) -> None:
+    async def succeeded(self, mark: NewsMark, id: str, step: int, adapter: Adapter, result: File) -> None:
         """A job is done; its adapter and its result file are on disk and become visible with this."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
@@ -133,17 +124,17 @@ class JobEventStore:
 
         await self._take(mark, id, write)
 
-    async def failed(self, mark: Mark, id: str, error: dict[str, Any]) -> None:
+    async def failed(self, mark: NewsMark, id: str, error: dict[str, Any]) -> None:
         """A job cannot go on. `error` has a code, a message and a param, as OpenAI shows them."""
         await self._take(mark, id, lambda session, job, now: fail_job(session, job, now, error))
 
-    async def stopped(self, mark: Mark, id: str) -> None:
+    async def stopped(self, mark: NewsMark, id: str) -> None:
         """A job left the engine and can go on: it waits again, unless it is paused."""
         await self._take(
             mark, id, lambda session, job, now: _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
         )
 
-    async def cancelled(self, mark: Mark, id: str) -> None:
+    async def cancelled(self, mark: NewsMark, id: str) -> None:
         """A job has ended as cancelled; mostly the database knows that already."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
@@ -151,7 +142,7 @@ class JobEventStore:
 
         await self._take(mark, id, write)
 
-    async def _take(self, mark: Mark, id: str, work: Callable[[Session, JobRecord, int], None]) -> None:
+    async def _take(self, mark: NewsMark, id: str, work: Callable[[Session, JobRecord, int], None]) -> None:
         """Has `work` change the job, at a whole second, where the mark moves and the job is not over."""
 
         def write(session: Session) -> None:
@@ -169,16 +160,16 @@ def _change_status(job: JobRecord, before: JobStatus, after: JobStatus) -> None:
         job.status = after
 
 
-def _is_seen(known: NewsMark | None, mark: Mark) -> bool:
+def _is_seen(known: NewsMark | None, mark: NewsMark) -> bool:
     return known is not None and mark.number <= known.number
 
 
-def _move(session: Session, mark: Mark) -> bool:
+def _move(session: Session, mark: NewsMark) -> bool:
     """Moves the mark to this piece; False if it was there before."""
     known = session.get(NewsMark, mark.generation)
     if _is_seen(known, mark):
         return False
-    session.merge(NewsMark(mark.generation, mark.number))
+    session.merge(mark)
     return True
 
 

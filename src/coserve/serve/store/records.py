@@ -236,7 +236,8 @@ class SuspectRecord(TableRow):
 
 
 class NewsMark(TableRow):
-    """Number of the newest news of an engine (one start of its process) that is written down."""
+    """A piece of news of an engine (one start of its process), by its `number`; the row is the newest piece
+    that is written down."""
 
     __tablename__ = "news"
 

@@ -26,8 +26,7 @@ from coserve.serve.engine.probation import WorkItem
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.durable import drop_resume_state, sweep
-from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import JobRecord
+from coserve.serve.store.records import JobRecord, NewsMark
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
@@ -172,7 +171,7 @@ class JobController:
     async def _heard(self, numbered: Numbered) -> None:
         """Writes a piece of news down; it is acknowledged once this has returned."""
         async with self._turn:
-            mark = Mark(self._generation, numbered.number)
+            mark = NewsMark(self._generation, numbered.number)
             self._follow(numbered.news)
             if not await self._store.job_events.seen(mark):
                 try:
@@ -213,7 +212,7 @@ class JobController:
         async with self._turn:
             await self._store.quarantine.add(kind, subject, guilty.reason, details)
 
-    async def _write(self, mark: Mark, news: JobNews) -> None:
+    async def _write(self, mark: NewsMark, news: JobNews) -> None:
         match news:
             case JobWaiting():
                 self._waiting[news.job] = news.reason
@@ -235,7 +234,7 @@ class JobController:
                 self._weights.pop(news.job, None)
                 await self._ended(mark, news)
 
-    async def _ended(self, mark: Mark, news: JobEnded) -> None:
+    async def _ended(self, mark: NewsMark, news: JobEnded) -> None:
         match news.status:
             case JobStatus.SUCCEEDED:
                 await self._succeeded(mark, news)
@@ -248,7 +247,7 @@ class JobController:
                 await self._store.job_events.cancelled(mark, news.job)
         await self._drop_resume_state(news.job, keep=0)
 
-    async def _succeeded(self, mark: Mark, news: JobEnded) -> None:
+    async def _succeeded(self, mark: NewsMark, news: JobEnded) -> None:
         jobs = {job.id: job for job in await self._store.jobs.unfinished()}
         job = jobs.get(news.job)
         if job is None:
@@ -262,7 +261,7 @@ class JobController:
         else:
             await self._store.job_events.succeeded(mark, job.id, news.step, adapter, result)
 
-    async def _failed(self, mark: Mark, job: str, fault: Fault | None) -> None:
+    async def _failed(self, mark: NewsMark, job: str, fault: Fault | None) -> None:
         fault = fault or Fault("JobError", "the engine did not say why")
         param = "training_file" if fault.kind == "DataError" else None
         error = {"code": _CODES.get(fault.kind, "job_failed"), "message": fault.text, "param": param}

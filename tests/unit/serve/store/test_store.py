@@ -22,8 +22,7 @@ from coserve.errors import ConfigError, ConflictError, StateError
 from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
 from coserve.serve.store.database import CACHE_KIB, READERS
-from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import Adapter, File, JobRecord, TableRow
+from coserve.serve.store.records import Adapter, File, JobRecord, NewsMark, TableRow
 from coserve.serve.store.store import Store
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep
 
@@ -223,17 +222,17 @@ def test_news_counts_once_however_often_it_comes(tmp_path: Path) -> None:
         await a_job(store)
         news = store.job_events
         for _ in range(2):
-            await news.started(Mark("a", 1), JobStarted("ftjob-1", 0, 9, 5, 50, 0, 0, 1, 1, 1e-4))
-            await news.stepped(Mark("a", 2), a_step(1))
-            await news.checkpointed(Mark("a", 3), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
-        assert await news.seen(Mark("a", 3)) and not await news.seen(Mark("a", 4))
-        await news.stepped(Mark("a", 4), a_step(2))
+            await news.started(NewsMark("a", 1), JobStarted("ftjob-1", 0, 9, 5, 50, 0, 0, 1, 1, 1e-4))
+            await news.stepped(NewsMark("a", 2), a_step(1))
+            await news.checkpointed(NewsMark("a", 3), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
+        assert await news.seen(NewsMark("a", 3)) and not await news.seen(NewsMark("a", 4))
+        await news.stepped(NewsMark("a", 4), a_step(2))
         # The next engine goes on from step 1: it tells of that checkpoint again, and repeats step 2.
         await news.forget_engines_before("b")
-        assert not await news.seen(Mark("b", 1)) and not await news.seen(Mark("a", 4))
-        await news.started(Mark("b", 1), JobStarted("ftjob-1", 1, 9, 5, 50, 0, 0, 1, 1, 1e-4))
-        await news.checkpointed(Mark("b", 2), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
-        await news.stepped(Mark("b", 3), a_step(2, tokens=12, loss=0.5))
+        assert not await news.seen(NewsMark("b", 1)) and not await news.seen(NewsMark("a", 4))
+        await news.started(NewsMark("b", 1), JobStarted("ftjob-1", 1, 9, 5, 50, 0, 0, 1, 1, 1e-4))
+        await news.checkpointed(NewsMark("b", 2), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
+        await news.stepped(NewsMark("b", 3), a_step(2, tokens=12, loss=0.5))
         job = await store.jobs.get("local", "ftjob-1")
         assert job is not None and (job.trained_tokens, job.step, job.steps) == (22, 2, 9)
         assert [row["train_loss"] for row in await store.jobs.metrics("ftjob-1")] == [1.0, 0.5]
@@ -252,12 +251,12 @@ def test_news_of_a_job_that_is_over_changes_nothing(tmp_path: Path) -> None:
     async def story(store: Store) -> None:
         job = await a_job(store)
         await store.jobs.move(job.id, (JobStatus.RUNNING,), JobStatus.CANCELLED)
-        await store.job_events.stepped(Mark("a", 1), a_step(1))
-        await store.job_events.failed(Mark("a", 2), job.id, {"message": "x"})
-        await store.job_events.stepped(Mark("a", 3), JobStep("ftjob-none", 1, 1.0, 1, 1, 1.0, 1.0, 1.0))
+        await store.job_events.stepped(NewsMark("a", 1), a_step(1))
+        await store.job_events.failed(NewsMark("a", 2), job.id, {"message": "x"})
+        await store.job_events.stepped(NewsMark("a", 3), JobStep("ftjob-none", 1, 1.0, 1, 1, 1.0, 1.0, 1.0))
         after = await store.jobs.get("local", job.id)
         assert after is not None and (after.status, after.step, after.error) == ("cancelled", 0, None)
-        assert await store.job_events.seen(Mark("a", 3))
+        assert await store.job_events.seen(NewsMark("a", 3))
 
     run(tmp_path, story)
 
