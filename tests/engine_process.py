@@ -18,11 +18,11 @@ from coserve.wire.control import EngineStart, Status, decode_line, encode_line
 from coserve.wire.messages import (
     Acknowledge,
     Command,
+    EngineStats,
     Hello,
     JobEnded,
     JobNews,
     Report,
-    Stats,
     Submit,
     Token,
 )
@@ -92,7 +92,7 @@ class Server:
         self.news: list[JobNews] = []
         self.numbers: list[int] = []
         self.replies: dict[int, Any] = {}
-        self.stats: Stats | None = None
+        self.stats: EngineStats | None = None
         self.drained = False
         hello = self._receive()
         assert isinstance(hello, Hello)

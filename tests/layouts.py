@@ -11,7 +11,7 @@ from torch import Tensor
 from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, PageCopy
 from coserve.attention.batched import BatchedBackend
 from coserve.attention.plain import PlainBackend
-from coserve.attention.store import Int8Store, Store
+from coserve.attention.store import Int8KVStore, KVStore
 from coserve.attention.tiled import TiledBackend
 from coserve.kernels.attention import AttentionSpec
 
@@ -26,7 +26,7 @@ class Make(Protocol):
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        store: type[Store] = Store,
+        store: type[KVStore] = KVStore,
     ) -> AttentionBackend[Any]: ...
 
 
@@ -56,9 +56,9 @@ class PageMajorBackend:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        store: type[Store] = Store,
+        store: type[KVStore] = KVStore,
     ) -> None:
-        assert store is Store, "numbers lie as they are"
+        assert store is KVStore, "numbers lie as they are"
         self.page_size, self.padding_page = page_size, pages
         self._keys, self._pages = [c.key for c in caches], list[Tensor]()
         self._owns = [c.reads is None for c in caches]
@@ -130,7 +130,7 @@ def make_plain(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    store: type[Store] = Store,
+    store: type[KVStore] = KVStore,
 ) -> PlainBackend:
     """The plain twin, which has one type."""
     return PlainBackend(caches, pages, page_size, device)
@@ -148,8 +148,8 @@ def draw(groups: int, count: int, width: int, draws: torch.Generator) -> Tensor:
 BACKENDS: dict[str, Make] = {
     "plain": make_plain,
     "batched": BatchedBackend,
-    "batched in eight bits": partial(BatchedBackend, store=Int8Store),
+    "batched in eight bits": partial(BatchedBackend, store=Int8KVStore),
     "tiled": TiledBackend,
-    "tiled in eight bits": partial(TiledBackend, store=Int8Store),
+    "tiled in eight bits": partial(TiledBackend, store=Int8KVStore),
     "page major": PageMajorBackend,
 }

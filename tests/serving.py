@@ -15,11 +15,12 @@ import pytest
 from coserve import tiny
 from coserve.serve.app import create_app
 from coserve.serve.compose import build_state
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.http.listener import Listener
+from coserve.serve.processes.announce import url_of
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
 from coserve.wire.messages import Submit
+from fake_engine import FakeEngine
 from waiting import until
 
 SECONDS = 90.0  # for one story, on a machine that is busy
@@ -97,11 +98,12 @@ def play(tmp_path: Path) -> Play:
 @asynccontextmanager
 async def listening(app: Any) -> AsyncIterator[str]:
     """The application behind a real socket; its address."""
-    server = Listener(app, socket.create_server(("127.0.0.1", 0)))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server, url = Listener(app, listener), url_of(listener)
     task = asyncio.create_task(server.run())
     try:
         await server.started()
-        yield server.url
+        yield url
     finally:
         server.stop()
         await task

@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from coserve.serve.engine.fake import any_token
 from coserve.wire.messages import Cancel
+from fake_engine import any_token
 from serving import Play, World
 
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]

@@ -223,8 +223,10 @@ def test_training_goes_on_from_an_adapter(play: Play) -> None:
             await create(world, model=name, extra_body={"peft": {"r": 4}})
         second = await create(world, model=name)
         await world.until(lambda: len(started(world)) == 2)
-        command, adapter = started(world)[1], await world.state.store.adapters.find("local", name, "tiny")
-        assert adapter is not None and command.start_from == str(adapter.path) and command.method == {}
+        command, store = started(world)[1], world.state.store
+        adapter = await store.adapters.find("local", name, "tiny")
+        assert adapter is not None and command.start_from == str(store.folder_of(adapter))
+        assert command.method == {}
         with pytest.raises(openai.ConflictError):
             await client.models.delete(name)
         await trainer.succeed(second.id)

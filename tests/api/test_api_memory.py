@@ -5,7 +5,16 @@ import asyncio
 import openai
 import pytest
 
-from coserve.wire.messages import CheckJob, CheckMethod, Command, Fault, JobNote, JobWaiting, StartJob, Stats
+from coserve.wire.messages import (
+    CheckJob,
+    CheckMethod,
+    Command,
+    EngineStats,
+    Fault,
+    JobNote,
+    JobWaiting,
+    StartJob,
+)
 from serving import Play, World
 from training import Trainer, create, started, upload
 
@@ -180,7 +189,7 @@ def test_a_job_that_fails_for_memory_says_what_would_fit(play: Play) -> None:
 
 def test_memory_is_among_the_figures(play: Play) -> None:
     async def story(world: World) -> None:
-        world.state.link.stats = Stats(
+        world.state.link.stats = EngineStats(
             1, 0, 0, 0, 0.0, 0, 0, 0, 0, 8, 8, 0.1, 0, 0, 0, 0,
             memory={"base": 1000, "tapes": 250}, memory_budget=4096, memory_peak=1300,
             memory_imports=700,

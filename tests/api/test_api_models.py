@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from coserve.serve.routes import health
-from coserve.wire.messages import Fault, LoadAdapter, PinAdapter, UnloadAdapter
+from coserve.wire.messages import AddAdapter, Fault, PinAdapter, RemoveAdapter
 from serving import Play, World
 
 
@@ -69,7 +69,7 @@ def test_adapters_come_and_go(play: Play, tmp_path: Path) -> None:
         card: Any = (await world.client().models.retrieve("mine")).model_dump()
         assert (card["root"], card["parent"]) == ("tiny", "tiny")
         await ask(world, "mine")
-        (loaded,) = commands(world, LoadAdapter)
+        (loaded,) = commands(world, AddAdapter)
         assert world.submits()[0].adapter == loaded.key
         copied = Path(loaded.path)
         assert sorted(file.name for file in copied.iterdir()) == [
@@ -80,7 +80,7 @@ def test_adapters_come_and_go(play: Play, tmp_path: Path) -> None:
         assert again.status_code == 400 and again.json()["error"]["code"] == "adapter_already_loaded"
         assert (await load(world, "tiny", "one")).status_code == 400
         assert (await unload(world, "mine")).text == "Success: LoRA adapter 'mine' removed successfully."
-        assert commands(world, UnloadAdapter) and not copied.exists()
+        assert commands(world, RemoveAdapter) and not copied.exists()
         assert (await unload(world, "mine")).status_code == 404
         with pytest.raises(openai.NotFoundError):
             await ask(world, "mine")
@@ -149,7 +149,7 @@ def test_only_what_lies_below_the_root_is_read(play: Play, tmp_path: Path) -> No
         assert len(told) == 1  # what exists outside cannot be told from what does not
         for path in ("linked", "half", "folder"):
             assert (await load(world, "x", path)).status_code == 400
-        assert not commands(world, LoadAdapter)
+        assert not commands(world, AddAdapter)
         assert not list((world.state.store.folder / "adapters").iterdir())
 
     play(story, adapter_root=root)
@@ -195,9 +195,9 @@ def test_an_adapter_in_use_is_drained_before_it_goes(play: Play, tmp_path: Path)
         await asyncio.sleep(0.02)
         with pytest.raises(openai.NotFoundError):
             await ask(world, "mine")
-        assert not going.done() and not commands(world, UnloadAdapter)
+        assert not going.done() and not commands(world, RemoveAdapter)
         assert (await using).usage.completion_tokens == 30
-        assert (await going).status_code == 200 and commands(world, UnloadAdapter)
+        assert (await going).status_code == 200 and commands(world, RemoveAdapter)
 
     play(story, adapter_root=tmp_path / "root", engine={"step_seconds": 0.005})
 
@@ -224,7 +224,7 @@ def test_adapters_of_the_start_are_everybodys(play: Play, tmp_path: Path) -> Non
     async def story(world: World) -> None:
         assert [model.id for model in (await world.client().models.list()).data] == ["tiny", "given"]
         await ask(world, "given")
-        assert commands(world, LoadAdapter)[0].path == str(tmp_path / "one")
+        assert commands(world, AddAdapter)[0].path == str(tmp_path / "one")
         assert (await unload(world, "given")).status_code == 403
 
     play(story, adapters={"given": str(tmp_path / "one")})

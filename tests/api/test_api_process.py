@@ -11,9 +11,9 @@ import httpx2
 
 from api_process import served
 from coserve import tiny
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.settings import ServerSettings
 from coserve.wire.messages import Drain
+from fake_engine import FakeEngine
 from waiting import until
 
 BODY: Any = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 1}

@@ -14,7 +14,7 @@ from coserve.serve.adapter_registry import registry
 from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
-from coserve.wire.messages import JobStarted, JobStep, LoadAdapter, Numbered, StartJob, Submit
+from coserve.wire.messages import AddAdapter, JobStarted, JobStep, Numbered, StartJob, Submit
 from serving import Play, World
 
 BAD = 13  # the seed of a job that crashes engines
@@ -103,7 +103,7 @@ def test_an_import_that_crashes_engines_leaves_nothing_on_disk(play: Play, tmp_p
         assert kept.kind == "adapter" and kept.reason == answer.json()["error"]["message"]
         assert not [*(world.state.store.folder / "adapters").iterdir()]
 
-    play(story, engine={"poison": lambda command: isinstance(command, LoadAdapter)})
+    play(story, engine={"poison": lambda command: isinstance(command, AddAdapter)})
 
 
 def test_an_import_that_nobody_waits_for_leaves_nothing_on_disk(play: Play, tmp_path: Path) -> None:

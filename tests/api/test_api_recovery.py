@@ -12,9 +12,9 @@ import pytest
 from coserve.errors import StateError
 from coserve.serve.compose import build_state
 from coserve.serve.engine import link as link_module
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.store.records import JobRecord
 from coserve.wire.messages import JobCheckpoint, JobEnded, JobStep, Numbered, StartJob, StopJob
+from fake_engine import FakeEngine
 from serving import SECONDS, Play, World, world
 from training import Trainer, checkpoint_folder, create, started, stopped, upload, weighed
 from waiting import until

@@ -18,9 +18,9 @@ import senders
 import hostile_bodies
 from api_process import served
 from coserve import tiny
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.store import Store
+from fake_engine import FakeEngine
 from hostile_bodies import CHAT, JOB, TEXT, hostile, text
 from serving import Play, World
 from waiting import until

@@ -15,6 +15,7 @@ from hostile import hostile_job, write_hostile
 from coserve import errors
 from coserve.wire.codec import decode_commands, encode_commands, pack_command
 from coserve.wire.messages import (
+    AddAdapter,
     CheckJob,
     CheckMethod,
     Command,
@@ -22,10 +23,9 @@ from coserve.wire.messages import (
     JobEnded,
     JobSpec,
     JobStep,
-    LoadAdapter,
+    RemoveAdapter,
     StartJob,
     StopJob,
-    UnloadAdapter,
 )
 from desk import Desk, ask, write_data
 
@@ -66,13 +66,13 @@ def test_malformed_adapters_end_nothing(count: int, desk: Desk, tmp_path: Path) 
         desk.reports.clear()
         folder = tmp_path / str(seed)
         what = f"seed {seed}: {write_hostile(folder, seed)}"
-        desk.send(*wired(LoadAdapter(seed, f"a{seed}", str(folder))))
+        desk.send(*wired(AddAdapter(seed, f"a{seed}", str(folder))))
         desk.until(lambda: desk.replies)
         fault = desk.replies[0].fault
         if fault is None:
             given = answer(desk, f"of {seed}", f"a{seed}")
             fault = given if isinstance(given, Fault) else None
-            desk.send(UnloadAdapter(0, f"a{seed}"))
+            desk.send(RemoveAdapter(0, f"a{seed}"))
         if fault is not None:
             said_well(fault)
         became["accepted" if fault is None else fault.kind] += 1

@@ -149,7 +149,7 @@ def test_uploads_at_once_never_pass_the_quota_together(play: Play, seed: int) ->
         _, ann = await store.tenants.create_key("ann")
         _, bob = await store.tenants.create_key("bob")
         assert (await send_file(world, b"x" * 30_000, bob)).status_code == 200
-        owner = await store.tenant_of(ann)
+        owner = await store.tenants.of_key(ann)
         assert owner is not None
         statuses: list[int] = []
         for _ in range(3):

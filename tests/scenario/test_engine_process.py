@@ -15,6 +15,7 @@ from coserve.core.request import FinishReason, SamplingParams
 from coserve.train.checkpoint import newest_checkpoint
 from coserve.wire.child import ORPHANED
 from coserve.wire.messages import (
+    AddAdapter,
     Cancel,
     Drain,
     JobCheckpoint,
@@ -22,11 +23,10 @@ from coserve.wire.messages import (
     JobSpec,
     JobStarted,
     JobStep,
-    LoadAdapter,
+    RemoveAdapter,
     StartJob,
     StopJob,
     Submit,
-    UnloadAdapter,
 )
 from engine_process import EngineProcess, Server
 from models import greedy, save, tiny
@@ -137,7 +137,7 @@ def test_a_job_beside_answers_survives_its_server(engine: EngineProcess, data: P
     assert [c.step for c in checkpoints] == [8, 16, 24]
     assert checkpoints[0].validation_loss > checkpoints[-1].validation_loss > 0
     second.acknowledge()
-    second.send(LoadAdapter(1, "done", checkpoints[-1].path), LoadAdapter(2, "none", str(tmp_path / "no")))
+    second.send(AddAdapter(1, "done", checkpoints[-1].path), AddAdapter(2, "none", str(tmp_path / "no")))
     second.until(lambda s: len(s.replies) == 2)
     assert second.replies[1].fault is None and second.replies[2].fault.kind == "AdapterError"
     third = Server(engine.socket)  # takes the place of the second
@@ -147,7 +147,7 @@ def test_a_job_beside_answers_survives_its_server(engine: EngineProcess, data: P
     )
     third.finished("tuned", "lost")
     assert third.last["lost"].fault.kind == "AdapterNotFound"
-    third.send(UnloadAdapter(3, "done"), UnloadAdapter(4, "done"))
+    third.send(RemoveAdapter(3, "done"), RemoveAdapter(4, "done"))
     third.until(lambda s: len(s.replies) == 2)
     assert third.news == []
     assert third.replies[3].fault is None and third.replies[4].fault.kind == "AdapterNotFound"

@@ -23,7 +23,7 @@ TOO_LARGE = {
     "Engine": 20,
     "TrainingSession": 20,
     "Base": 17,
-    "Process": 16,
+    "ChildProcess": 16,
     "Scheduler": 18,
     "EngineLink": 15,
 }

@@ -6,9 +6,9 @@ from typing import Final
 import torch
 
 from coserve.core.request import SLO
-from coserve.workload import traffic
 from coserve.workload.mixes import TrainingSpec
 from coserve.workload.requests import Workload
+from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import OURS, Contest, within
 from coserve_benchmarks.policies.rounds import ContestRunner
 from coserve_benchmarks.policies.without.onestops import OneProcess, best_turns

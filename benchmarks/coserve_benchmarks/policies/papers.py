@@ -7,9 +7,9 @@ from statistics import mean, median
 from typing import Any, Final
 
 from coserve.core.request import SLO
-from coserve.workload import traffic
 from coserve.workload.mixes import ServedAdapters, TrainingSpec
 from coserve.workload.requests import Workload
+from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import ISOLATED, OURS, Contest, attained, own_bounds, within
 from coserve_benchmarks.policies.rounds import EVERYWHERE, SOME, ContestRunner
 from coserve_benchmarks.results import Bar

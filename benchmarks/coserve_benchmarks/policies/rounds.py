@@ -7,12 +7,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coserve.core.request import SLO
-from coserve.workload import traffic
 from coserve.workload.mixes import ServedAdapters, WorkloadSettings, describe_bounds
 from coserve.workload.requests import Tokens, Workload
 from coserve.workload.traces import TraceRow
 from coserve_benchmarks.drive import LoadResult
 from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import ISOLATED, OURS, Contest, Judge, own_bounds
 from coserve_benchmarks.policies.testbed import Testbed
 from coserve_benchmarks.timing import percentile

@@ -14,7 +14,6 @@ from coserve.errors import ConfigError
 from coserve.workload.mixes import TrainingSpec
 from coserve.workload.prompts import encode_prompts, read_prompts, word_tokenizer
 from coserve.workload.traces import read_trace
-from coserve.workload.traffic import poisson
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import instead, papers, switching
@@ -22,6 +21,7 @@ from coserve_benchmarks.policies.contest import OURS, PROMISED
 from coserve_benchmarks.policies.replay import ServerTestbed
 from coserve_benchmarks.policies.rounds import ContestRunner, RoundSettings
 from coserve_benchmarks.policies.testbed import EngineTestbed, Testbed
+from coserve_benchmarks.policies.traffic import poisson
 from coserve_benchmarks.results import Bar
 
 TRACED: Final = ("azure", "azure-arrivals")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from coserve.adapters.saved import Saved, shown
@@ -55,6 +56,14 @@ def take_rows(saved: Saved, count: int, width: int) -> Tensor:
 def has_encoder(saved: Saved) -> bool:
     """Tells whether the file is one of coserve's that holds what the embeddings come out of."""
     return any(name.startswith(ENCODER) for name in saved.tensors)
+
+
+def draw_encoder(count: int, width: int, shapes: Shapes, generator: torch.Generator) -> dict[str, Tensor]:
+    """An encoder's weights by PEFT's names, drawn as torch draws an embedding, an LSTM and linears."""
+    weights = {"embedding.weight": torch.randn(count, width, generator=generator, dtype=torch.float32)}
+    for name, (shape, bound) in shapes.items():
+        weights[name] = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    return weights
 
 
 def read_encoder(saved: Saved, count: int, width: int, shapes: Shapes) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve.attention.backend import CacheShape, CommonAttentionMetadata, PageCopy
-from coserve.attention.store import Store
+from coserve.attention.store import KVStore
 
 
 class KVPool:
@@ -28,7 +28,7 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        store: type[Store] = Store,
+        store: type[KVStore] = KVStore,
     ) -> None:
         self.page_size = page_size
         self.padding_page = pages
@@ -36,8 +36,8 @@ class KVPool:
         self._device = device
         self._last: tuple[Tensor, int, Tensor] | None = None
         slots = (pages + 1) * page_size
-        self._keys: list[Store] = []
-        self._values: list[Store] = []
+        self._keys: list[KVStore] = []
+        self._values: list[KVStore] = []
         for c in caches:  # a layer reads one below it
             self._keys.append(
                 store(c.groups, slots, c.key, dtype, device) if c.reads is None else self._keys[c.reads]
@@ -53,7 +53,7 @@ class KVPool:
         return sum(store.nbytes for store in self._stores)
 
     @property
-    def _stores(self) -> Iterator[Store]:
+    def _stores(self) -> Iterator[KVStore]:
         """All there are, each once."""
         for keys, values, is_own in zip(self._keys, self._values, self._owns, strict=True):
             if is_own:

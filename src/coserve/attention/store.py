@@ -14,7 +14,7 @@ from torch import Tensor
 _MOST = 127  # of q; its least is -127, so that both ends of a row are as far from its middle
 
 
-class Store:
+class KVStore:
     """Rows of numbers [groups, slots, width], just as they are. A slot that was never written holds zeros."""
 
     rounds = False  # whether rows come back otherwise than they were written
@@ -72,7 +72,7 @@ class Store:
         return parts[0]
 
 
-class Int8Store(Store):
+class Int8KVStore(KVStore):
     """Rows in eight bits a number, with a step and a middle each. A NaN makes its row NaN, and no other."""
 
     rounds = True

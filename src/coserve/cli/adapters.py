@@ -1,6 +1,7 @@
 """`coserve adapters`: what can be chatted with beside the base, and ways in and out for PEFT's files."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,12 +10,12 @@ import typer
 from coserve.cli.complete import complete_adapters
 from coserve.cli.options import AdapterName, ApiKey, AsJson, ListsAlone, Url, connect
 from coserve.errors import AdapterError, ConfigError
+from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
 
 app = typer.Typer(help="Adapters; alone it lists them.", cls=ListsAlone)
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # all that an adapter is
 
 
 @app.command("list")
@@ -100,30 +101,35 @@ def delete(
     print(f"deleted {name}")
 
 
-@app.command()
-def pin(
-    context: typer.Context,
-    name: AdapterName,
-    as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-) -> None:
-    """Keeps an adapter in the server's memory. Others come from disk when they are asked for."""
-    with connect(context, url, api_key) as client:
-        _tell_pin(name, client.post(_pin_of(name)), as_json)
+def _add_pin(verb: str, send: Callable[["Client", str], dict[str, Any]], help: str) -> None:
+    @app.command(verb, help=help)
+    def tell(
+        context: typer.Context,
+        name: AdapterName,
+        as_json: AsJson = False,
+        url: Url = None,
+        api_key: ApiKey = None,
+    ) -> None:
+        from coserve.cli.client import in_path
+        from coserve.cli.output import print_json
+
+        with connect(context, url, api_key) as client:
+            found = send(client, f"/v1/adapters/{in_path(name)}/pin")
+        if as_json:
+            return print_json(found)
+        print(f"{'pinned' if found['pinned'] else 'unpinned'} {name}")
 
 
-@app.command()
-def unpin(
-    context: typer.Context,
-    name: AdapterName,
-    as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-) -> None:
-    """Lets an adapter leave the server's memory when others need its room."""
-    with connect(context, url, api_key) as client:
-        _tell_pin(name, client.delete(_pin_of(name)), as_json)
+_add_pin(
+    "pin",
+    lambda client, path: client.post(path),
+    "Keeps an adapter in the server's memory. Others come from disk when they are asked for.",
+)
+_add_pin(
+    "unpin",
+    lambda client, path: client.delete(path),
+    "Lets an adapter leave the server's memory when others need its room.",
+)
 
 
 @app.command()
@@ -168,21 +174,6 @@ def merge(
 def _place(model: dict[str, Any]) -> str:
     """Location of an adapter (disk, memory), and whether it is pinned there."""
     return f"{model.get('location') or '-'}{', pinned' if model.get('pinned') else ''}"
-
-
-def _pin_of(name: str) -> str:
-    """Path of the endpoint that pins and unpins an adapter."""
-    from coserve.cli.client import in_path
-
-    return f"/v1/adapters/{in_path(name)}/pin"
-
-
-def _tell_pin(name: str, found: dict[str, Any], as_json: bool) -> None:
-    from coserve.cli.output import print_json
-
-    if as_json:
-        return print_json(found)
-    print(f"{'pinned' if found['pinned'] else 'unpinned'} {name}")
 
 
 def _download(client: "Client", name: str, to: Path) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from coserve.cli.exits import INTERRUPTED
+from coserve.cli.options import INTERRUPTED
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client

@@ -43,7 +43,7 @@ def chat(
         elif sys.stdin.isatty():
             _talk(conversation)
         else:
-            # What commands answer goes to stderr, so that stdout holds answers and nothing else.
+            # Output of commands goes to stderr, so that stdout holds answers and nothing else.
             turn = Turn(conversation, lambda text: print(text, file=sys.stderr))
             for line in sys.stdin:
                 if not turn.take(line.strip()):

@@ -57,10 +57,10 @@ def run_checks(settings: ServerSettings) -> list[Check]:
         _processor(),
         _memory(),
         *_torch(),
-        _package("transformers"),
+        _package("transformers", Level.BROKEN, "pip install transformers"),
         *_state_folder(settings),
         _address(settings),
-        *(_extra(name, advice) for name, advice in EXTRAS.items()),
+        *(_package(name, Level.NOTE, advice) for name, advice in EXTRAS.items()),
     ]
 
 
@@ -138,18 +138,12 @@ def _torch() -> Iterator[Check]:
         yield Check("cuda", Level.NOTE, "no device: coserve runs on the processor")
 
 
-def _package(name: str) -> Check:
+def _package(name: str, lack: Level, advice: str) -> Check:
+    """Checks for a package; without it the outcome is `lack`."""
     try:
         return Check(name, Level.GOOD, version(name))
     except PackageNotFoundError:
-        return Check(name, Level.BROKEN, "not installed", f"pip install {name}")
-
-
-def _extra(name: str, advice: str) -> Check:
-    try:
-        return Check(name, Level.GOOD, version(name))
-    except PackageNotFoundError:
-        return Check(name, Level.NOTE, "not installed", advice)
+        return Check(name, lack, "not installed", advice)
 
 
 def _state_folder(settings: ServerSettings) -> Iterator[Check]:

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.exits import INTERRUPTED
-from coserve.cli.options import check_writable
+from coserve.cli.options import INTERRUPTED, check_writable
 from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
 

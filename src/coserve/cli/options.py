@@ -12,6 +12,7 @@ from coserve.errors import ConfigError
 if TYPE_CHECKING:
     from coserve.cli.client import Client
 
+INTERRUPTED = 130  # exit status that a shell reports after Ctrl-C
 Url = Annotated[
     str | None,
     typer.Option("--url", help="Address of the server, http://127.0.0.1:8000 by default.", metavar="URL"),

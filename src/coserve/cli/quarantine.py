@@ -1,7 +1,6 @@
 """`coserve quarantine`: requests, jobs and adapters that crashed engines and are not tried again. Works on
 the state folder."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -22,7 +21,7 @@ def list_quarantine(
 
     found = with_store(context, state, model, lambda store: store.quarantine.list())
     if as_json:
-        return print_json([asdict(one) for one in found])
+        return print_json([one.as_dict() for one in found])
     columns = ("id", "kind", "what", "tenant", "since", "reason")
     rows = [(q.id, q.kind, q.subject, q.tenant or "", moment(q.created), q.reason) for q in found]
     print_table(columns, rows, "nothing is quarantined")
@@ -43,6 +42,6 @@ def release(
     if found is None:
         raise ConfigError(f"nothing in quarantine has the id {which}: `coserve quarantine` lists it all")
     if as_json:
-        return print_json({**asdict(found), "released": True})
+        return print_json({**found.as_dict(), "released": True})
     after = f"; `coserve jobs resume {found.subject}` lets it go on" if found.kind == "job" else ""
     print(f"released the {found.kind} {found.subject}{after}")

@@ -109,7 +109,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _PendingAnswer:
     """An answer under way."""
 
     request: DemoRequest
@@ -127,7 +127,7 @@ class LoadGenerator:
         self._engine, self._source = engine, source
         self._slo = SLO(between_tokens=slo)
         self.latencies = Latencies(slo)
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _PendingAnswer] = {}
         self._ended: deque[Exchange] = deque(maxlen=8)  # newest answers, for the eye
 
     def submit(self) -> None:
@@ -137,7 +137,7 @@ class LoadGenerator:
                 request.prompt, request.adapter, request.sampling, self._slo, request.at
             )
             key = handle.sequence.key
-            self._pending[key] = _Pending(request, handle)
+            self._pending[key] = _PendingAnswer(request, handle)
             self.latencies.asked(key, handle.sequence.request.arrival)
 
     def take(self, events: Iterable[Event]) -> None:

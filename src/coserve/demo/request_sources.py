@@ -47,7 +47,7 @@ class TraceSources:
         self._scaled: ScaledTrace = load.at_rate(1.0)
 
     def backlog(self) -> RequestSource:
-        """As many requests at once as there are seats, to find the capacity."""
+        """Source of as many requests at once as there are seats, to find the capacity."""
         return TraceBacklog(self._scaled, self._text, self._seats)
 
     def fit(self, capacity: Phase) -> tuple[str, dict[str, Any]]:

@@ -181,7 +181,7 @@ class Story:
         if self._exact:
             self.view.sheet(tables.scores(self.lessons, self.before, after))
 
-    # What the acts are made of
+    # Parts of the acts
 
     @property
     def _slo(self) -> float | None:

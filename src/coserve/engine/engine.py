@@ -52,7 +52,7 @@ from coserve.train.config import TrainingConfig
 from coserve.train.example import Example, Prepared, check_fit, prepare, prepare_examples
 from coserve.train.needs import Steps
 from coserve.train.state import TrainingState
-from coserve.wire.messages import Stats
+from coserve.wire.messages import EngineStats
 
 Messages = Sequence[Mapping[str, str]]
 Data = str | Path | Sequence[Mapping[str, Any]] | Sequence[Example]
@@ -315,7 +315,7 @@ class Engine:
         """Tells whether a step would do anything."""
         return self.scheduler.has_work
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """Counters since the start, and where things stand now."""
         with self._lock:
             return count(self.scheduler, self.memory, self._pages, self.cache)

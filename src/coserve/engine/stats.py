@@ -5,14 +5,14 @@ from coserve.engine.memory import EngineMemory
 from coserve.memory.malloc import resident_bytes
 from coserve.memory.pages import PagePool
 from coserve.schedule.scheduler import Scheduler
-from coserve.wire.messages import Stats
+from coserve.wire.messages import EngineStats
 
 
-def count(scheduler: Scheduler, memory: EngineMemory, pages: PagePool, cache: AdapterCache) -> Stats:
+def count(scheduler: Scheduler, memory: EngineMemory, pages: PagePool, cache: AdapterCache) -> EngineStats:
     """Counters since the engine's start, and where things stand now. Whoever calls holds the engine's
     lock."""
     stats = scheduler.stats
-    return Stats(
+    return EngineStats(
         steps=stats.steps,
         fused_steps=stats.fused_steps,
         decode_tokens=stats.decode_tokens,

@@ -29,21 +29,21 @@ from coserve.errors import (
 )
 from coserve.wire.messages import (
     Acknowledge,
+    AddAdapter,
     Cancel,
     CheckJob,
     CheckMethod,
     Command,
     Drain,
     Hello,
-    LoadAdapter,
     PinAdapter,
+    RemoveAdapter,
     Reply,
     Report,
     StartJob,
     StopJob,
     Submit,
     Token,
-    UnloadAdapter,
     WeighJob,
 )
 
@@ -114,11 +114,11 @@ class Worker:
                 self._submit(command)
             case Cancel():
                 self._cancel(command.id)
-            case LoadAdapter():
+            case AddAdapter():
                 self._load(command)
             case PinAdapter():
                 self._pin(command)
-            case UnloadAdapter():
+            case RemoveAdapter():
                 self._unload(command)
             case CheckMethod():
                 self._check(command)
@@ -202,7 +202,7 @@ class Worker:
             case Submit():
                 fault = fault_of(contained(error, "the request"))
                 self._tokens.append(Token(command.id, fault=fault))
-            case LoadAdapter() | PinAdapter() | UnloadAdapter():
+            case AddAdapter() | PinAdapter() | RemoveAdapter():
                 self._reply(command.ref, contained(error, "the adapter", AdapterError))
             case CheckMethod() | CheckJob():
                 self._reply(command.ref, contained(error, "checking the job", ConfigError))
@@ -285,7 +285,7 @@ class Worker:
         if event.finish_reason is not None:
             del self._answers[name], self._ids[event.key]
 
-    def _load(self, command: LoadAdapter) -> None:
+    def _load(self, command: AddAdapter) -> None:
         if command.key in self._engine.bank:
             self._reply(command.ref)
             return
@@ -294,7 +294,7 @@ class Worker:
             "looking at the adapter", look, partial(self._looked_at, command, self._connection)
         )
 
-    def _looked_at(self, command: LoadAdapter, connection: int, outcome: Outcome[StoredVersion]) -> None:
+    def _looked_at(self, command: AddAdapter, connection: int, outcome: Outcome[StoredVersion]) -> None:
         error = outcome if isinstance(outcome, CoserveError) else None
         if isinstance(outcome, StoredVersion) and command.key not in self._engine.bank:
             try:  # it may have been asked for twice
@@ -337,6 +337,6 @@ class Worker:
         if connection == self._connection:
             self._reply(ref, error)
 
-    def _unload(self, command: UnloadAdapter) -> None:
+    def _unload(self, command: RemoveAdapter) -> None:
         self._engine.unload_adapter(command.key)
         self._reply(command.ref)

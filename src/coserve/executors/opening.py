@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.slot_pools import LoraSlotPools
-from coserve.attention.store import Int8Store, Store
+from coserve.attention.store import Int8KVStore, KVStore
 from coserve.config import EngineConfig
 from coserve.errors import ConfigError
 from coserve.executors.deterministic import DeterministicExecutor
@@ -117,7 +117,7 @@ def eos_ids(base: Base) -> tuple[int, ...]:
 
 def _make(base: Base, config: EngineConfig, grammars: Grammars | None, grown: int) -> LocalExecutor:
     kind = DeterministicExecutor if config.deterministic else LocalExecutor
-    store = Int8Store if config.cache_dtype == "int8" else Store
+    store = Int8KVStore if config.cache_dtype == "int8" else KVStore
     try:
         attention = kind.attention_type(
             base.caches, config.pages, config.page_size, base.dtype, base.device, store

@@ -85,7 +85,8 @@ def read(source: Source, name: str | None = None) -> Iterator[Record]:
 
 
 def parse(value: object) -> Record:
-    """The record that one decoded line holds; DataError (without a place) says what was expected."""
+    """The record that one decoded line holds. Raises DataError, without a place, that says what was
+    expected."""
     if not isinstance(value, Mapping):
         raise DataError(f"expected {EXPECTED}; found {_kind(value)}")
     for key in ("tools", "functions"):
@@ -125,7 +126,7 @@ def _message(message: object) -> Message:
         raise DataError(f'expected "role" and "content"; "{missing[0]}" is missing')
     if message["role"] not in ROLES:
         raise DataError(f"expected the role to be one of {', '.join(ROLES)}; found {message['role']!r}")
-    # What a template might read, and this reader would lose, must not vanish without a word.
+    # Fields that a template might read, and this reader would drop, are refused.
     if unknown := [key for key in message if key not in ("role", "content") and message[key] is not None]:
         raise DataError(f'expected only "role" and "content"; found "{unknown[0]}"')
     return Message(message["role"], _text(message, "content"))

@@ -80,7 +80,7 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Once for each head that shares a group."""
+    """x [batch, groups, ...] with each group repeated for the heads that share it, [batch, heads, ...]."""
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 

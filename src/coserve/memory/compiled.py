@@ -12,7 +12,7 @@ import os
 from typing import Final
 
 SHAPES: Final = 256
-# What a budget counts for these and for all else that libraries build as they work, such as traces of layers.
+# Bytes that a budget counts for these and for all else that libraries build as they work, such as traces.
 # After 64 prompts of 64 lengths, calibration and checks of four jobs a process of the embedded model held
 # 127 MB that no account had.
 BUILT_BYTES: Final = 128 << 20
@@ -20,7 +20,7 @@ _SETTINGS: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # 
 
 
 def bound_compiled_shapes() -> None:
-    """Has both remember `SHAPES` shapes, unless the environment says how many. They look there when the first
-    product is computed: what was computed before this call has settled it."""
+    """Has both remember `SHAPES` shapes, unless the environment says how many. Must run before the first
+    product, as both read the environment then."""
     for name in _SETTINGS:
         os.environ.setdefault(name, str(SHAPES))

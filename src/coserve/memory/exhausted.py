@@ -4,7 +4,7 @@ from typing import Final
 
 import torch
 
-# What torch's allocator and oneDNN say on a processor, where there is no class of error for it.
+# Messages of torch's allocator and of oneDNN on a CPU, which has no class of error for it.
 _WORDS: Final = ("can't allocate memory", "not enough memory", "out of memory", "out_of_memory", "bad_alloc")
 
 

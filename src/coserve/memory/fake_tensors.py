@@ -120,7 +120,8 @@ def _grouped_mm(
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
-# What depends on values, or has no form without them: packed weights are as large as plain ones.
+# Operators whose results depend on values, or that have no form without them. Packed weights are as large as
+# plain ones.
 _ANSWERS: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.aten._local_scalar_dense.default: _number,
     torch.ops.aten.nonzero.default: _all_of_them,

@@ -32,7 +32,7 @@ Bytes = Mapping[Account, int]
 
 
 @dataclass(slots=True)
-class _Entry:
+class _LedgerEntry:
     reserved: int = 0
     charged: int = 0
 
@@ -47,7 +47,7 @@ class Ledger:
     def __init__(self, budget: int) -> None:
         assert budget >= 0, "a budget is a number of bytes"
         self.budget = budget
-        self._entries: dict[str, dict[Account, _Entry]] = {}
+        self._entries: dict[str, dict[Account, _LedgerEntry]] = {}
 
     @property
     def used(self) -> int:
@@ -56,7 +56,7 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """Bytes that nobody has; negative where more is held than the budget allows."""
+        """Bytes that are neither promised nor held; negative where more is held than the budget allows."""
         return self.budget - self.used
 
     def accounts(self) -> dict[Account, int]:
@@ -92,11 +92,11 @@ class Ledger:
         for owner, accounts in wanted.items():
             entries = self._entries.setdefault(owner, {})
             for account, nbytes in accounts.items():
-                entries.setdefault(account, _Entry()).reserved = nbytes
+                entries.setdefault(account, _LedgerEntry()).reserved = nbytes
 
     def charge(self, owner: str, account: Account, nbytes: int) -> None:
-        """Notes what an owner holds in fact. Never refused: it is there."""
-        self._entries.setdefault(owner, {}).setdefault(account, _Entry()).charged = nbytes
+        """Notes the bytes that an owner holds in fact. Never refused: they are allocated already."""
+        self._entries.setdefault(owner, {}).setdefault(account, _LedgerEntry()).charged = nbytes
 
     def release(self, owner: str) -> int:
         """Forgets an owner; the bytes that this frees."""

@@ -24,8 +24,8 @@ def keep_freed_memory() -> bool:
 
 
 def keep_no_freed_memory() -> bool:
-    """Tells it the opposite, for whoever measures: the resident size is that of what is in use then. False
-    where it takes no such advice."""
+    """Tells the C library to return freed memory at once, for measuring: the resident size is then that of
+    the memory in use. False where the library takes no such advice."""
     return _advise(_KEEPING_NOTHING)
 
 

@@ -23,7 +23,7 @@ class Meter(Protocol):
         ...
 
     def reset(self) -> None:
-        """The peak begins anew, from what is in use now."""
+        """Starts the peak again from the bytes in use now."""
         ...
 
     def peak(self) -> int:

@@ -33,7 +33,7 @@ class PagePool:
 
     @property
     def free_count(self) -> int:
-        """Pages that nobody reads, whatever lies in them."""
+        """Pages without readers, whether or not their contents can still be found."""
         return len(self._blank) + len(self._idle)
 
     @property
@@ -90,13 +90,13 @@ class PagePool:
         return self._found.get(name)
 
     def name(self, page: int, name: Hashable) -> None:
-        """Says what lies in a page that somebody reads. If another one has the name, that one keeps it."""
+        """Names the contents of a page that has readers. If another page has the name, that one keeps it."""
         assert self._readers[page] and page not in self._names, f"page {page} cannot be given a name"
         if self._found.setdefault(name, page) == page:
             self._names[page] = name
 
     def forget(self, page: int) -> None:
-        """Nobody finds this page by its name any more; whoever reads it keeps it."""
+        """Takes a page's name away, so that it is no longer found by it; its readers keep the page."""
         del self._found[self._names.pop(page)]
         if not self._readers[page]:
             del self._idle[page]

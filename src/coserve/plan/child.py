@@ -11,7 +11,7 @@ from torch import nn
 from coserve.memory.malloc import keep_no_freed_memory
 from coserve.memory.measured import Meter, SamplingMeter, make_meter
 from coserve.plan.estimate import make_run
-from coserve.plan.messages import Measured, MeasureOrder
+from coserve.plan.measure import Measured, MeasureOrder
 from coserve.plan.stages import Stage
 from coserve.wire.control import decode_line, encode_line
 
@@ -36,7 +36,7 @@ def main() -> None:
 def _peaks_of(order: MeasureOrder, device: torch.device, meter: Meter) -> dict[Stage, int]:
     """Peak bytes in use until each stage was reached, without those of loading."""
     peaks = {}
-    for stage in make_run(order.subject(), order.program(), device).go():
+    for stage in make_run(order.subject(), order.program, device).go():
         if stage is Stage.LOADED:
             keep_no_freed_memory()
             gc.collect()  # what loading left behind

@@ -13,10 +13,11 @@ from coserve.plan.torch_run import TorchRun
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """Bytes at the peak of a whole program, by what they are for.
+    """Bytes at the peak of a whole program, by purpose.
 
-    `weights`, `cache` and `optimizer` are held; `no_grad` is what a pass without gradients takes beyond
-    that, `activations` what a pass forward with them takes more, `backward` what the way back adds.
+    `weights`, `cache` and `optimizer` are held throughout; `no_grad` are the further bytes of a pass without
+    gradients, `activations` those that a forward pass with gradients adds, `backward` those that the backward
+    pass adds.
     """
 
     weights: int

@@ -36,7 +36,7 @@ class Row:
 
     @property
     def errors(self) -> dict[str, float]:
-        """By stage, how far the estimate is from what was measured, relative to that."""
+        """Relative error of the estimate by stage, where the stage was measured."""
         return {
             stage.value: abs(self.estimate.peaks[stage] - peak) / peak
             for stage, peak in (self.measured or {}).items()

@@ -65,11 +65,6 @@ class Program:
     parts: Sequence[Fields] = ()
     keep: str | int = "inputs"
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Stages that the program goes through."""
-        return tuple(Stage) if self.trains else (Stage.LOADED, Stage.INFERENCE)
-
 
 Peaks = Mapping[Stage, int]  # the most bytes in use until a stage was reached; weights alone at LOADED
 

@@ -45,7 +45,7 @@ class Subject:
         return model.eval()
 
     def without_weights(self) -> "Subject":
-        """The same model, of whose folder nothing is read."""
+        """The same model with random weights: nothing is read from its folder."""
         return replace(self, folder=None)
 
     def load(self) -> PreTrainedModel:

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[State]:
     """A running server's state: its store is open, and its link looks for the engine at `socket`.
 
-    A bug in the link or the job controller ends the block with an exception: whoever is outside starts anew.
+    A bug in the link or the job controller ends the block with an exception, and with it the process: the
+    supervisor starts another one.
     """
     text = await asyncio.to_thread(_text, settings)
     quotas = Quotas(settings.max_files_tenant, settings.max_bytes_tenant, settings.max_jobs_tenant)
@@ -53,7 +54,8 @@ def _text(settings: ServerSettings) -> Text:
 
 
 async def _check_keys(settings: ServerSettings, store: Store) -> None:
-    """Raises ConfigError where everybody could use the server and nobody has asked for that."""
+    """Raises ConfigError for a server that is reachable from other machines, has no key, and was not told to
+    serve without."""
     if not await store.tenants.any_keys() and not await store.tenants.is_open():
         log.warning(
             "every API key has been revoked, and the server answers nobody: `coserve keys create` makes one, "
@@ -80,7 +82,7 @@ async def _wire(state: State) -> None:
     async def pin(_: Hello) -> None:
         for adapter in await state.store.adapters.pinned(state.catalog.base.name):
             try:
-                await link.pin(adapter.id, adapter.path, True)
+                await link.pin(adapter.id, state.store.folder_of(adapter), True)
             except CoserveError as error:
                 log.warning("the adapter %s cannot be pinned: %s", adapter.name, error)
 
@@ -144,14 +146,15 @@ async def _running(link: EngineLink) -> AsyncIterator[None]:
 
 
 async def _name_adapters(state: State) -> None:
-    """The adapters that the settings name, for everybody, and no others of an earlier start.
+    """Shares the adapters that the settings name with everybody, and no others of an earlier start.
 
-    Their key is what is in them: a folder that has changed since is another version.
+    Their keys are digests of their contents: a folder that has changed since is another version.
     """
     shared = []
     for name, path in state.settings.adapters.items():
         folder = Path(path).resolve()
         content = await asyncio.to_thread(digest, folder)
         key = "adapter-" + hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:24]
-        shared.append(Adapter(key, name, folder, state.catalog.base.name, state.catalog.base.created))
+        kept = state.store.path_of(folder)
+        shared.append(Adapter(key, name, kept, state.catalog.base.name, state.catalog.base.created))
     await state.store.adapters.share(shared)

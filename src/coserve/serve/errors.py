@@ -218,7 +218,7 @@ class _Complaint:
 
 
 def _in_body(loc: Sequence[str | int], body: Any, is_missing: bool) -> list[str | int]:
-    """The way to a value. pydantic names types and tags on it as well, which no body holds."""
+    """Path to a value in the body. pydantic's paths name types and tags as well, which no body holds."""
     way: list[str | int] = []
     for number, part in enumerate(loc, 1):
         is_item = isinstance(body, list) and isinstance(part, int)
@@ -245,7 +245,7 @@ def _most_telling(complaints: Sequence[_Complaint]) -> _Complaint:
 
 
 def _said(text: str) -> str:
-    """Quotes a request in an answer: not all of a long text, and nothing that is no Unicode."""
+    """Text of a request as an answer quotes it: shortened, and valid Unicode."""
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     return shown.encode(errors="backslashreplace").decode()
 

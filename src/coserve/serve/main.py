@@ -68,7 +68,7 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
 
 
 async def _beat(pipes: SupervisorPipes) -> None:
-    """Tells the supervisor that this event loop goes round, and the log when nobody hears that any more."""
+    """Tells the supervisor that this event loop goes round, and the log when the supervisor falls silent."""
     was_silent = said = False
     while True:
         pipes.beat()
@@ -96,7 +96,7 @@ def _say_supervised(is_silent: bool) -> None:
 
 
 async def drain(state: State) -> None:
-    """No new work; waits for answers, then for the engine's jobs to be on disk and in the database."""
+    """Refuses new work; waits for answers, then for the engine's jobs to be on disk and in the database."""
     state.draining = True
     state.job_controller.drain()
     try:

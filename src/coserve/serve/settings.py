@@ -22,7 +22,7 @@ LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
 LEAST_WATCHDOG = 2.0  # seconds; processes beat twice in one
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ANY = "*"  # in lists of hosts and origins
-TIERS = ("priority", "default", "flex")
+TIERS = ("priority", "default", "flex")  # in the order in which a tenant's own requests go
 DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
     {
         "priority": SLO(first_token=0.5, between_tokens=0.1),
@@ -129,14 +129,14 @@ class ServerSettings:
         object.__setattr__(self, "slo", {**DEFAULT_SLO, **self.slo})
 
     def _check_policy(self) -> None:
-        """Better here than in the engine's process, after its model has been loaded."""
+        """Checks the policy before the engine's process would, which loads its model first."""
         try:
             make_policy(self.engine.policy, **self.engine.policy_options)
         except ConfigError as error:
             raise ConfigError(f"engine.policy: {error}") from error
 
     def _check_scheduler(self) -> None:
-        """Likewise, with the engine's own part as in the smallest model."""
+        """Checks the scheduler's settings, with those that the model sets as in the smallest one."""
         told = self.engine.scheduler_settings
         if taken := SET_BY_ENGINE & told.keys():
             raise ConfigError(f"engine.scheduler.{min(taken)} follows from the model or another setting")
@@ -176,14 +176,6 @@ class ServerSettings:
     @property
     def files(self) -> Path:
         return self.state / "files"
-
-    @property
-    def jobs(self) -> Path:
-        return self.state / "jobs"
-
-    @property
-    def adapter_folders(self) -> Path:
-        return self.state / "adapters"
 
     @property
     def logs(self) -> Path:

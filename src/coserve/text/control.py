@@ -93,8 +93,8 @@ class ControlTokens:
         return self.ids(self.hide(text), add_special_tokens)
 
     def prepare(self) -> None:
-        """Makes the copy of the tokenizer now: a second where the vocabulary has 128,000 tokens, which nobody
-        who comes first should wait for."""
+        """Makes the copy of the tokenizer now, so that no request waits for it: a second for a vocabulary of
+        128,000."""
         if self._special:
             self._copied()
 

@@ -12,7 +12,8 @@ WEIGHTS: Path = Path(__file__).resolve().parent / "weights"
 def path() -> Path:
     """Folder to hand to ``AutoModelForCausalLM.from_pretrained``; raises if the weights were not shipped."""
     if not (WEIGHTS / "model.safetensors").is_file():
-        raise FileNotFoundError(f"no weights in {WEIGHTS}; rebuild them with: python -m coserve.tiny.build")
+        rebuild = "python -m coserve_benchmarks.tiny.build"
+        raise FileNotFoundError(f"no weights in {WEIGHTS}; rebuild them in a checkout with: {rebuild}")
     return WEIGHTS
 
 

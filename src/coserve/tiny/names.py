@@ -6,6 +6,7 @@ never met: the only way to write it in an answer is to copy it from the question
 
 # ruff: noqa: SIM905 - long lists of words read better as text
 
+from collections.abc import Callable
 from random import Random
 from typing import Final, Literal
 from zlib import crc32
@@ -68,19 +69,16 @@ def word(rng: Random, split: Split) -> str:
 
 def people(rng: Random, split: Split, count: int) -> list[str]:
     """Names of `count` different people."""
-    found: list[str] = []
-    while len(found) < count:
-        name = person(rng, split)
-        if name not in found:
-            found.append(name)
-    return found
+    return _different(lambda: person(rng, split), count)
 
 
 def places(rng: Random, split: Split, count: int) -> list[str]:
     """Names of `count` different places."""
-    found: list[str] = []
+    return _different(lambda: place(rng, split), count)
+
+
+def _different(draw: Callable[[], str], count: int) -> list[str]:
+    found: dict[str, None] = {}
     while len(found) < count:
-        name = place(rng, split)
-        if name not in found:
-            found.append(name)
-    return found
+        found[draw()] = None
+    return list(found)

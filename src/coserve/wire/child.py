@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, TypeVar
@@ -47,7 +46,6 @@ class SupervisorPipes:
         self._heard = time.monotonic()
         self._starting = True
         self._ordered = threading.Event()  # the start line has been read
-        self._end: Callable[[], object] | None = None
         threading.Thread(target=self._watch, name="supervisor-watch", daemon=True).start()
 
     @property
@@ -67,7 +65,7 @@ class SupervisorPipes:
         return decode_line(line, kind)
 
     def say(self, status: Status) -> None:
-        """Sends a status to the supervisor; that nobody listens is no error."""
+        """Sends a status to the supervisor; a supervisor that does not listen is no error."""
         if status.state in ("ready", "draining", "drained"):
             self._starting = False
         with self._lock:
@@ -90,14 +88,9 @@ class SupervisorPipes:
             finally:
                 self._lock.release()
 
-    def end_with_supervisor(self, end: Callable[[], object]) -> None:
-        """Has `end` called before the process ends with its supervisor, in a thread of its own; it must be
-        quick (remove a socket)."""
-        self._end = end
-
     def own_crashes(self) -> None:
-        """From now on an exception that nobody catches ends the process at once with status 1, and the
-        supervisor is told which it was. Its traceback goes to stderr."""
+        """From now on an uncaught exception ends the process at once with status 1 and is reported to the
+        supervisor. Its traceback goes to stderr."""
         sys.excepthook = self._crash
 
     def _crash(
@@ -134,17 +127,13 @@ class SupervisorPipes:
                 self._heard = time.monotonic()
             elif any(event & select.POLLHUP for _, event in events):
                 break
-        try:
-            if self._end is not None:
-                self._end()
-        finally:
-            os._exit(ORPHANED)  # sys.exit would end this thread only, and wait for the others
+        os._exit(ORPHANED)  # sys.exit would end this thread only, and wait for the others
 
 
 def describe_exception(
     kind: type[BaseException], error: BaseException | None, where: TracebackType | None
 ) -> str:
-    """An exception in one line: its kind, the first line of what it says, and where it was raised."""
+    """An exception in one line: its kind, the first line of its message, and where it was raised."""
     said = next(iter(str(error).strip().splitlines()), "")[:_LONGEST]
     frames = traceback.extract_tb(where)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -1,12 +1,26 @@
 """Messages on a stream: each is its length in four bytes, big-endian, and then itself."""
 
+import asyncio
 import socket
 import struct
 from typing import Final
 
 MOST_BYTES: Final = 1 << 31  # of one message: an adapter, or the moments of a large one, are the longest
+_MOST_REPORT: Final = 64 << 20  # bytes of what an engine says to its server
 _LENGTH: Final = struct.Struct(">I")
 _ROOM: Final = 1 << 16  # bytes that are asked for at once: a plan or a result is one call
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """The next message that an engine sent. Raises IncompleteReadError (an EOFError) where the stream ends,
+    ConnectionError for a length that no message has."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return await reader.readexactly(_checked(length, _MOST_REPORT))
+
+
+def write_frame(writer: asyncio.StreamWriter, body: bytes) -> None:
+    """Queues a message; the event loop sends it at once where the other end keeps up."""
+    writer.write(_LENGTH.pack(len(body)) + body)
 
 
 def send_frame(sock: socket.socket, body: bytes) -> None:
@@ -31,8 +45,8 @@ class FrameReader:
 
     def read(self) -> bytes | None:
         """Waits for the next message; None where the stream has ended. Raises TimeoutError where nothing has
-        come for as long as it waits (the next call goes on), ConnectionError for what is no message, OSError
-        for what the system refuses."""
+        come within its patience (the next call goes on), ConnectionError for bytes that are no message, and
+        OSError."""
         while (body := self._next()) is None:
             if not (data := self._receive()):
                 if self._data:
@@ -46,9 +60,7 @@ class FrameReader:
         if len(self._data) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
-        if length > MOST_BYTES:
-            raise ConnectionError(f"a message of {length} bytes is longer than any that is sent")
-        end = _LENGTH.size + length
+        end = _LENGTH.size + _checked(length, MOST_BYTES)
         if len(self._data) < end:
             return None
         body = bytes(memoryview(self._data)[_LENGTH.size : end])
@@ -60,3 +72,9 @@ class FrameReader:
             return self._socket.recv(_ROOM)
         except BlockingIOError as error:
             raise TimeoutError("no message has come") from error
+
+
+def _checked(length: int, most: int) -> int:
+    if length > most:
+        raise ConnectionError(f"a message of {length} bytes is longer than any that is sent")
+    return length

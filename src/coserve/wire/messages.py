@@ -15,7 +15,7 @@ from coserve.core.job_status import JobStatus
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import SLO, FinishReason, SamplingParams
 
-Method = dict[str, Any] | list[dict[str, Any]]
+MethodFields = dict[str, Any] | list[dict[str, Any]]
 Options = dict[str, float | int | str | list[float] | None]  # fields of TrainingConfig
 
 
@@ -53,7 +53,7 @@ class Cancel(WireMessage, frozen=True):
     id: str
 
 
-class LoadAdapter(WireMessage, frozen=True):
+class AddAdapter(WireMessage, frozen=True):
     """Makes the adapter in a folder (PEFT's format) answer to `key`; a `Reply` with `ref` follows.
 
     Its files are looked at now, and its weights read when a request asks for it; those of a `new` one are
@@ -66,7 +66,7 @@ class LoadAdapter(WireMessage, frozen=True):
     new: bool = False
 
 
-class UnloadAdapter(WireMessage, frozen=True):
+class RemoveAdapter(WireMessage, frozen=True):
     """Forgets an adapter version; answers under way keep it. A `Reply` with `ref` follows."""
 
     ref: int
@@ -85,7 +85,7 @@ class CheckMethod(WireMessage, frozen=True):
     """Tells whether these are settings of an adapter method; a `Reply` with `ref` follows."""
 
     ref: int
-    method: Method
+    method: MethodFields
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,7 +100,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     data: str
     folder: str
     options: Options = {}
-    method: Method = {}
+    method: MethodFields = {}
     start_from: str | None = None
     validation: str | None = None
     every: int = 50
@@ -150,7 +150,7 @@ class Drain(WireMessage, frozen=True):
 
 
 Command = (
-    Submit | Cancel | LoadAdapter | UnloadAdapter | PinAdapter | CheckMethod | CheckJob | StartJob | StopJob
+    Submit | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | StartJob | StopJob
     | WeighJob | Acknowledge | Drain
 )  # fmt: skip
 
@@ -296,7 +296,7 @@ class Paging(WireMessage, frozen=True):
     used_bytes: int = 0  # in memory or on their way, with their slots
 
 
-class Stats(WireMessage, frozen=True):
+class EngineStats(WireMessage, frozen=True):
     """Statistics of the engine; counters are since its start. Sent with a report about once a second."""
 
     steps: int
@@ -331,7 +331,7 @@ class Report(WireMessage, frozen=True):
     tokens: tuple[Token, ...] = ()
     replies: tuple[Reply, ...] = ()
     jobs: tuple[Numbered, ...] = ()
-    stats: Stats | None = None
+    stats: EngineStats | None = None
     drained: bool = False
 
 

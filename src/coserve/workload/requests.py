@@ -62,8 +62,7 @@ class Workload:
 
 def fixed_prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[Tokens]:
     """`count` prompts of `length` random tokens below `vocabulary`."""
-    draw = random.Random(seed)
-    return [tuple(draw.randrange(vocabulary) for _ in range(length)) for _ in range(count)]
+    return training_tokens([length] * count, vocabulary, seed)
 
 
 def training_tokens(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[Tokens]:

@@ -2,7 +2,6 @@
 
 import csv
 import random
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,10 +9,6 @@ from pathlib import Path
 
 from coserve.errors import ConfigError, DataError
 from coserve.workload.arrivals import check_positive
-
-_RISES = 1 / 3  # of FlexLLM's six minutes, the peak came after "around two"
-_PEAK = 1 / 6  # of a window, that its peak is judged over
-_STRIDE = 10.0  # recorded seconds between the windows that are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +119,6 @@ def fit_trace(
     return ScaledTrace(scaled, time_scale, prompt_scale, answer_scale)
 
 
-def find_peak_window(trace: Sequence[TraceRow], length: float = 360.0) -> float:
-    """Start of a window of `length` recorded seconds that looks like FlexLLM's (8.4): its arrivals rise to a
-    peak after a third of it and fall again.
-
-    It is the window whose peak exceeds its two ends most.
-    """
-    check_positive(length=length)
-    times = [row.at for row in trace]
-    latest = times[-1] - length if times else -1.0
-    if latest < 0:
-        raise ConfigError(f"the trace is shorter than {length:g} s")
-    begins = [number * _STRIDE for number in range(int(latest / _STRIDE) + 1)]
-    return max(begins, key=lambda begin: _stands_out(times, begin, length))
-
-
 def trace_part(
     trace: Sequence[TraceRow],
     rate: float,
@@ -172,15 +152,3 @@ def trace_part(
 
 def _scaled(tokens: int, scale: float) -> int:
     return max(1, round(tokens * scale))
-
-
-def _stands_out(times: Sequence[float], begin: float, length: float) -> float:
-    """Arrivals a second around the peak's place, less those at the busier end of the window."""
-    width = _PEAK * length
-    peak = begin + _RISES * length - width / 2
-    ends = _count(times, begin, width), _count(times, begin + length - width, width)
-    return (_count(times, peak, width) - max(ends)) / width
-
-
-def _count(times: Sequence[float], begin: float, width: float) -> int:
-    return bisect_left(times, begin + width) - bisect_left(times, begin)

@@ -7,7 +7,7 @@ import torch
 
 from coserve.attention.backend import CacheShape, PageCopy
 from coserve.attention.pool import KVPool
-from coserve.attention.store import Int8Store, Store
+from coserve.attention.store import Int8KVStore, KVStore
 
 CACHES = [CacheShape(2, 4, 4), CacheShape(3, 6, 5, window=8)]
 PAGES, SIZE = 7, 4
@@ -15,10 +15,10 @@ PAGES, SIZE = 7, 4
 
 @pytest.fixture
 def pool() -> KVPool:
-    return make_pool(Store)
+    return make_pool(KVStore)
 
 
-def make_pool(store: type[Store], dtype: torch.dtype = torch.float32) -> KVPool:
+def make_pool(store: type[KVStore], dtype: torch.dtype = torch.float32) -> KVPool:
     return KVPool(CACHES, PAGES, SIZE, dtype, torch.device("cpu"), store)
 
 
@@ -62,8 +62,8 @@ def test_pages_and_layers_do_not_touch_one_another(pool: KVPool) -> None:
     assert torch.equal(keys, k) and torch.equal(values, v)
 
 
-@pytest.mark.parametrize("store", [Store, Int8Store])
-def test_clean_pages_are_finite_whatever_was_there(store: type[Store]) -> None:
+@pytest.mark.parametrize("store", [KVStore, Int8KVStore])
+def test_clean_pages_are_finite_whatever_was_there(store: type[KVStore]) -> None:
     pool = make_pool(store)
     for layer in range(2):
         fill(pool, layer, slots_of(list(range(PAGES))), float("nan"))
@@ -75,8 +75,8 @@ def test_clean_pages_are_finite_whatever_was_there(store: type[Store]) -> None:
             assert x.isnan().all()
 
 
-@pytest.mark.parametrize("store", [Store, Int8Store])
-def test_the_padding_page_is_zero_and_nobody_s(store: type[Store]) -> None:
+@pytest.mark.parametrize("store", [KVStore, Int8KVStore])
+def test_the_padding_page_is_zero_and_nobody_s(store: type[KVStore]) -> None:
     pool = make_pool(store)
     for layer in range(2):
         fill(pool, layer, slots_of(list(range(PAGES))), 3.0)
@@ -111,7 +111,7 @@ def eight_bits(x: torch.Tensor) -> torch.Tensor:
 def test_in_eight_bits_rows_come_back_in_even_steps(layer: int) -> None:
     """Of each head's row by itself, whatever the others hold; keys and values have widths of their own."""
     torch.manual_seed(layer)
-    pool, cache = make_pool(Int8Store), CACHES[layer]
+    pool, cache = make_pool(Int8KVStore), CACHES[layer]
     sizes = torch.logspace(-6, 6, 2 * SIZE)[:, None]
     k, v = ((torch.randn(cache.groups, 2 * SIZE, width) + 1) * sizes for width in (cache.key, cache.value))
     pool.write(layer, slots_of([5, 2]), k, v)
@@ -124,7 +124,7 @@ def test_in_eight_bits_rows_come_back_in_even_steps(layer: int) -> None:
 def test_in_eight_bits_of_bfloat16_the_ends_of_a_row_stay_its_ends() -> None:
     """Step and middle are bfloat16 too, and rounded before they are used."""
     torch.manual_seed(0)
-    pool = make_pool(Int8Store, torch.bfloat16)
+    pool = make_pool(Int8KVStore, torch.bfloat16)
     given = torch.randn(2, 2 * SIZE, 4).bfloat16() + 2
     pool.write(0, slots_of([0, 1]), given, given)
     found, _ = pool.gather(0, torch.tensor([0, 1]))
@@ -135,7 +135,7 @@ def test_in_eight_bits_of_bfloat16_the_ends_of_a_row_stay_its_ends() -> None:
 
 def test_eight_bits_are_nearly_exact_where_a_row_has_few_values() -> None:
     """All the same, or two values; and zeros stay zeros."""
-    pool = make_pool(Int8Store)
+    pool = make_pool(Int8KVStore)
     for row in ([0.0] * 4, [3.25] * 4, [-2.0, 5.0, 5.0, -2.0], [1e-30, 0.0, 0.0, 0.0]):
         given = torch.tensor(row).expand(2, 1, 4)
         pool.write(0, torch.tensor([6]), given, given)
@@ -144,7 +144,7 @@ def test_eight_bits_are_nearly_exact_where_a_row_has_few_values() -> None:
 
 
 def test_in_eight_bits_a_nan_makes_its_row_nan_and_no_other() -> None:
-    pool = make_pool(Int8Store)
+    pool = make_pool(Int8KVStore)
     k, v = fill(pool, 1, slots_of([3]))
     for bad in (float("nan"), float("inf")):
         k[1, 2, 3] = bad
@@ -154,8 +154,8 @@ def test_in_eight_bits_a_nan_makes_its_row_nan_and_no_other() -> None:
         assert hurt[1, 2].all() and hurt.sum() == keys.shape[-1] and values.isfinite().all()
 
 
-@pytest.mark.parametrize("store", [Store, Int8Store])
-def test_copies_are_of_single_slots_and_bit_for_bit(store: type[Store]) -> None:
+@pytest.mark.parametrize("store", [KVStore, Int8KVStore])
+def test_copies_are_of_single_slots_and_bit_for_bit(store: type[KVStore]) -> None:
     pool = make_pool(store)
     for layer in range(2):
         fill(pool, layer, slots_of([1, 4]))
@@ -170,7 +170,7 @@ def test_copies_are_of_single_slots_and_bit_for_bit(store: type[Store]) -> None:
 def test_eight_bits_take_little_more_than_half_of_bfloat16_s_bytes() -> None:
     pools = [
         KVPool([CacheShape(8, 64, 64)] * 3, 9, 16, torch.bfloat16, torch.device("cpu"), store)
-        for store in (Int8Store, Store)
+        for store in (Int8KVStore, KVStore)
     ]
     slots = 3 * 8 * 10 * 16 * 2
     assert [pool.nbytes for pool in pools] == [slots * (64 + 4), slots * 128]

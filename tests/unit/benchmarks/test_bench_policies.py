@@ -14,14 +14,13 @@ from coserve.cli import app
 from coserve.core.compact import rounded
 from coserve.core.request import SLO
 from coserve.errors import ConfigError, DataError, ServerError
-from coserve.workload import traffic
 from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings
 from coserve.workload.requests import TimedRequest, Workload
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.machine import measure_machine
 from coserve_benchmarks.ours import Bench
-from coserve_benchmarks.policies import papers, rounds, run, switching
+from coserve_benchmarks.policies import papers, rounds, run, switching, traffic
 from coserve_benchmarks.policies.contest import (
     OURS,
     Contest,

@@ -11,7 +11,7 @@ from coserve.core.request import FinishReason
 from coserve.engine import jobs as jobs_module
 from coserve.engine import worker as worker_module
 from coserve.errors import AdapterError, JobError
-from coserve.wire.messages import CheckJob, CheckMethod, Command, JobEnded, JobSpec, LoadAdapter, Reply, Token
+from coserve.wire.messages import AddAdapter, CheckJob, CheckMethod, Command, JobEnded, JobSpec, Reply, Token
 from desk import Desk, ask, job, write_data
 from models import tiny, with_lora
 
@@ -70,8 +70,8 @@ def bystander(desk: Desk, request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 COMMANDS: dict[str, tuple[Any, str, Command]] = {
-    "looking at an adapter": (None, "look_at_adapter", LoadAdapter(5, "x", "/nowhere")),
-    "naming an adapter": (None, "add_stored", LoadAdapter(5, "x", "/nowhere")),
+    "looking at an adapter": (None, "look_at_adapter", AddAdapter(5, "x", "/nowhere")),
+    "naming an adapter": (None, "add_stored", AddAdapter(5, "x", "/nowhere")),
     "a method": (worker_module, "settings_of", CheckMethod(5, {})),
     "a job": (worker_module, "read_beginning", CheckJob(5, JobSpec("j", "/nowhere", ""))),
 }
@@ -83,8 +83,8 @@ def test_a_command_that_fails_gets_a_fault(
     what: str, error: BaseException, desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name, command = COMMANDS[what]
-    if isinstance(command, LoadAdapter):
-        command = LoadAdapter(5, f"{what} {error!r}", str(folder))
+    if isinstance(command, AddAdapter):
+        command = AddAdapter(5, f"{what} {error!r}", str(folder))
     monkeypatch.setattr(owner or desk.engine, name, raising(error))
     desk.send(command)
     desk.until(lambda: desk.replies)
@@ -108,7 +108,7 @@ def test_weights_that_cannot_be_read_fail_who_asked_for_them(
     error: BaseException, desk: Desk, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = f"weights {error!r}"
-    desk.send(LoadAdapter(6, key, str(folder)))
+    desk.send(AddAdapter(6, key, str(folder)))
     desk.until(lambda: desk.replies)
     monkeypatch.setattr("coserve.adapters.paging.stored.StoredVersion.read", raising(error))
     desk.send(ask(f"of {key}", adapter=key))

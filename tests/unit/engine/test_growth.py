@@ -18,16 +18,16 @@ from coserve.train.fresh import sketch_adapter
 from coserve.train.pruning import layers
 from coserve.wire.messages import (
     Acknowledge,
+    AddAdapter,
     CheckJob,
     JobCheckpoint,
     JobSpec,
     JobStep,
-    LoadAdapter,
     PinAdapter,
+    RemoveAdapter,
     StartJob,
     StopJob,
     Submit,
-    UnloadAdapter,
 )
 from desk import Desk, write_data
 from growth import containers, grown, heap_in_use, objects
@@ -96,7 +96,7 @@ class Tenants:
 
     def _answer(self, name: str, path: str) -> None:
         desk, key = self.desk, f"mine {name}"
-        desk.send(LoadAdapter(2, key, path))
+        desk.send(AddAdapter(2, key, path))
         desk.until(lambda: key in desk.engine.bank.names)
         desk.send(
             PinAdapter(3, key, True), PinAdapter(4, key, False),
@@ -106,7 +106,7 @@ class Tenants:
             ),
         )  # fmt: skip
         desk.until(lambda: not desk.worker.has_work)
-        desk.send(UnloadAdapter(5, key))
+        desk.send(RemoveAdapter(5, key))
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])

@@ -14,6 +14,7 @@ from coserve.train import checkpoint
 from coserve.train.example import Example
 from coserve.wire.messages import (
     Acknowledge,
+    AddAdapter,
     Cancel,
     Drain,
     JobCheckpoint,
@@ -21,7 +22,6 @@ from coserve.wire.messages import (
     JobSpec,
     JobStarted,
     JobStep,
-    LoadAdapter,
     Reply,
     StartJob,
     StopJob,
@@ -105,10 +105,10 @@ def test_the_age_of_a_request_counts(desk: Desk) -> None:
 
 def test_a_reply_never_reaches_the_next_server(desk: Desk, tmp_path: Path) -> None:
     with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path))
-    desk.send(LoadAdapter(1, "x", str(tmp_path)), ask("a", 20))
+    desk.send(AddAdapter(1, "x", str(tmp_path)), ask("a", 20))
     desk.worker.connected()
     desk.until(lambda: "x" in desk.engine.bank.names)
-    desk.send(LoadAdapter(2, "x", str(tmp_path)))
+    desk.send(AddAdapter(2, "x", str(tmp_path)))
     desk.until(lambda: desk.replies)
     assert desk.replies == [Reply(2)]
     assert not desk.tokens

@@ -11,15 +11,15 @@ from coserve.engine.background import Background
 from coserve.engine.link import Done, Inbox
 from coserve.engine.worker import Worker
 from coserve.wire.messages import (
+    AddAdapter,
     Command,
+    EngineStats,
     Hello,
-    LoadAdapter,
     PinAdapter,
+    RemoveAdapter,
     Reply,
-    Stats,
     Submit,
     Token,
-    UnloadAdapter,
 )
 from paged import make_engine, stored
 
@@ -36,7 +36,7 @@ class Desk:
         self._worker.connected()
         self.replies: dict[int, Reply] = {}
         self.tokens: dict[str, list[Token]] = {}
-        self.stats: Stats | None = None
+        self.stats: EngineStats | None = None
 
     def say(self, command: Command, until: Callable[[], bool]) -> None:
         self._worker.take(command)
@@ -58,7 +58,7 @@ class Desk:
         pytest.fail("nothing comes of it")
 
     def load(self, ref: int, key: str, folder: Path) -> Reply:
-        self.say(LoadAdapter(ref, key, str(folder)), lambda: ref in self.replies or self._replied(ref))
+        self.say(AddAdapter(ref, key, str(folder)), lambda: ref in self.replies or self._replied(ref))
         return self.replies[ref]
 
     def ask(self, name: str, adapter: str) -> list[Token]:
@@ -66,7 +66,7 @@ class Desk:
         self.say(Submit(name, (5, 9), sampling, adapter=adapter), lambda: self._is_over(name))
         return self.tokens[name]
 
-    def at_once(self, command: LoadAdapter | PinAdapter | UnloadAdapter) -> Reply:
+    def at_once(self, command: AddAdapter | PinAdapter | RemoveAdapter) -> Reply:
         """What is replied without a step."""
         self._worker.take(command)
         assert self._replied(command.ref)
@@ -90,8 +90,8 @@ def test_an_adapter_is_known_at_once_and_read_when_it_is_asked_for(tmp_path: Pat
     assert len(desk.engine.cache) == 0 and desk.engine.stats().paging.known == 2
     assert len(desk.ask("a", "one")) == 3
     assert desk.engine.stats().paging.resident == ("one",)
-    assert desk.at_once(LoadAdapter(3, "one", str(one))).fault is None, "it is known already"
-    assert desk.at_once(UnloadAdapter(4, "one")).fault is None
+    assert desk.at_once(AddAdapter(3, "one", str(one))).fault is None, "it is known already"
+    assert desk.at_once(RemoveAdapter(4, "one")).fault is None
     assert desk.engine.stats().paging.known == 1 and len(desk.engine.cache) == 0
 
 
@@ -112,7 +112,7 @@ def test_files_that_are_gone_fail_the_request_with_one_sentence(tmp_path: Path) 
     assert token.fault is not None and token.fault.kind == "AdapterError"
     assert WEIGHTS in token.fault.text and str(tmp_path) not in token.fault.text
     assert not desk.engine.has_work
-    assert desk.at_once(UnloadAdapter(2, "one")).fault is None
+    assert desk.at_once(RemoveAdapter(2, "one")).fault is None
 
 
 def test_pins_are_kept_or_refused(tmp_path: Path) -> None:

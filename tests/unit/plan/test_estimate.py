@@ -12,13 +12,14 @@ from coserve.adapters.settings import settings_of
 from coserve.memory.compiled import BUILT_BYTES
 from coserve.plan.engine_run import EngineRun, refusal
 from coserve.plan.estimate import Estimate, estimate_peaks
-from coserve.plan.messages import MeasureOrder
+from coserve.plan.measure import MeasureOrder
 from coserve.plan.recipes import METHODS
 from coserve.plan.rows import PlanRequest, make_plan
 from coserve.plan.stages import PlainLoss, Program, ProgramSize, Stage, System
 from coserve.plan.subject import Subject, subject_of
 from coserve.plan.torch_run import TorchRun
 from coserve.train.fresh import fresh_adapter
+from coserve.wire.control import decode_line, encode_line
 
 CONFIG = LlamaConfig(
     hidden_size=64, num_hidden_layers=2, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2,
@@ -146,8 +147,9 @@ def test_an_order_says_all_that_a_program_is(subject: Subject) -> None:
     asked = Program(
         "lora", System.COSERVE, ProgramSize(3, 5, 64, PlainLoss.SUM), True, [dict(METHODS["lora"])], 1000
     )
-    order = MeasureOrder.of(subject, asked, "cpu", 2)
-    assert order.program() == asked
+    line = encode_line(MeasureOrder.of(subject, asked, "cpu", 2))
+    order = decode_line(line, MeasureOrder)
+    assert order.program == asked
     again = order.subject()
     assert again.dtype is subject.dtype and again.config.to_dict() == subject.config.to_dict()
 

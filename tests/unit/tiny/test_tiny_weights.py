@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from coserve import tiny
-from coserve.tiny.corpus import SYSTEM, documents
-from coserve.tiny.evaluate import (
+from coserve.tiny.newtasks import NEW_TASKS, examples
+from coserve.tiny.world import KINDS, questions
+from coserve_benchmarks.tiny.corpus import SYSTEM, documents
+from coserve_benchmarks.tiny.evaluate import (
     FIGURES_END,
     FIGURES_START,
     accuracy,
@@ -19,9 +21,7 @@ from coserve.tiny.evaluate import (
     load,
     table,
 )
-from coserve.tiny.newtasks import NEW_TASKS, examples
-from coserve.tiny.tokens import Encoder, train_tokenizer
-from coserve.tiny.world import KINDS, questions
+from coserve_benchmarks.tiny.tokens import Encoder, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_the_files_are_small() -> None:
 
 def test_a_missing_folder_says_how_to_rebuild(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tiny, "WEIGHTS", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"coserve\.tiny\.build"):
+    with pytest.raises(FileNotFoundError, match=r"coserve_benchmarks\.tiny\.build"):
         tiny.path()
 
 

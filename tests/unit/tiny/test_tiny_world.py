@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 
-from coserve.tiny.corpus import EARLY, FINAL, LATE, documents
-from coserve.tiny.evaluate import trained_units, units
 from coserve.tiny.names import held_out, people, person, place, places, word
 from coserve.tiny.newtasks import NEW_TASKS, examples
 from coserve.tiny.world import HARD_KINDS, KINDS, questions
+from coserve_benchmarks.tiny.corpus import EARLY, FINAL, LATE, documents
+from coserve_benchmarks.tiny.evaluate import trained_units, units
 
 
 def test_documents_depend_only_on_the_seed() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from coserve import SavePolicy, TrainingConfig
 from coserve.errors import ConfigError
-from coserve.serve.schema.jobs import Optimizer
+from coserve.serve.schema.jobs import OptimizerSettings
 
 
 @pytest.mark.parametrize(
@@ -23,5 +23,5 @@ def test_what_is_neither_a_name_nor_bytes(given: object) -> None:
 
 @pytest.mark.parametrize("given", [*(keep.value for keep in SavePolicy), 1 << 20])
 def test_what_is_asked_for_over_http_is_one_of_them(given: object) -> None:
-    asked = Optimizer.model_validate({"keep": given}).model_dump()["keep"]
+    asked = OptimizerSettings.model_validate({"keep": given}).model_dump()["keep"]
     assert TrainingConfig(keep=asked).keep == (given if isinstance(given, int) else SavePolicy(given))

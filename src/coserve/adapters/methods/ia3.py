@@ -18,7 +18,7 @@ from coserve.adapters.saved import PREFIX, Saved, expect_shape, shown, site_at
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterError, AdapterMismatch
 
-# What linears are called that give keys or values, alone or together with queries.
+# Names of linears that give keys or values, alone or together with queries.
 _KEYS_AND_VALUES: Final = frozenset({
     "k_proj", "v_proj", "key", "value", "key_proj", "value_proj", "wk", "wv", "k", "v", "kv_b_proj",
     "c_attn", "qkv_proj", "query_key_value", "Wqkv", "qkv",

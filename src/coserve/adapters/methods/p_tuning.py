@@ -16,6 +16,7 @@ from coserve.adapters.prompts import (
     LOST,
     PlainPrompt,
     Shapes,
+    draw_encoder,
     expect_count,
     has_encoder,
     linear_shapes,
@@ -119,13 +120,7 @@ class PTuning:
     def fresh(self, config: PTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
         """Draws it as PEFT does: torch's defaults for an embedding, an LSTM and linears."""
         width = embedding_of(frame).outputs
-        weights = {
-            "embedding.weight": torch.randn(config.tokens, width, generator=generator, dtype=torch.float32)
-        }
-        for name, (shape, bound) in _shapes(config, width).items():
-            weights[name] = torch.empty(shape, dtype=torch.float32).uniform_(
-                -bound, bound, generator=generator
-            )
+        weights = draw_encoder(config.tokens, width, _shapes(config, width), generator)
         return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)
 
     def read(self, saved: Saved, frame: Frame) -> Part:

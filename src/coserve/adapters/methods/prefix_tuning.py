@@ -16,6 +16,7 @@ from coserve.adapters.prompts import (
     LOST,
     Shapes,
     count_fields,
+    draw_encoder,
     expect_count,
     has_encoder,
     linear_shapes,
@@ -150,17 +151,10 @@ class PrefixTuning:
         if not config.projection:
             rows = torch.randn(config.tokens, layout.row_width, generator=generator, dtype=torch.float32)
             return self._part(config, PlainPrefix(rows * (not config.zero), layout), frame)
-        weights = {
-            "embedding.weight": torch.randn(
-                config.tokens, layout.token_width, generator=generator, dtype=torch.float32
-            )
-        }
-        for name, (shape, bound) in _shapes(config, layout).items():
-            weights[name] = torch.empty(shape, dtype=torch.float32).uniform_(
-                -bound, bound, generator=generator
-            )
-            if config.zero and name.startswith("transform.2"):
-                weights[name].zero_()
+        weights = draw_encoder(config.tokens, layout.token_width, _shapes(config, layout), generator)
+        if config.zero:
+            for end in ("weight", "bias"):
+                weights[f"transform.2.{end}"].zero_()
         return self._part(config, ProjectedPrefix(weights, layout), frame)
 
     def read(self, saved: Saved, frame: Frame) -> Part:

@@ -97,8 +97,8 @@ class GatheredSlots:
         return F.embedding_bag(lines, table, starts, mode="sum", per_sample_weights=factors.reshape(-1))
 
     def _places(self, height: int) -> tuple[Tensor, Tensor]:
-        """Of tables with so many lines a slot: the lines of each row's slot, [rows * height], and the first
-        of each row's among these, [rows]."""
+        """In tables of `height` lines a slot: the lines of each row's slot, [rows * height], and where each
+        row's lines begin among these, [rows]."""
         if height not in self._lines:
             own = torch.arange(height, dtype=torch.int32, device=self._slots.device)
             starts = torch.arange(

@@ -15,26 +15,26 @@ from coserve.schedule.segments import training_segment
 
 _REMEMBERED: Final = 32  # requests that rate and patience are known from
 _KNOWN: Final = 16  # requests after which their patience is: of fewer less is concluded
-_DUE: Final = 1 / 3  # of a quantum: what is left then is too little to train in, even if windows are cut
+_DUE: Final = 1 / 3  # of a quantum: with less left there is no time to train, even if windows are cut
 _COMPANY: Final = 2.0  # others expected while one can wait; where fewer are, waiting gathers too few
 _SHARED: Final = 0.05  # of a mini-batch's time: reads of weights that riding must save, or it waits instead
 _SOON: Final = 1.5  # seconds that training can wait for the machine; then it rides, whatever that saves
 _HALF: Final = 0.5  # of the machine, for answers beside training in a lane of its own
-# What two lanes must seem to gain, as a share of the machine. They do 1.2 to 1.7 times the work of one after
-# the other, but while they do nothing shows what answers would take alone: where a machine became slower
-# meanwhile that is laid to the lanes' charge.
+# Least gain of two lanes by the cost model, as a share of the machine. They do 1.2 to 1.7 times the work of
+# one after the other, but while they run nothing shows what answers would take alone: where a machine became
+# slower meanwhile the model blames the lanes.
 _WORTH: Final = -0.25
 _FEWEST: Final = 4.0  # steps beside a piece: of shorter ones too much of the lane's time is lost
 _SPENT: Final = 0.8  # of what all steps of an answer may take longer, on those beside one piece
 _AGAIN: Final = 10.0  # seconds after which lanes that gained too little are tried once more
-_PIECE: Final = 0.05  # of the shortest bound of late: what a window through one layer may take
-_PATIENCE: Final = 0.5  # of what the least patient of those could wait: what a quantum may take
+_PIECE: Final = 0.05  # of the shortest bound of recent requests, for a window through one layer
+_PATIENCE: Final = 0.5  # of the time that the least patient of these could wait, for a quantum
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A request of late: when it arrived, how long it could wait, and the shortest of its bounds on all of an
-    answer or its beginning; 0 where it states none."""
+    """A recent request: when it arrived, the seconds that it could wait, and the shortest of its bounds on
+    the first token, the whole answer or its deferral; 0 where it states none."""
 
     arrival: float
     patience: float
@@ -71,9 +71,8 @@ class Adaptive(Hybrid):
         self._split_at = INFINITE  # when the machine was last split, if it ever was
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Everybody once somebody is due or where waiting gathers few; before, only those who share enough
-        of the steps under way.
-        """
+        """All waiting requests once one of them is due, or where waiting gathers few; before that only
+        requests that share enough of the steps under way."""
         self._left, self._prompts = INFINITE, 0.0
         if not view.jobs or not view.waiting:
             return view.waiting
@@ -97,7 +96,7 @@ class Adaptive(Hybrid):
         return joining
 
     def allow(self, view: View) -> Allowance:
-        """A quantum until somebody is due; beside who is, what his bounds leave."""
+        """A quantum until a request is due; beside requests that run, the time that their bounds leave."""
         config = view.config
         rows = max([config.max_training_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
         if view.inference_seconds:
@@ -115,7 +114,8 @@ class Adaptive(Hybrid):
         return Allowance(seconds, rows, minimum=INFINITE, cut=self._cuts(view), job=job)
 
     def quantum(self, view: View) -> float:
-        """As long as the patience of late bears, where nobody can stop it."""
+        """Seconds of a quantum: as long as recent requests could wait, where an arrival cannot stop
+        training."""
         config = view.config
         if config.interruptible:
             return config.max_quantum
@@ -124,14 +124,14 @@ class Adaptive(Hybrid):
         return max(min(patience, longest), config.quantum)
 
     def _cuts(self, view: View) -> bool:
-        """Tells whether a whole window through one layer takes too long for who may come."""
+        """Tells whether a whole window through one layer takes too long for requests that may arrive."""
         bound = min((seen.bound for seen in self._newest), default=0.0)
         return _layer_seconds(view) > max(_PIECE * bound, view.config.quantum)
 
     def _steps_beside(self, view: View) -> float:
-        """How many steps of answers may go on beside a piece of training in a lane of its own, where bounds
-        leave what that takes them longer. None beside prompts: those do not leave a processor waiting for
-        memory.
+        """Number of decode steps that may run beside a piece of training in a lane of its own, where bounds
+        allow for the time that this adds to them. 0 beside prompts, which do not leave a processor waiting
+        for memory.
         """
         if any(sequence.remaining > 1 for sequence in view.running):
             return 0.0
@@ -153,28 +153,28 @@ class Adaptive(Hybrid):
                 self._newest.append(_Seen(arrival, patience, bound))
 
     def _gathers(self, now: float) -> bool:
-        """Tells whether as many as it takes are expected while one waits; of the first one nothing is
-        known."""
+        """Tells whether at least `_COMPANY` others are expected while one request waits. Before two have come
+        nothing is known, and it waits."""
         if len(self._newest) < 2:
             return True
         patience = sum(seen.patience for seen in self._newest) / len(self._newest)
         return self._rate(now) * patience >= _COMPANY
 
     def _rate(self, now: float) -> float:
-        """Requests a second, of late."""
+        """Arrivals a second, over the recent requests."""
         if len(self._newest) < 2:
             return 0.0
         return len(self._newest) / max(now - self._newest[0].arrival, 1e-9)
 
 
 def _before_prompts_that_follow(waiting: tuple[Sequence, ...], due: list[Sequence]) -> tuple[Sequence, ...]:
-    """Everybody; but where somebody's first token is due, only whose prompts pass before it."""
+    """All waiting requests; where the first token of one is due, only those whose prompts pass up to it."""
     late = max((waiting.index(s) for s in due if s.request.slo.first_token is not None), default=None)
     return waiting if late is None else waiting[: late + 1]
 
 
 def _shared(view: View) -> float:
-    """What a pass over the weights that a mini-batch need not make is of all that it takes."""
+    """Share of a mini-batch's time that one pass over the weights takes, which riding along saves."""
     batch = next((batch for job in view.jobs for batch in job.micro_batches), None)
     if batch is None:  # only an optimizer step is due
         return 1.0
@@ -182,7 +182,7 @@ def _shared(view: View) -> float:
 
 
 def _layer_seconds(view: View) -> float:
-    """What the longest window takes on its way back through one layer."""
+    """Seconds that the longest window takes for backward through one layer."""
     longest = max(view.jobs[0].micro_batches, key=lambda batch: batch.length, default=None)
     if longest is None:  # only an optimizer step is due
         return 0.0

@@ -31,14 +31,15 @@ class Deferred(WholeBatches):
         self._serves = False  # whether the newest step was one of inference mode, lines 7 to 26
 
     def begins(self, view: View) -> bool:
-        """When a batch has its answers (lines 25 and 26), or nobody was near a bound: one iteration."""
+        """Trains one iteration when a batch has its answers (lines 25 and 26), or no request is near a
+        bound."""
         if view.running or view.preempted:
             return False
         served, self._serves = self._serves, False
         return served or not self._near(view)
 
     def admit(self, view: View) -> Collection[Sequence]:
-        """Line 14: those whom one more iteration would bring to their bound."""
+        """Line 14: requests that one more iteration would bring to their bound."""
         entering = self._near(view) if view.jobs else view.waiting
         self._serves = bool(view.running or entering)
         return entering

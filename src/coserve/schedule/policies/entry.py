@@ -7,7 +7,7 @@ from coserve.core.sequence import Sequence
 from coserve.schedule.cost import Features
 from coserve.schedule.policies.base import INFINITE, View
 
-_SURE: Final = 0.9  # of a bound: who enters last has nothing left to make up for a slow step with
+_SURE: Final = 0.9  # of a bound: a request that enters last cannot make up for a slow step
 
 
 class LatestEntry:
@@ -66,13 +66,13 @@ class LatestEntry:
         return (self._step + longest * self._row_seconds(longest)) * (1 + self._margin) <= self._between
 
     def _row_seconds(self, rows: int) -> float:
-        """What each of so many prompt rows adds to a step."""
+        """Seconds that each of `rows` prompt rows adds to a decode step."""
         with_prompts = self._decode.copy()
         with_prompts.add_inference(0, max(rows, 2), 0, None)
         return max(self._view.cost.predict_features(with_prompts) - self._alone, 1e-9) / max(rows, 2)
 
     def _prefill_seconds(self, rows: int) -> float:
-        """For so many prompt rows, in steps that are short enough for those who run."""
+        """Seconds for `rows` prompt rows, in steps that are short enough for the requests that run."""
         config, step = self._view.config, self._step
         if not rows:
             return 0.0

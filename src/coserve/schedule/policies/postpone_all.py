@@ -9,12 +9,12 @@ from coserve.schedule.policies.whole import WholeBatches
 
 @register("postpone-all")
 class PostponeAll(WholeBatches):
-    """Nobody enters while there is a job. Who ran when it came is answered first."""
+    """No request enters while there is a job. Requests that ran when it came are answered first."""
 
     def begins(self, view: View) -> bool:
-        """As soon as those who run have their answers."""
+        """Begins training as soon as the requests that run have their answers."""
         return not view.running and not view.preempted
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Nobody new, while there is a job."""
+        """No new requests while there is a job."""
         return view.preempted if view.jobs else view.waiting

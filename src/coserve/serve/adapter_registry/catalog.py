@@ -19,15 +19,12 @@ class Model:
     name: str
     created: int
     adapter: Adapter | None = None
+    folder: Path | None = None  # the adapter's
 
     @property
     def key(self) -> str | None:
         """Key of the adapter version in the engine."""
         return None if self.adapter is None else self.adapter.id
-
-    @property
-    def folder(self) -> Path | None:
-        return None if self.adapter is None else self.adapter.path
 
 
 class Catalog:
@@ -46,13 +43,16 @@ class Catalog:
         adapter = await self._store.adapters.find(tenant.id, name, self.base.name)
         if adapter is None or adapter.id in self._leaving:
             raise unknown_model(name)
-        return Model(name, adapter.created, adapter)
+        return self._model(adapter)
 
     async def list(self, tenant: Tenant) -> list[Model]:
         """The base, and the tenant's adapters of it."""
         adapters = await self._store.adapters.list(tenant.id, self.base.name)
         present = [adapter for adapter in adapters if adapter.id not in self._leaving]
-        return [self.base, *(Model(adapter.name, adapter.created, adapter) for adapter in present)]
+        return [self.base, *map(self._model, present)]
+
+    def _model(self, adapter: Adapter) -> Model:
+        return Model(adapter.name, adapter.created, adapter, self._store.folder_of(adapter))
 
     @contextmanager
     def use(self, model: Model) -> Iterator[None]:
@@ -74,9 +74,8 @@ class Catalog:
                     self._leaving[key].set()
 
     async def retire(self, key: str, timeout: float) -> bool:
-        """No new users from now on; returns once the last has gone, or False after `timeout` seconds.
-
-        If some are left by then the adapter stays as it was.
+        """Refuses new users of an adapter; returns True once the last has gone, or False after `timeout`
+        seconds. If some are left by then the adapter stays as it was.
         """
         if key in self._leaving:
             raise ApiError(409, "The adapter is being unloaded already.", code="adapter_leaving")
@@ -94,11 +93,11 @@ class Catalog:
         return True
 
     def forget(self, key: str) -> None:
-        """The adapter of that key is gone for good."""
+        """Notes that the adapter of that key is gone for good."""
         self._leaving.pop(key, None)
 
 
 def unknown_model(name: str) -> ApiError:
-    """The answer for a name that means nothing to whoever asks."""
+    """The refusal of a model's name that the tenant has nothing by."""
     message = f"The model '{name}' does not exist or you do not have access to it."
     return not_found(message, param="model", code="model_not_found")

@@ -18,8 +18,8 @@ _LONGEST_BASE = 200  # characters of a name that are told
 def folder_below(root: Path, path: str) -> Path:
     """The real folder that `path` means, seen from `root`.
 
-    Raises AdapterError in the same words whether the folder does not exist or lies elsewhere: what is outside
-    of the root is nobody's business.
+    Raises AdapterError in the same words whether the folder does not exist or lies outside of the root:
+    callers learn nothing of what is there.
     """
     outside = AdapterError(f"no adapter at {path!r} below the server's adapter root")
     if "\x00" in path:
@@ -34,7 +34,8 @@ def folder_below(root: Path, path: str) -> Path:
 
 
 def copy_adapter(source: Path, target: Path, most_bytes: int) -> None:
-    """Copies an adapter's folder, for good or not at all. Raises AdapterError.
+    """Copies an adapter's folder as a whole or not at all; it is on disk (fsync) when this returns. Raises
+    AdapterError.
 
     `target` must not exist; `most_bytes` is the limit for the weights.
     """
@@ -67,7 +68,8 @@ def digest(folder: Path) -> str:
 
 def other_base(folder: Path, *own: str) -> str | None:
     """The base that an adapter's configuration names, where it is none of `own`; None where it names none, or
-    cannot be read. Only the last parts of names count: the same base lies elsewhere for everybody."""
+    cannot be read. Only the last parts of names are compared: the same base lies in different folders on
+    different machines."""
     try:
         named = json.loads((folder / CONFIG).read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
@@ -82,7 +84,8 @@ def _last_part(name: str) -> str:
 
 
 def _copy_file(source: Path, target: Path, most: int) -> None:
-    """Follows no link: between the check of the folder and now somebody might have laid one."""
+    """Copies a file of at most `most` bytes. Follows no link: somebody might have laid one since the check of
+    the folder."""
     try:
         opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

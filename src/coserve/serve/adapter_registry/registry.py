@@ -25,8 +25,8 @@ async def import_adapter(
 ) -> Adapter:
     """A new adapter of the tenant, from a copy of the folder `source`, once the engine has accepted it.
 
-    Raises ApiError 400 for a name that is taken, AdapterError for what is no adapter, or does not fit, and
-    QuotaExceeded. Whatever it raises, and where nobody waits for it any more, the copy is removed.
+    Raises ApiError 400 for a name that is taken, AdapterError for files that are no adapter or do not fit the
+    base, and QuotaExceeded. The copy is removed whatever is raised, also where the caller is cancelled.
     """
     base = state.catalog.base.name
     taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")
@@ -34,7 +34,7 @@ async def import_adapter(
         raise taken
     key = new_id("adapter")
     folder = state.store.adapter_folder(key)
-    adapter = Adapter(key, name, folder, base, int(time.time()), tenant.id)
+    adapter = Adapter(key, name, state.store.path_of(folder), base, int(time.time()), tenant.id)
     is_adding = False
     copying = asyncio.ensure_future(
         asyncio.to_thread(copy_adapter, source, folder, state.settings.max_file_bytes)
@@ -76,7 +76,7 @@ def base_warning(state: State, adapter: Adapter) -> str | None:
     Reads a file, the first time."""
     if adapter.job is not None:  # trained here
         return None
-    other = _known_base(adapter.path, state.catalog.base.name, state.settings.model)
+    other = _known_base(state.store.folder_of(adapter), state.catalog.base.name, state.settings.model)
     if other is None:
         return None
     return (
@@ -112,8 +112,8 @@ async def remove_adapter(state: State, tenant: Tenant, model: Model) -> None:
         await state.link.unload(adapter.id)
     finally:
         state.catalog.forget(adapter.id)
-    if adapter.path.is_relative_to(state.store.folder):
-        await asyncio.to_thread(shutil.rmtree, adapter.path, ignore_errors=True)
+    if not adapter.path.is_absolute():  # it lies in the state folder
+        await asyncio.to_thread(shutil.rmtree, state.store.folder_of(adapter), ignore_errors=True)
 
 
 async def pin_adapter(state: State, model: Model, pinned: bool) -> None:
@@ -125,5 +125,5 @@ async def pin_adapter(state: State, model: Model, pinned: bool) -> None:
     if adapter.step is not None:
         raise ApiError(409, f"'{model.name}' is a checkpoint, which cannot be pinned.", code="is_checkpoint")
     with state.catalog.use(model):
-        await state.link.pin(adapter.id, adapter.path, pinned)
+        await state.link.pin(adapter.id, state.store.folder_of(adapter), pinned)
         await state.store.adapters.pin(adapter.id, pinned)

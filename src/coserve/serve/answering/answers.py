@@ -160,7 +160,7 @@ class Writer:
         self._given += len(text)
         self.has_finished = finish is not None
         scored = self._scored
-        if self._stream.stopped:  # without what is the stop string's
+        if self._stream.stopped:  # without the tokens of the stop string
             scored = [one for one in scored if one.start < self._given]
         piece = AnswerPiece(
             self._index, text, tuple(self._tokens), tuple(scored), tuple(self._prompt_scores), finish,

@@ -73,7 +73,8 @@ class RequestCost:
 
 
 def request_cost(size: RequestSize, limits: RequestLimits) -> RequestCost:
-    """Raises ApiError 400, naming the parameter, for what is out of bounds."""
+    """Cost of a request. Raises ApiError 400, which names the parameter, for a request that is out of
+    bounds."""
     check_counts(size, limits)
     most = tuple(_most_tokens(length, size, limits) for length in size.prompts)
     each = (_sequence_cost(length, tokens, size) for length, tokens in zip(size.prompts, most, strict=True))

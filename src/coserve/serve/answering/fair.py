@@ -1,13 +1,15 @@
-"""The fair queue: who is let into the engine next, when more want in than it runs at once.
+"""The fair queue before the engine: which tenant's request enters next when more wait than the engine runs at
+once.
 
-Virtual token counters ("Fairness in Serving Large Language Models", OSDI 2024): each tenant's counter
-grows with the work done for it, divided by its weight, and the tenant whose counter is lowest goes first.
-Trained tokens count as well as answered ones. A tenant that was away is lifted to the lowest counter of
-those who were not, so that nobody saves up a right to flood; and no counter is ahead by more than
+Virtual token counters ("Fairness in Serving Large Language Models", OSDI 2024): each tenant's counter grows
+with the work done for it, divided by its weight, and the tenant whose counter is lowest goes first. Trained
+tokens count as well as answered ones. The counter of a tenant that comes back is lifted to the lowest counter
+of the active ones, so that no tenant saves up a right to flood; and no counter is ahead by more than
 `HORIZON`, so that a long night of training on an idle machine is not held against its owner for long.
 
-Places in the engine are one thing, its steps another: a request of a tenant that has had no more than others
-and holds few places is told to the engine as a newcomer's, whose first token goes before their work.
+A place in the engine does not decide when the engine works on it: requests of a tenant that has had no more
+than others and holds few places are marked as a newcomer's, and the engine computes their first token before
+others' work.
 """
 
 import asyncio
@@ -20,9 +22,9 @@ from itertools import count
 from time import monotonic
 
 from coserve.serve.errors import ApiError
+from coserve.serve.settings import TIERS
 from coserve.serve.store.records import Tenant
 
-TIERS = ("priority", "default", "flex")  # in the order in which a tenant's own requests go
 HORIZON = 50_000.0  # tokens
 _CHARGED_AT_ONCE = 32.0  # tokens
 _AHEAD = 512.0  # tokens that a newcomer's tenant may have had beyond the others: some prompts at once
@@ -95,20 +97,21 @@ class FairQueue:
         self.inside = 0
 
     def resize(self, running: int) -> None:
-        """The engine runs this many sequences at once; a few more wait in it, to fill gaps at once."""
+        """Notes that the engine runs this many sequences at once; a few more wait in it, to fill gaps at
+        once."""
         self._running, self._spare = running, max(1, running // 16)
         self._reserve = self._spare + (max(1, running // 8) if running >= 4 else 0)
         self._admit()
 
     def check(self, under_way: int, of_tenant: int) -> None:
-        """Raises ApiError 429 where one more request could not even wait, with as many under way in all and
-        of its tenant: for whoever asks before the request is read."""
+        """Raises ApiError 429 where one more request could not even wait, with `under_way` requests in all
+        and `of_tenant` of its tenant. For callers that have not read the request yet."""
         places = self._running + self._spare
         if of_tenant >= self._most_tenant + places or under_way >= self._most + places:
             raise self._full()
 
     def know(self, tenant: Tenant) -> None:
-        """A tenant that may come; its weight from now on."""
+        """Notes a tenant that may send requests, and its weight from now on."""
         self._line(tenant)
 
     @contextmanager
@@ -160,7 +163,7 @@ class FairQueue:
         line.counter = self._bounded(line.counter + cost / line.tenant.weight)
 
     def note_job(self, tenant: Tenant, job: str, trains: bool) -> None:
-        """A job of the tenant trains, or no longer does."""
+        """Notes that a job of the tenant trains, or no longer does."""
         jobs = self._line(tenant).jobs
         (jobs.add if trains else jobs.discard)(job)
 
@@ -170,11 +173,12 @@ class FairQueue:
         return line
 
     def _floor(self) -> float:
-        """The lowest counter of those who want something; where nobody does, of the last who did."""
+        """The lowest counter of tenants that wait or run; where there is none, that of the last one that
+        did."""
         return min((line.counter for line in self._lines.values() if line.is_active), default=self._left)
 
     def _is_newcomer(self, line: _Line) -> bool:
-        """Tells whether others work, none of whom has had less, and this line holds few places."""
+        """Tells whether other tenants have work, none of them has had less, and this one holds few places."""
         others = [other for other in self._lines.values() if other is not line and other.has_work]
         if not others:
             return False

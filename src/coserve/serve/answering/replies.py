@@ -117,7 +117,8 @@ def _join(parts: list[AnswerPiece]) -> AnswerPiece:
 
 
 def _usage(wanted: GenerationRequest, written: int, cached: Sequence[int]) -> Usage:
-    """A prompt with several answers was read once, by the one that found least of it cached."""
+    """Token counts of a request. A prompt with several answers counts as read once, by the answer that found
+    least of it cached."""
     read = sum(map(len, wanted.prompts))
     found = sum(min(cached[i : i + wanted.choices]) for i in range(0, len(cached), wanted.choices))
     return Usage(

@@ -1,4 +1,4 @@
-"""Translates what a client sent into what the engine is asked: tokens, checked parameters, a price."""
+"""Translates a client's request into the engine's: token ids, checked parameters, a cost."""
 
 import hashlib
 import json
@@ -100,7 +100,7 @@ class RequestBuilder:
         return cls(state, tenant, await state.catalog.find(tenant, model), state.link.hello, arrived)
 
     async def chat(self, body: ChatRequest) -> GenerationRequest:
-        """Raises ApiError for what is wrong with a chat."""
+        """The engine's request for a chat. Raises ApiError for a chat that cannot be answered."""
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
         turns = [{"role": message.role, "content": message.text} for message in body.messages]
@@ -118,7 +118,7 @@ class RequestBuilder:
         return self._wanted("chatcmpl", body, [prompt], sampling, size)
 
     async def completion(self, body: CompletionRequest) -> GenerationRequest:
-        """Raises ApiError for what is wrong with a plain completion."""
+        """The engine's request for a plain completion. Raises ApiError for one that cannot be answered."""
         scores = body.logprobs if body.echo else None
         if body.max_tokens == 0 and scores is None:
             scores = 0  # the engine is content with no answer at all only where there is a prompt to score
@@ -250,7 +250,8 @@ def fingerprint(hello: Hello) -> str:
 def _sampling(
     body: Generation, logprobs: int | None, prompt_logprobs: int | None, grammar: str | None
 ) -> SamplingParams:
-    """All but max_tokens, which depends on the prompt. A seed is drawn: only so can an answer go on."""
+    """Sampling parameters but for max_tokens, which depends on the prompt. A seed is drawn where none is
+    given: an answer could not go on in another engine without."""
     return SamplingParams(
         max_tokens=MOST_TOKEN_ID,
         min_tokens=body.min_tokens or 0,

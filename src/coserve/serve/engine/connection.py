@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coserve.errors import error_named
-from coserve.serve.engine.frames import write_frame
 from coserve.wire.codec import encode_commands, pack_command
+from coserve.wire.frames import write_frame
 from coserve.wire.messages import (
+    AddAdapter,
     CheckJob,
     CheckMethod,
     Command,
     Hello,
-    LoadAdapter,
     PinAdapter,
+    RemoveAdapter,
     Reply,
-    UnloadAdapter,
 )
 
 
@@ -34,25 +34,25 @@ class EngineConnection:
     _is_open: bool = True
 
     def post(self, command: Command) -> None:
-        """Sends a command; what is said in one turn of the event loop goes out as one message. Raises
-        RequestError for what no message can hold."""
+        """Sends a command; commands that are posted in one turn of the event loop go out as one message.
+        Raises RequestError for a command that no message can hold."""
         packed = pack_command(command)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(packed)
 
     def ask(
-        self, command: LoadAdapter | UnloadAdapter | PinAdapter | CheckMethod | CheckJob
+        self, command: AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob
     ) -> asyncio.Future[None]:
-        """Done when the engine has replied. Raises what it was refused with, or ConnectionError where the
-        engine died meanwhile."""
+        """Sends a command that has a reply; the future is done when the engine has replied. It raises the
+        error that the engine replied with, or ConnectionError where the engine died meanwhile."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.post(command)
         self._replies[command.ref] = waiting
         return waiting
 
     def take(self, reply: Reply) -> None:
-        """The engine has replied."""
+        """Takes in a reply of the engine's."""
         waiting = self._replies.pop(reply.ref, None)
         if waiting is None or waiting.done():
             return
@@ -63,7 +63,7 @@ class EngineConnection:
             waiting.exception()  # read here, for nobody may be waiting any more
 
     def end(self) -> None:
-        """Nothing is sent any more, and nobody waits for a reply."""
+        """Ends the connection: nothing is sent any more, and futures of replies raise ConnectionError."""
         self._is_open = False
         for waiting in self._replies.values():
             if not waiting.done():

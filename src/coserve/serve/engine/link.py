@@ -11,28 +11,28 @@ from pathlib import Path
 
 from coserve.errors import CoserveError, EngineLost, Quarantined, StateError, error_named
 from coserve.serve.engine.connection import EngineConnection
-from coserve.serve.engine.frames import read_frame
 from coserve.serve.engine.live import AnswerRequest, LiveRequest
 from coserve.serve.engine.probation import Probation, WorkItem
 from coserve.serve.engine.verdicts import QuarantineVerdict, Verdicts
 from coserve.wire.codec import decode_answer
+from coserve.wire.frames import read_frame
 from coserve.wire.messages import (
     Acknowledge,
+    AddAdapter,
     Cancel,
     CheckJob,
     CheckMethod,
     Command,
     Drain,
+    EngineStats,
     Hello,
     JobSpec,
-    LoadAdapter,
-    Method,
+    MethodFields,
     Numbered,
     PinAdapter,
+    RemoveAdapter,
     Report,
-    Stats,
     Token,
-    UnloadAdapter,
 )
 
 log = logging.getLogger(__name__)
@@ -53,12 +53,12 @@ class EngineLink:
     when that has returned. One that raises StateError is called again, a second later, until it does not:
     while the disk is full, answers go on and news wait.
 
-    What piles up for a reader that is slow is bounded by its request's `max_tokens`.
+    Tokens that pile up for a slow reader are bounded by its request's `max_tokens`.
     """
 
     def __init__(self, socket: Path, patience: float = 120.0) -> None:
         self.hello: Hello | None = None  # the newest engine's, kept while there is none
-        self.stats: Stats | None = None
+        self.stats: EngineStats | None = None
         self.resident: frozenset[str] = frozenset()  # adapters that were in memory when the engine last told
         self.connections = 0  # since the start; more than one if an engine died
         self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
@@ -131,7 +131,7 @@ class EngineLink:
 
     async def load(self, key: str, path: Path, new: bool = False) -> None:
         """Has the engine load an adapter version, once per engine, and look through the weights of a `new`
-        one. Raises what it was refused with."""
+        one. Raises the error that the engine refused it with."""
         while True:
             await self.wait_ready(self.patience)
             with suppress(ConnectionError):
@@ -143,10 +143,11 @@ class EngineLink:
         if connection is None or connection.loads.pop(key, None) is None:
             return
         with suppress(ConnectionError):
-            await connection.ask(UnloadAdapter(next(self._refs), key))
+            await connection.ask(RemoveAdapter(next(self._refs), key))
 
     async def pin(self, key: str, path: Path, pinned: bool) -> None:
-        """Has the engine keep an adapter version in memory, or no longer. Raises what it was refused with."""
+        """Has the engine keep an adapter version in memory, or no longer. Raises the error that the engine
+        refused it with."""
         while True:
             await self.wait_ready(self.patience)
             with suppress(ConnectionError):
@@ -154,9 +155,9 @@ class EngineLink:
                 await self._load(connection, key, path)
                 return await connection.ask(PinAdapter(next(self._refs), key, pinned))
 
-    async def check(self, method: Method) -> None:
-        """Tells whether these are settings of an adapter method. Raises what they are refused with, and
-        EngineLost where no engine gets to the end of it."""
+    async def check(self, method: MethodFields) -> None:
+        """Has the engine check the settings of an adapter method. Raises the error that they are refused
+        with, and EngineLost where no engine finishes the check."""
         await self._check(lambda ref: CheckMethod(ref, method))
 
     async def check_job(self, spec: JobSpec) -> None:
@@ -255,7 +256,8 @@ class EngineLink:
                 self._fail(live, EngineLost(f"{live.lives} engines died under this request without a token"))
 
     def _judge(self, hello: Hello) -> None:
-        """Another engine is there: whether something that was under way in the one before it is to blame."""
+        """Finds the work that crashed the engine before this one, and puts the other work that was under way
+        on probation."""
         is_new = self.hello is not None and self.hello.generation != hello.generation
         if not (is_new and hello.crash):
             self.probation.forget_engine()
@@ -274,7 +276,7 @@ class EngineLink:
         for live in list(self._live.values()):
             self._fail(live, error)
 
-    # What engines say
+    # Reports of engines
 
     def _take(self, connection: EngineConnection, report: Report) -> None:
         self._heard = time.monotonic()
@@ -331,7 +333,7 @@ class EngineLink:
         if self._connection is not None and self._connection.hello.generation == generation:
             self.send(Acknowledge(numbered.number))
 
-    # What engines are told
+    # Commands to engines
 
     def _submit(self, connection: EngineConnection, live: LiveRequest) -> None:
         request = live.request
@@ -351,7 +353,8 @@ class EngineLink:
             self._fail(live, error)
 
     async def _submit_in_turn(self, connection: EngineConnection, live: LiveRequest) -> None:
-        """Once its adapter is loaded, and nothing else is on trial where it is a suspect itself."""
+        """Submits a request once its adapter is loaded and, where the request is a suspect, nothing else is
+        on trial."""
         request = live.request
         try:
             if request.adapter is not None and request.folder is not None:
@@ -376,7 +379,7 @@ class EngineLink:
             raise ConnectionError("the engine died")
         if key not in connection.loads:
             self.probation.enter(item)
-            connection.loads[key] = connection.ask(LoadAdapter(next(self._refs), key, str(path), new))
+            connection.loads[key] = connection.ask(AddAdapter(next(self._refs), key, str(path), new))
             connection.loads[key].add_done_callback(lambda load: self._replied(item, load))
         try:
             await asyncio.shield(connection.loads[key])

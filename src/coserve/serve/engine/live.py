@@ -1,4 +1,4 @@
-"""One answer that somebody waits for, whichever engines come and go meanwhile."""
+"""One request that is being answered, through engines that die and are replaced."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ class AnswerRequest:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request under way, and what came of it so far."""
+    """A request under way, and the tokens that came so far."""
 
     request: AnswerRequest
     began: float  # on the loop's clock

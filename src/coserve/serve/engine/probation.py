@@ -1,13 +1,13 @@
-"""Probation: what was under way in an engine that crashed is tried again, one thing at a time.
+"""Probation: work that was under way in an engine that crashed is tried again, one piece at a time.
 
 An engine that crashes was doing many things, and one of them is to blame. All of them are *suspects* then.
 The next engine gets suspects one after the other; each is on *trial* until it goes beyond where it was when
-the engine crashed (a further token, a further optimizer step, a reply), which clears it. What is on trial
-when an engine crashes again is tried in the next one before anything else enters. What was all alone in an
-engine that crashed, and had been in one before, is *guilty*: nobody else can have done it.
+the engine crashed (a further token, a further optimizer step, a reply), which clears it. A suspect that is on
+trial when an engine crashes again is tried in the next one before anything else enters. Work that was all
+alone in an engine that crashed, and had been in one before, is *guilty*: nothing else can have done it.
 
-What nobody suspects waits only while something is tried alone, and no longer than `ALONE_SECONDS` for each.
-An engine that is ended from outside makes no suspects.
+Work that is not suspected waits only while something is tried alone, and no longer than `ALONE_SECONDS` for
+each. An engine that is ended from outside makes no suspects.
 """
 
 import asyncio
@@ -41,7 +41,8 @@ class Suspect:
 
 
 class Probation:
-    """Tracks what is under way in the present engine, and what is suspected of having ended earlier ones.
+    """Tracks the work under way in the present engine, and the work that is suspected of having crashed
+    earlier ones.
 
     `progress` is any number that grows: tokens of an answer, optimizer steps of a job.
     """
@@ -99,19 +100,21 @@ class Probation:
             self._clear(item)
 
     def left(self, item: WorkItem) -> None:
-        """Notes that a task has ended, or nobody wants it any more."""
+        """Notes that a piece of work has ended, or is no longer wanted."""
         self._under_way.pop(item, None)
         self._clear(item)
 
     def forget_engine(self) -> None:
-        """The engine is gone, and was ended from outside; or only the connection to it is."""
+        """Forgets the work under way: the engine was ended from outside, or only the connection to it is
+        lost."""
         self._under_way.clear()
         self._trial = None
         self._alone_until = self._clock() + ALONE_SECONDS
         self._changed.set()
 
     def crashed(self) -> list[WorkItem]:
-        """The engine has crashed: who is guilty of it. All others that were there are suspects now."""
+        """Returns the work items that are guilty of the engine's crash; all others under way become
+        suspects."""
         guilty = []
         is_certain = len(self._under_way) == 1
         for item, progress in self._under_way.items():

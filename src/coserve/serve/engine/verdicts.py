@@ -1,4 +1,4 @@
-"""Verdicts: what is quarantined because it brought engines down, as far as this process has found out."""
+"""Verdicts: work that is quarantined because it crashed engines, as far as this process has found out."""
 
 import logging
 from collections import Counter
@@ -14,7 +14,7 @@ _MOST_REQUESTS = 2  # of one adapter that may be guilty before it is the adapter
 
 @dataclass(frozen=True, slots=True)
 class QuarantineVerdict:
-    """Something that is quarantined, and why; of a request, what it asked for."""
+    """Work that is quarantined, and the reason; for a request also the request itself."""
 
     item: WorkItem
     reason: str
@@ -22,8 +22,8 @@ class QuarantineVerdict:
 
 
 class Verdicts:
-    """Refuses what was found guilty: a request whatever its id and seed, anything else the first time that it
-    is asked for again, for the database knows it then."""
+    """Refuses guilty work: a request that asks the same as a guilty one, whatever its id and seed; anything
+    else once, when it is asked for again, since the database knows of it then."""
 
     def __init__(self) -> None:
         self._requests: dict[int, str] = {}
@@ -43,12 +43,12 @@ class Verdicts:
         return found
 
     def check_request(self, request: AnswerRequest) -> None:
-        """Raises Quarantined for one that asks what a guilty one did."""
+        """Raises Quarantined for a request that asks the same as a guilty one."""
         if (reason := self._requests.get(request.asks)) is not None:
             raise Quarantined(reason)
 
     def check(self, item: WorkItem) -> None:
-        """Raises Quarantined for what is guilty."""
+        """Raises Quarantined for work that was found guilty."""
         if (reason := self._others.pop(item, None)) is not None:
             raise Quarantined(reason)
 

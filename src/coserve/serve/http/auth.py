@@ -25,10 +25,10 @@ _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys
 
 
 class Authentication:
-    """Refuses whoever has no tenant before a byte of the body is read: FastAPI reads bodies first.
+    """Refuses requests without a tenant before a byte of the body is read: FastAPI reads bodies first.
 
-    The tenant lies in the request's state as `tenant`. An address that brings no right key too often is told
-    to wait, without a look into the database but for what may be a key; a right one always gets through.
+    The tenant lies in the request's state as `tenant`. An address that sends wrong keys too often is told to
+    wait, and the database is asked for keys of the right shape only; a right key always gets through.
     """
 
     def __init__(self, app: ASGIApp, state: State, bad_keys: TokenBuckets) -> None:
@@ -89,7 +89,7 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
     on sending something. Hosts and origins of web pages are looked at before (`browsers.py`).
     """
     secret = secret_of(request)
-    if secret is not None and (tenant := await state.store.tenant_of(secret)) is not None:
+    if secret is not None and (tenant := await state.store.tenants.of_key(secret)) is not None:
         return tenant
     if await serves_without_keys(state):
         return LOCAL
@@ -100,7 +100,7 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
 
 
 async def serves_without_keys(state: State) -> bool:
-    """Tells whether everybody who reaches the server is the tenant `local`."""
+    """Tells whether every request to the server counts as the tenant `local`'s."""
     settings = state.settings
     may_be_open = (settings.is_loopback or settings.allow_insecure) and not settings.require_keys
     return may_be_open and await state.store.tenants.is_open()

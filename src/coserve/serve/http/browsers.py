@@ -92,13 +92,15 @@ def is_own_host(given: str, settings: ServerSettings) -> bool:
     name = matched[1].strip("[]").lower().removesuffix(".")
     if is_loopback(name) or name == settings.host.strip("[]").lower() or name in _names_of_this_machine():
         return True
-    if _is_unspecified(settings.host) and _is_address(name):
+    bound = _address(settings.host.strip("[]"))
+    if bound is not None and bound.is_unspecified and _address(name) is not None:
         return True
     return any(_fits(name, allowed.lower()) for allowed in settings.allowed_hosts)
 
 
 def _fits(name: str, allowed: str) -> bool:
-    """`*` fits all, `*.example.org` whatever is below example.org."""
+    """Tells whether a name fits an allowed host: `*` fits all, `*.example.org` all names below
+    example.org."""
     return allowed in (ANY, name) or (allowed.startswith("*.") and name.endswith(allowed[1:]))
 
 
@@ -108,21 +110,16 @@ def _names_of_this_machine() -> frozenset[str]:
     return frozenset({name, f"{name}.local"}) if name else frozenset()
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a name is; None for any other name."""
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
-
-
-def _is_unspecified(host: str) -> bool:
-    bare = host.strip("[]")
-    return _is_address(bare) and ipaddress.ip_address(bare).is_unspecified
+        return None
 
 
 def _is_same_site(origin: str, host: str) -> bool:
-    """A page that came from this server. The scheme may be a proxy's, which ends TLS."""
+    """Tells whether a page came from this server. Schemes may differ, as a proxy may end TLS."""
     _, found, site = origin.partition("://")
     return bool(found) and site.lower() == host.strip().lower()
 

@@ -1,7 +1,8 @@
-"""Connections: how many there may be, what is HTTP on them, and how long one may keep the server waiting.
+"""Connections: their number, strictness about HTTP, and limits on how long one may keep the server waiting.
 
-uvicorn has a time limit between two requests and none within one: not for headers, not for a body, not for
-whoever does not read. Its parser, h11, takes some of what proxies before the server understand differently.
+uvicorn has a time limit between two requests and none within one: neither for headers nor for a body, nor for
+a client that does not read. Its parser, h11, takes some of what proxies before the server understand
+differently.
 """
 
 import asyncio
@@ -102,9 +103,10 @@ class Connections:
 
 
 class StrictHttp(h11.Connection):
-    """h11, without what two parsers may read as two different requests (RFC 9112, 6.1 and 11.2).
+    """h11, without requests that two parsers may read differently (RFC 9112, 6.1 and 11.2).
 
-    `asked` is given each request, with the bytes of its body that are there; what it raises comes through.
+    `asked` is called with each request and the bytes of its body that have come; errors that it raises come
+    through.
     """
 
     def __init__(self, most_head: int, asked: Callable[[h11.Request, int], None]) -> None:
@@ -185,7 +187,7 @@ class HttpConnection(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, in the shape of all our errors."""
+        """Answers bytes that are no HTTP, with an error of the same shape as all others."""
         self._end(400, "The request is not valid HTTP.")
 
     def check(self, now: float) -> None:
@@ -220,7 +222,7 @@ class HttpConnection(H11Protocol):
         return ("headers", self.cycle) if self.conn.their_state is h11.IDLE and has_begun else None
 
     def _reads_too_slowly(self, now: float) -> bool:
-        """Tells whether what is written, and not added to, goes out at less than the least rate."""
+        """Tells whether the client takes a finished part of an answer at less than the least rate."""
         left = self.transport.get_write_buffer_size()
         is_stuck = self.transport.is_closing() or self.is_idle or self.flow.write_paused
         if not left or not is_stuck:
@@ -235,7 +237,8 @@ class HttpConnection(H11Protocol):
         return before - left < _LEAST_RATE * self._stall
 
     def _end(self, status: int, message: str) -> None:
-        """The last answer on this connection, unless another one has begun or nobody has asked anything."""
+        """Sends the last answer on this connection, unless another one has begun or no request has come, and
+        closes it."""
         cycle = self.cycle
         has_begun = cycle is not None and cycle.response_started and not cycle.response_complete
         has_asked = cycle is not None or self._bytes > 0 or status == 503
@@ -251,7 +254,7 @@ def _written(error: ApiError) -> bytes:
     body = json.dumps(error.body()).encode()
     headers = {
         **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)),
-        "x-request-id": new_request_id(), "HttpConnection": "close",
+        "x-request-id": new_request_id(), "Connection": "close",
     }  # fmt: skip
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]

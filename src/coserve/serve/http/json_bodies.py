@@ -1,4 +1,4 @@
-"""JSON bodies: bounded by what they hold, then decoded and validated beside the event loop.
+"""JSON bodies: their size is bounded, then they are decoded and validated beside the event loop.
 
 FastAPI decodes and validates bodies in the loop. 7.9 MB of small objects took 0.4 s to decode and 2.3 s to
 validate, while no stream got a token.

@@ -1,4 +1,4 @@
-"""uvicorn on a socket that somebody else owns, ended by whoever runs it and not by signals of its own."""
+"""uvicorn on a socket that the supervisor owns; it ends when it is told to, not by signals of its own."""
 
 import asyncio
 import contextlib
@@ -49,11 +49,6 @@ class Listener:
                 h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
             )
         )
-
-    @property
-    def url(self) -> str:
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def run(self) -> None:
         """Returns after `stop`, when connections have ended."""

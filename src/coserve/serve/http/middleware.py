@@ -5,10 +5,9 @@ Plain ASGI: FastAPI's own kind of middleware puts a task and a queue between a s
 
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 from fastapi import HTTPException
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
@@ -39,7 +38,7 @@ class RequestIds:
 
 
 def new_request_id() -> str:
-    """Names one request in logs and to whoever asks about it."""
+    """A fresh id of a request, for logs and for the client."""
     return f"req_{secrets.token_hex(16)}"
 
 
@@ -100,17 +99,12 @@ class Draining:
         await self.app(scope, receive, send)
 
 
-def _header(scope: Scope, wanted: bytes) -> str:
-    found: Any = next((value for name, value in scope["headers"] if name == wanted), b"")
-    return str(found.decode("latin-1"))
-
-
 def _given_id(scope: Scope) -> str:
-    given = _header(scope, b"x-request-id")
+    given = Headers(scope=scope).get("x-request-id", "")
     return given if len(given) <= _LONGEST_ID and given.isascii() and given.isprintable() else ""
 
 
 def content_length(scope: Scope) -> int:
     """Length of the body as the request states it, bytes; 0 where it states none."""
-    given = _header(scope, b"content-length")
+    given = Headers(scope=scope).get("content-length", "")
     return int(given) if given.isascii() and given.isdigit() and len(given) < 19 else 0

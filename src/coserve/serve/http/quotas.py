@@ -123,7 +123,7 @@ class UploadRoom:
 
 
 def too_often(what: str, wait: float) -> ApiError:
-    """The answer to who may do it again in `wait` seconds."""
+    """The refusal of a request that may come again in `wait` seconds."""
     seconds = max(math.ceil(wait), 1)
     message = f"{what}: please try again in {seconds} second{'' if seconds == 1 else 's'}."
     return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})

@@ -11,10 +11,11 @@ _MOST_ENTRIES: Final = 10_000  # of one `TokenBuckets`: some 2 MB
 
 
 class TokenBuckets:
-    """One bucket for each name: it holds `most` tokens, and gets as many a minute. With `most` 0 all is free.
+    """One token bucket for each name: it holds `most` tokens, and gets as many a minute. With `most` 0 all is
+    free.
 
-    What is kept of a bucket is when it will be full, so a full one is kept by nobody. Beyond `entries` those
-    that were used the longest ago are forgotten, and count as full. For one event loop.
+    A bucket is stored as the time at which it will be full, so full buckets take no memory. Beyond `entries`
+    the buckets that were used the longest ago are forgotten, and count as full. For one event loop.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ LOOK_SECONDS = 1.0  # between two looks at who has been revoked: another process
 
 
 class Revocation:
-    """Cancels a request to one of `paths` whose key is revoked meanwhile, and says so: a stream ends with an
-    error event, and what has not begun to be answered is answered 401.
+    """Cancels a request to one of `paths` whose key is revoked meanwhile, and tells the client: a stream ends
+    with an error event, and a request whose answer has not begun gets 401.
 
     Stands behind `Authentication`. The database is asked once for all keys, and only while there are any.
     """

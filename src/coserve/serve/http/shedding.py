@@ -22,8 +22,8 @@ _APPLICATIONS: Final = frozenset({b"origin", b"x-request-id"})  # the applicatio
 class LoadShedder:
     """Admission check that a connection makes from a request's headers, before the application sees it.
 
-    Requests for text are counted by their `Authorization` header: more of one than a tenant may have are
-    refused whoever that is, so no key is looked up. Tenants with several keys, and totals, are left to
+    Requests for text are counted by their `Authorization` header: beyond the number that one tenant may have
+    they are refused, and no key is looked up for that. Tenants with several keys, and totals, are left to
     `ConcurrencyLimit`. For one event loop.
     """
 
@@ -32,10 +32,11 @@ class LoadShedder:
         self._in_flight: Counter[bytes] = Counter()
 
     def enter(self, request: h11.Request, arrived: int) -> bytes | None:
-        """Counts a request of whose body `arrived` bytes are there. Returns what to `leave` with, None for
-        one that is not counted. Raises ApiError 429 where it could not even wait.
+        """Counts a request of whose body `arrived` bytes have come. Returns the argument for `leave`, None
+        for a request that is not counted. Raises ApiError 429 where it could not even wait.
 
-        One whose body is not there as a whole is never refused here: who is still sending would not hear why.
+        A request whose body has not come as a whole is never refused here: a client that is still sending
+        would not read the refusal.
         """
         if request.target not in self._paths:
             return None
@@ -99,7 +100,7 @@ class LoopTurns:
         self._is_taken = False  # in this round
 
     async def turn(self, tenant: str) -> None:
-        """Returns when it is the caller's turn: at once where nobody had one in this round."""
+        """Returns when it is the caller's turn: at once where no caller had one in this round."""
         loop = asyncio.get_running_loop()
         if self._is_taken:
             turn = loop.create_future()

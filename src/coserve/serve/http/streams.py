@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed its connection; what was done for it has been cancelled."""
+    """The client closed its connection; the work for it has been cancelled."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -33,10 +33,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events, one for each item of `events`, as soon as it is there.
+    """Server-sent events, one for each item of `events`, sent as soon as the item comes.
 
-    `source`, what the events are made of, is closed at the end: when the client leaves, all work for it
-    ends before anything else happens.
+    `source`, which the events are made of, is closed at the end: when the client leaves, all work for it ends
+    before anything else happens.
     """
 
     media_type = "text/event-stream"

@@ -16,9 +16,9 @@ NAME = "coserve.supervisor"
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where this machine reaches itself
 
 
-class _Log(WatchedFileHandler):
-    """A file that may be on a full disk: the console has the line, and the server goes on. One that somebody
-    has moved away is made anew."""
+class _SupervisorLog(WatchedFileHandler):
+    """A log file whose errors are ignored, as its disk may be full: the console has the line, and the server
+    goes on. A file that was moved away is made anew."""
 
     def handleError(self, record: logging.LogRecord) -> None: ...
 
@@ -31,7 +31,7 @@ class Announcer:
         self._logger = logging.getLogger(NAME)
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
-        self._handler = _Log(logs / "supervisor.log", encoding="utf-8")
+        self._handler = _SupervisorLog(logs / "supervisor.log", encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(self._handler)
 
@@ -52,7 +52,7 @@ class Announcer:
             self.say(f"  | {line}", "dim")
 
     def begin(self, settings: ServerSettings) -> None:
-        """Announces what is being started. Nobody answers yet."""
+        """Announces the start, before requests are answered."""
         self.say(f"coserve: starting {settings.base_name}; logs are in {settings.logs}")
 
     def ready(self, settings: ServerSettings, listener: socket.socket, seconds: float) -> None:

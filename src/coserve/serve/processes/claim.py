@@ -36,9 +36,10 @@ class Claim:
         self._descriptor = descriptor
 
     def note(self, running: Running) -> None:
-        """Writes down who holds it, for the next one's message and for `find_running`.
+        """Writes down who holds the folder, for the message of the next server that wants it and for
+        `find_running`.
 
-        On a full disk nothing is written down: those who ask then are told less, and nothing else is lost.
+        On a full disk nothing is written: these tell less then, and nothing else is lost.
         """
         data = msgspec.json.encode(running) + b"\n"
         with suppress(OSError):
@@ -48,10 +49,10 @@ class Claim:
 
 @contextmanager
 def claim_state(state: Path) -> Iterator[Claim]:
-    """Makes the folder and holds it; the folder and all that is in it are its owner's only.
+    """Makes the folder and holds it; the folder and everything in it become its owner's only.
 
-    Raises StateInUse, with the holder's process id, where another server does, and ConfigError where the
-    folder cannot be made or written to, or where something in it is somebody else's.
+    Raises StateInUse, with the holder's process id, where another server holds it, and ConfigError where the
+    folder cannot be made or written to, or where a file in it belongs to another user.
     """
     try:
         make_private(state)
@@ -91,7 +92,7 @@ def _lock_file(state: Path) -> Path:
 
 
 def _lock_patiently(descriptor: int) -> bool:
-    """Whoever asks in `find_running` whether somebody holds it holds it for a moment."""
+    """Tries several times, as `find_running` takes the lock for a moment to see whether it is held."""
     for _ in range(_ATTEMPTS):
         if _lock(descriptor):
             return True

@@ -1,4 +1,4 @@
-"""Tells whether the device that a server is to use is there, found out before anything is started.
+"""Checks that the device that a server is to use exists, before anything is started.
 
 The engine would say so too, after seconds of imports. This asks the driver itself, in a process of its own: a
 driver's state has no business in the supervisor, and one that hangs is left to the engine.

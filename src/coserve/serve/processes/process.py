@@ -19,7 +19,7 @@ _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, sig
 LAST_WORDS = 1.0  # seconds that one that hangs has to write the stacks of its threads into its log
 
 
-class Process:
+class ChildProcess:
     """One child. It is in a process group of its own: Ctrl-C in a terminal reaches the supervisor only.
 
     Not in a session of its own: Linux may share out time by sessions (autogroups), and then the low priority
@@ -48,7 +48,7 @@ class Process:
     @classmethod
     async def start(
         cls, name: str, command: Sequence[str], log: Path, pass_fds: Sequence[int] = ()
-    ) -> "Process":
+    ) -> "ChildProcess":
         """Starts a command; its stderr is appended to `log`. Raises ServerError if it cannot be run."""
         if log.exists() and log.stat().st_size > LARGEST_LOG:
             log.replace(log.with_suffix(".1.log"))
@@ -80,7 +80,7 @@ class Process:
             self._process.stdin.write(line.encode() + b"\n")
 
     def greet(self) -> None:
-        """Lets it hear that the supervisor lives; one that does not listen misses that."""
+        """Sends a sign of life; a child that does not read its input misses it."""
         assert self._process.stdin is not None
         if self._told and not self._process.stdin.transport.get_write_buffer_size():
             self.tell("")
@@ -93,7 +93,7 @@ class Process:
         return status
 
     async def _listen(self) -> None:
-        """Takes in what it says. What is no status line is passed over."""
+        """Takes in the child's lines. Lines that are no status are passed over."""
         assert self._process.stdout is not None
         while True:
             try:
@@ -116,7 +116,7 @@ class Process:
         self._said.put_nowait(status)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Does not hold so many seconds against it."""
+        """Does not count so many seconds as silence."""
         self.heard = min(self.heard + seconds, now)
         if self._stopped_since is not None:
             self._stopped_since = min(self._stopped_since + seconds, now)
@@ -184,7 +184,8 @@ class Process:
             return await self.wait()
 
     def how_it_ended(self, code: int) -> str:
-        """In words: what it said of its end, or why it was ended, or its exit status."""
+        """The end in words: the child's own last words, or why the supervisor ended it, or its exit
+        status."""
         return self.why or describe_end(code)
 
     def crash(self, code: int) -> str:
@@ -196,7 +197,7 @@ class Process:
         return self.how_it_ended(code) if is_own else ""
 
     def last_lines(self, count: int = 12) -> list[str]:
-        """The end of what it wrote to its log."""
+        """The last lines that it wrote to its log."""
         with self.log.open("rb") as log:
             size = os.fstat(log.fileno()).st_size
             log.seek(max(self._log_begin, size - 2**16))

@@ -25,7 +25,7 @@ from rich.console import Console
 from coserve.errors import ConfigError, ServerError
 from coserve.serve.processes.announce import Announcer, url_of
 from coserve.serve.processes.claim import Claim, Running, claim_state
-from coserve.serve.processes.process import Process
+from coserve.serve.processes.process import ChildProcess
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.watchdog import LOOK_SECONDS, Watchdog
 from coserve.serve.settings import ApiStart, ServerSettings
@@ -43,7 +43,8 @@ _LAUNCH = (sys.executable, "-m", "coserve.wire.launch")
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Commands of the children. Standing by, an engine imports at low priority, so that nobody notices."""
+    """Commands of the children. An engine that stands by imports at low priority, so that it does not slow
+    the server down."""
 
     api: Sequence[str] = (*_LAUNCH, "coserve.serve.main")
     engine: Sequence[str] = (*_LAUNCH, "coserve.engine.process")
@@ -102,10 +103,10 @@ class Supervisor:
         self._out = announcer
         self._commands = commands
         self._policy = policy
-        self._children: set[Process] = set()
-        self._api: Process | None = None
-        self._engine: Process | None = None
-        self._spare: Process | None = None
+        self._children: set[ChildProcess] = set()
+        self._api: ChildProcess | None = None
+        self._engine: ChildProcess | None = None
+        self._spare: ChildProcess | None = None
         self._begun = time.monotonic()
         self._awaited = {"API", "engine"}  # what has not been ready yet
         self._down_since: dict[str, float] = {}
@@ -191,7 +192,7 @@ class Supervisor:
             if self._stop.is_set() and code == 0:
                 return  # drained by the API, as it should: the next server goes on from there
 
-    def _promote(self) -> Process | None:
+    def _promote(self) -> ChildProcess | None:
         """The engine that stands by, if there is one that will be ready sooner than a new one."""
         spare, self._spare = self._spare, None
         if spare is None:
@@ -224,7 +225,10 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _live(
-        self, child: Process, record: Restarts, beside: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self,
+        child: ChildProcess,
+        record: Restarts,
+        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> int:
         """One life, from start to end, and the pause after it; returns how it ended. `beside` runs while the
         child is ready.
@@ -266,7 +270,7 @@ class Supervisor:
         await asyncio.sleep(pause)
         return code
 
-    async def _becomes_ready(self, child: Process) -> bool:
+    async def _becomes_ready(self, child: ChildProcess) -> bool:
         """Follows a child's start. Raises ServerError where it says, the first time, that it cannot: a second
         attempt would end as that one."""
         while status := await child.status():
@@ -286,7 +290,7 @@ class Supervisor:
                     )
         return False
 
-    def _note_ready(self, child: Process) -> None:
+    def _note_ready(self, child: ChildProcess) -> None:
         now = time.monotonic()
         if child.name in self._awaited:
             self._awaited.remove(child.name)
@@ -296,16 +300,16 @@ class Supervisor:
             away = now - self._down_since.get(child.name, self._begun)
             self._out.say(f"the {child.name} is ready again, {away:.1f} s after the last one ended", "green")
 
-    def _note_up(self, child: Process) -> None:
+    def _note_up(self, child: ChildProcess) -> None:
         self._ready[child.name] = child.pid
         self._note_running()
 
-    def _note_down(self, child: Process) -> None:
+    def _note_down(self, child: ChildProcess) -> None:
         self._ready.pop(child.name, None)
         self._note_running()
 
     def _note_running(self) -> None:
-        """Writes down who is there now."""
+        """Writes down the ids of the processes that are ready."""
         ready = self._ready
         self._claim.note(
             Running(
@@ -317,9 +321,9 @@ class Supervisor:
             )
         )
 
-    async def _spawn(self, name: str, command: Sequence[str], pass_fds: Sequence[int] = ()) -> Process:
+    async def _spawn(self, name: str, command: Sequence[str], pass_fds: Sequence[int] = ()) -> ChildProcess:
         log = self._settings.logs / ("api.log" if name == "API" else "engine.log")
-        child = await Process.start(name, command, log, pass_fds)
+        child = await ChildProcess.start(name, command, log, pass_fds)
         self._children = {child, *(other for other in self._children if not other.has_ended)}
         return child
 
@@ -357,7 +361,7 @@ class Supervisor:
         if self._engine is not None:
             self._note_end(self._engine, await self._engine.end(CHECKPOINT_SECONDS))
 
-    def _note_end(self, child: Process, code: int) -> None:
+    def _note_end(self, child: ChildProcess, code: int) -> None:
         """Remembers one that was at work and did not end as it should. A child that hung may still exit with
         0, where SIGCONT lets it hear SIGTERM before SIGABRT."""
         if child.beats_itself and (code != 0 or child.is_doomed):

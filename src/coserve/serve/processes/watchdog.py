@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from coserve.serve.processes.process import Process
+from coserve.serve.processes.process import ChildProcess
 
 LOOK_SECONDS = 0.5  # between two looks
 STOPPED_SECONDS = 5.0  # most that a process may be stopped by a signal
@@ -17,11 +17,11 @@ _FORGETS = 600.0  # seconds after which the patience with a kind of child is the
 
 @dataclass(slots=True)
 class Watchdog:
-    """Judges by the time in which this process itself ran.
+    """Judges by the time in which the supervisor itself ran.
 
-    Whoever looks late has been kept from it, by a machine that slept or has too much to do, and so have its
-    children: they are given that time. A child that was ended for its silence may have been at something that
-    takes so long: its successor is given twice as much, and so on up to sixteen times.
+    A look that comes late was held up by a machine that slept or has too much to do, and so were the
+    children: that time does not count against them. A child that was ended for its silence may have been at
+    work that takes so long: its successor is given twice as much time, and so on up to sixteen times.
     """
 
     seconds: float  # of silence that end a child; 0: none is ended
@@ -32,7 +32,7 @@ class Watchdog:
     def __post_init__(self) -> None:
         self._looked = self.clock()
 
-    def look(self, children: Iterable[Process]) -> list[tuple[Process, str]]:
+    def look(self, children: Iterable[ChildProcess]) -> list[tuple[ChildProcess, str]]:
         """Returns children that hang, with the reason. Each is told once, for it is to be ended then."""
         now = self.clock()
         late = max(now - self._looked - 2 * LOOK_SECONDS, 0.0)
@@ -46,7 +46,7 @@ class Watchdog:
                 found.append((child, why))
         return found
 
-    def _hangs(self, child: Process, now: float) -> str:
+    def _hangs(self, child: ChildProcess, now: float) -> str:
         stopped = child.stopped_since(now)
         if stopped is not None and now - stopped >= min(STOPPED_SECONDS, self.seconds):
             return f"it was stopped by a signal, for {now - stopped:.0f} s"
@@ -57,11 +57,11 @@ class Watchdog:
             self._patience[child.name] = (self._doublings(child, now) + 1, now)
         return f"it gave no sign of life for {silence:.0f} s"
 
-    def _most(self, child: Process, now: float) -> float:
+    def _most(self, child: ChildProcess, now: float) -> float:
         if not child.beats_itself:
             return max(START_SECONDS, self.seconds)
         return self.seconds * 2.0 ** min(self._doublings(child, now), _MOST_DOUBLINGS)
 
-    def _doublings(self, child: Process, now: float) -> int:
+    def _doublings(self, child: ChildProcess, now: float) -> int:
         doublings, since = self._patience.get(child.name, (0, now))
         return doublings if now - since < _FORGETS else 0

@@ -18,9 +18,9 @@ from coserve.serve.schema.chat import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatCompletionDelta,
     ChatLogprobs,
     ChatRequest,
-    Delta,
 )
 from coserve.serve.schema.common import Usage
 from coserve.serve.state import Shared
@@ -58,7 +58,7 @@ class _ChatFormat:
         if not self._has_begun:  # clients count on hearing of all answers in order, whichever speaks first
             self._has_begun = True
             yield from map(self._first_chunk, range(len(self._wanted)))
-        delta = Delta(content=piece.text) if piece.text else Delta()
+        delta = ChatCompletionDelta(content=piece.text) if piece.text else ChatCompletionDelta()
         finish = None if piece.finish is None else finish_name(piece.finish)
         choice = ChatChunkChoice(
             index=piece.index, delta=delta, logprobs=self._logprobs(piece), finish_reason=finish,
@@ -86,7 +86,7 @@ class _ChatFormat:
         )
 
     def _first_chunk(self, index: int) -> ChatChunk:
-        delta = Delta(role="assistant", content="")
+        delta = ChatCompletionDelta(role="assistant", content="")
         return self._chunk(
             [ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)],
             **self._prompt_ids(),

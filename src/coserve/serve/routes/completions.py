@@ -15,9 +15,9 @@ from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.schema.common import Usage
 from coserve.serve.schema.completions import (
-    Completion,
     CompletionChoice,
     CompletionRequest,
+    CreateCompletionResponse,
 )
 from coserve.serve.state import Shared
 from coserve.text import Text
@@ -27,7 +27,7 @@ router = APIRouter(route_class=JsonRoute, tags=["Answers"])
 
 @router.post(
     "/v1/completions",
-    response_model=Completion,
+    response_model=CreateCompletionResponse,
     responses=error_responses(404, 500),
     summary="Continue a text",
 )
@@ -50,14 +50,16 @@ class _CompletionFormat:
         self._common: dict[str, Any] = {"object": "text_completion", **common_fields(wanted)}
         self._usage: dict[str, Any] = {"usage": None} if body.includes_usage else {}
 
-    def chunks(self, piece: AnswerPiece) -> Iterator[Completion]:
-        yield Completion(choices=[self._choice(piece)], **self._common, **self._usage)
+    def chunks(self, piece: AnswerPiece) -> Iterator[CreateCompletionResponse]:
+        yield CreateCompletionResponse(choices=[self._choice(piece)], **self._common, **self._usage)
 
-    def usage_chunk(self, usage: Usage) -> Completion:
-        return Completion(choices=[], usage=usage, **self._common)
+    def usage_chunk(self, usage: Usage) -> CreateCompletionResponse:
+        return CreateCompletionResponse(choices=[], usage=usage, **self._common)
 
-    def whole(self, answers: list[AnswerPiece], usage: Usage) -> Completion:
-        return Completion(choices=[self._choice(piece) for piece in answers], usage=usage, **self._common)
+    def whole(self, answers: list[AnswerPiece], usage: Usage) -> CreateCompletionResponse:
+        return CreateCompletionResponse(
+            choices=[self._choice(piece) for piece in answers], usage=usage, **self._common
+        )
 
     def _choice(self, piece: AnswerPiece) -> CompletionChoice:
         prompt, is_first = self._wanted.prompt(piece.index), piece.index not in self._offsets

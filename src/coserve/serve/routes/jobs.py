@@ -29,7 +29,7 @@ from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
 from coserve.serve.training.recipe import recipe_of, spec_of
-from coserve.wire.messages import Method
+from coserve.wire.messages import MethodFields
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
 _NAMED = 8  # characters of a job's id in its adapter's name
@@ -74,7 +74,7 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         peft=body.peft,
         optimizer=None if body.optimizer is None else body.optimizer.model_dump(exclude_unset=True),
         suffix=body.suffix,
-        metadata=body.metadata,
+        labels=body.metadata,
         start_from=model.key,
     )
     await _check_job(state, job)
@@ -89,7 +89,7 @@ async def _check_job(state: State, job: JobRecord) -> None:
         await state.link.check_job(spec)
 
 
-async def _check_method(state: State, peft: Method) -> None:
+async def _check_method(state: State, peft: MethodFields) -> None:
     """Raises ApiError 400 where these are no settings of an adapter method that the engine has."""
     with _naming_peft():
         await state.link.check(peft)
@@ -230,7 +230,7 @@ def _shown(state: State, job: JobRecord) -> JobObject:
             "seed": job.seed,
             "trained_tokens": job.trained_tokens if job.status.is_final or job.step else None,
             "error": job.error,
-            "metadata": job.metadata,
+            "metadata": job.labels,
             "user_provided_suffix": job.suffix,
             "peft": job.peft,
             "optimizer": job.optimizer,

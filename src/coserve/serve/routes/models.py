@@ -1,4 +1,4 @@
-"""`/v1/models`: what may stand where requests have a `model`, for whoever asks."""
+"""`/v1/models`: the names that a caller may use where requests have a `model`."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ router = APIRouter(tags=["Models"])
 
 @router.get("/v1/models", responses=error_responses(), summary="List models")
 async def list_models(caller: Caller, state: Shared) -> ModelList:
-    """The base model, and the adapters that the caller may use: its own, and those for everybody."""
+    """The base model, and the adapters that the caller may use: its own, and the shared ones."""
     models = await state.catalog.list(caller)
     return ModelList(data=await asyncio.to_thread(lambda: [_described(state, model) for model in models]))
 
@@ -37,7 +37,7 @@ async def delete_model(model: str, caller: Caller, state: Shared) -> ModelDelete
 
 
 def _described(state: State, model: Model) -> ModelCard:
-    """With what there is to say against it, which is read from a file the first time."""
+    """A model's card with its warning, which is read from a file the first time."""
     warning = None if model.adapter is None else base_warning(state, model.adapter)
     return card_of(state, model).model_copy(update={"warning": warning})
 

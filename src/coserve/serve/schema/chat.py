@@ -160,7 +160,7 @@ class ChatCompletion(BaseModel):
     prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
 
 
-class Delta(BaseModel):
+class ChatCompletionDelta(BaseModel):
     """New part of a message."""
 
     role: Literal["assistant"] | None = None
@@ -169,7 +169,7 @@ class Delta(BaseModel):
 
 class ChatChunkChoice(BaseModel):
     index: int
-    delta: Delta
+    delta: ChatCompletionDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishName | None
     token_ids: list[int] | None = None

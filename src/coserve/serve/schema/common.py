@@ -39,9 +39,9 @@ def at_most(most: int) -> Callable[[Any], Any]:
 
 
 class RequestBody(BaseModel):
-    """Base of what clients send: unknown fields are an error, and a number is not a string.
+    """Base of requests' bodies: unknown fields are an error, and a number is not a string.
 
-    Validation stops early at what is hopeless: pydantic remembers every complaint, and a body of a few
+    Validation stops early at hopeless bodies: pydantic remembers every complaint, and a body of a few
     megabytes can give cause for millions.
     """
 

@@ -69,7 +69,7 @@ class CompletionChoice(BaseModel):
     prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
 
 
-class Completion(BaseModel):
+class CreateCompletionResponse(BaseModel):
     """Answers, or in a stream pieces of them."""
 
     id: str

@@ -37,7 +37,7 @@ class FileDeleted(BaseModel):
     deleted: bool = True
 
 
-# What FastAPI would say of a form, if it parsed this one.
+# The form in the OpenAPI document, which FastAPI would describe if it parsed it.
 UPLOAD: dict[str, Any] = {
     "requestBody": {
         "required": True,

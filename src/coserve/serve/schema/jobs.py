@@ -31,7 +31,8 @@ Auto = Literal["auto"]
 
 
 class Named(RequestBody):
-    """Base of what has many fields: an unknown one is named together with the nearest that exists."""
+    """Base of bodies with many fields: an unknown field is refused with the name of the nearest one that
+    exists."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +66,7 @@ class Supervised(Named):
     hyperparameters: Hyperparameters | None = None
 
 
-class Method(RequestBody):
+class FineTuneMethod(RequestBody):
     """Training method; only `supervised` is there."""
 
     type: Literal["supervised"]
@@ -91,11 +92,11 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-# What fields there are is for the engine to say: each adapter method is one file of its own.
+# The engine knows which fields there are: each adapter method is one file of its own.
 Settings = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
-class Optimizer(Named):
+class OptimizerSettings(Named):
     """AdamW, its learning rate over time, and what examples are made of."""
 
     learning_rate: float | None = Field(default=None, gt=0, le=1, description="Instead of a multiplier.")
@@ -138,7 +139,7 @@ class JobRequest(Named):
     hyperparameters: Hyperparameters | None = Field(
         default=None, description="OpenAI's older place for them."
     )
-    method: Method | None = None
+    method: FineTuneMethod | None = None
     metadata: Metadata | None = None
     integrations: Annotated[list[Any], Field(max_length=0, description="None is there.")] | None = None
     peft: Settings | Annotated[list[Settings], Field(min_length=1, max_length=MOST_PARTS)] | None = Field(
@@ -146,10 +147,10 @@ class JobRequest(Named):
         description="The adapter, in PEFT's words or in ours: `peft_type`, `r`, `target_modules` and so on; "
         "LoRA where no type is given. A list of methods is one adapter.",
     )
-    optimizer: Optimizer | None = None
+    optimizer: OptimizerSettings | None = None
 
 
-class JobError(BaseModel):
+class FineTuningJobError(BaseModel):
     code: str
     message: str
     param: str | None
@@ -190,7 +191,7 @@ class JobObject(BaseModel):
     method: MethodUsed
     seed: int
     trained_tokens: int | None
-    error: JobError | None
+    error: FineTuningJobError | None
     metadata: dict[str, str] | None
     integrations: list[Any] = []
     user_provided_suffix: str | None

@@ -35,14 +35,14 @@ def without_unsupported_chat(body: Any) -> Any:
 
 
 def without_unsupported_completion(body: Any) -> Any:
-    """As for chats. `best_of` may also be what `n` is: then there is nothing to choose from."""
+    """As `without_unsupported_chat`. `best_of` may also equal `n`: then there is nothing to choose from."""
     if isinstance(body, dict) and body.get("best_of") is not None and body["best_of"] == body.get("n", 1):
         body = {name: value for name, value in body.items() if name != "best_of"}
     return _without(body, _COMPLETIONS)
 
 
 def without_unsupported_message(message: Any) -> Any:
-    """As for chats, for one message."""
+    """As `without_unsupported_chat`, for one message."""
     if isinstance(message, dict) and message.get("role") in ("tool", "function"):
         raise _refusal("tools", "messages")
     return _without(message, _MESSAGE, "messages")

@@ -6,21 +6,23 @@ fsynced when `write` returns, whatever is killed next.
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import Connection, Engine, FromClause, Select, create_engine, event, select
+from sqlalchemy import ColumnElement, Connection, Engine, create_engine, event, select
 from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.orm import Session
 
 from coserve.errors import StateError
 from coserve.serve.store.examine import examine, explain
 from coserve.serve.store.migrate import migrate
 from coserve.serve.store.private import make_private_file
-from coserve.serve.store.records import Page
+from coserve.serve.store.records import Page, Record
 
 R = TypeVar("R")
+Listed = TypeVar("Listed", bound=Record)
 READERS: Final = 4
 BUSY_SECONDS: Final = 10  # what a process waits for another that writes
 # KiB of the file that each connection keeps in memory; the system keeps it as well. SQLite's own 2,000 each
@@ -29,7 +31,8 @@ CACHE_KIB: Final = 256
 
 
 class Database:
-    """Runs functions of a connection, each in one transaction, in threads of its own.
+    """Runs functions of a session, each in one transaction, in threads of its own. Rows that they return are
+    plain objects from then on: what is changed of them is written nowhere.
 
     Raises StateError if the file is no database, cannot be written, or comes from a newer coserve; later on,
     while the disk is full or another process holds the file for long. The next attempt may succeed then.
@@ -52,11 +55,11 @@ class Database:
             self.close()
             raise
 
-    async def read(self, work: Callable[[Connection], R]) -> R:
+    async def read(self, work: Callable[[Session], R]) -> R:
         """Runs `work` on the database as it is at one moment."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, _run, self._reads, work)
 
-    async def write(self, work: Callable[[Connection], R]) -> R:
+    async def write(self, work: Callable[[Session], R]) -> R:
         """Returns when what `work` did is on disk; if it raises, nothing of it happened.
 
         A caller that is cancelled meanwhile does not undo it.
@@ -64,7 +67,7 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._writer, _run, self._writes, work)
 
     def close(self) -> None:
-        """Ends what is under way and lets go of the file."""
+        """Waits for transactions under way and closes the file."""
         self._writer.shutdown()
         self._readers.shutdown()
         self._reads.dispose()
@@ -72,38 +75,33 @@ class Database:
 
 
 def page_of(
-    connection: Connection,
-    query: Select[Any],
-    table: FromClause,
-    record: Callable[[Any], R],
+    session: Session,
+    kind: type[Listed],
+    conditions: Sequence[ColumnElement[bool]],
     after: str | None,
     limit: int,
     ascending: bool = False,
-) -> Page[R] | None:
-    """At most `limit` rows of `query`, the newest first unless `ascending`, from behind the row `after`.
+) -> Page[Listed] | None:
+    """At most `limit` rows that meet all conditions, the newest first unless `ascending`, from behind the row
+    with the id `after`.
 
-    None if `query` does not hold that row.
+    None if no row that meets the conditions has that id.
     """
-    number = table.c.number
+    query = select(kind).where(*conditions)
     if after is not None:
-        at = connection.execute(query.with_only_columns(number).where(table.c.id == after)).scalar()
+        at = session.scalar(select(kind.number).where(*conditions, kind.id == after))
         if at is None:
             return None
-        query = query.where(number > at if ascending else number < at)
-    query = query.order_by(number if ascending else number.desc()).limit(limit + 1)
-    rows = connection.execute(query).mappings().all()
-    return Page(tuple(record(row) for row in rows[:limit]), len(rows) > limit)
+        query = query.where(kind.number > at if ascending else kind.number < at)
+    query = query.order_by(kind.number if ascending else kind.number.desc()).limit(limit + 1)
+    rows = session.scalars(query).all()
+    return Page(tuple(rows[:limit]), len(rows) > limit)
 
 
-def columns_of(table: FromClause, names: tuple[str, ...]) -> Select[Any]:
-    """Selects the columns that a record has."""
-    return select(*(table.c[name] for name in names))
-
-
-def _run(engine: Engine, work: Callable[[Connection], R]) -> R:
+def _run(engine: Engine, work: Callable[[Session], R]) -> R:
     try:
-        with engine.begin() as connection:
-            return work(connection)
+        with Session(engine, expire_on_commit=False) as session, session.begin():
+            return work(session)
     except DatabaseError as error:
         # The others of its subclasses are bugs; damage that shows itself has the class itself.
         if not isinstance(error, OperationalError) and type(error) is not DatabaseError:

@@ -1,7 +1,7 @@
-"""Files and folders that are on disk for good before anything speaks of them.
+"""Files and folders that are on disk (fsync) before a row or a message names them.
 
-What is being made has a name that begins with a dot and gets its own only when it is whole, so whatever a
-killed server leaves behind is known by that dot.
+A file or folder in the making has a name that begins with a dot and gets its own only when it is whole, so
+leftovers of a killed server are known by that dot.
 """
 
 import os
@@ -31,7 +31,7 @@ def partial_of(path: Path) -> Path:
 
 
 def settle(partial: Path, path: Path) -> None:
-    """Gives a file or folder whose contents are on disk its own name, for good."""
+    """Gives a file or folder whose contents are on disk its own name, and waits until that is on disk."""
     partial.rename(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -53,7 +53,7 @@ def sweep_checkpoints(state: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a killed server was making in `folder`."""
+    """Removes files and folders in the making that a killed server has left in `folder`."""
     for entry in folder.glob(".*"):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

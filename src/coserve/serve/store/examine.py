@@ -1,4 +1,4 @@
-"""Tells whether a database can be used, found out without changing it, and what to do where it cannot."""
+"""Checks whether a database can be used, without changing it, and says what to do where it cannot."""
 
 import sqlite3
 from contextlib import closing
@@ -50,5 +50,5 @@ def explain(path: Path | str, error: BaseException | None) -> StateError:
 
 
 def cannot_be_used(path: Path | str, reason: str) -> StateError:
-    """The error."""
+    """Error about the database at `path`, with the reason."""
     return StateError(f"the database {path} cannot be used: {reason}")

@@ -7,215 +7,182 @@ its checkpoint: these replace the rows they wrote before.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import Connection, delete, insert, select, update
-from sqlalchemy.dialects.sqlite import insert as upsert
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
 
 from coserve.core.job_status import JobStatus
-from coserve.serve.store.adapters import insert_adapter, relative
+from coserve.serve.store.adapters import add_adapter
 from coserve.serve.store.database import Database
-from coserve.serve.store.files import insert_file
 from coserve.serve.store.ids import new_id
-from coserve.serve.store.jobs import add_event, job_in
-from coserve.serve.store.records import Adapter, File, JobRecord
-from coserve.serve.store.tables import checkpoints, events, jobs, news
+from coserve.serve.store.jobs import add_event, fail_job, job_in
+from coserve.serve.store.records import Adapter, CheckpointRecord, Event, File, JobRecord, NewsMark
 from coserve.wire.messages import JobCheckpoint, JobNote, JobStarted, JobStep, JobWaiting
 
+OfStep = TypeVar("OfStep", Event, CheckpointRecord)
 _PACE: Final = 0.1  # weight of the newest step in the mean that predicts the end
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """One piece of news: the engine that told it, and its number there."""
-
-    generation: str
-    number: int
 
 
 class JobEventStore:
     """Takes news of jobs down. News of a job that is over, or that nobody knows, only move the mark."""
 
-    def __init__(self, database: Database, clock: Callable[[], float], folder: Path) -> None:
-        self._database, self._clock, self._folder = database, clock, folder
+    def __init__(
+        self, database: Database, clock: Callable[[], float], relative: Callable[[Path], Path]
+    ) -> None:
+        """`relative` makes paths as rows hold them."""
+        self._database, self._clock, self._relative = database, clock, relative
 
-    async def seen(self, mark: Mark) -> bool:
+    async def seen(self, mark: NewsMark) -> bool:
         """Tells whether this piece has been written down."""
-        found = select(news.c.number).where(news.c.generation == mark.generation)
-        number = await self._database.read(lambda connection: connection.execute(found).scalar())
-        return number is not None and mark.number <= number
+        return await self._database.read(
+            lambda session: _is_seen(session.get(NewsMark, mark.generation), mark)
+        )
 
     async def forget_engines_before(self, generation: str) -> None:
-        """An engine is gone for good once another one answers."""
-        old = delete(news).where(news.c.generation != generation)
-        await self._database.write(lambda connection: connection.execute(old))
+        """Forgets the marks of all engines but this one: an engine never comes back once another answers."""
+        old = delete(NewsMark).where(NewsMark.generation != generation)
+        await self._database.write(lambda session: session.execute(old))
 
-    async def skip(self, mark: Mark) -> None:
+    async def skip(self, mark: NewsMark) -> None:
         """Passes over a piece that changes nothing."""
-        await self._database.write(lambda connection: _move(connection, mark))
+        await self._database.write(lambda session: _move(session, mark))
 
-    async def waiting(self, mark: Mark, told: JobWaiting) -> None:
+    async def waiting(self, mark: NewsMark, told: JobWaiting) -> None:
         """The job cannot begin yet."""
 
-        def write(connection: Connection, job: JobRecord) -> None:
-            _change_status(connection, job, JobStatus.RUNNING, JobStatus.QUEUED)
-            add_event(connection, job.id, int(self._clock()), f"Fine-tuning job {told.reason}")
+        def write(session: Session, job: JobRecord, now: int) -> None:
+            _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
+            add_event(session, job, now, f"Fine-tuning job {told.reason}")
 
         await self._take(mark, told.job, write)
 
-    async def noted(self, mark: Mark, told: JobNote) -> None:
+    async def noted(self, mark: NewsMark, told: JobNote) -> None:
         """The job goes on, otherwise than it was asked for."""
+        await self._take(
+            mark, told.job, lambda session, job, now: add_event(session, job, now, told.text, "warn")
+        )
 
-        def write(connection: Connection, job: JobRecord) -> None:
-            add_event(connection, job.id, int(self._clock()), told.text, "warn")
-
-        await self._take(mark, told.job, write)
-
-    async def started(self, mark: Mark, told: JobStarted) -> None:
+    async def started(self, mark: NewsMark, told: JobStarted) -> None:
         """The job has begun, or goes on from a checkpoint."""
 
-        def write(connection: Connection, job: JobRecord) -> None:
-            _change_status(connection, job, JobStatus.QUEUED, JobStatus.RUNNING)
-            values = {"step": told.step, "steps": told.steps, "stepped": self._clock()}
-            connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
-            now = int(self._clock())
+        def write(session: Session, job: JobRecord, now: int) -> None:
+            _change_status(job, JobStatus.QUEUED, JobStatus.RUNNING)
+            job.step, job.steps, job.stepped = told.step, told.steps, self._clock()
             if told.step:
-                add_event(connection, job.id, now, f"Fine-tuning job resumed from step {told.step}")
+                add_event(session, job, now, f"Fine-tuning job resumed from step {told.step}")
                 return
-            add_event(connection, job.id, now, f"Fine-tuning job started: {told.steps} steps")
+            add_event(session, job, now, f"Fine-tuning job started: {told.steps} steps")
             if lost := _lost(told):
-                add_event(connection, job.id, now, lost, "warn")
+                add_event(session, job, now, lost, "warn")
 
         await self._take(mark, told.job, write)
 
-    async def stepped(self, mark: Mark, told: JobStep) -> None:
+    async def stepped(self, mark: NewsMark, told: JobStep) -> None:
         """An optimizer step."""
 
-        def write(connection: Connection, job: JobRecord) -> None:
-            at = (events.c.job == job.id) & (events.c.step == told.step)
-            before = connection.execute(select(events.c.data).where(at)).scalar()
-            repeated = before["tokens"] if before else 0
-            pace = told.seconds if job.pace is None else job.pace + _PACE * (told.seconds - job.pace)
-            values = {
-                "step": told.step,
-                "trained_tokens": job.trained_tokens + told.tokens - repeated,
-                "pace": pace,
-                "stepped": self._clock(),
-            }
-            connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
-            figures = {"message": _line(told, job.steps), "data": _figures(told, job.steps)}
-            if before is not None:
-                connection.execute(update(events).where(at).values(figures))
-                return
-            row = {"id": new_id("ftevent"), "job": job.id, "created": int(self._clock()), "step": told.step}
-            connection.execute(insert(events).values({**row, **figures, "level": "info", "type": "metrics"}))
+        def write(session: Session, job: JobRecord, now: int) -> None:
+            event = _at(session, Event, told)
+            if event is None:
+                event = Event(new_id("ftevent"), job.id, now, "info", "", "metrics", step=told.step)
+                session.add(event)
+            elif event.data is not None:  # a step that is repeated
+                job.trained_tokens -= event.data["tokens"]
+            event.message, event.data = _line(told, job.steps), _figures(told, job.steps)
+            job.step, job.stepped = told.step, self._clock()
+            job.trained_tokens += told.tokens
+            job.pace = told.seconds if job.pace is None else job.pace + _PACE * (told.seconds - job.pace)
 
         await self._take(mark, told.job, write)
 
-    async def checkpointed(self, mark: Mark, told: JobCheckpoint) -> None:
+    async def checkpointed(self, mark: NewsMark, told: JobCheckpoint) -> None:
         """A checkpoint is on disk; it can be sampled by its name from now on."""
 
-        def write(connection: Connection, job: JobRecord) -> None:
-            name, now = f"{job.name}:ckpt-step-{told.step}", int(self._clock())
-            contents = {
-                "path": relative(Path(told.path), self._folder),
-                "digest": told.digest,
-                "metrics": _losses(told),
-            }
-            row = {"id": new_id("ftckpt"), "job": job.id, "step": told.step, "name": name, "created": now}
-            _add_validation(connection, told)
-            at = (checkpoints.c.job == job.id) & (checkpoints.c.step == told.step)
-            if connection.execute(update(checkpoints).where(at).values(contents)).rowcount:
-                return  # an engine that goes on from it tells of it again
-            connection.execute(insert(checkpoints).values({**row, **contents}))
-            add_event(connection, job.id, now, f"Checkpoint created at step {told.step}: {name}")
+        def write(session: Session, job: JobRecord, now: int) -> None:
+            path, losses = self._relative(Path(told.path)), _losses(told)
+            _add_validation(session, told)
+            known = _at(session, CheckpointRecord, told)
+            if known is not None:  # an engine that goes on from it tells of it again
+                known.path, known.digest, known.metrics = path, told.digest, losses
+                return
+            id, name = new_id("ftckpt"), f"{job.name}:ckpt-step-{told.step}"
+            session.add(CheckpointRecord(id, job.id, told.step, name, path, told.digest, now, losses))
+            add_event(session, job, now, f"Checkpoint created at step {told.step}: {name}")
 
         await self._take(mark, told.job, write)
 
-    async def succeeded(self, mark: Mark, id: str, step: int, adapter: Adapter, result: File) -> None:
+    async def succeeded(self, mark: NewsMark, id: str, step: int, adapter: Adapter, result: File) -> None:
         """A job is done; its adapter and its result file are on disk and become visible with this."""
 
-        def write(connection: Connection, job: JobRecord) -> None:
-            now = int(self._clock())
-            insert_adapter(connection, adapter, self._folder)
-            insert_file(connection, result)
-            values = {"status": JobStatus.SUCCEEDED, "finished": now, "result_file": result.id, "step": step}
-            connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
-            add_event(connection, job.id, now, f"New fine-tuned model created: {adapter.name}")
-            add_event(connection, job.id, now, "The job has successfully completed")
+        def write(session: Session, job: JobRecord, now: int) -> None:
+            add_adapter(session, adapter)
+            session.add(result)
+            job.status, job.finished, job.result_file, job.step = JobStatus.SUCCEEDED, now, result.id, step
+            add_event(session, job, now, f"New fine-tuned model created: {adapter.name}")
+            add_event(session, job, now, "The job has successfully completed")
 
         await self._take(mark, id, write)
 
-    async def failed(self, mark: Mark, id: str, error: dict[str, Any]) -> None:
+    async def failed(self, mark: NewsMark, id: str, error: dict[str, Any]) -> None:
         """A job cannot go on. `error` has a code, a message and a param, as OpenAI shows them."""
+        await self._take(mark, id, lambda session, job, now: fail_job(session, job, now, error))
 
-        def write(connection: Connection, job: JobRecord) -> None:
-            now = int(self._clock())
-            values = {"status": JobStatus.FAILED, "finished": now, "error": error}
-            connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
-            add_event(connection, job.id, now, f"The job failed: {error['message']}", "error")
-
-        await self._take(mark, id, write)
-
-    async def stopped(self, mark: Mark, id: str) -> None:
+    async def stopped(self, mark: NewsMark, id: str) -> None:
         """A job left the engine and can go on: it waits again, unless it is paused."""
+        await self._take(
+            mark, id, lambda session, job, now: _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
+        )
 
-        def write(connection: Connection, job: JobRecord) -> None:
-            _change_status(connection, job, JobStatus.RUNNING, JobStatus.QUEUED)
+    async def cancelled(self, mark: NewsMark, id: str) -> None:
+        """A job has ended as cancelled; mostly the database knows that already."""
 
-        await self._take(mark, id, write)
-
-    async def cancelled(self, mark: Mark, id: str) -> None:
-        """A job was ended for good; mostly that is known already."""
-
-        def write(connection: Connection, job: JobRecord) -> None:
-            values = {"status": JobStatus.CANCELLED, "finished": int(self._clock())}
-            connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
+        def write(session: Session, job: JobRecord, now: int) -> None:
+            job.status, job.finished = JobStatus.CANCELLED, now
 
         await self._take(mark, id, write)
 
-    async def _take(self, mark: Mark, id: str, work: Callable[[Connection, JobRecord], None]) -> None:
-        def write(connection: Connection) -> None:
-            if not _move(connection, mark):
-                return
-            job = job_in(connection, id)
-            if job is not None and not job.status.is_final:
-                work(connection, job)
+    async def _take(self, mark: NewsMark, id: str, work: Callable[[Session, JobRecord, int], None]) -> None:
+        """Has `work` change the job, at a whole second, where the mark moves and the job is not over."""
+
+        def write(session: Session) -> None:
+            if _move(session, mark):
+                job = job_in(session, id)
+                if job is not None and not job.status.is_final:
+                    work(session, job, int(self._clock()))
 
         await self._database.write(write)
 
 
-def _change_status(connection: Connection, job: JobRecord, before: JobStatus, after: JobStatus) -> None:
-    """Unless it was asked to be something else meanwhile."""
-    at = (jobs.c.id == job.id) & (jobs.c.status == before)
-    connection.execute(update(jobs).where(at).values(status=after))
+def _change_status(job: JobRecord, before: JobStatus, after: JobStatus) -> None:
+    """Changes a status, unless the job was asked for another one meanwhile."""
+    if job.status == before:
+        job.status = after
 
 
-def _move(connection: Connection, mark: Mark) -> bool:
+def _is_seen(known: NewsMark | None, mark: NewsMark) -> bool:
+    return known is not None and mark.number <= known.number
+
+
+def _move(session: Session, mark: NewsMark) -> bool:
     """Moves the mark to this piece; False if it was there before."""
-    number = select(news.c.number).where(news.c.generation == mark.generation)
-    before = connection.execute(number).scalar()
-    if before is not None and mark.number <= before:
+    known = session.get(NewsMark, mark.generation)
+    if _is_seen(known, mark):
         return False
-    values = {"generation": mark.generation, "number": mark.number}
-    moved = upsert(news).values(values)
-    connection.execute(
-        moved.on_conflict_do_update(index_elements=["generation"], set_={"number": mark.number})
-    )
+    session.merge(mark)
     return True
 
 
-def _add_validation(connection: Connection, told: JobCheckpoint) -> None:
-    """The validation loss is known some time after its step: the step's figures get it now."""
-    if told.validation_loss is None:
-        return
-    at = (events.c.job == told.job) & (events.c.step == told.step)
-    figures = connection.execute(select(events.c.data).where(at)).scalar()
-    if figures is not None:
-        known = {**figures, "valid_loss": _finite(told.validation_loss)}
-        connection.execute(update(events).where(at).values(data=known))
+def _at(session: Session, kind: type[OfStep], told: JobStep | JobCheckpoint) -> OfStep | None:
+    """The row of one optimizer step of a job."""
+    return session.scalar(select(kind).where(kind.job == told.job, kind.step == told.step))
+
+
+def _add_validation(session: Session, told: JobCheckpoint) -> None:
+    """Adds the validation loss, which is known some time after its step, to the step's figures."""
+    event = None if told.validation_loss is None else _at(session, Event, told)
+    if event is not None and event.data is not None:
+        event.data = {**event.data, "valid_loss": _finite(told.validation_loss)}
 
 
 def _lost(told: JobStarted) -> str | None:

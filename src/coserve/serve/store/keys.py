@@ -32,7 +32,7 @@ def prefix_of(secret: str) -> str:
 
 
 def digest_of(secret: str) -> bytes:
-    """Digest of a key, which is what is kept."""
+    """SHA-256 of a key: all that is kept of it."""
     return hashlib.sha256(secret.encode()).digest()
 
 

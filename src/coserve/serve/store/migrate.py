@@ -12,15 +12,16 @@ from sqlalchemy import Connection, inspect
 
 from coserve.errors import StateError
 from coserve.serve.store.examine import DAMAGED, cannot_be_used
-from coserve.serve.store.tables import metadata
+from coserve.serve.store.records import TableRow
 
 _FOLDER: Final = Path(__file__).parent / "migrations"
 
 
 def migrate(connection: Connection, name: str) -> None:
-    """Runs what is missing, all of it or none; `name` is what messages call the database.
+    """Runs the migrations that a database lacks, all of them or none; `name` is what messages call the
+    database.
 
-    Raises StateError for one that a newer coserve has written.
+    Raises StateError for a database that a newer coserve has written.
     """
     scripts = ScriptDirectory(str(_FOLDER), version_locations=[str(_FOLDER)])
     known = {script.revision for script in scripts.walk_revisions()}
@@ -40,7 +41,7 @@ def migrate(connection: Connection, name: str) -> None:
         return steps[::-1]
 
     with EnvironmentContext(Config(), scripts, fn=missing) as environment:
-        environment.configure(connection=connection, target_metadata=metadata)
+        environment.configure(connection=connection, target_metadata=TableRow.metadata)
         environment.run_migrations()
-    if missing_tables := metadata.tables.keys() - set(inspect(connection).get_table_names()):
+    if missing_tables := TableRow.metadata.tables.keys() - set(inspect(connection).get_table_names()):
         raise cannot_be_used(name, f"it has no table {min(missing_tables)!r}; {DAMAGED}")

@@ -12,8 +12,8 @@ OWNER_ONLY: Final = 0o077  # what a mode may not hold, and the umask of all proc
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder, or takes it from group and others. Raises ConfigError if it is somebody else's, and
-    OSError where it cannot be made."""
+    """Makes a folder, or takes the rights of group and others on it. Raises ConfigError if it belongs to
+    another user, and OSError where it cannot be made."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _take(folder)
 

@@ -1,21 +1,18 @@
-"""Quarantine: what brought engines down, kept for the operator, and what is suspected, for the next API."""
+"""Quarantine: the work that crashed engines, for the operator, and the suspects, for the next API process."""
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
-from typing import Any, Final
+from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
-from sqlalchemy.dialects.sqlite import insert as upsert
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
 
 from coserve.core.job_status import JobStatus
 from coserve.serve.store.adapters import AdapterStore
-from coserve.serve.store.database import Database, columns_of
+from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
-from coserve.serve.store.jobs import add_event, job_in
-from coserve.serve.store.records import QuarantineRecord
-from coserve.serve.store.tables import jobs, quarantine, suspects
+from coserve.serve.store.jobs import add_event, fail_job, job_in
+from coserve.serve.store.records import QuarantineRecord, SuspectRecord
 
-_FIELDS: Final = tuple(field.name for field in fields(QuarantineRecord))
 Suspects = dict[tuple[str, str], tuple[int, int]]  # kind and subject: crashes, and progress
 
 
@@ -27,32 +24,26 @@ class QuarantineStore:
 
     async def list(self) -> tuple[QuarantineRecord, ...]:
         """Lists what is quarantined, the oldest first."""
-        found = columns_of(quarantine, _FIELDS).order_by(quarantine.c.number)
-        return await self._database.read(
-            lambda connection: tuple(QuarantineRecord(**row) for row in connection.execute(found).mappings())
-        )
+        found = select(QuarantineRecord).order_by(QuarantineRecord.number)
+        return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def reason(self, kind: str, subject: str) -> str | None:
         """Reason that something is quarantined; None where it is not."""
-        found = select(quarantine.c.reason).where(_is(kind, subject))
-        return await self._database.read(lambda connection: connection.execute(found).scalar())
+        return await self._database.read(lambda session: _reason(session, kind, subject))
 
     async def add(self, kind: str, subject: str, reason: str, details: dict[str, Any] | None) -> None:
         """Puts something into quarantine; a job fails with it, and keeps what it could go on from."""
         adapter = await self._adapters.get(subject) if kind == "adapter" else None
 
-        def write(connection: Connection) -> None:
+        def write(session: Session) -> None:
             now = int(self._clock())
             tenant = None if adapter is None else adapter.tenant
-            if kind == "job" and (job := job_in(connection, subject)) is not None:
+            if kind == "job" and (job := job_in(session, subject)) is not None:
                 tenant = job.tenant
                 if not job.status.is_final:
-                    error = {"code": "quarantined", "message": reason, "param": None}
-                    values = {"status": JobStatus.FAILED, "finished": now, "error": error}
-                    connection.execute(update(jobs).where(jobs.c.id == subject).values(values))
-                    add_event(connection, subject, now, f"The job failed: {reason}", "error")
-            row = asdict(QuarantineRecord(new_id("quar"), kind, subject, reason, now, tenant, details))
-            connection.execute(upsert(quarantine).values(row).on_conflict_do_nothing())
+                    fail_job(session, job, now, {"code": "quarantined", "message": reason, "param": None})
+            if _reason(session, kind, subject) is None:
+                session.add(QuarantineRecord(new_id("quar"), kind, subject, reason, now, tenant, details))
 
         await self._database.write(write)
 
@@ -62,19 +53,16 @@ class QuarantineStore:
         A job is paused then: whoever owns it lets it go on.
         """
 
-        def write(connection: Connection) -> QuarantineRecord | None:
-            named = (quarantine.c.id == id) | (quarantine.c.subject == id)
-            row = connection.execute(columns_of(quarantine, _FIELDS).where(named)).mappings().first()
-            if row is None:
+        def write(session: Session) -> QuarantineRecord | None:
+            named = (QuarantineRecord.id == id) | (QuarantineRecord.subject == id)
+            found = session.scalars(select(QuarantineRecord).where(named)).first()
+            if found is None:
                 return None
-            found = QuarantineRecord(**row)
-            connection.execute(delete(quarantine).where(quarantine.c.id == found.id))
-            at = (jobs.c.id == found.subject) & (jobs.c.status == JobStatus.FAILED)
-            if found.kind == "job":
-                values = {"status": JobStatus.PAUSED, "finished": None, "error": None}
-                if connection.execute(update(jobs).where(at).values(values)).rowcount:
-                    now = int(self._clock())
-                    add_event(connection, found.subject, now, "The job was released, and is paused")
+            session.delete(found)
+            job = job_in(session, found.subject) if found.kind == "job" else None
+            if job is not None and job.status == JobStatus.FAILED:
+                job.status, job.finished, job.error = JobStatus.PAUSED, None, None
+                add_event(session, job, int(self._clock()), "The job was released, and is paused")
             return found
 
         return await self._database.write(write)
@@ -82,26 +70,22 @@ class QuarantineStore:
     async def suspects(self) -> Suspects:
         """Lists what is on probation."""
 
-        def read(connection: Connection) -> Suspects:
-            rows = connection.execute(select(suspects))
+        def read(session: Session) -> Suspects:
+            rows = session.scalars(select(SuspectRecord))
             return {(row.kind, row.subject): (row.crashes, row.progress) for row in rows}
 
         return await self._database.read(read)
 
     async def suspect(self, found: Suspects) -> None:
         """Puts these, and no others, on probation."""
-        rows = [
-            {"kind": kind, "subject": subject, "crashes": crashes, "progress": progress}
-            for (kind, subject), (crashes, progress) in found.items()
-        ]
 
-        def write(connection: Connection) -> None:
-            connection.execute(delete(suspects))
-            if rows:
-                connection.execute(insert(suspects), rows)
+        def write(session: Session) -> None:
+            session.execute(delete(SuspectRecord))
+            session.add_all(SuspectRecord(*item, *seen) for item, seen in found.items())
 
         await self._database.write(write)
 
 
-def _is(kind: str, subject: str) -> Any:
-    return (quarantine.c.kind == kind) & (quarantine.c.subject == subject)
+def _reason(session: Session, kind: str, subject: str) -> str | None:
+    named = (QuarantineRecord.kind == kind, QuarantineRecord.subject == subject)
+    return session.scalar(select(QuarantineRecord.reason).where(*named))

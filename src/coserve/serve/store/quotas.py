@@ -4,37 +4,36 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.tables import adapters, files, jobs
+from coserve.serve.store.records import Adapter, File, JobRecord
 
 _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."
 
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Checked in the transaction that adds something, so those who come together do not pass it together.
+    """Most that a tenant may keep. Checked in the transaction that adds something, so that requests that come
+    together do not pass together.
 
-    Raises QuotaExceeded. What the server adds, such as a job's adapter and results, is never refused.
+    Raises QuotaExceeded. Things that the server adds, such as a job's adapter and results, are never refused.
     """
 
     files: int = sys.maxsize  # uploaded files and adapters
     bytes: int = sys.maxsize  # of these and of result files
     jobs: int = sys.maxsize  # that are not over
 
-    def check_storage(
-        self, connection: Connection, folder: Path, tenant: str, size: int, number: int = 1
-    ) -> None:
-        """Tells whether `number` more uploads of `size` bytes in all have room; `folder` is the state
-        folder."""
-        uploaded = _uploaded_adapters(connection, folder, tenant)
-        owned = select(func.count(), func.coalesce(func.sum(files.c.bytes), 0)).where(
-            files.c.tenant == tenant
-        )
-        _, stored = connection.execute(owned).one()
-        has, _ = connection.execute(owned.where(files.c.purpose == "fine-tune")).one()
+    def check_storage(self, session: Session, folder: Path, tenant: str, size: int, number: int = 1) -> None:
+        """Raises QuotaExceeded where `number` more uploads of `size` bytes in all have no room; `folder` is
+        the state folder."""
+        own = select(Adapter.path).where(Adapter.tenant == tenant, Adapter.job.is_(None))
+        uploaded = [bytes_in(folder / path) for path in session.scalars(own)]
+        owned = select(func.count(), func.coalesce(func.sum(File.bytes), 0)).where(File.tenant == tenant)
+        _, stored = session.execute(owned).one()
+        has, _ = session.execute(owned.where(File.purpose == "fine-tune")).one()
         has += len(uploaded)
         stored += sum(uploaded)
         if has + number > self.files:
@@ -48,21 +47,15 @@ class Quotas:
                 f"{stored + size}, and may have {self.bytes}: {_HOW}"
             )
 
-    def check_jobs(self, connection: Connection, tenant: str) -> None:
-        """Tells whether the tenant may have one more job."""
-        found = select(func.count()).where(jobs.c.tenant == tenant, jobs.c.status.not_in(FINAL))
-        has = connection.execute(found).scalar_one()
+    def check_jobs(self, session: Session, tenant: str) -> None:
+        """Raises QuotaExceeded where the tenant may not have one more job."""
+        found = select(func.count()).where(JobRecord.tenant == tenant, JobRecord.status.not_in(FINAL))
+        has = session.scalars(found).one()
         if has >= self.jobs:
             raise QuotaExceeded(
                 f"You have {has} fine-tuning jobs that are not over, and may have {self.jobs}: wait until "
                 "one has ended, or cancel one."
             )
-
-
-def _uploaded_adapters(connection: Connection, folder: Path, tenant: str) -> list[int]:
-    """The bytes on disk of each adapter that did not come of a job."""
-    found = select(adapters.c.path).where(adapters.c.tenant == tenant, adapters.c.job.is_(None))
-    return [bytes_in(folder / path) for path in connection.execute(found).scalars()]
 
 
 def bytes_in(folder: Path) -> int:

@@ -23,7 +23,7 @@ from coserve.serve.store.jobs import JobStore
 from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import File, Tenant
+from coserve.serve.store.records import Adapter, CheckpointRecord, File
 from coserve.serve.store.tenants import TenantStore
 
 
@@ -48,15 +48,11 @@ class Store:
         self._database = Database(self.folder / "coserve.db")
         quotas = quotas or Quotas()
         self.tenants = TenantStore(self._database, clock)
-        self.files = FileStore(self._database, clock, self.folder, quotas)
-        self.jobs = JobStore(self._database, clock, self.folder, quotas)
-        self.job_events = JobEventStore(self._database, clock, self.folder)
-        self.adapters = AdapterStore(self._database, clock, self.folder, quotas)
+        self.files = FileStore(self._database, self.folder, quotas)
+        self.jobs = JobStore(self._database, clock, quotas)
+        self.job_events = JobEventStore(self._database, clock, self.path_of)
+        self.adapters = AdapterStore(self._database, self.folder, quotas)
         self.quarantine = QuarantineStore(self._database, clock, self.adapters)
-
-    async def tenant_of(self, secret: str) -> Tenant | None:
-        """Tenant of an API key; None for one that is wrong or revoked."""
-        return await self.tenants.of_key(secret)
 
     def file_path(self, file: File) -> Path:
         """Path of a file's bytes."""
@@ -70,8 +66,16 @@ class Store:
         """Folder of a finished or imported adapter."""
         return self.folder / "adapters" / adapter
 
+    def folder_of(self, found: Adapter | CheckpointRecord) -> Path:
+        """Folder that a row's path means."""
+        return self.folder / found.path
+
+    def path_of(self, folder: Path) -> Path:
+        """Path as rows hold it: the state folder may be moved, so what lies in it is found from there."""
+        return folder.relative_to(self.folder) if folder.is_relative_to(self.folder) else folder.absolute()
+
     def close(self) -> None:
-        """Waits for what is being written and lets go of the file."""
+        """Waits for writes under way and closes the database."""
         self._database.close()
 
     def __enter__(self) -> "Store":

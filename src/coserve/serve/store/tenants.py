@@ -5,17 +5,26 @@ import re
 from collections.abc import Callable, Collection
 from typing import Final
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import bindparam, delete, select
+from sqlalchemy.orm import Session
 
 from coserve.errors import ConfigError
-from coserve.serve.store import keys as secret_keys
+from coserve.serve.store import keys
 from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
-from coserve.serve.store.records import Key, Tenant
-from coserve.serve.store.tables import keys, tenants
+from coserve.serve.store.records import Key, KeyRecord, Tenant
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LOCAL: Final = Tenant("local", "local")  # owns what is made while no key exists
+
+_IN_FORCE: Final = KeyRecord.revoked.is_(None)
+# Asked for each request: made once, as making a statement takes as long as running it.
+_OWNER: Final = (
+    select(KeyRecord.digest, Tenant)
+    .join(Tenant, KeyRecord.tenant == Tenant.id)
+    .where(KeyRecord.prefix == bindparam("prefix"), _IN_FORCE)
+)
+_ANY: Final = select(KeyRecord.number).limit(1)
 
 
 class TenantStore:
@@ -27,9 +36,15 @@ class TenantStore:
 
     async def of_key(self, secret: str) -> Tenant | None:
         """The tenant whose key this is; None for one that is wrong or revoked."""
-        if not secret.isascii():
+        if not keys.is_shaped(secret):
             return None
-        return await self._database.read(lambda connection: _of_key(connection, secret))
+        prefix = {"prefix": keys.prefix_of(secret)}
+
+        def read(session: Session) -> Tenant | None:
+            found = session.execute(_OWNER, prefix)
+            return next((owner for digest, owner in found if keys.matches(secret, digest)), None)
+
+        return await self._database.read(read)
 
     async def is_open(self) -> bool:
         """Tells whether there never was a key: only then may this machine ask without one.
@@ -37,38 +52,33 @@ class TenantStore:
         Revoking the last key opens nothing; `forget_keys` is the way back.
         """
         if not self._had_keys:
-            found = select(keys.c.number).limit(1)
-            self._had_keys = await self._database.read(
-                lambda connection: connection.execute(found).first() is not None
-            )
+            self._had_keys = await self._database.read(lambda session: session.scalar(_ANY)) is not None
         return not self._had_keys
 
     async def forget_keys(self) -> bool:
         """Makes it as if there had never been a key; False, and nothing happens, while one is in force."""
 
-        def write(connection: Connection) -> bool:
-            if connection.execute(select(keys.c.number).where(keys.c.revoked.is_(None))).first() is not None:
+        def write(session: Session) -> bool:
+            if session.scalar(_ANY.where(_IN_FORCE)) is not None:
                 return False
-            connection.execute(delete(keys))
+            session.execute(delete(KeyRecord))
             return True
 
         return await self._database.write(write)
 
     async def any_keys(self) -> bool:
         """Tells whether any key is in force."""
-        found = select(keys.c.number).where(keys.c.revoked.is_(None)).limit(1)
-        return await self._database.read(lambda connection: connection.execute(found).first() is not None)
+        return await self._database.read(lambda session: session.scalar(_ANY.where(_IN_FORCE))) is not None
 
     async def get(self, tenant: str) -> Tenant | None:
         """The tenant with this id."""
-        return await self._database.read(lambda connection: _tenant(connection, id=tenant))
+        found = select(Tenant).where(Tenant.id == tenant)
+        return await self._database.read(lambda session: session.scalar(found))
 
     async def list(self) -> tuple[Tenant, ...]:
         """All tenants, the oldest first."""
-        found = select(tenants.c.id, tenants.c.name, tenants.c.weight).order_by(tenants.c.number)
-        return await self._database.read(
-            lambda connection: tuple(Tenant(**row) for row in connection.execute(found).mappings())
-        )
+        found = select(Tenant).order_by(Tenant.number)
+        return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def create_key(self, tenant: str, weight: float | None = None) -> tuple[Key, str]:
         """A new key for the tenant of this name, who is created at need, and its secret.
@@ -80,69 +90,45 @@ class TenantStore:
             raise ConfigError(f"a tenant's name is 1 to 64 letters, digits, '.', '_' or '-', not {tenant!r}")
         if weight is not None and not 0.0 < weight < math.inf:
             raise ConfigError(f"a tenant's weight must be a number above 0, not {weight}")
-        secret = secret_keys.draw()
+        secret = keys.draw()
 
-        def write(connection: Connection) -> Key:
-            owner = _tenant(connection, name=tenant) or self._add(connection, tenant)
-            if weight is not None:
-                connection.execute(update(tenants).where(tenants.c.id == owner.id).values(weight=weight))
-            key = Key(new_id("key"), owner.name, secret_keys.prefix_of(secret), int(self._clock()))
-            connection.execute(
-                insert(keys).values(
-                    id=key.id,
-                    tenant=owner.id,
-                    prefix=key.prefix,
-                    digest=secret_keys.digest_of(secret),
-                    created=key.created,
-                )
-            )
-            return key
+        def write(session: Session) -> Key:
+            now = int(self._clock())
+            owner = session.scalar(select(Tenant).where(Tenant.name == tenant))
+            if owner is None:
+                owner = Tenant(new_id("tenant"), tenant, created=now)
+                session.add(owner)
+                session.flush()  # before the key that names it
+            owner.weight = owner.weight if weight is None else weight
+            prefix, digest = keys.prefix_of(secret), keys.digest_of(secret)
+            key = KeyRecord(new_id("key"), owner.id, prefix, digest, now)
+            session.add(key)
+            return Key(key.id, owner.name, prefix, now)
 
         return await self._database.write(write), secret
 
     async def keys(self) -> tuple[Key, ...]:
         """All keys, revoked ones too, the oldest first."""
         found = (
-            select(keys.c.id, tenants.c.name.label("tenant"), keys.c.prefix, keys.c.created, keys.c.revoked)
-            .join(tenants, keys.c.tenant == tenants.c.id)
-            .order_by(keys.c.number)
+            select(KeyRecord.id, Tenant.name, KeyRecord.prefix, KeyRecord.created, KeyRecord.revoked)
+            .join(Tenant, KeyRecord.tenant == Tenant.id)
+            .order_by(KeyRecord.number)
         )
-        return await self._database.read(
-            lambda connection: tuple(Key(**row) for row in connection.execute(found).mappings())
-        )
+        return await self._database.read(lambda session: tuple(Key(*row) for row in session.execute(found)))
 
     async def revoke_key(self, key: str) -> bool:
         """Takes a key out of force at once, by its id or its prefix; False if no such key is in force."""
-        named = (keys.c.id == key) | (keys.c.prefix == key)
-        change = update(keys).where(named, keys.c.revoked.is_(None)).values(revoked=int(self._clock()))
-        return await self._database.write(lambda connection: connection.execute(change).rowcount > 0)
+        named = (KeyRecord.id == key) | (KeyRecord.prefix == key)
+
+        def write(session: Session) -> bool:
+            found = session.scalars(select(KeyRecord).where(named, _IN_FORCE)).all()
+            for one in found:
+                one.revoked = int(self._clock())
+            return bool(found)
+
+        return await self._database.write(write)
 
     async def revoked(self, digests: Collection[bytes]) -> frozenset[bytes]:
         """Subset of these digests (`keys.digest_of`) whose keys have been revoked."""
-        found = select(keys.c.digest).where(keys.c.digest.in_(digests), keys.c.revoked.is_not(None))
-        return await self._database.read(lambda c: frozenset(c.execute(found).scalars()))
-
-    def _add(self, connection: Connection, name: str) -> Tenant:
-        tenant = Tenant(new_id("tenant"), name)
-        connection.execute(
-            insert(tenants).values(id=tenant.id, name=name, weight=tenant.weight, created=int(self._clock()))
-        )
-        return tenant
-
-
-def _tenant(connection: Connection, **where: str) -> Tenant | None:
-    found = select(tenants.c.id, tenants.c.name, tenants.c.weight).filter_by(**where)
-    row = connection.execute(found).mappings().first()
-    return None if row is None else Tenant(**row)
-
-
-def _of_key(connection: Connection, secret: str) -> Tenant | None:
-    found = (
-        select(keys.c.digest, tenants.c.id, tenants.c.name, tenants.c.weight)
-        .join(tenants, keys.c.tenant == tenants.c.id)
-        .where(keys.c.prefix == secret_keys.prefix_of(secret), keys.c.revoked.is_(None))
-    )
-    for row in connection.execute(found):
-        if secret_keys.matches(secret, row.digest):
-            return Tenant(row.id, row.name, row.weight)
-    return None
+        found = select(KeyRecord.digest).where(KeyRecord.digest.in_(digests), KeyRecord.revoked.is_not(None))
+        return await self._database.read(lambda session: frozenset(session.scalars(found)))

@@ -22,7 +22,8 @@ _COLUMNS: Final = ("step", "train_loss", "valid_loss", "learning_rate", "grad_no
 
 
 class Artifacts:
-    """Brings in jobs that succeeded. Names come from the job's id: a second attempt finds the first one's."""
+    """Keeps what jobs that succeeded made. Names come from the job's id: a second attempt finds the files of
+    the first."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -35,10 +36,12 @@ class Artifacts:
         checkpoint = await self._checkpoint(job, step)
         folder = self._store.adapter_folder(f"adapter-{tail_of(job.id)}")
         if not folder.exists():
-            await asyncio.to_thread(check, checkpoint.path)
-            await asyncio.to_thread(copy_adapter, checkpoint.path, folder, sys.maxsize)
+            trained = self._store.folder_of(checkpoint)
+            await asyncio.to_thread(check, trained)
+            await asyncio.to_thread(copy_adapter, trained, folder, sys.maxsize)
         now = int(time.time())
-        adapter = Adapter(folder.name, job.name, folder, job.base, now, job.tenant, job.model, job.id)
+        path = self._store.path_of(folder)
+        adapter = Adapter(folder.name, job.name, path, job.base, now, job.tenant, job.model, job.id)
         return adapter, await self._write_results(job, now)
 
     async def _checkpoint(self, job: JobRecord, step: int) -> CheckpointRecord:

@@ -26,8 +26,7 @@ from coserve.serve.engine.probation import WorkItem
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.durable import drop_resume_state, sweep
-from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import JobRecord
+from coserve.serve.store.records import JobRecord, NewsMark
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
 from coserve.serve.training.recipe import spec_of
@@ -51,7 +50,7 @@ from coserve.wire.messages import (
 log = logging.getLogger(__name__)
 _GOOD_CHECKPOINTS: Final = 2  # that a running job can go on from: the newest, and one if that is damaged
 
-# What OpenAI calls the reasons that a job may fail for.
+# Reasons for a job's failure, in OpenAI's words.
 _CODES: Final = {
     "DataError": "invalid_training_file",
     "LossNotFinite": "loss_not_finite",
@@ -96,7 +95,7 @@ class JobController:
         return await self._now(job)
 
     async def cancel(self, job: JobRecord) -> JobRecord:
-        """Ends a job for good; its checkpoints stay. Raises ConflictError if it is over."""
+        """Ends a job, which cannot be resumed; its checkpoints stay. Raises ConflictError if it is over."""
         return await self._change(
             job, (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED), JobStatus.CANCELLED
         )
@@ -116,7 +115,7 @@ class JobController:
         return self._waiting.get(job.id, f"waits until one of {self._settings.max_jobs} jobs that train ends")
 
     def drain(self) -> None:
-        """The server stops: no job is started any more."""
+        """Starts no job any more, as the server stops."""
         self._draining = True
 
     async def _change(
@@ -173,7 +172,7 @@ class JobController:
     async def _heard(self, numbered: Numbered) -> None:
         """Writes a piece of news down; it is acknowledged once this has returned."""
         async with self._turn:
-            mark = Mark(self._generation, numbered.number)
+            mark = NewsMark(self._generation, numbered.number)
             self._follow(numbered.news)
             if not await self._store.job_events.seen(mark):
                 try:
@@ -214,7 +213,7 @@ class JobController:
         async with self._turn:
             await self._store.quarantine.add(kind, subject, guilty.reason, details)
 
-    async def _write(self, mark: Mark, news: JobNews) -> None:
+    async def _write(self, mark: NewsMark, news: JobNews) -> None:
         match news:
             case JobWaiting():
                 self._waiting[news.job] = news.reason
@@ -236,7 +235,7 @@ class JobController:
                 self._weights.pop(news.job, None)
                 await self._ended(mark, news)
 
-    async def _ended(self, mark: Mark, news: JobEnded) -> None:
+    async def _ended(self, mark: NewsMark, news: JobEnded) -> None:
         match news.status:
             case JobStatus.SUCCEEDED:
                 await self._succeeded(mark, news)
@@ -249,7 +248,7 @@ class JobController:
                 await self._store.job_events.cancelled(mark, news.job)
         await self._drop_resume_state(news.job, keep=0)
 
-    async def _succeeded(self, mark: Mark, news: JobEnded) -> None:
+    async def _succeeded(self, mark: NewsMark, news: JobEnded) -> None:
         jobs = {job.id: job for job in await self._store.jobs.unfinished()}
         job = jobs.get(news.job)
         if job is None:
@@ -263,16 +262,16 @@ class JobController:
         else:
             await self._store.job_events.succeeded(mark, job.id, news.step, adapter, result)
 
-    async def _failed(self, mark: Mark, job: str, fault: Fault | None) -> None:
+    async def _failed(self, mark: NewsMark, job: str, fault: Fault | None) -> None:
         fault = fault or Fault("JobError", "the engine did not say why")
         param = "training_file" if fault.kind == "DataError" else None
         error = {"code": _CODES.get(fault.kind, "job_failed"), "message": fault.text, "param": param}
         await self._store.job_events.failed(mark, job, error)
 
-    # What the engine is told
+    # Commands to the engine
 
     async def _bring_in(self) -> None:
-        """Fills the engine with jobs, and tells it everybody's share."""
+        """Starts waiting jobs while the engine has room, and tells it each job's share."""
         if not self._link.ready or self._draining:
             return
         weights = {tenant.id: tenant.weight for tenant in await self._store.tenants.list()}
@@ -332,7 +331,8 @@ class JobController:
         return [job for job in jobs if job.base == self._settings.base_name]
 
     async def _drop_resume_state(self, job: str, keep: int) -> None:
-        """Optimizer states are twice the size of what they train: all but the newest `keep` are dropped."""
+        """Drops the optimizer states, twice the size of the weights, of all but the newest `keep`
+        checkpoints."""
         newest_last = await self._store.jobs.all_checkpoints(job)
         for checkpoint in newest_last[: max(0, len(newest_last) - keep)]:
-            await asyncio.to_thread(drop_resume_state, checkpoint.path)
+            await asyncio.to_thread(drop_resume_state, self._store.folder_of(checkpoint))

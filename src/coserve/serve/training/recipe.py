@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coserve.serve.errors import ApiError
-from coserve.serve.schema.jobs import Hyperparameters, JobRequest, Optimizer
+from coserve.serve.schema.jobs import Hyperparameters, JobRequest, OptimizerSettings
 from coserve.serve.store.records import JobRecord
 from coserve.serve.store.store import Store
 from coserve.wire.messages import JobSpec
@@ -41,7 +41,7 @@ def recipe_of(asked: JobRequest, examples: int, width: int, seed: int, continues
 
     Raises ApiError 400 where two fields contradict each other.
     """
-    wanted, optimizer = _hyperparameters(asked), asked.optimizer or Optimizer()
+    wanted, optimizer = _hyperparameters(asked), asked.optimizer or OptimizerSettings()
     if continues and asked.peft is not None:
         message = "An adapter that is trained further keeps its shape: 'peft' is for new ones."
         raise ApiError(400, message, param="peft", code="invalid_value")
@@ -107,7 +107,7 @@ def _hyperparameters(asked: JobRequest) -> Hyperparameters:
     return inner or asked.hyperparameters or Hyperparameters()
 
 
-def _rate(wanted: Hyperparameters, optimizer: Optimizer, usual: float) -> tuple[float, float]:
+def _rate(wanted: Hyperparameters, optimizer: OptimizerSettings, usual: float) -> tuple[float, float]:
     """The learning rate, and which multiple of the usual one that is."""
     multiplier = wanted.learning_rate_multiplier
     if optimizer.learning_rate is None:

@@ -36,8 +36,8 @@ class TrainingWatch:
                 self._metrics.finetune_loss.remove(news.job)
 
     def connected(self, jobs: Collection[str]) -> None:
-        """Forgets all that trained in an engine before this one, which has `jobs`: what was cancelled, paused
-        or quarantined in between ends without news, and what goes on here says so."""
+        """Forgets the jobs that trained in an engine before this one, which has `jobs`: jobs that were
+        cancelled, paused or quarantined in between end without news, and jobs that go on here report it."""
         for job in self._owners.keys() - set(jobs):
             self._queue.note_job(self._owners.pop(job), job, trains=False)
             self._metrics.finetune_loss.remove(job)

@@ -10,23 +10,23 @@ from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason, SamplingParams
 from coserve.errors import AdapterMismatch, AdapterNotFound, EngineLost, StateError
 from coserve.serve.engine import link as link_module
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.engine.link import MOST_LIVES, EngineLink
 from coserve.serve.engine.live import AnswerRequest
 from coserve.wire.messages import (
     Acknowledge,
+    AddAdapter,
     Cancel,
     Drain,
     Fault,
     Hello,
     JobEnded,
-    LoadAdapter,
     Numbered,
+    RemoveAdapter,
     StopJob,
     Submit,
     Token,
-    UnloadAdapter,
 )
+from fake_engine import FakeEngine
 from waiting import until
 
 Story = Callable[[FakeEngine, EngineLink], Coroutine[Any, Any, None]]
@@ -167,12 +167,12 @@ def test_adapters_are_loaded_on_first_use_of_each_engine(tmp_path: Path) -> None
     async def story(fake: FakeEngine, link: EngineLink) -> None:
         wanted = [request(f"r{i}", adapter="a", folder=tmp_path / "a") for i in range(3)]
         await asyncio.gather(*(answer(link, one) for one in wanted))
-        assert len(said(fake, LoadAdapter)) == 1
+        assert len(said(fake, AddAdapter)) == 1
         await fake.die()
         await until(lambda: not link.ready)
         await fake.start()
         await answer(link, wanted[0])
-        assert len(said(fake, LoadAdapter)) == 2 and fake.adapters == {"a": str(tmp_path / "a")}
+        assert len(said(fake, AddAdapter)) == 2 and fake.adapters == {"a": str(tmp_path / "a")}
 
     play(tmp_path, story)
 
@@ -188,7 +188,7 @@ def test_an_adapter_that_an_engine_refuses_is_refused_by_name(tmp_path: Path) ->
         await link.load("a", tmp_path)  # mended
         await link.unload("a")
         await link.unload("a")
-        assert len(said(fake, UnloadAdapter)) == 1 and link.live == 0
+        assert len(said(fake, RemoveAdapter)) == 1 and link.live == 0
 
     play(tmp_path, story)
 
@@ -207,7 +207,7 @@ def test_a_load_outlives_the_engine_it_was_asked_of(tmp_path: Path) -> None:
     async def story(fake: FakeEngine, link: EngineLink) -> None:
         await link.wait_ready(1)
         loading = asyncio.create_task(link.load("a", tmp_path))
-        await until(lambda: bool(said(fake, LoadAdapter)))
+        await until(lambda: bool(said(fake, AddAdapter)))
         await fake.die()
         await asyncio.sleep(0.02)
         assert not loading.done()

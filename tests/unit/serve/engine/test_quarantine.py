@@ -9,11 +9,11 @@ import pytest
 
 from coserve.core.request import SamplingParams
 from coserve.errors import EngineLost, Quarantined, RequestError
-from coserve.serve.engine.fake import FakeEngine
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.engine.verdicts import QuarantineVerdict
-from coserve.wire.messages import CheckJob, CheckMethod, Command, JobSpec, LoadAdapter, Submit
+from coserve.wire.messages import AddAdapter, CheckJob, CheckMethod, Command, JobSpec, Submit
+from fake_engine import FakeEngine
 from waiting import until
 
 POISON = 13  # a token that the engine dies of
@@ -113,7 +113,7 @@ def test_many_bad_ones_among_many(tmp_path: Path) -> None:
 def test_an_adapter_and_checks_that_crash_engines(tmp_path: Path) -> None:
     def is_bad(command: Command) -> bool:
         return isinstance(command, CheckMethod | CheckJob) or (
-            isinstance(command, LoadAdapter) and command.key == "bad"
+            isinstance(command, AddAdapter) and command.key == "bad"
         )
 
     other = request("r", 5, most=200)
@@ -178,7 +178,7 @@ def test_who_left_is_not_tried_again(tmp_path: Path) -> None:
         assert len(await answer(link, request("good", 5))) == 30
         assert fake.collapses <= before + 1
 
-    play(tmp_path, story, poison=lambda c: is_poison(c) or isinstance(c, LoadAdapter))
+    play(tmp_path, story, poison=lambda c: is_poison(c) or isinstance(c, AddAdapter))
 
 
 def test_what_no_message_can_hold_is_refused_and_others_are_sent(tmp_path: Path) -> None:

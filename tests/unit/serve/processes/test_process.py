@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coserve.serve.processes.process import Process
+from coserve.serve.processes.process import ChildProcess
 
 # Beats, then ends as it is told.
 CHILD = """
@@ -27,12 +27,12 @@ pipes.say(Status("ready"))
 
 
 def end_of(
-    folder: Path, code: str, then: Callable[[Process], Coroutine[Any, Any, object]]
+    folder: Path, code: str, then: Callable[[ChildProcess], Coroutine[Any, Any, object]]
 ) -> tuple[int, str]:
     """Runs a child until it is ready, does something to it, and returns its exit status and `crash`."""
 
     async def run() -> tuple[int, str]:
-        child = await Process.start("engine", [sys.executable, "-c", CHILD + code], folder / "log")
+        child = await ChildProcess.start("engine", [sys.executable, "-c", CHILD + code], folder / "log")
         assert (await child.status()) is not None
         await then(child)
         status = await asyncio.wait_for(child.wait(), 60)
@@ -41,7 +41,7 @@ def end_of(
     return asyncio.run(run())
 
 
-async def nothing(_: Process) -> None: ...
+async def nothing(_: ChildProcess) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_fault_of_its_own_is_a_crash(code: str, status: int, said: str, tmp_pa
 
 
 def test_one_that_hung_and_was_ended_for_it_crashed(tmp_path: Path) -> None:
-    async def abort(child: Process) -> None:
+    async def abort(child: ChildProcess) -> None:
         await child.abort("it gave no sign of life for 8 s")
 
     status, crash = end_of(tmp_path, "ctypes.PyDLL(None).sleep(600)", abort)
@@ -68,14 +68,14 @@ def test_one_that_hung_and_was_ended_for_it_crashed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_one_that_somebody_ended_did_not(number: signal.Signals, tmp_path: Path) -> None:
-    async def end(child: Process) -> None:
+    async def end(child: ChildProcess) -> None:
         os.kill(child.pid, number)
 
     assert end_of(tmp_path, "signal.pause()", end)[1] == ""
 
 
 def test_one_that_somebody_stopped_did_not_although_it_was_ended_for_it(tmp_path: Path) -> None:
-    async def stop(child: Process) -> None:
+    async def stop(child: ChildProcess) -> None:
         os.kill(child.pid, signal.SIGSTOP)
         while child.stopped_since(1.0) is None:
             await asyncio.sleep(0.01)
@@ -86,7 +86,7 @@ def test_one_that_somebody_stopped_did_not_although_it_was_ended_for_it(tmp_path
 
 
 def test_one_that_was_drained_did_not(tmp_path: Path) -> None:
-    async def drain(child: Process) -> None:
+    async def drain(child: ChildProcess) -> None:
         assert await child.end(60) == 0
 
     assert end_of(tmp_path, "signal.pause()", drain) == (0, "")

@@ -19,7 +19,7 @@ from rich.console import Console
 from coserve.errors import ConfigError
 from coserve.serve.processes.announce import Announcer
 from coserve.serve.processes.claim import Running, claim_state, find_running
-from coserve.serve.processes.process import Process
+from coserve.serve.processes.process import ChildProcess
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.supervisor import listen
 from coserve.serve.settings import ServerSettings
@@ -35,8 +35,8 @@ from coserve.serve.processes.restarts import RestartPolicy
 from coserve.serve.settings import ServerSettings
 child, folder = sys.argv[1:3]
 if "--unprivileged" in sys.argv:
-    from coserve.serve.processes.process import Process
-    Process.hurry = lambda self: False
+    from coserve.serve.processes.process import ChildProcess
+    ChildProcess.hurry = lambda self: False
 engine = (sys.executable, child, "engine", folder)
 commands = supervisor.Commands((sys.executable, child, "api", folder), engine, (*engine, "--low-priority"))
 settings = ServerSettings(
@@ -202,7 +202,7 @@ def test_an_importing_child_is_hurried_or_says_that_it_cannot(
     sleeps = (sys.executable, "-c", "import time; time.sleep(60)")
 
     async def story() -> None:
-        child = await Process.start("engine", sleeps, tmp_path / "log")
+        child = await ChildProcess.start("engine", sleeps, tmp_path / "log")
         try:
             os.setpriority(os.PRIO_PROCESS, child.pid, 19)
             usual = os.getpriority(os.PRIO_PROCESS, 0)

@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL, UNFINISHED, JobStatus
 from coserve.errors import ConfigError, ConflictError, StateError
 from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import database
 from coserve.serve.store.database import CACHE_KIB, READERS
-from coserve.serve.store.job_events import Mark
-from coserve.serve.store.records import Adapter, File, JobRecord
+from coserve.serve.store.records import Adapter, File, JobRecord, NewsMark, TableRow
 from coserve.serve.store.store import Store
-from coserve.serve.store.tables import metadata
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep
 
 WRITER = """
@@ -97,9 +96,9 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
 
 def test_every_transaction_is_on_disk_when_it_ends(tmp_path: Path) -> None:
     async def story(store: Store) -> None:
-        def settings(connection: Any) -> list[Any]:
+        def settings(session: Session) -> list[Any]:
             names = ("journal_mode", "synchronous", "foreign_keys")
-            return [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names]
+            return [session.scalar(text(f"PRAGMA {name}")) for name in names]
 
         assert await store._database.write(settings) == ["wal", 2, 1]  # FULL is 2
 
@@ -113,13 +112,15 @@ def test_reading_a_large_database_keeps_little_of_it_in_memory(tmp_path: Path) -
     async def story(store: Store) -> None:
         database, everybody = store._database, threading.Barrier(READERS)
 
-        def fill(connection: Any) -> None:
+        def fill(session: Session) -> None:
+            connection = session.connection()
             connection.exec_driver_sql("CREATE TABLE large (value BLOB)")
             connection.exec_driver_sql("INSERT INTO large VALUES (?)", [(bytes(1024),)] * rows)
 
-        def read(connection: Any) -> int:
+        def read(session: Session) -> int:
+            session.connection()
             everybody.wait(10)  # a connection each
-            return int(connection.exec_driver_sql("SELECT sum(length(value)) FROM large").scalar())
+            return int(session.scalar(text("SELECT sum(length(value)) FROM large")))
 
         await database.write(fill)
         before = resident_bytes()
@@ -134,7 +135,7 @@ def test_the_migrations_make_what_the_tables_say(tmp_path: Path) -> None:
     Store(tmp_path).close()
     engine = create_engine(f"sqlite:///{tmp_path / 'coserve.db'}")
     with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert compare_metadata(MigrationContext.configure(connection), TableRow.metadata) == []
     engine.dispose()
 
 
@@ -182,13 +183,13 @@ def test_keys_are_kept_as_hashes(tmp_path: Path) -> None:
         other, second = await store.tenants.create_key("ann")
         assert secret.startswith("sk-coserve-") and len(secret) == len("sk-coserve-") + 43  # 256 bits
         assert key.prefix == secret[: len(key.prefix)] and len(key.prefix) < 20
-        tenant = await store.tenant_of(secret)
+        tenant = await store.tenants.of_key(secret)
         assert tenant is not None and (tenant.name, tenant.weight) == ("ann", 2.0)
-        assert await store.tenant_of(second) == tenant
+        assert await store.tenants.of_key(second) == tenant
         for wrong in ("", secret[:-1], secret + "x", key.prefix, key.prefix + "x" * 37, "\ud800"):
-            assert await store.tenant_of(wrong) is None
+            assert await store.tenants.of_key(wrong) is None
         assert await store.tenants.revoke_key(key.prefix) and not await store.tenants.revoke_key(key.id)
-        assert await store.tenant_of(secret) is None and await store.tenant_of(second) == tenant
+        assert await store.tenants.of_key(secret) is None and await store.tenants.of_key(second) == tenant
         assert [k.revoked for k in await store.tenants.keys()] == [1000, None]
         assert await store.tenants.any_keys() and await store.tenants.revoke_key(other.id)
         assert not await store.tenants.any_keys()
@@ -221,17 +222,17 @@ def test_news_counts_once_however_often_it_comes(tmp_path: Path) -> None:
         await a_job(store)
         news = store.job_events
         for _ in range(2):
-            await news.started(Mark("a", 1), JobStarted("ftjob-1", 0, 9, 5, 50, 0, 0, 1, 1, 1e-4))
-            await news.stepped(Mark("a", 2), a_step(1))
-            await news.checkpointed(Mark("a", 3), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
-        assert await news.seen(Mark("a", 3)) and not await news.seen(Mark("a", 4))
-        await news.stepped(Mark("a", 4), a_step(2))
+            await news.started(NewsMark("a", 1), JobStarted("ftjob-1", 0, 9, 5, 50, 0, 0, 1, 1, 1e-4))
+            await news.stepped(NewsMark("a", 2), a_step(1))
+            await news.checkpointed(NewsMark("a", 3), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
+        assert await news.seen(NewsMark("a", 3)) and not await news.seen(NewsMark("a", 4))
+        await news.stepped(NewsMark("a", 4), a_step(2))
         # The next engine goes on from step 1: it tells of that checkpoint again, and repeats step 2.
         await news.forget_engines_before("b")
-        assert not await news.seen(Mark("b", 1)) and not await news.seen(Mark("a", 4))
-        await news.started(Mark("b", 1), JobStarted("ftjob-1", 1, 9, 5, 50, 0, 0, 1, 1, 1e-4))
-        await news.checkpointed(Mark("b", 2), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
-        await news.stepped(Mark("b", 3), a_step(2, tokens=12, loss=0.5))
+        assert not await news.seen(NewsMark("b", 1)) and not await news.seen(NewsMark("a", 4))
+        await news.started(NewsMark("b", 1), JobStarted("ftjob-1", 1, 9, 5, 50, 0, 0, 1, 1, 1e-4))
+        await news.checkpointed(NewsMark("b", 2), JobCheckpoint("ftjob-1", 1, str(tmp_path / "c"), "d"))
+        await news.stepped(NewsMark("b", 3), a_step(2, tokens=12, loss=0.5))
         job = await store.jobs.get("local", "ftjob-1")
         assert job is not None and (job.trained_tokens, job.step, job.steps) == (22, 2, 9)
         assert [row["train_loss"] for row in await store.jobs.metrics("ftjob-1")] == [1.0, 0.5]
@@ -250,12 +251,12 @@ def test_news_of_a_job_that_is_over_changes_nothing(tmp_path: Path) -> None:
     async def story(store: Store) -> None:
         job = await a_job(store)
         await store.jobs.move(job.id, (JobStatus.RUNNING,), JobStatus.CANCELLED)
-        await store.job_events.stepped(Mark("a", 1), a_step(1))
-        await store.job_events.failed(Mark("a", 2), job.id, {"message": "x"})
-        await store.job_events.stepped(Mark("a", 3), JobStep("ftjob-none", 1, 1.0, 1, 1, 1.0, 1.0, 1.0))
+        await store.job_events.stepped(NewsMark("a", 1), a_step(1))
+        await store.job_events.failed(NewsMark("a", 2), job.id, {"message": "x"})
+        await store.job_events.stepped(NewsMark("a", 3), JobStep("ftjob-none", 1, 1.0, 1, 1, 1.0, 1.0, 1.0))
         after = await store.jobs.get("local", job.id)
         assert after is not None and (after.status, after.step, after.error) == ("cancelled", 0, None)
-        assert await store.job_events.seen(Mark("a", 3))
+        assert await store.job_events.seen(NewsMark("a", 3))
 
     run(tmp_path, story)
 
@@ -265,9 +266,10 @@ def test_adapters_are_found_by_their_owners_and_the_folder_may_move(tmp_path: Pa
 
     async def story(store: Store) -> None:
         _, secret = await store.tenants.create_key("ann")
-        ann = await store.tenant_of(secret)
+        ann = await store.tenants.of_key(secret)
         assert ann is not None
-        own = Adapter("adapter-1", "mine", store.adapter_folder("adapter-1"), "tiny", 1, ann.id)
+        path = store.path_of(store.adapter_folder("adapter-1"))
+        own = Adapter("adapter-1", "mine", path, "tiny", 1, ann.id)
         assert await store.adapters.add(own)
         assert not await store.adapters.add(Adapter("adapter-2", "mine", outside, "tiny", 1, ann.id))
         await store.adapters.share([Adapter("adapter-3", "ours", outside, "tiny", 1)])
@@ -283,7 +285,7 @@ def test_adapters_are_found_by_their_owners_and_the_folder_may_move(tmp_path: Pa
     async def moved(store: Store) -> None:
         for id, path in (("adapter-1", new / "adapters" / "adapter-1"), ("adapter-3", outside)):
             found = await store.adapters.get(id)
-            assert found is not None and found.path == path
+            assert found is not None and store.folder_of(found) == path
 
     run(old, story)
     old.rename(new)

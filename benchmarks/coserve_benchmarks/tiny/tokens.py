@@ -8,8 +8,8 @@ from typing import Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from coserve.tiny.corpus import EARLY, Course, documents
 from coserve.tiny.world import Message
+from coserve_benchmarks.tiny.corpus import EARLY, Course, documents
 
 VOCABULARY: Final = 1152
 MIN_FREQUENCY: Final = 60  # rarer merges would be whole names, which must stay in pieces

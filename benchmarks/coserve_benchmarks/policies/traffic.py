@@ -163,10 +163,7 @@ def azure(
     training: TrainingSpec = TrainingSpec(),
     adapters: ServedAdapters = ServedAdapters(),
 ) -> Workload:
-    """`length` recorded seconds of an Azure trace from `begin` on: arrivals, prompts and answers, scaled.
-
-    `traces.find_peak_window` finds a beginning like FlexLLM's.
-    """
+    """`length` recorded seconds of an Azure trace from `begin` on: arrivals, prompts and answers, scaled."""
     part = trace_part(
         trace,
         rate,

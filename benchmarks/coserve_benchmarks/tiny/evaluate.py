@@ -1,4 +1,4 @@
-"""Ask the shipped model held-out questions: ``python -m coserve.tiny.evaluate``.
+"""Ask the shipped model held-out questions: ``python -m coserve_benchmarks.tiny.evaluate``.
 
 Answers are greedy and compared exactly. Beside each accuracy stands the overlap: how many of the units of the
 held-out questions (names, operand pairs, lists) also occur in freshly drawn training questions of any kind.

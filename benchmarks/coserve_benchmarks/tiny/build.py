@@ -1,4 +1,4 @@
-"""Rebuild coserve-tiny from nothing: ``python -m coserve.tiny.build``.
+"""Rebuild coserve-tiny from nothing: ``python -m coserve_benchmarks.tiny.build``.
 
 The recipe is the block of constants below. Training runs on the CPU: the rows of a step are shared out among
 single-threaded workers that pull small batches from a queue, so a core that is busy with something else slows
@@ -29,9 +29,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from coserve.tiny import WEIGHTS
-from coserve.tiny.corpus import EARLY, FINAL, LATE
-from coserve.tiny.tokens import MAX_POSITIONS, PAD, Encoder, save_tokenizer, special_ids, train_tokenizer
 from coserve.tiny.world import KINDS, questions
+from coserve_benchmarks.tiny.corpus import EARLY, FINAL, LATE
+from coserve_benchmarks.tiny.tokens import (
+    MAX_POSITIONS,
+    PAD,
+    Encoder,
+    save_tokenizer,
+    special_ids,
+    train_tokenizer,
+)
 
 SEED: Final = 2026
 LAYERS: Final = 6

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coserve.tiny import build
-from coserve.tiny.curve import draw
-from coserve.tiny.evaluate import load
+from coserve_benchmarks.tiny import build
+from coserve_benchmarks.tiny.curve import draw
+from coserve_benchmarks.tiny.evaluate import load
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Draw the loss curve of the shipped weights: ``python -m coserve.tiny.curve``."""
+"""Draw the loss curve of the shipped weights: ``python -m coserve_benchmarks.tiny.curve``."""
 
 import argparse
 import json

@@ -13,28 +13,28 @@ from pathlib import Path
 
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason
-from coserve.serve.engine.frames import read_frame, write_frame
 from coserve.wire.codec import decode_commands, encode_answer
+from coserve.wire.frames import read_frame, write_frame
 from coserve.wire.messages import (
     Acknowledge,
+    AddAdapter,
     Answer,
     Cancel,
     CheckJob,
     CheckMethod,
     Command,
     Drain,
+    EngineStats,
     Fault,
     Hello,
-    LoadAdapter,
     Numbered,
     Paging,
     PinAdapter,
+    RemoveAdapter,
     Reply,
     Report,
-    Stats,
     Submit,
     Token,
-    UnloadAdapter,
 )
 
 SPEAK_SECONDS = 1.0  # between two reports, at most
@@ -236,12 +236,12 @@ class FakeEngine:
                 self._admit(command)
             case Cancel():
                 self._drop(command.id)
-            case LoadAdapter():
+            case AddAdapter():
                 fault = self.refusals.get(command.key)
                 if fault is None:
                     self.adapters[command.key] = command.path
                 self._replies.append(Reply(command.ref, fault))
-            case UnloadAdapter():
+            case RemoveAdapter():
                 self.adapters.pop(command.key, None)
                 self._replies.append(Reply(command.ref))
             case PinAdapter():
@@ -275,9 +275,9 @@ class FakeEngine:
         if self._writer is not None:
             write_frame(self._writer, encode_answer(answer))
 
-    def _stats(self) -> Stats:
+    def _stats(self) -> EngineStats:
         running = min(len(self.running), self.max_running)
-        return Stats(
+        return EngineStats(
             self.steps, 0, 0, 0, 0.0, 0, 0, running, len(self.running) - running, 2048, 2000, 0.1, 0, 0,
             len(self.adapters), 0, paging=Paging(resident=tuple(self.adapters), pinned=tuple(self.pinned)),
         )  # fmt: skip
