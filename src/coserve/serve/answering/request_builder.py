@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher
 
 from coserve.core.request import SLO, SamplingParams
-from coserve.errors import DataError, EngineLost
+from coserve.errors import DataError
 from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
@@ -22,6 +22,7 @@ from coserve.serve.answering.cost import (
     check_counts,
     request_cost,
 )
+from coserve.serve.engine.link import CONNECTING
 from coserve.serve.engine.live import AnswerRequest
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat
@@ -95,9 +96,8 @@ class RequestBuilder:
     async def of(cls, state: State, tenant: Tenant, model: str) -> "RequestBuilder":
         """Raises ApiError 404 for an unknown model, 503 while no engine has ever been there."""
         arrived = time.monotonic()
-        if state.link.hello is None:
-            raise EngineLost("the engine is still loading the model")
-        return cls(state, tenant, await state.catalog.find(tenant, model), state.link.hello, arrived)
+        hello = state.link.hello or await state.link.wait_ready(CONNECTING)
+        return cls(state, tenant, await state.catalog.find(tenant, model), hello, arrived)
 
     async def chat(self, body: ChatRequest) -> GenerationRequest:
         """The engine's request for a chat. Raises ApiError for a chat that cannot be answered."""

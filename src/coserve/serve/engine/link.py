@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Final
 
 from coserve.errors import CoserveError, EngineLost, Quarantined, StateError, error_named
 from coserve.serve.engine.connection import EngineConnection
@@ -41,6 +42,9 @@ RETRY_SECONDS = 0.05  # between two attempts to reach the engine
 WRITE_SECONDS = 1.0  # between two attempts to write down what it told
 SILENT_SECONDS = 4.0  # after which an engine, which says something every second, counts as one that hangs
 MOST_LIVES = 5  # engines that may die under a request without a token of it in between
+
+
+CONNECTING: Final = 1.0  # seconds that may lie between an engine that says it is ready and a link that knows
 
 
 class EngineLink:

@@ -9,7 +9,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 
 from coserve.core.job_status import JobStatus
-from coserve.errors import AdapterError, ConfigError, EngineLost
+from coserve.errors import AdapterError, ConfigError
+from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
@@ -44,14 +45,13 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
 
     "auto" hyperparameters follow the number of examples and the width of the model.
     """
-    if state.link.hello is None:
-        raise EngineLost("the engine is still loading the model")
+    engine = state.link.hello or await state.link.wait_ready(CONNECTING)
     model = await state.catalog.find(caller, body.model)
     training = await _training_file(state, caller, body.training_file, "training_file")
     if body.validation_file is not None:
         await _training_file(state, caller, body.validation_file, "validation_file")
     seed = secrets.randbelow(MOST_SEED + 1) if body.seed is None else body.seed
-    width = state.link.hello.width
+    width = engine.width
     recipe = recipe_of(body, training.examples or 1, width, seed, continues=model.adapter is not None)
     if body.peft is not None:
         await _check_method(state, body.peft)
