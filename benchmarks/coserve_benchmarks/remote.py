@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
@@ -10,7 +10,11 @@ from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.ours import Bench, greedy, make_engine, start_training
 from coserve_benchmarks.timing import alternate, speedup
 
-_KINDS: Final = ("local", "remote")
+_KINDS: Final[dict[str, dict[str, Any]]] = {
+    "local": {},
+    "remote": {"executor": "remote"},
+    "ahead": {"executor": "remote", "async_scheduling": True},
+}
 _SEQUENCES: Final = {"remote.decode_one": 1, "remote.decode_many": 16}
 _STEPS: Final = 24  # decode steps of a round
 _TRAINING_STEPS: Final = 2  # optimizer steps of a round
@@ -19,7 +23,7 @@ _TRAINING_STEPS: Final = 2  # optimizer steps of a round
 def run(bench: Bench) -> None:
     """Decode steps of one and of many sequences, and training, in turn: both engines are there all the time,
     and one is idle."""
-    engines = {kind: make_engine(bench, executor=kind, calibrate=False) for kind in _KINDS}
+    engines = {kind: make_engine(bench, calibrate=False, **how) for kind, how in _KINDS.items()}
     for key, count in _SEQUENCES.items():
         _row(bench, key, {kind: _decode(bench, engine, count) for kind, engine in engines.items()})
     _row(bench, "remote.training", {kind: _train(bench, engine) for kind, engine in engines.items()})
@@ -27,12 +31,13 @@ def run(bench: Bench) -> None:
 
 def _row(bench: Bench, key: str, contestants: dict[str, Callable[[], float]]) -> None:
     times = alternate(contestants, bench.settings.rounds, bench.machine.threads)
-    ratio = speedup(times["local"], times["remote"])
     for kind, taken in times.items():
         spread = (taken.low * 1e3, taken.high * 1e3)
         bench.results.figure(f"{key}.{kind}", taken.median * 1e3, "ms a step", spread)
     note = "seconds of a step whose executor is in a process of its own, over those in the engine's"
-    bench.results.row(key, ratio.value, (ratio.low, ratio.high), note)
+    for suffix, kind, more in (("", "remote", ""), ("_ahead", "ahead", "; planned while the last one runs")):
+        ratio = speedup(times["local"], times[kind])
+        bench.results.row(key + suffix, ratio.value, (ratio.low, ratio.high), note + more)
 
 
 def _decode(bench: Bench, engine: Engine, count: int) -> Callable[[], float]:
