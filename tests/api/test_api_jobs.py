@@ -371,6 +371,7 @@ def test_before_the_first_engine_nobody_knows_how_wide_the_model_is(play: Play) 
     async def story(world: World) -> None:
         file = await upload(world)
         hello, world.state.link.hello = world.state.link.hello, None
+        world.state.link._connected.clear()
         with pytest.raises(openai.InternalServerError) as refused:
             await create(world, training_file=file)
         assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]

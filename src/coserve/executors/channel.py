@@ -12,10 +12,11 @@ import msgspec
 from coserve.config import EngineConfig
 from coserve.executors.executor import ExecutorSpec
 
-# First byte of a message on the steps' socket. After PLAN comes the number of the last pause that is
-# withdrawn.
+# First byte of a message on the steps' socket. After PLAN come the numbers of the last pause that was asked
+# for and of the last that is withdrawn.
 PLAN, COMMAND, RESULT, REPLY = b"P", b"C", b"R", b"A"
 NUMBER: Final = struct.Struct(">Q")
+PAUSES: Final = struct.Struct(">QQ")
 ALIVE: Final = b"."
 
 

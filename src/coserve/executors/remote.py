@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coserve.config import EngineConfig
 from coserve.core.plan import Plan, StepResult
 from coserve.errors import EngineLost, error_named
-from coserve.executors.channel import COMMAND, NUMBER, PLAN, RESULT, ExecutorOpened, ExecutorStart
+from coserve.executors.channel import COMMAND, NUMBER, PAUSES, PLAN, RESULT, ExecutorOpened, ExecutorStart
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, EmbedTokens, Executor, ExecutorSpec, R, ReadParameter
 from coserve.memory.fake_tensors import fake_tensors
@@ -100,7 +100,9 @@ class RemoteExecutor(Executor):
 
     def launch(self, plan: Plan) -> None:
         """See `Executor`."""
-        message = PLAN + NUMBER.pack(self._withdrawn) + encode_plan(plan)
+        with self._pausing:
+            pauses = PAUSES.pack(self._pauses, self._withdrawn)
+        message = PLAN + pauses + encode_plan(plan)
         while self._under_way and len(message) > _AHEAD:  # see `_call_between`
             self._receive()
         self._signs()  # those of earlier plans tell nothing of this one

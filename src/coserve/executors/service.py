@@ -21,7 +21,16 @@ from transformers.utils import logging as transformers_logging
 
 from coserve.core.contained import contained
 from coserve.errors import CoserveError, OutOfMemory
-from coserve.executors.channel import ALIVE, NUMBER, PLAN, REPLY, RESULT, ExecutorOpened, ExecutorStart
+from coserve.executors.channel import (
+    ALIVE,
+    NUMBER,
+    PAUSES,
+    PLAN,
+    REPLY,
+    RESULT,
+    ExecutorOpened,
+    ExecutorStart,
+)
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, Executor
 from coserve.executors.opening import open_local
@@ -79,9 +88,10 @@ class Service:
         while (message := steps.read()) is not None:
             kind, body = message[:1], message[1:]
             if kind == PLAN:
-                (withdrawn,) = NUMBER.unpack(body[: NUMBER.size])
+                asked, withdrawn = PAUSES.unpack(body[: PAUSES.size])
                 self._pauses.withdraw(withdrawn)
-                result = self._executor.run(decode_plan(body[NUMBER.size :]))
+                self._pauses.ask(asked)  # the signal itself may come later than the plan
+                result = self._executor.run(decode_plan(body[PAUSES.size :]))
                 send_frame(self._steps, RESULT + encode_result(result))
             else:
                 send_frame(self._steps, REPLY + self._reply(body))

@@ -68,7 +68,7 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
         folder=str(store.job_folder(job.id) / "checkpoints"),
         options=job.options,
         method=job.peft or {},
-        start_from=None if start is None else str(start.path),
+        start_from=None if start is None else str(store.folder_of(start)),
         validation=None if job.validation_file is None else paths.get(job.validation_file, ""),
         every=job.every,
     )
