@@ -376,6 +376,7 @@ def test_before_the_first_engine_nobody_knows_how_wide_the_model_is(play: Play) 
             await create(world, training_file=file)
         assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
         world.state.link.hello = hello
+        world.state.link._connected.set()
         await create(world, training_file=file)
 
     play(story)
