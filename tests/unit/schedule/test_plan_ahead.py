@@ -56,7 +56,7 @@ class World:
         adapter = f"a{virtual}@0" if virtual else None
         asked = Request(
             "r", prompt, sampling, adapter, slo, now, virtual=virtual, scope=draws.choice(("", None)),
-            newcomer=draws.random() < 0.2,
+            newcomer=draws.random() < 0.4,
         )  # fmt: skip
         sequence = self.it.submit(asked, now)
         self.asked[sequence.key], self.got[sequence.key] = sequence, []
@@ -125,6 +125,8 @@ def check(world: World) -> None:
         world.step()
     else:
         raise AssertionError("the work does not end")
+    for segment in (segment for plan in world.executor.plans for segment in plan.inference):
+        assert segment.start + segment.length < world.asked[segment.key].longest, "a row after the last token"
     for key, sequence in world.asked.items():
         expected = list(whole_answer(sequence))
         assert world.ended[key] is sequence.finish_reason
