@@ -165,7 +165,7 @@ class LocalExecutor(Executor):
         trained, self._trained = tuple(self._trained), []
         lanes, self._training_seconds = (answering, self._training_seconds), 0.0
         self._failed |= failed.keys()
-        is_paused = plan.split is None and {*trained} != {*plan.training}
+        is_paused = plan.split is None and not {*plan.training} <= {*trained}
         self._pauses += is_paused
         seconds = time.perf_counter() - started
         return StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes)

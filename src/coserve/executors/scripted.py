@@ -136,7 +136,7 @@ class ScriptedExecutor(Executor):
         sampled = {segment.key: self._infer(segment) for segment in plan.inference}
         jobs = {window.job for window in plan.training} | {update.job for update in plan.updates}
         failed = {job: error for job, error in self._failures.items() if job in jobs}
-        is_paused = plan.split is None and {*trained} != {*plan.training}
+        is_paused = plan.split is None and not {*plan.training} <= {*trained}
         self._pauses += is_paused
         self._failed |= failed.keys()
         if plan.split is None:

@@ -85,7 +85,7 @@ class Scheduler:
 
         `output` is how the answer begins, where somebody else began it: an answer that is complete already
         ends at once, and the next `apply` returns its `Finished`. One that is `blocked` stays out of the
-        line until `let_in`.
+        line until `unblock`.
         """
         self._requests.check(request)
         sequence = Sequence(self.new_key(), request, output=list(output))
