@@ -6,9 +6,8 @@ often as the interpreter lets them, so that whatever lanes should not share show
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
-from coserve.core.plan import Plan
+from coserve.core.plan import Lane, Plan
 from coserve.train.example import Example
 from coserve_benchmarks.plans import watch_plans
 from models import Exact, prompts, tiny, with_lora
@@ -120,17 +119,13 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
 
 def in_exact_threads(engine: Engine) -> None:
     """`Exact` is its thread's own: lanes have it too."""
-    for name in ("_answer_lane", "_train_lane"):
-        setattr(engine.executor, name, exactly(getattr(engine.executor, name)))
+    work = engine.executor._run_lane
 
-
-def exactly(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @wraps(work)
-    def exact(lane: Any) -> Any:
+    def exact(lane: Lane) -> Any:
         with Exact():
             return work(lane)
 
-    return exact
+    engine.executor._run_lane = exact  # type: ignore[method-assign]
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:

@@ -1,13 +1,18 @@
 """Lanes of a step side by side: a split of the processor's threads, or two streams on a GPU."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from coserve.core.plan import Lane, Sampled, TrainingSegment
+
 T = TypeVar("T")
+_Done = tuple[dict[int, Sampled], list[TrainingSegment]]  # tokens of a lane, and the training that ran
 
 
 class Lanes:
@@ -44,3 +49,63 @@ class Lanes:
             return ThreadPoolExecutor(1, "lane"), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         threads = max(1, round(share * self._threads))
         return ThreadPoolExecutor(1, "lane", torch.set_num_threads, (threads,)), None
+
+
+class LaneRunner:
+    """Runs lanes of plans: one alone on the caller's thread; of two, inference is waited for, and training
+    goes on through further steps, one piece at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lanes = Lanes(device)
+        self._training: Future[tuple[_Done, float]] | None = None  # in a lane of its own
+        self._trained: list[TrainingSegment] = []  # done, and not told yet
+        self._seconds = 0.0  # that it took in a lane of its own
+
+    @property
+    def is_training(self) -> bool:
+        """Tells whether training is under way in a lane of its own."""
+        return self._training is not None
+
+    def settle(self) -> None:
+        """Waits for training that is under way. Raises what it raised."""
+        if self._training is not None:
+            training, self._training = self._training, None
+            (_, trained), self._seconds = training.result()
+            self._trained += trained
+
+    def run(
+        self, lanes: Sequence[Lane], work: Callable[[Lane], _Done]
+    ) -> tuple[dict[int, Sampled], tuple[TrainingSegment, ...], tuple[float, float]]:
+        """Does a plan's work. Returns tokens, the training that is done and was not told yet, and the seconds
+        that inference and this training took beside the other."""
+        if len(lanes) == 1:
+            (sampled, trained), answering = work(lanes[0]), 0.0
+            self._trained += trained
+        else:
+            sampled, answering = self._run_split(lanes, work)
+        trained, self._trained = self._trained, []
+        seconds, self._seconds = (answering, self._seconds), 0.0
+        return sampled, tuple(trained), seconds
+
+    def _run_split(
+        self, lanes: Sequence[Lane], work: Callable[[Lane], _Done]
+    ) -> tuple[dict[int, Sampled], float]:
+        """Tokens, and the seconds of their lane; without inference training is waited for."""
+        answers, training = lanes
+        if training.training:
+            assert self._training is None, "one piece of training beside inference at a time"
+            self._training = self._lanes.begin(1, training.share, partial(_timed, work, training))
+        if not answers.inference:
+            self.settle()
+            return {}, 0.0
+        answering = self._lanes.begin(0, answers.share, partial(_timed, work, answers))
+        (sampled, _), seconds = answering.result()
+        if self._training is not None and self._training.done():
+            self.settle()
+        return sampled, seconds
+
+
+def _timed(work: Callable[[Lane], _Done], lane: Lane) -> tuple[_Done, float]:
+    started = time.perf_counter()
+    done = work(lane)
+    return done, time.perf_counter() - started

@@ -3,9 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -34,7 +32,7 @@ from coserve.errors import CoserveError, LossNotFinite
 from coserve.executors.executor import CloseSession, Command, Executor, ExecutorSpec, R, RestartStep
 from coserve.executors.held import HeldState
 from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
-from coserve.executors.lanes import Lanes
+from coserve.executors.lanes import LaneRunner
 from coserve.executors.sampler import Sampler
 from coserve.executors.sequence_table import SequenceTable
 from coserve.memory.exhausted import is_out_of_memory
@@ -77,12 +75,7 @@ class LocalExecutor(Executor):
         self._launched: deque[Plan] = deque()
         self._results: deque[StepResult] = deque()  # that nobody has collected
         self._grown = grown
-        self._lanes = Lanes(base.device)
-        self._beside: Future[tuple[float, list[TrainingSegment]]] | None = (
-            None  # training in a lane of its own, while steps go on
-        )
-        self._trained: list[TrainingSegment] = []  # done, and not told yet
-        self._training_seconds = 0.0
+        self._lanes = LaneRunner(base.device)
         self._short = Shortages(self.held.drop_tapes)
         self._failed: set[str] = set()  # jobs that train no more until their sessions close or restart
         self._pauses = 0  # results that told of one
@@ -129,7 +122,7 @@ class LocalExecutor(Executor):
             while self._launched:
                 self._run_next()
         if isinstance(command, CloseSession | RestartStep):
-            self.settle()
+            self._lanes.settle()
             self._failed.discard(command.job)
         return self.held.do(command)
 
@@ -141,9 +134,25 @@ class LocalExecutor(Executor):
     def _run(self, plan: Plan) -> StepResult:
         plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         if plan.split is None:
-            self.settle()
+            self._lanes.settle()
         self._pause.begin(plan.pausable)
         started = time.perf_counter()
+        self._begin(plan)
+        sampled, trained, lanes = self._lanes.run(plan.lanes, self._run_lane)
+        if plan.idle:
+            time.sleep(min(plan.idle, _NAP))
+        updated, failed = self._update(plan.updates)
+        if not self._lanes.is_training:  # else its jobs have more pieces to come
+            failed |= self._short.take()
+        if self.base.device.type == "cuda" and plan.split is None:  # a lane waits for its own stream
+            torch.cuda.synchronize(self.base.device)
+        self._failed |= failed.keys()
+        is_paused = plan.split is None and not {*plan.training} <= {*trained}
+        self._pauses += is_paused
+        seconds = time.perf_counter() - started
+        return StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes)
+
+    def _begin(self, plan: Plan) -> None:
         used = [self.table.release(key) for key in plan.released]
         self.table.start(plan.sequences)
         for adapter in (*used, *(sequence.adapter for sequence in plan.sequences)):
@@ -154,28 +163,6 @@ class LocalExecutor(Executor):
         for prefix in plan.prefixes:
             self._fill(prefix)
         self.table.extend(plan.inference)
-        sampled, answering = self._run_fused(plan) if plan.split is None else self._run_split(plan)
-        if plan.idle:
-            time.sleep(min(plan.idle, _NAP))
-        updated, failed = self._update(plan.updates)
-        if self._beside is None:  # else its jobs have more pieces to come
-            failed |= self._short.take()
-        if self.base.device.type == "cuda" and plan.split is None:  # a lane waits for its own stream
-            torch.cuda.synchronize(self.base.device)
-        trained, self._trained = tuple(self._trained), []
-        lanes, self._training_seconds = (answering, self._training_seconds), 0.0
-        self._failed |= failed.keys()
-        is_paused = plan.split is None and not {*plan.training} <= {*trained}
-        self._pauses += is_paused
-        seconds = time.perf_counter() - started
-        return StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes)
-
-    def settle(self) -> None:
-        """Waits for the training that is under way in a lane of its own."""
-        if self._beside is not None:
-            beside, self._beside = self._beside, None
-            self._training_seconds, trained = beside.result()
-            self._trained += trained
 
     def pause_training(self) -> None:
         """See `Executor`."""
@@ -185,39 +172,11 @@ class LocalExecutor(Executor):
         """See `Executor`."""
         self._pause.withdraw()
 
-    def _run_fused(self, plan: Plan) -> tuple[dict[int, Sampled], float]:
-        """Tokens; the whole machine does one thing at a time."""
-        (lane,) = plan.lanes
-        sampled, kept = self._pass(lane)
-        self._trained += kept + self._backward_all(lane)
-        return sampled, 0.0
-
-    def _run_split(self, plan: Plan) -> tuple[dict[int, Sampled], float]:
-        """Tokens, and the seconds of their lane; without inference the other lane is waited for."""
-        answers, training = plan.lanes
-        if training.training:
-            assert self._beside is None, "one piece of training beside inference at a time"
-            self._beside = self._lanes.begin(1, training.share, partial(self._train_lane, training))
-        if not answers.inference:
-            self.settle()
-            return {}, 0.0
-        sampled, seconds = self._lanes.begin(0, answers.share, partial(self._answer_lane, answers)).result()
-        if self._beside is not None and self._beside.done():
-            self.settle()
-        return sampled, seconds
-
     @torch.no_grad()  # of this thread: every lane has its own
-    def _answer_lane(self, lane: Lane) -> tuple[dict[int, Sampled], float]:
-        started = time.perf_counter()
-        sampled, _ = self._pass(lane)
-        return sampled, time.perf_counter() - started
-
-    @torch.no_grad()
-    def _train_lane(self, lane: Lane) -> tuple[float, list[TrainingSegment]]:
-        started = time.perf_counter()
-        _, kept = self._pass(lane)
-        trained = kept + self._backward_all(lane)
-        return time.perf_counter() - started, trained
+    def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """Returns tokens, and the training that ran."""
+        sampled, kept = self._pass(lane)
+        return sampled, kept + self._backward_all(lane)
 
     def _backward_all(self, lane: Lane) -> list[TrainingSegment]:
         """Takes windows through the tail, then others back through layers; returns those that ran."""

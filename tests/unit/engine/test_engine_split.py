@@ -4,12 +4,15 @@ import random
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.core.plan import Lane
 from coserve.engine.finetuning import FineTuning
+from coserve.executors.lanes import Lanes
 from coserve.train.example import Example
 from models import greedy, prompts, tiny
 
@@ -43,13 +46,13 @@ def held() -> tuple[threading.Event, Callable[[Engine], None]]:
     go = threading.Event()
 
     def hold(engine: Engine) -> None:
-        work = engine.executor._train_lane
+        work = engine.executor._run_lane
 
-        def waiting(lane: Any) -> float:
-            assert go.wait(WAIT)
+        def waiting(lane: Lane) -> Any:
+            assert not lane.training or go.wait(WAIT)
             return work(lane)
 
-        engine.executor._train_lane = waiting  # type: ignore[method-assign]
+        engine.executor._run_lane = waiting  # type: ignore[method-assign]
 
     return go, hold
 
@@ -104,25 +107,28 @@ def test_a_job_that_is_cancelled_with_training_under_way_leaves_nothing_behind(
 def test_an_error_beside_the_answers_is_raised() -> None:
     engine = make_engine()
 
-    def fail(lane: Any) -> float:
+    def fail(lane: Lane) -> Any:
+        assert lane.training and lane.share < 1
         raise ZeroDivisionError("in a lane")
 
-    engine.executor._train_lane = fail  # type: ignore[method-assign]
+    engine.executor._run_lane = fail  # type: ignore[method-assign]
     train(engine)
     with pytest.raises(ZeroDivisionError, match="in a lane"):
         engine.run()
 
 
-def test_the_deterministic_engine_is_not_split() -> None:
+def test_the_deterministic_engine_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits under every policy, for lanes have other numbers of threads."""
+    begin = Mock()
+    monkeypatch.setattr(Lanes, "begin", begin)
     found = []
     for policy in ("spatial", "hybrid"):
         engine = make_engine(policy, deterministic=True, scheduler={})
         train(engine)
         answer = engine.generate(PROMPT, sampling=SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0))
         engine.run()
-        assert not engine.executor._lanes._lanes
         found.append((answer.tokens, answer.logprobs, weights(engine)))
+    begin.assert_not_called()
     (tokens, logprobs, trained), (others, other_logprobs, others_trained) = found
     assert tokens == others and logprobs == other_logprobs
     assert all(torch.equal(trained[name], others_trained[name]) for name in trained)
