@@ -72,7 +72,7 @@ def test_a_process_that_is_killed_at_any_moment_is_missed_at_once(engine: Engine
     with pytest.raises(EngineLost):
         remote(engine).call(FetchAdapter("mine@0"))
     with pytest.raises(EngineLost):
-        engine.base.bias("model.layers.0.self_attn.q_proj")  # beside steps
+        engine.base.frozen.bias("model.layers.0.self_attn.q_proj")  # beside steps
 
 
 def test_a_stopped_process_gives_no_sign_of_life_and_goes_on_when_it_wakes(engine: Engine) -> None:
@@ -150,7 +150,7 @@ def test_an_error_of_one_command_reaches_its_caller_alone(engine: Engine) -> Non
     def ask() -> None:
         for _ in range(20):
             try:
-                engine.base.gain("model.layers.0.self_attn.q_proj")
+                engine.base.frozen.gain("model.layers.0.self_attn.q_proj")
             except Exception as error:
                 failed.append(error)
 
@@ -164,7 +164,7 @@ def test_an_error_of_one_command_reaches_its_caller_alone(engine: Engine) -> Non
     for thread in threads:
         thread.join(30)
     assert len(failed) == 120
-    assert torch.equal(engine.base.gain("model.norm"), tiny("llama").model.norm.weight)
+    assert torch.equal(engine.base.frozen.gain("model.norm"), tiny("llama").model.norm.weight)
 
 
 class Panic(BaseException):

@@ -12,7 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coserve.adapters.bypass import Dense, Side, exact_type
 from coserve.adapters.files import read_adapter
-from coserve.adapters.sites import DenseWeights, Site, decoder_layers, find_sites, gain_of, layer_width
+from coserve.adapters.sites import (
+    FrozenParameters,
+    Site,
+    Sites,
+    decoder_layers,
+    find_sites,
+    gain_of,
+    layer_width,
+)
 from coserve.attention.backend import CacheShape
 from coserve.errors import AdapterError, ModelNotFound
 
@@ -39,10 +47,10 @@ def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str
     merged: dict[str, Dense] = {}
     # What stands at an input comes before all that stands at the output, and so is multiplied in last.
     for place, bypass in sorted(adapter.placed(), key=lambda placed: placed[0].side is Side.INPUT):
-        before = merged[place.path] if place.path in merged else whole.dense(place.path)
+        before = merged[place.path] if place.path in merged else whole.frozen.dense(place.path)
         merged[place.path] = bypass.merged(before, place.side)
     for path, dense in merged.items():
-        whole.replace(path, dense)
+        whole.frozen.replace(path, dense)
     model.save_pretrained(out)
     for file in out.glob("*.safetensors"):  # the library lets nobody else read what it writes
         file.chmod((out / "config.json").stat().st_mode & 0o777)
@@ -56,30 +64,27 @@ class WholeModel:
     """A model with its own modules, as the `Frame` of an adapter that is merged into it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._layers = decoder_layers(model)
-        self.sites = find_sites(model, self._layers)
-        self.depth = len(self._layers)
+        layers = decoder_layers(model)
+        self.sites = find_sites(model, layers)
+        self.depth = len(layers)
         self.hidden_size = layer_width(model)
+        self.frozen = OwnParameters(model, self.sites)
 
     @cached_property
     def caches(self) -> Sequence[CacheShape]:
         raise AdapterError("keys and values before a sequence's own cannot be written into a model's weights")
 
-    def weights(self, path: str) -> DenseWeights:
-        return DenseWeights(self.dense(path))
 
-    def bias(self, path: str) -> Tensor | None:
-        return self.dense(path).bias
+class OwnParameters(FrozenParameters):
+    """Parameters of a model with its own modules, which can be replaced."""
+
+    def __init__(self, model: PreTrainedModel, sites: Sites) -> None:
+        self._model, self._sites = model, sites
 
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
         found: Tensor = self._model.get_input_embeddings()(tokens)
         return found
-
-    def is_own(self, path: str, weight: Tensor) -> bool:
-        own = self.dense(path).weight
-        return weight.shape == own.shape and torch.equal(weight.to(own.dtype), own)
 
     def gain(self, path: str) -> Tensor:
         return gain_of(self._module(path))
@@ -87,7 +92,7 @@ class WholeModel:
     def dense(self, path: str) -> Dense:
         """The weights at `path`, [out, in], as exact as sums are made. Raises AdapterError where it has none
         of its own."""
-        module, site = self._module(path), self.sites[path]
+        module, site = self._module(path), self._sites[path]
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):
             raise AdapterError(f"{path} has no weights that an adapter could be written into")
@@ -104,7 +109,7 @@ class WholeModel:
     @torch.no_grad()
     def replace(self, path: str, dense: Dense) -> None:
         """Puts weights in the place of the model's, rounded once. Raises AdapterError if they do not fit."""
-        module, site = self._module(path), self.sites[path]
+        module, site = self._module(path), self._sites[path]
         for name, tensor in (("weight", _turned(dense.weight, site)), ("bias", dense.bias)):
             own = getattr(module, name, None)
             if own is None and tensor is None:

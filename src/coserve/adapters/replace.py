@@ -81,7 +81,7 @@ def fresh_replacements(names: Iterable[str], frame: Frame) -> dict[Place, Bypass
                 f"modules_to_save: no linear, norm or embedding of the model is called {shown(name)}"
             )
         for site in sites:
-            dense = frame.dense(site.path)
+            dense = frame.frozen.dense(site.path)
             bias = None if dense.bias is None else _trainable(dense.bias)
             found[Place(site.path)] = _replacement(frame, site, _trainable(dense.weight), bias)
     return found
@@ -141,7 +141,8 @@ def expect_copies(saved: Saved, frame: Frame) -> None:
         if site.kind is Kind.NORM:
             continue
         copy = saved.tensor(full)
-        if not copy.is_meta and not frame.is_own(path, copy):  # without values there is nothing to compare
+        # Without values there is nothing to compare.
+        if not copy.is_meta and not frame.frozen.is_own(path, copy):
             raise AdapterMismatch(
                 f"{saved.folder}: tensor {full!r} {tuple(copy.shape)} would go unused: it is not the base's "
                 "own, and modules_to_save does not name it"
@@ -153,12 +154,12 @@ def _replacement(frame: Frame, site: Site, weight: Tensor, bias: Tensor | None) 
         return EmbeddingReplacement(weight, None, factor=site.factor)
     if site.kind is Kind.LINEAR:
         return Replacement(weight, bias, site.transposed)
-    gain = frame.gain(site.path)
+    gain = frame.frozen.gain(site.path)
     if not bool(gain.all()):
         raise AdapterError(
             f"{site.path} multiplies features by zero, and cannot be replaced for some rows only"
         )
-    return NormReplacement(weight, bias, base=frame.dense(site.path), gain=gain)
+    return NormReplacement(weight, bias, base=frame.frozen.dense(site.path), gain=gain)
 
 
 def _shape(site: Site) -> Sequence[int]:

@@ -1,5 +1,6 @@
 """Places of a model where a bypass may stand, found by what its modules are."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -64,6 +65,63 @@ class Weights(Protocol):
         ...
 
 
+class DenseWeights:
+    """`Weights` that lie there as a matrix."""
+
+    def __init__(self, dense: Dense) -> None:
+        self._dense = dense
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._dense.bias
+
+    def row_norms(self) -> Tensor:
+        weight = self._dense.weight
+        norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=exact_type(weight.dtype))
+        return norms
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.linear(x.to(self._dense.weight.dtype), self._dense.weight, self._dense.bias)
+        return y
+
+
+class FrozenParameters(ABC):
+    """The base's frozen parameters as methods may ask about them, wherever they are kept."""
+
+    @abstractmethod
+    def dense(self, path: str) -> Dense:
+        """The weights of the linear, norm or embedding at `path`, for what replaces them or compares. Raises
+        NotOffered where they are not to be had."""
+
+    @abstractmethod
+    def gain(self, path: str) -> Tensor:
+        """Factor of the norm at `path` for each normalized feature, [width]. Raises AdapterError."""
+
+    @abstractmethod
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Input embeddings [n, width] of token ids [n]."""
+
+    def weights(self, path: str) -> Weights:
+        """Weights of the linear at `path`, for bypasses to use in a pass or outside of any. Raises NotOffered
+        where norms of its rows are not to be had."""
+        return DenseWeights(self.dense(path))
+
+    def bias(self, path: str) -> Tensor | None:
+        """Bias of the linear or norm at `path`, None where it has none."""
+        return self.dense(path).bias
+
+    def rounded(self, path: str, weight: Tensor) -> Tensor:
+        """A weight as it would be kept at `path`."""
+        return weight
+
+    def is_own(self, path: str, weight: Tensor) -> bool:
+        """Tells whether the linear or embedding at `path` has this weight, [out, in], or was made of it."""
+        own = self.dense(path).weight
+        if weight.shape != own.shape:
+            return False
+        return torch.equal(self.rounded(path, weight.to(own.device, own.dtype)), own)
+
+
 class Frame(Protocol):
     """The base as methods may ask about it."""
 
@@ -83,49 +141,8 @@ class Frame(Protocol):
         """Keys and values of each layer."""
         ...
 
-    def weights(self, path: str) -> Weights:
-        """Weights of the linear at `path`."""
-        ...
-
-    def bias(self, path: str) -> Tensor | None:
-        """Bias of the linear or norm at `path`, None where it has none."""
-        ...
-
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """Input embeddings [n, width] of token ids [n]."""
-        ...
-
-    def dense(self, path: str) -> Dense:
-        """The weights of the linear, norm or embedding at `path`, for what replaces them or compares."""
-        ...
-
-    def is_own(self, path: str, weight: Tensor) -> bool:
-        """Tells whether what stands at `path` has this weight, [out, in], or was made of it."""
-        ...
-
-    def gain(self, path: str) -> Tensor:
-        """Factor of the norm at `path` for each normalized feature, [width]. Raises AdapterError."""
-        ...
-
-
-class DenseWeights:
-    """`Weights` that lie there as a matrix."""
-
-    def __init__(self, dense: Dense) -> None:
-        self._dense = dense
-
     @property
-    def bias(self) -> Tensor | None:
-        return self._dense.bias
-
-    def row_norms(self) -> Tensor:
-        weight = self._dense.weight
-        norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=exact_type(weight.dtype))
-        return norms
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = F.linear(x.to(self._dense.weight.dtype), self._dense.weight, self._dense.bias)
-        return y
+    def frozen(self) -> FrozenParameters: ...
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ class HeldState:
             case ReadParameter():
                 return self._parameter(command.path, command.what)
             case EmbedTokens():
-                return self.base.embedded(torch.tensor(command.tokens, dtype=torch.long))
+                return self.base.frozen.embedded(torch.tensor(command.tokens, dtype=torch.long))
             case CompileGrammar():
                 if self._grammars is not None:
                     self._grammars.compile(command.text)
@@ -154,12 +154,12 @@ class HeldState:
     def _parameter(self, path: str, what: str) -> Tensor | None:
         match what:
             case "weight":
-                return self.base.dense(path).weight
+                return self.base.frozen.dense(path).weight
             case "bias":
-                return self.base.bias(path)
+                return self.base.frozen.bias(path)
             case "gain":
-                return self.base.gain(path)
-        return self.base.weights(path).row_norms()
+                return self.base.frozen.gain(path)
+        return self.base.frozen.weights(path).row_norms()
 
     def _restart(self, command: RestartStep) -> None:
         session = self.sessions[command.job]

@@ -15,7 +15,6 @@ from typing import Final, Protocol
 
 import msgspec
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve.config import EngineConfig
@@ -23,7 +22,8 @@ from coserve.core.plan import Plan, StepResult
 from coserve.errors import EngineLost, error_named
 from coserve.executors.channel import COMMAND, NUMBER, PAUSES, PLAN, RESULT, ExecutorOpened, ExecutorStart
 from coserve.executors.codec import Codec
-from coserve.executors.executor import Command, EmbedTokens, Executor, ExecutorSpec, R, ReadParameter
+from coserve.executors.executor import Command, Executor, ExecutorSpec, R
+from coserve.executors.parameters import RemoteParameters
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base
@@ -90,7 +90,7 @@ class RemoteExecutor(Executor):
         opened = self._open(ExecutorStart(model, config, torch.get_num_threads(), tokenizer))
         self._spec = opened
         self.base = _without_weights(model, config, opened)
-        self.base.parameter_reader = self
+        self.base.frozen = RemoteParameters(self, self.base.frozen)
         self._codec = Codec(self.base, self.base.dtype, torch.device("cpu"))
 
     @property
@@ -143,16 +143,6 @@ class RemoteExecutor(Executor):
     def close(self) -> None:
         """Ends the process."""
         self._close()
-
-    # For the base without weights
-
-    def parameter(self, path: str, what: str) -> Tensor | None:
-        """See `ParameterReader`."""
-        return self.call(ReadParameter(path, what))
-
-    def embedded(self, tokens: tuple[int, ...]) -> Tensor:
-        """See `ParameterReader`."""
-        return self.call(EmbedTokens(tokens))
 
     # Inside
 

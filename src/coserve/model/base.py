@@ -9,41 +9,26 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import KVSharingDict
 
-from coserve.adapters.bypass import Dense
-from coserve.adapters.sites import EMBEDDED, Weights, gain_of
+from coserve.adapters.sites import EMBEDDED, FrozenParameters
 from coserve.attention.backend import CacheShape
 from coserve.core.sequence import Direction
-from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu import row_buckets
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
-from coserve.model.block import Block, Call, Ends, VisitedWeights
+from coserve.model.block import Block, Call, Ends
 from coserve.model.chain import Chain
+from coserve.model.frozen import HeldParameters
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
 from coserve.model.parameters import held_bytes, parameters_of
-from coserve.model.placement import Offer, Placed
-
-
-class ParameterReader(Protocol):
-    """Reads a base's frozen parameters where they are kept."""
-
-    def parameter(self, path: str, what: str) -> Tensor | None:
-        """The `weight`, `bias` or `gain` of the module at `path`, or the `row_norms` of its weight; None
-        where there is none. Raises AdapterError."""
-        ...
-
-    def embedded(self, tokens: tuple[int, ...]) -> Tensor:
-        """Input embeddings [n, width] of token ids."""
-        ...
 
 
 class Base:
@@ -52,7 +37,7 @@ class Base:
     Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path, `sites` where
     adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones
     once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that), `chain` (its
-    layers, and every way through them). `parameter_reader` has the data of a base that has none itself.
+    layers, and every way through them), `frozen` (what its parameters are, wherever they are kept).
     """
 
     def __init__(
@@ -65,6 +50,7 @@ class Base:
     ) -> None:
         self.model = model
         self.chain = Chain(blocks, Ends(model, blocks), cell)
+        self.frozen: FrozenParameters = HeldParameters(model, self.chain, origin.device)
         self.sites = origin.sites
         self.cell = cell
         self.max_positions = max_positions
@@ -81,7 +67,6 @@ class Base:
         self._arguments: RowArguments | None = None
         self._decoder: Any = model.get_decoder()
         self._standing_aside = threading.RLock()  # two lanes of a step have one model
-        self.parameter_reader: ParameterReader | None = None  # the data, where this base has shapes alone
 
     @property
     def depth(self) -> int:
@@ -107,77 +92,6 @@ class Base:
     def arguments(self) -> RowArguments:
         assert self._arguments is not None, "the base has not been probed"
         return self._arguments
-
-    def weights(self, path: str) -> Weights:
-        """Weights of the frozen linear at `path`, for bypasses to use in a pass or outside of any. Raises
-        NotOffered where norms of its rows are not to be had."""
-        if self.parameter_reader is not None:
-            return _ReadWeights(path, self.parameter_reader)
-        placement = self.linears[path].placement
-        placement.expect(Offer.ROW_NORMS, path)
-        return VisitedWeights(self.chain.part_of(path), placement)
-
-    def bias(self, path: str) -> Tensor | None:
-        """Bias of the linear or norm at `path`, None where it has none."""
-        if self.parameter_reader is not None:
-            return self.parameter_reader.parameter(path, "bias")
-        return self._outside(path, self._bias)
-
-    def dense(self, path: str) -> Dense:
-        """The weights of the linear, norm or embedding at `path`, in the base's type. Raises NotOffered where
-        they are not to be had."""
-        found = self.parameter_reader
-        weight = self._outside(path, self._weight) if found is None else found.parameter(path, "weight")
-        assert isinstance(weight, Tensor)
-        return Dense(weight, self.bias(path))
-
-    def _outside(self, path: str, read: Callable[[str], Tensor | None]) -> Tensor | None:
-        """A parameter of the module at `path`, read in a visit, as it may be used outside of any."""
-        part = self.chain.part_of(path)
-        with part.visit(Direction.INFER):
-            found = read(path)
-            return None if found is None else part.residence.outside(found)
-
-    def _bias(self, path: str) -> Tensor | None:
-        if path in self.linears:
-            return self.linears[path].placement.bias
-        bias: Tensor | None = getattr(self.model.get_submodule(path), "bias", None)
-        return bias
-
-    def _weight(self, path: str) -> Tensor:
-        if path in self.linears:
-            self.linears[path].placement.expect(Offer.WEIGHT, path)
-            return self.linears[path].placement.weight()
-        weight = self.model.get_submodule(path).weight
-        assert isinstance(weight, Tensor)
-        return weight.detach()
-
-    def is_own(self, path: str, weight: Tensor) -> bool:
-        """Tells whether the linear or embedding at `path` has this weight, or was quantized from it."""
-        module = self.model.get_submodule(path)
-        own = self.dense(path).weight
-        if weight.shape != own.shape:
-            return False
-        given = weight.to(own.device, own.dtype)
-        return torch.equal(module.placement.rounded(given) if isinstance(module, Placed) else given, own)
-
-    def gain(self, path: str) -> Tensor:
-        """Factor of the norm at `path` for each normalized feature. Raises AdapterError."""
-        if self.parameter_reader is not None:
-            gain = self.parameter_reader.parameter(path, "gain")
-        else:
-            gain = self._outside(path, lambda path: gain_of(self.model.get_submodule(path)))
-        assert gain is not None
-        return gain
-
-    @torch.no_grad()
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """Input embeddings [n, width] of token ids [n]."""
-        if self.parameter_reader is not None:
-            return self.parameter_reader.embedded(tuple(tokens.tolist()))
-        with self.chain.ends.visit(Direction.INFER):
-            found: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
-            return found
 
     @cached_property
     def early_sites(self) -> frozenset[str]:
@@ -276,25 +190,6 @@ class _Elsewhere(KVSharingDict):  # type: ignore[misc]
 
 _NOTHING = torch.empty(0)
 _ELSEWHERE = _Elsewhere()  # one for all, so that layers which are called alike still are
-
-
-class _ReadWeights:
-    """`Weights` of a base that has no data."""
-
-    def __init__(self, path: str, reader: ParameterReader) -> None:
-        self._path, self._reader = path, reader
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self._reader.parameter(self._path, "bias")
-
-    def row_norms(self) -> Tensor:
-        found = self._reader.parameter(self._path, "row_norms")
-        assert found is not None, f"{self._path} has a weight"
-        return found
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise UnsupportedModel(f"{self._path} is computed by the executor alone")
 
 
 def _reading_pages(call: Call) -> Call:

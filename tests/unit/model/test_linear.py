@@ -129,4 +129,4 @@ def test_a_bias_is_read_without_the_weight(monkeypatch: pytest.MonkeyPatch) -> N
 
     wanted = base.linears[path].placement.bias
     monkeypatch.setattr(type(base.linears[path].placement), "weight", dense)
-    assert wanted is not None and base.bias(path) is wanted
+    assert wanted is not None and base.frozen.bias(path) is wanted

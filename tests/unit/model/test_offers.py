@@ -49,9 +49,9 @@ def send(base: Base, *offers: Offer) -> Base:
 @pytest.mark.parametrize(
     ("offer", "ask"),
     [
-        (Offer.ROW_NORMS, lambda base: base.weights(PATH)),
-        (Offer.WEIGHT, lambda base: base.dense(PATH)),
-        (Offer.WEIGHT, lambda base: base.is_own(PATH, torch.zeros(96, 64))),
+        (Offer.ROW_NORMS, lambda base: base.frozen.weights(PATH)),
+        (Offer.WEIGHT, lambda base: base.frozen.dense(PATH)),
+        (Offer.WEIGHT, lambda base: base.frozen.is_own(PATH, torch.zeros(96, 64))),
         (Offer.BACKWARD, prove_training),
     ],
 )

@@ -79,7 +79,7 @@ class BitFit:
         """Starts from copies of the base's biases, from zeros where it has none."""
         bypasses: dict[Place, Bypass] = {}
         for path, site in _sites(config, frame).items():
-            base = frame.bias(path)
+            base = frame.frozen.bias(path)
             if base is None:
                 bias = torch.zeros(site.outputs, dtype=torch.float32)
             else:
@@ -92,7 +92,7 @@ class BitFit:
         for path, bias in saved.ending("bias").items():
             site = site_at(frame.sites, path, *_KINDS)
             expect_shape(site, "bias", bias, site.outputs)
-            bypasses[Place(path)] = BitFitBypass(bias, frame.bias(path))
+            bypasses[Place(path)] = BitFitBypass(bias, frame.frozen.bias(path))
         saved.expect_targets(place.path for place in bypasses)
         return Part(self.name, BitFitConfig(), bypasses)
 

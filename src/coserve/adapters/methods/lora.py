@@ -212,8 +212,8 @@ def _draw(strengths: Strengths, site: Site, generator: torch.Generator) -> LowRa
 def _weights(frame: Frame, site: Site) -> Weights:
     """Weights with a row for each output; an embedding's own are transposed for that."""
     if site.kind is Kind.EMBEDDING:
-        return DenseWeights(Dense(frame.dense(site.path).weight.t(), None))
-    return frame.weights(site.path)
+        return DenseWeights(Dense(frame.frozen.dense(site.path).weight.t(), None))
+    return frame.frozen.weights(site.path)
 
 
 def _with_magnitude(frame: Frame, site: Site, low: LowRank, magnitude: Tensor | None) -> Bypass:
@@ -235,7 +235,7 @@ def _biased(
 
 def _fresh_biases(frame: Frame, paths: Iterable[str]) -> dict[str, BitFitBypass]:
     """Bypasses that hold copies of the base's biases at these paths."""
-    found = {path: frame.bias(path) for path in paths}
+    found = {path: frame.frozen.bias(path) for path in paths}
     return {
         path: BitFitBypass(base.detach().to("cpu", exact_type(base.dtype), copy=True), base)
         for path, base in found.items()
@@ -259,7 +259,7 @@ def _read_biases(saved: Saved, frame: Frame, expected: Collection[str]) -> dict[
     for path, bias in {**saved.ending("base_layer.bias"), **saved.ending("bias")}.items():
         site = site_at(frame.sites, path, Kind.LINEAR, Kind.NORM)
         expect_shape(site, "bias", bias, *[site.outputs] * site.has_bias)
-        found[path] = BitFitBypass(bias, frame.bias(path))
+        found[path] = BitFitBypass(bias, frame.frozen.bias(path))
     if missing := sorted(set(expected) - found.keys()):
         raise AdapterMismatch(f"{saved.folder}: the bias of {shown(missing[0])} is missing")
     return found

@@ -48,9 +48,10 @@ class PromptTuning:
             if max(config.text) >= vocabulary:
                 raise AdapterError(f"token {max(config.text)} is not one of the model's {vocabulary}")
             ids = torch.tensor([config.text[i % len(config.text)] for i in range(config.tokens)])
-            embeddings = frame.embedded(ids)
+            embeddings = frame.frozen.embedded(ids)
         elif config.start == "SAMPLE_VOCAB":
-            embeddings = frame.embedded(torch.randint(vocabulary, (config.tokens,), generator=generator))
+            ids = torch.randint(vocabulary, (config.tokens,), generator=generator)
+            embeddings = frame.frozen.embedded(ids)
         else:
             embeddings = torch.randn(config.tokens, site.outputs, generator=generator, dtype=torch.float32)
         return Part(self.name, config, {Place(site.path, Side.PROMPT): PlainPrompt(embeddings.float().cpu())})

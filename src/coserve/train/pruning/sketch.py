@@ -24,7 +24,15 @@ from transformers import (
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, Bypasses, Dense
 from coserve.adapters.methods import method_of
-from coserve.adapters.sites import DenseWeights, Kind, Site, decoder_layers, find_sites, layer_width
+from coserve.adapters.sites import (
+    FrozenParameters,
+    Kind,
+    Site,
+    Sites,
+    decoder_layers,
+    find_sites,
+    layer_width,
+)
 from coserve.attention.backend import CacheShape
 from coserve.train.pruning import operators
 
@@ -78,6 +86,7 @@ class Sketch:
         self.layers = decoder_layers(model)
         self.sites = find_sites(model, self.layers)
         self.hidden_size = layer_width(model)
+        self.frozen = SketchParameters(model, self.sites, self.mode)
         self.calls = self._learn_calls()
         self.caches = [found[layer] for layer in sorted(found)]
 
@@ -94,30 +103,6 @@ class Sketch:
         """A tensor of the same shape and type, without its values."""
         with self.mode:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-    def weights(self, path: str) -> DenseWeights:
-        return DenseWeights(self.dense(path))
-
-    def bias(self, path: str) -> Tensor | None:
-        bias: Tensor | None = getattr(self.model.get_submodule(path), "bias", None)
-        return bias
-
-    def embedded(self, tokens: Tensor) -> Tensor:
-        width = self.model.get_input_embeddings().weight.shape[1]
-        with self.mode:
-            return torch.empty(*tokens.shape, width, dtype=DTYPE)
-
-    def dense(self, path: str) -> Dense:
-        weight = self.model.get_submodule(path).weight
-        assert isinstance(weight, Tensor)
-        return Dense(weight.t() if self.sites[path].transposed else weight, self.bias(path))
-
-    def is_own(self, path: str, weight: Tensor) -> bool:
-        return False  # nothing is read from files here
-
-    def gain(self, path: str) -> Tensor:
-        with self.mode:
-            return torch.empty(self.sites[path].outputs, dtype=torch.float32)
 
     def _attention(self, found: dict[int, CacheShape]) -> Callable[..., tuple[Tensor, None]]:
         def attention(
@@ -193,6 +178,28 @@ class Sketch:
                 elif beside is not None:
                     stack.callback(module.register_forward_hook(_beside(beside)).remove)
             yield
+
+
+class SketchParameters(FrozenParameters):
+    """Parameters without values."""
+
+    def __init__(self, model: PreTrainedModel, sites: Sites, mode: FakeTensorMode) -> None:
+        self._model, self._sites, self._mode = model, sites, mode
+
+    def dense(self, path: str) -> Dense:
+        module = self._model.get_submodule(path)
+        assert isinstance(module.weight, Tensor)
+        weight = module.weight.t() if self._sites[path].transposed else module.weight
+        return Dense(weight, getattr(module, "bias", None))
+
+    def gain(self, path: str) -> Tensor:
+        with self._mode:
+            return torch.empty(self._sites[path].outputs, dtype=torch.float32)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        width = self._model.get_input_embeddings().weight.shape[1]
+        with self._mode:
+            return torch.empty(*tokens.shape, width, dtype=DTYPE)
 
 
 def _looking(site: Site, seen: set[str]) -> Callable[[nn.Module, Any, Any], None]:
