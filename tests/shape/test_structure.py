@@ -22,7 +22,6 @@ TOO_LARGE = {
     "Tape": 24,
     "Engine": 20,
     "TrainingSession": 20,
-    "ChildProcess": 16,
     "Scheduler": 18,
     "EngineLink": 15,
 }

@@ -8,6 +8,7 @@ import time
 from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from coserve.errors import ConfigError, ServerError
@@ -19,6 +20,55 @@ _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, sig
 LAST_WORDS = 1.0  # seconds that one that hangs has to write the stacks of its threads into its log
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How a child ended: its exit status, negative for the signal that ended it; `why` is what it said of its
+    end, or why the supervisor ended it, as `was_hanging` tells. It may have been stopped (SIGSTOP) before."""
+
+    code: int
+    why: str = ""
+    was_hanging: bool = False
+    was_stopped: bool = False
+
+    def __str__(self) -> str:
+        """In words: its own or the supervisor's, or what its exit status says."""
+        if self.why:
+            return self.why
+        if self.code >= 0:
+            return f"exit status {self.code}"
+        if self.code == -signal.SIGKILL:
+            return "killed by SIGKILL, as the system does where memory runs out"
+        try:
+            return f"killed by {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"killed by signal {-self.code}"
+
+    @property
+    def crash(self) -> str:
+        """Cause, in words, of an end that the process itself brought about: an exception, a memory fault, or
+        a hanging loop. Empty where it was ended from outside: drained, killed, or stopped by a signal."""
+        is_own = self.was_hanging or self.code == 1 or -self.code in _OWN_SIGNALS
+        return str(self) if is_own and not self.was_stopped else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLog:
+    """The file that a child's stderr is appended to, from byte `begin` on."""
+
+    path: Path
+    begin: int
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def last_lines(self, count: int = 12) -> list[str]:
+        """The last lines that the child wrote."""
+        with self.path.open("rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            log.seek(max(self.begin, size - 2**16))
+            return log.read().decode(errors="replace").splitlines()[-count:]
+
+
 class ChildProcess:
     """One child. It is in a process group of its own: Ctrl-C in a terminal reaches the supervisor only.
 
@@ -26,20 +76,18 @@ class ChildProcess:
     of an engine that is being imported would mean nothing beside the one that answers.
 
     `heard` is when it last said anything, on `time.monotonic`; `beats_itself` whether its own loop says it,
-    rather than the thread that speaks for it while it starts. `why` is what it said of its end, or why it
-    was ended, as is `is_doomed` from then on.
+    rather than the thread that speaks for it while it starts. One that hangs `is_doomed` once it is to end.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, begin: int) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: ChildLog) -> None:
         self.name = name
         self.pid = process.pid
         self.log = log
         self.heard = time.monotonic()
         self.beats_itself = False
-        self.why = ""
         self.is_doomed = False
+        self._why = ""
         self._process = process
-        self._log_begin = begin
         self._told = False  # the line that says what it has to do, before which it must not hear another
         self._stopped_since: float | None = None
         self._said: asyncio.Queue[Status | None] = asyncio.Queue()
@@ -66,7 +114,7 @@ class ChildProcess:
                 )
             except OSError as error:
                 raise ServerError(f"the {name} cannot be started: {error}") from error
-        return cls(name, process, log, begin)
+        return cls(name, process, ChildLog(log, begin))
 
     @property
     def has_ended(self) -> bool:
@@ -111,7 +159,7 @@ class ChildProcess:
         if status.state == "alive":
             return
         if status.state in ("failed", "crashed"):
-            self.why = status.text
+            self._why = status.text
         self.beats_itself = self.beats_itself or status.state == "ready"
         self._said.put_nowait(status)
 
@@ -131,12 +179,12 @@ class ChildProcess:
                     self._stopped_since = now if found.si_code == os.CLD_STOPPED else None
         return self._stopped_since
 
-    async def wait(self) -> int:
-        """The exit status; negative for the signal that ended it. All that it said has been taken in."""
+    async def wait(self) -> ProcessEnd:
+        """Its end. All that it said has been taken in."""
         code = await self._process.wait()
         with suppress(TimeoutError):  # a process that it started may hold the pipe open
             await asyncio.wait_for(asyncio.shield(self._listening), LAST_WORDS)
-        return code
+        return ProcessEnd(code, self._why, self.is_doomed, self._stopped_since is not None)
 
     def hurry(self) -> bool:
         """Gives each of its threads the priority that the supervisor has; False where that is not allowed.
@@ -152,11 +200,6 @@ class ChildProcess:
                     return False
         return True
 
-    def ask_to_end(self) -> None:
-        if not self.has_ended:
-            with suppress(ProcessLookupError):
-                self._process.terminate()
-
     def kill(self) -> None:
         """Ends it and whatever it has started: they are one process group."""
         if not self.has_ended:
@@ -165,7 +208,7 @@ class ChildProcess:
 
     async def abort(self, why: str) -> None:
         """Ends one that hangs: it leaves the stacks of its threads in its log if it still can."""
-        self.why, self.is_doomed = why, True
+        self._why, self.is_doomed = why, True
         for number in (signal.SIGABRT, signal.SIGCONT):  # one that is stopped hears the first after the other
             if not self.has_ended:
                 with suppress(ProcessLookupError):
@@ -174,43 +217,13 @@ class ChildProcess:
             await asyncio.wait_for(self._process.wait(), LAST_WORDS)
         self.kill()
 
-    async def end(self, patience: float) -> int:
+    async def end(self, patience: float) -> ProcessEnd:
         """Asks it to end and kills it if that takes longer than `patience` seconds."""
-        self.ask_to_end()
+        if not self.has_ended:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
         try:
             return await asyncio.wait_for(self.wait(), patience)
         except TimeoutError:
             self.kill()
             return await self.wait()
-
-    def how_it_ended(self, code: int) -> str:
-        """The end in words: the child's own last words, or why the supervisor ended it, or its exit
-        status."""
-        return self.why or describe_end(code)
-
-    def crash(self, code: int) -> str:
-        """Cause, in words, of an end that the process itself brought about: an exception, a memory fault, or
-        a hanging loop. Empty where it was ended from outside: drained, killed, or stopped by a signal."""
-        if self._stopped_since is not None:
-            return ""
-        is_own = self.is_doomed or code == 1 or -code in _OWN_SIGNALS
-        return self.how_it_ended(code) if is_own else ""
-
-    def last_lines(self, count: int = 12) -> list[str]:
-        """The last lines that it wrote to its log."""
-        with self.log.open("rb") as log:
-            size = os.fstat(log.fileno()).st_size
-            log.seek(max(self._log_begin, size - 2**16))
-            return log.read().decode(errors="replace").splitlines()[-count:]
-
-
-def describe_end(code: int) -> str:
-    """An exit status in words."""
-    if code >= 0:
-        return f"exit status {code}"
-    if code == -signal.SIGKILL:
-        return "killed by SIGKILL, as the system does where memory runs out"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

@@ -25,7 +25,7 @@ from rich.console import Console
 from coserve.errors import ConfigError, ServerError
 from coserve.serve.processes.announce import Announcer, url_of
 from coserve.serve.processes.claim import Claim, Running, claim_state
-from coserve.serve.processes.process import ChildProcess
+from coserve.serve.processes.process import ChildProcess, ProcessEnd
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.watchdog import LOOK_SECONDS, Watchdog
 from coserve.serve.settings import ApiStart, ServerSettings
@@ -186,10 +186,10 @@ class Supervisor:
         while True:
             self._engine = self._promote() or await self._spawn("engine", self._commands.engine)
             self._engine.tell(encode_line(msgspec.structs.replace(start, crash=crash)))
-            code = await self._live(self._engine, record, self._keep_spare if settings.standby else None)
+            end = await self._live(self._engine, record, self._keep_spare if settings.standby else None)
             if not record.failed_starts:  # it had been ready; else the one before it is what counts
-                crash = self._engine.crash(code)
-            if self._stop.is_set() and code == 0:
+                crash = end.crash
+            if self._stop.is_set() and end.code == 0:
                 return  # drained by the API, as it should: the next server goes on from there
 
     def _promote(self) -> ChildProcess | None:
@@ -216,11 +216,11 @@ class Supervisor:
             since = time.monotonic()
             if stands_by:
                 self._note_up(spare)
-            code = await spare.wait()
+            end = await spare.wait()
             self._note_down(spare)
             if self._stop.is_set():
                 return
-            self._out.say(f"the standby engine ended ({spare.how_it_ended(code)})", "yellow")
+            self._out.say(f"the standby engine ended ({end})", "yellow")
             pause = record.died_after(time.monotonic() - since) if stands_by else record.died_at_start()
             await asyncio.sleep(pause)
 
@@ -229,7 +229,7 @@ class Supervisor:
         child: ChildProcess,
         record: Restarts,
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
-    ) -> int:
+    ) -> ProcessEnd:
         """One life, from start to end, and the pause after it; returns how it ended. `beside` runs while the
         child is ready.
 
@@ -241,7 +241,7 @@ class Supervisor:
             self._note_up(child)
             task = asyncio.create_task(beside()) if beside is not None else None
             try:
-                code = await child.wait()
+                end = await child.wait()
             finally:
                 if task is not None:
                     await _cancel(task)
@@ -249,26 +249,25 @@ class Supervisor:
             self._down_since[child.name] = time.monotonic()
             pause = record.died_after(time.monotonic() - since)
         else:
-            code = await child.wait()
+            end = await child.wait()
             pause = record.died_at_start()
             if record.is_exhausted:
-                self._out.quote(child.last_lines())
+                self._out.quote(child.log.last_lines())
                 raise ServerError(
                     f"the {child.name} ended at its start {record.failed_starts} times in a row, "
-                    f"at last so: {child.how_it_ended(code)}; its log is {child.log}"
+                    f"at last so: {end}; its log is {child.log}"
                 )
-        if self._stop.is_set() and code == 0:
-            return code
+        if self._stop.is_set() and end.code == 0:
+            return end
         if self._stop.is_set():
-            self._note_end(child, code)
+            self._note_end(child, end)
         after = f" in {pause:.1f} s" if pause else ""
         self._out.say(
-            f"the {child.name} ended ({child.how_it_ended(code)}; its log is {child.log}): "
-            f"starting another{after}",
+            f"the {child.name} ended ({end}; its log is {child.log}): starting another{after}",
             "yellow",
         )
         await asyncio.sleep(pause)
-        return code
+        return end
 
     async def _becomes_ready(self, child: ChildProcess) -> bool:
         """Follows a child's start. Raises ServerError where it says, the first time, that it cannot: a second
@@ -355,17 +354,17 @@ class Supervisor:
             self._out.say(f"stopping: {answers} (once more to stop at once)" if self._ready else "stopping")
         await _cancel(api)
         if self._api is not None:
-            code = await self._api.end(self._settings.drain_seconds + CHECKPOINT_SECONDS)
-            self._note_end(self._api, code)
+            patience = self._settings.drain_seconds + CHECKPOINT_SECONDS
+            self._note_end(self._api, await self._api.end(patience))
         await _cancel(engine)
         if self._engine is not None:
             self._note_end(self._engine, await self._engine.end(CHECKPOINT_SECONDS))
 
-    def _note_end(self, child: ChildProcess, code: int) -> None:
+    def _note_end(self, child: ChildProcess, end: ProcessEnd) -> None:
         """Remembers one that was at work and did not end as it should. A child that hung may still exit with
         0, where SIGCONT lets it hear SIGTERM before SIGABRT."""
-        if child.beats_itself and (code != 0 or child.is_doomed):
-            self._unfinished.append(f"the {child.name} ended ({child.how_it_ended(code)})")
+        if child.beats_itself and (end.code != 0 or end.was_hanging):
+            self._unfinished.append(f"the {child.name} ended ({end})")
 
     async def _kill_everything(self) -> None:
         for child in self._children:

@@ -35,8 +35,8 @@ def end_of(
         child = await ChildProcess.start("engine", [sys.executable, "-c", CHILD + code], folder / "log")
         assert (await child.status()) is not None
         await then(child)
-        status = await asyncio.wait_for(child.wait(), 60)
-        return status, child.crash(status)
+        end = await asyncio.wait_for(child.wait(), 60)
+        return end.code, end.crash
 
     return asyncio.run(run())
 
@@ -87,6 +87,6 @@ def test_one_that_somebody_stopped_did_not_although_it_was_ended_for_it(tmp_path
 
 def test_one_that_was_drained_did_not(tmp_path: Path) -> None:
     async def drain(child: ChildProcess) -> None:
-        assert await child.end(60) == 0
+        assert (await child.end(60)).code == 0
 
     assert end_of(tmp_path, "signal.pause()", drain) == (0, "")
