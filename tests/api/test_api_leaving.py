@@ -92,7 +92,7 @@ def test_an_engine_that_refuses_at_once_is_a_status(play: Play) -> None:
         await world.engine.die()
         await world.until(lambda: not world.state.link.ready)
         task = asyncio.create_task(world.http.post("/v1/completions", json={**BODY, "stream": True}))
-        await world.until(lambda: world.state.link.live > 0)
+        await world.until(lambda: world.state.link.live)
         world.state.link._give_up(EngineLost("gone"))
         answer = await task
         assert answer.status_code == 503 and answer.headers["retry-after"]

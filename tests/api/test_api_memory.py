@@ -127,7 +127,7 @@ def test_a_job_that_waits_still_waits_when_the_server_is_back(play: Play) -> Non
         before = world.state.link.connections
         world.engine.disconnect()
         await world.until(lambda: world.state.link.connections > before)
-        await world.state.link.settled()
+        await world.state.link.news.settled()
         found = await world.client().fine_tuning.jobs.retrieve(job.id)
         assert (found.status, found.waiting_for) == ("queued", f"{REASON} again")
 

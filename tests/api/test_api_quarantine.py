@@ -98,7 +98,7 @@ def test_an_import_that_crashes_engines_leaves_nothing_on_disk(play: Play, tmp_p
     async def story(world: World) -> None:
         answer = await upload(world, make_files(tmp_path / "one"))
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "quarantined"
-        await world.state.link.settled()
+        await world.state.link.news.settled()
         (kept,) = await world.state.store.quarantine.list()
         assert kept.kind == "adapter" and kept.reason == answer.json()["error"]["message"]
         assert not [*(world.state.store.folder / "adapters").iterdir()]

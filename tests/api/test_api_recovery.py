@@ -11,7 +11,7 @@ import pytest
 
 from coserve.errors import StateError
 from coserve.serve.compose import build_state
-from coserve.serve.engine import link as link_module
+from coserve.serve.engine import news
 from coserve.serve.store.records import JobRecord
 from coserve.wire.messages import JobCheckpoint, JobEnded, JobStep, Numbered, StartJob, StopJob
 from fake_engine import FakeEngine
@@ -32,7 +32,7 @@ async def new_engine(world: World, jobs: tuple[str, ...] = ()) -> None:
     connections = world.state.link.connections
     await world.engine.start()
     await world.until(lambda: world.state.link.connections > connections)
-    await world.state.link.settled()
+    await world.state.link.news.settled()
 
 
 def test_a_new_engine_gets_the_running_jobs(play: Play) -> None:
@@ -276,7 +276,7 @@ def test_the_next_job_starts_though_the_disk_was_full_for_a_moment(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of the first is written down, and bringing in the second fails: that is tried again."""
-    monkeypatch.setattr(link_module, "WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(news, "WRITE_SECONDS", 0.01)
 
     async def story(world: World) -> None:
         file = await upload(world)

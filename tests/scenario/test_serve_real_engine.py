@@ -44,7 +44,7 @@ def test_answers_go_on_in_the_next_engine_as_if_nothing_had_happened(tmp_path: P
                     await check_grammar(http)
                     calm = await asyncio.gather(*(tokens(http, seed) for seed in range(6)))
                     again = [asyncio.create_task(tokens(http, seed)) for seed in range(6)]
-                    while sum(len(live.tokens) for live in state.link._live.values()) < 200:
+                    while sum(len(live.tokens) for live in state.link.live.values()) < 200:
                         await asyncio.sleep(0.002)
                     engine.process.kill()
                     await asyncio.to_thread(engine.process.wait)

@@ -23,7 +23,6 @@ TOO_LARGE = {
     "Engine": 20,
     "TrainingSession": 20,
     "Scheduler": 18,
-    "EngineLink": 15,
 }
 # Rooms from the foundation up; those of one floor do not know each other, but for what `ALSO` allows.
 FLOORS: tuple[frozenset[str], ...] = (

@@ -71,7 +71,8 @@ async def _check_keys(settings: ServerSettings, store: Store) -> None:
 
 async def _wire(state: State) -> None:
     """Connects new engines and job events with everything that listens to them beside the job controller."""
-    link, write_down = state.link, state.link.on_news
+    link, news = state.link, state.link.news
+    write_down = news.on_news
 
     async def resize(hello: Hello) -> None:
         state.queue.resize(hello.max_running)
@@ -109,11 +110,11 @@ async def _wire(state: State) -> None:
         for (of_kind, id), found in known.items():
             if of_kind == kind:
                 link.probation.suspects[WorkItem(kind, id)] = Suspect(*found)
-    link.on_connect.insert(0, note_suspects)
-    link.on_connect.insert(0, resize)
-    link.on_connect.insert(0, forget_jobs)
-    link.on_connect.append(pin)
-    link.on_news = take
+    news.on_connect.insert(0, note_suspects)
+    news.on_connect.insert(0, resize)
+    news.on_connect.insert(0, forget_jobs)
+    news.on_connect.append(pin)
+    news.on_news = take
 
 
 @asynccontextmanager

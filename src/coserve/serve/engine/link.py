@@ -10,11 +10,12 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from coserve.errors import CoserveError, EngineLost, Quarantined, StateError, error_named
+from coserve.errors import CoserveError, EngineLost, Quarantined, error_named
 from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.live import AnswerRequest, LiveRequest
+from coserve.serve.engine.news import EngineNews
 from coserve.serve.engine.probation import Probation, WorkItem
-from coserve.serve.engine.verdicts import QuarantineVerdict, Verdicts
+from coserve.serve.engine.verdicts import Verdicts
 from coserve.wire.codec import decode_answer
 from coserve.wire.frames import read_frame
 from coserve.wire.messages import (
@@ -29,7 +30,6 @@ from coserve.wire.messages import (
     Hello,
     JobSpec,
     MethodFields,
-    Numbered,
     PinAdapter,
     RemoveAdapter,
     Report,
@@ -39,7 +39,6 @@ from coserve.wire.messages import (
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.05  # between two attempts to reach the engine
-WRITE_SECONDS = 1.0  # between two attempts to write down what it told
 SILENT_SECONDS = 4.0  # after which an engine, which says something every second, counts as one that hangs
 MOST_LIVES = 5  # engines that may die under a request without a token of it in between
 
@@ -52,10 +51,7 @@ class EngineLink:
 
     `run` does the work and is to be run as a task; it ends only by being cancelled, or with an exception that
     is a bug. Everything else may be called from the same event loop. `patience` is how many seconds requests
-    wait for an engine that is gone. Callbacks run one after the other, in the order of what they tell:
-    `on_connect` for each new connection, `on_news` once for each piece of job news, which is acknowledged
-    when that has returned. One that raises StateError is called again, a second later, until it does not:
-    while the disk is full, answers go on and news wait.
+    wait for an engine that is gone. `news` hands on what engines tell beside answers.
 
     Tokens that pile up for a slow reader are bounded by its request's `max_tokens`.
     """
@@ -65,9 +61,8 @@ class EngineLink:
         self.stats: EngineStats | None = None
         self.resident: frozenset[str] = frozenset()  # adapters that were in memory when the engine last told
         self.connections = 0  # since the start; more than one if an engine died
-        self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
-        self.on_connect: list[Callable[[Hello], Awaitable[None]]] = []
-        self.on_guilty: Callable[[QuarantineVerdict], Awaitable[None]] | None = None
+        self.live: dict[str, LiveRequest] = {}  # requests under way
+        self.news = EngineNews(self._acknowledge)
         self.barred: Callable[[str], Awaitable[str | None]] | None = None  # why an adapter is quarantined
         self.probation = Probation()
         self._verdicts = Verdicts()
@@ -75,12 +70,9 @@ class EngineLink:
         self._connection: EngineConnection | None = None
         self._heard = 0.0  # when the engine last said anything, on `time.monotonic`
         self._connected = asyncio.Event()
-        self._live: dict[str, LiveRequest] = {}
         self._refusal: EngineLost | None = None
         self._told_all = asyncio.Event()  # the engine has nothing more to say: it is drained, or gone
         self._refs = count(1)
-        self._told: asyncio.Queue[Hello | QuarantineVerdict | tuple[str, Numbered]] = asyncio.Queue()
-        self._news_seen = ("", 0)  # generation, and number of the newest news that was handed on
 
     # For routes
 
@@ -94,11 +86,6 @@ class EngineLink:
         """Seconds since the engine that is connected said anything; infinite while there is none. Beyond
         `SILENT_SECONDS` it hangs, or is in a very long step."""
         return math.inf if self._connection is None else time.monotonic() - self._heard
-
-    @property
-    def live(self) -> int:
-        """Requests under way."""
-        return len(self._live)
 
     async def wait_ready(self, timeout: float | None = None) -> Hello:
         """The engine's Hello, as soon as there is an engine. Raises EngineLost after `timeout` seconds."""
@@ -119,7 +106,7 @@ class EngineLink:
             raise self._refusal
         self._verdicts.check_request(request)
         live = LiveRequest(request, asyncio.get_running_loop().time())
-        self._live[request.id] = live
+        self.live[request.id] = live
         if self._connection is not None:
             self._submit(self._connection, live)
         try:
@@ -159,15 +146,33 @@ class EngineLink:
                 await self._load(connection, key, path)
                 return await connection.ask(PinAdapter(next(self._refs), key, pinned))
 
-    async def check(self, method: MethodFields) -> None:
-        """Has the engine check the settings of an adapter method. Raises the error that they are refused
-        with, and EngineLost where no engine finishes the check."""
-        await self._check(lambda ref: CheckMethod(ref, method))
+    async def check(self, asked: MethodFields | JobSpec) -> None:
+        """Has the engine check the settings of an adapter method, or whether a job could ever run: what it
+        trains, and the memory that it needs. Raises what is refused.
 
-    async def check_job(self, spec: JobSpec) -> None:
-        """Tells whether a job could ever run: what it trains, and the memory that it needs. Raises what it is
-        refused with, and EngineLost where no engine gets to the end of it."""
-        await self._check(lambda ref: CheckJob(ref, spec))
+        Asks engine after engine, no longer than requests wait for one, and not again what crashes them.
+        Raises EngineLost where none gets to the end of it.
+        """
+        item = WorkItem("check", str(next(self._refs)))
+        try:
+            async with asyncio.timeout(self.patience):
+                while True:
+                    await self.wait_ready()
+                    self._verdicts.check(item)
+                    await self.probation.turn(item)
+                    with suppress(ConnectionError):
+                        connection, ref = self._current(), next(self._refs)
+                        self.probation.enter(item)
+                        if isinstance(asked, JobSpec):
+                            return await connection.ask(CheckJob(ref, asked))
+                        return await connection.ask(CheckMethod(ref, asked))
+        except TimeoutError:
+            raise EngineLost(
+                f"the engine did not get to the end of checking this within {self.patience:g} s; nothing "
+                "was stored"
+            ) from None
+        finally:
+            self.probation.left(item)
 
     def send(self, command: Command) -> None:
         """Sends a command. Without an engine it is dropped: `on_connect` is the place to say it again."""
@@ -177,7 +182,7 @@ class EngineLink:
     def refuse(self, error: EngineLost) -> None:
         """Ends every answer with this error, those under way and those still to come."""
         self._refusal = error
-        for live in self._live.values():
+        for live in self.live.values():
             live.arrived.put_nowait(error)
 
     async def drain(self, reconnect: float) -> None:
@@ -190,18 +195,14 @@ class EngineLink:
             await self.wait_ready(reconnect)
             self.send(Drain())
             await self._told_all.wait()
-        await self.settled()
-
-    async def settled(self) -> None:
-        """Returns when all that engines have told so far has been handed on to the callbacks."""
-        await self._told.join()
+        await self.news.settled()
 
     # The task
 
     async def run(self) -> None:
         """Connects, listens, and connects again."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._tell())
+            tasks.create_task(self.news.run())
             while True:
                 try:
                     reader, writer = await self._reach()
@@ -242,10 +243,10 @@ class EngineLink:
         self._heard = time.monotonic()
         self._judge(connection.hello)
         self.hello, self._connection = connection.hello, connection
-        self._told.put_nowait(connection.hello)
+        self.news.tell(connection.hello)
         self._connected.set()
         self._told_all.clear()
-        for live in list(self._live.values()):
+        for live in list(self.live.values()):
             self._submit(connection, live)
 
     def _end(self, connection: EngineConnection) -> None:
@@ -253,7 +254,7 @@ class EngineLink:
         self._connected.clear()
         self._told_all.set()
         connection.end()
-        for live in list(self._live.values()):
+        for live in list(self.live.values()):
             live.lives += 1
             live.repeated = live.scored
             if live.lives >= MOST_LIVES:
@@ -266,18 +267,18 @@ class EngineLink:
         if not (is_new and hello.crash):
             self.probation.forget_engine()
             return
-        for each in self._live.values():
+        for each in self.live.values():
             each.lives = max(each.lives - 1, 0)  # a crash counts there, and not among ends from outside
         for item in self.probation.crashed():
-            live = self._live.get(item.id) if item.kind == "request" else None
+            live = self.live.get(item.id) if item.kind == "request" else None
             found = self._verdicts.find(item, None if live is None else live.request, hello.crash)
             for guilty in found:
-                self._told.put_nowait(guilty)
+                self.news.tell(guilty)
             if live is not None:
                 self._fail(live, Quarantined(found[0].reason))
 
     def _give_up(self, error: EngineLost) -> None:
-        for live in list(self._live.values()):
+        for live in list(self.live.values()):
             self._fail(live, error)
 
     # Reports of engines
@@ -285,7 +286,7 @@ class EngineLink:
     def _take(self, connection: EngineConnection, report: Report) -> None:
         self._heard = time.monotonic()
         for token in report.tokens:
-            if (live := self._live.get(token.id)) is None:
+            if (live := self.live.get(token.id)) is None:
                 continue  # cancelled while this was on its way
             if token.fault is not None:
                 self._fail(live, error_named(token.fault.kind, token.fault.text))
@@ -294,48 +295,20 @@ class EngineLink:
                 if token.finish is None:
                     self.probation.moved(live.item, len(live.tokens))
                 else:
-                    del self._live[token.id]
+                    del self.live[token.id]
                     self.probation.left(live.item)
         for reply in report.replies:
             connection.take(reply)
         for numbered in report.jobs:
-            self._told.put_nowait((connection.hello.generation, numbered))
+            self.news.tell((connection.hello.generation, numbered))
         if report.stats is not None:
             self.stats, self.resident = report.stats, frozenset(report.stats.paging.resident)
         if report.drained:
             self._told_all.set()
 
-    async def _tell(self) -> None:
-        """Hands on connections and job news, in order and each once."""
-        while True:
-            told = await self._told.get()
-            while not await self._hand_on(told):
-                await asyncio.sleep(WRITE_SECONDS)
-            self._told.task_done()
-
-    async def _hand_on(self, told: Hello | QuarantineVerdict | tuple[str, Numbered]) -> bool:
-        """Tells whether the callbacks have taken it, and need not be called again."""
-        try:
-            if isinstance(told, Hello):
-                for callback in self.on_connect:
-                    await callback(told)
-            elif isinstance(told, QuarantineVerdict):
-                if self.on_guilty is not None:
-                    await self.on_guilty(told)
-            else:
-                await self._tell_news(*told)
-        except StateError as error:
-            log.error("what the engine told waits to be written down: %s", error)
-            return False
-        return True
-
-    async def _tell_news(self, generation: str, numbered: Numbered) -> None:
-        seen = self._news_seen[1] if self._news_seen[0] == generation else 0
-        if numbered.number > seen and self.on_news is not None:
-            await self.on_news(numbered)
-            self._news_seen = generation, numbered.number
+    def _acknowledge(self, generation: str, number: int) -> None:
         if self._connection is not None and self._connection.hello.generation == generation:
-            self.send(Acknowledge(numbered.number))
+            self.send(Acknowledge(number))
 
     # Commands to engines
 
@@ -369,7 +342,7 @@ class EngineLink:
         except ConnectionError:
             pass  # the next engine gets it
         else:
-            if request.id in self._live:
+            if request.id in self.live:
                 self._post_request(connection, live)
 
     async def _load(self, connection: EngineConnection, key: str, path: Path, new: bool = False) -> None:
@@ -391,27 +364,6 @@ class EngineLink:
             connection.loads.pop(key, None)  # another attempt may find the folder mended
             raise
 
-    async def _check(self, command: Callable[[int], CheckMethod | CheckJob]) -> None:
-        """Asks engine after engine, no longer than requests wait for one, and not again what crashes them."""
-        item = WorkItem("check", str(next(self._refs)))
-        try:
-            async with asyncio.timeout(self.patience):
-                while True:
-                    await self.wait_ready()
-                    self._verdicts.check(item)
-                    await self.probation.turn(item)
-                    with suppress(ConnectionError):
-                        connection = self._current()
-                        self.probation.enter(item)
-                        return await connection.ask(command(next(self._refs)))
-        except TimeoutError:
-            raise EngineLost(
-                f"the engine did not get to the end of checking this within {self.patience:g} s; nothing "
-                "was stored"
-            ) from None
-        finally:
-            self.probation.left(item)
-
     def _replied(self, item: WorkItem, reply: "asyncio.Future[None]") -> None:
         if not isinstance(reply.exception(), ConnectionError):
             self.probation.left(item)
@@ -422,14 +374,14 @@ class EngineLink:
         return self._connection
 
     def _fail(self, live: LiveRequest, error: CoserveError) -> None:
-        if self._live.pop(live.request.id, None) is not None:
+        if self.live.pop(live.request.id, None) is not None:
             self.probation.left(live.item)
             live.arrived.put_nowait(error)
 
     def _forget(self, live: LiveRequest) -> None:
-        if self._live.get(live.request.id) is not live:
+        if self.live.get(live.request.id) is not live:
             return
-        del self._live[live.request.id]
+        del self.live[live.request.id]
         self.probation.left(live.item)
         connection = self._connection
         if connection is None:

@@ -86,7 +86,7 @@ async def _check_job(state: State, job: JobRecord) -> None:
     there is in all, and EngineLost where no engine can tell: what is stored starts with every engine."""
     spec = await spec_of(state.store, job)
     with _naming_peft():
-        await state.link.check_job(spec)
+        await state.link.check(spec)
 
 
 async def _check_method(state: State, peft: MethodFields) -> None:

@@ -79,9 +79,9 @@ class JobController:
         self._leaving = ""  # the job that was asked to wait for another tenant's
         self._weights: dict[str, float] = {}  # as the engine was told them
         self._trials: dict[str, asyncio.Task[None]] = {}  # jobs that wait to be tried alone
-        link.on_connect.append(self._connected)
-        link.on_news = self._heard
-        link.on_guilty = self._quarantined
+        link.news.on_connect.append(self._connected)
+        link.news.on_news = self._heard
+        link.news.on_guilty = self._quarantined
         for part in ("files", "adapters"):
             sweep(store.folder / part)
 

@@ -9,7 +9,7 @@ import pytest
 from coserve.core.plan import TokenLogprobs
 from coserve.core.request import FinishReason, SamplingParams
 from coserve.errors import AdapterMismatch, AdapterNotFound, EngineLost, StateError
-from coserve.serve.engine import link as link_module
+from coserve.serve.engine import news
 from coserve.serve.engine.link import MOST_LIVES, EngineLink
 from coserve.serve.engine.live import AnswerRequest
 from coserve.wire.messages import (
@@ -75,7 +75,7 @@ def test_answers_come_whole_and_in_order(tmp_path: Path) -> None:
             assert [token.token for token in tokens] == expected(fake, one)
             assert [token.finish for token in tokens[:-1]] == [None] * (len(tokens) - 1)
             assert tokens[-1].finish is FinishReason.LENGTH
-        assert link.live == 0 and link.stats is not None
+        assert not link.live and link.stats is not None
 
     fake = play(tmp_path, story)
     assert not said(fake, Cancel)
@@ -108,7 +108,7 @@ def test_what_has_ended_is_not_asked_for_again(tmp_path: Path) -> None:
         async with aclosing(link.generate(request(most=3))) as tokens:
             await anext(tokens)
             await until(lambda: fake.steps >= 3 and not fake.running)
-            await until(lambda: link.live == 0)
+            await until(lambda: not link.live)
             await fake.die()
             await fake.start()
             await until(lambda: link.connections == 2)
@@ -158,7 +158,7 @@ def test_closing_an_answer_cancels_it_within_a_step(tmp_path: Path) -> None:
                 await anext(tokens)
         steps = fake.steps
         await until(lambda: not fake.running)
-        assert fake.steps <= steps + 1 and link.live == 0
+        assert fake.steps <= steps + 1 and not link.live
 
     assert said(play(tmp_path, story, step_seconds=0.01), Cancel) == [Cancel("r")]
 
@@ -188,7 +188,7 @@ def test_an_adapter_that_an_engine_refuses_is_refused_by_name(tmp_path: Path) ->
         await link.load("a", tmp_path)  # mended
         await link.unload("a")
         await link.unload("a")
-        assert len(said(fake, RemoveAdapter)) == 1 and link.live == 0
+        assert len(said(fake, RemoveAdapter)) == 1 and not link.live
 
     play(tmp_path, story)
 
@@ -256,8 +256,8 @@ def test_news_are_told_in_order_once_and_acknowledged(tmp_path: Path) -> None:
         async def on_connect(hello: Hello) -> None:
             told.append(("hello", hello.generation))
 
-        link.on_news = on_news
-        link.on_connect.append(on_connect)
+        link.news.on_news = on_news
+        link.news.on_connect.append(on_connect)
         await link.wait_ready(1)
         for number in range(1, 6):
             fake.tell(Numbered(number, JobEnded("job", "succeeded", number)))
@@ -291,7 +291,7 @@ def test_commands_without_an_engine_are_dropped(tmp_path: Path) -> None:
 
 def test_news_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are told again until they are written down; answers go on meanwhile."""
-    monkeypatch.setattr(link_module, "WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(news, "WRITE_SECONDS", 0.01)
     attempts: list[int] = []
 
     async def story(fake: FakeEngine, link: EngineLink) -> None:
@@ -300,7 +300,7 @@ def test_news_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.M
             if len(attempts) < 4:
                 raise StateError("the disk is full")
 
-        link.on_news = on_news
+        link.news.on_news = on_news
         await link.wait_ready(1)
         for number in (1, 2):
             fake.tell(Numbered(number, JobEnded("job", "succeeded", number)))
@@ -323,7 +323,7 @@ def test_refusing_ends_answers_and_frees_the_engine(tmp_path: Path) -> None:
             with pytest.raises(EngineLost, match="no more"):
                 await ended
         await until(lambda: not fake.running)
-        assert link.live == 0
+        assert not link.live
 
     fake = play(tmp_path, story, step_seconds=0.001)
     assert [command.id for command in said(fake, Cancel)] == ["r"]
@@ -338,7 +338,7 @@ def test_a_drain_is_over_when_the_engine_has_nothing_more_to_say(tmp_path: Path)
             await asyncio.sleep(0.02)
             told.append(numbered.number)
 
-        link.on_news = on_news
+        link.news.on_news = on_news
         await link.wait_ready(1)
         fake.tell(Numbered(1, JobEnded("job", "paused", 1)))
         await link.drain(1.0)

@@ -32,11 +32,11 @@ def play(folder: Path, story: Any, **engine: Any) -> tuple[FakeEngine, list[Quar
     async def run() -> None:
         async with asyncio.timeout(60), fake:
             link = EngineLink(fake.socket)
-            link.on_guilty = note
+            link.news.on_guilty = note
             task = asyncio.create_task(link.run())
             try:
                 await story(fake, link)
-                await link.settled()
+                await link.news.settled()
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -126,7 +126,7 @@ def test_an_adapter_and_checks_that_crash_engines(tmp_path: Path) -> None:
         with pytest.raises(Quarantined, match="this check"):
             await link.check({})
         with pytest.raises(Quarantined, match="this check"):
-            await link.check_job(JobSpec("j", "data.jsonl", str(tmp_path)))
+            await link.check(JobSpec("j", "data.jsonl", str(tmp_path)))
         await link.load("good", tmp_path)
         assert await running == expected(fake, other)
 

@@ -1,0 +1,68 @@
+"""What engines tell beside answers, handed on to those who listen."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from coserve.errors import StateError
+from coserve.serve.engine.verdicts import QuarantineVerdict
+from coserve.wire.messages import Hello, Numbered
+
+log = logging.getLogger(__name__)
+
+WRITE_SECONDS = 1.0  # between two attempts to write down what an engine told
+
+
+class EngineNews:
+    """Calls whoever listens, one after the other, in the order of what was told: `on_connect` for each new
+    connection, `on_guilty` for each verdict, `on_news` once for each piece of job news, which is acknowledged
+    (by its generation and number) when that has returned. One that raises StateError is called again, a
+    second later, until it does not: while the disk is full, answers go on and news wait.
+    """
+
+    def __init__(self, acknowledge: Callable[[str, int], None]) -> None:
+        self.on_connect: list[Callable[[Hello], Awaitable[None]]] = []
+        self.on_guilty: Callable[[QuarantineVerdict], Awaitable[None]] | None = None
+        self.on_news: Callable[[Numbered], Awaitable[None]] | None = None
+        self._acknowledge = acknowledge
+        self._told: asyncio.Queue[Hello | QuarantineVerdict | tuple[str, Numbered]] = asyncio.Queue()
+        self._seen = ("", 0)  # generation, and number of the newest news that was handed on
+
+    def tell(self, told: Hello | QuarantineVerdict | tuple[str, Numbered]) -> None:
+        """Puts a connection, a verdict, or an engine's generation with job news behind what is there."""
+        self._told.put_nowait(told)
+
+    async def settled(self) -> None:
+        """Returns when all that engines have told so far has been handed on to the callbacks."""
+        await self._told.join()
+
+    async def run(self) -> None:
+        """Hands on, until cancelled."""
+        while True:
+            told = await self._told.get()
+            while not await self._hand_on(told):
+                await asyncio.sleep(WRITE_SECONDS)
+            self._told.task_done()
+
+    async def _hand_on(self, told: Hello | QuarantineVerdict | tuple[str, Numbered]) -> bool:
+        """Tells whether the callbacks have taken it, and need not be called again."""
+        try:
+            if isinstance(told, Hello):
+                for callback in self.on_connect:
+                    await callback(told)
+            elif isinstance(told, QuarantineVerdict):
+                if self.on_guilty is not None:
+                    await self.on_guilty(told)
+            else:
+                await self._tell_news(*told)
+        except StateError as error:
+            log.error("what the engine told waits to be written down: %s", error)
+            return False
+        return True
+
+    async def _tell_news(self, generation: str, numbered: Numbered) -> None:
+        seen = self._seen[1] if self._seen[0] == generation else 0
+        if numbered.number > seen and self.on_news is not None:
+            await self.on_news(numbered)
+            self._seen = generation, numbered.number
+        self._acknowledge(generation, numbered.number)
