@@ -116,7 +116,7 @@ class World:
             if tune.at <= now and name not in self._steps:
                 self._feed(name)
             if tune.removed <= now:
-                self.it.remove_training(name)
+                self.it.training.remove(name)
 
     def _next_arrival(self) -> float:
         asks = [ask.at for name, ask in self._asks.items() if name not in self.sequences]
@@ -128,7 +128,7 @@ class World:
         self._steps[job] = self._steps.get(job, 0) + 1
         if self._steps[job] <= tune.steps:
             keys = [self.it.new_key() for _ in range(tune.micro_batches)]
-            self.it.add_training(job, [MicroBatch(key, job, f"{job}@0", (tune.rows,), DEPTH) for key in keys])
+            self.it.training.add(job, [MicroBatch(key, job, f"{job}@0", (tune.rows,), DEPTH) for key in keys])
 
     def _step(self, now: float) -> None:
         plan = self.it.plan(now)

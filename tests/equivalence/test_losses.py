@@ -150,7 +150,7 @@ def test_a_scheduler_sends_a_coupled_loss_through_the_tail_twice() -> None:
         adopt(engine, run)
         (batch,) = run.supervised.next_step(iter([1]))
         batch.loss = loss_spec("dpo", {"reference": (-3.0,) * batch.length})
-        engine.scheduler.add_training("j", [batch], update=run.supervised.optim_step)
+        engine.scheduler.training.add("j", [batch], update=run.supervised.optim_step)
         answer = engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=4))
         done: list[StepDone] = []
         with Exact():

@@ -32,7 +32,7 @@ class World:
             self.step()
         if training:
             batches = [MicroBatch(self.it.new_key(), "job", "job@0", (4096,), DEPTH) for _ in range(8)]
-            self.it.add_training("job", batches)
+            self.it.training.add("job", batches)
 
     def submit(self, prompt: int, answer: int, first_token: float | None = None) -> Sequence:
         slo = SLO(first_token=first_token, between_tokens=self.between)

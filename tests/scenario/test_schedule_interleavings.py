@@ -162,7 +162,7 @@ class World:
         self._next_step(job)
 
     def _next_step(self, job: str) -> None:
-        self.it.add_training(
+        self.it.training.add(
             job,
             [
                 MicroBatch(self.it.new_key(), job, f"{job}@{self.steps[job]}", tuple(rows), DEPTH)
@@ -172,7 +172,7 @@ class World:
         )
 
     def remove(self, which: int) -> None:
-        self.it.remove_training(f"job{which}")
+        self.it.training.remove(f"job{which}")
         self.jobs.pop(f"job{which}", None)
 
     def skip(self, seconds: float) -> None:

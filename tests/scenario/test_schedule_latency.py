@@ -33,7 +33,7 @@ class World:
 
     def more_training(self, rows: int = 1024) -> None:
         batches = [MicroBatch(self.it.new_key(), "job", "job@0", (rows // 2,) * 2, DEPTH) for _ in range(2)]
-        self.it.add_training("job", batches)
+        self.it.training.add("job", batches)
 
     def step(self) -> Plan:
         if any(isinstance(event, StepDone) for event in self.executor.step(self.it)):
@@ -170,12 +170,12 @@ def test_training_never_starves_at_an_impossible_bound() -> None:
 
 def test_small_windows_of_one_job_do_not_starve_a_large_one_of_another() -> None:
     world = World(starvation=0.2, quantum=0.15, quantum_with_inference=0.2, micro_batches_in_flight=1)
-    world.it.remove_training("job")
+    world.it.training.remove("job")
     large = MicroBatch(world.it.new_key(), "job", "job@0", (512,), DEPTH)
-    world.it.add_training("job", [large])
+    world.it.training.add("job", [large])
     while large.direction is not Direction.BACKWARD or not large.is_paused:
         world.step()  # alone: a window of all 512 rows, put down on its way back
-    world.it.add_training("small", [MicroBatch(world.it.new_key(), "small", "s@0", (3000,), DEPTH)])
+    world.it.training.add("small", [MicroBatch(world.it.new_key(), "small", "s@0", (3000,), DEPTH)])
     world.submit(SLO(between_tokens=0.022), answer=500)
     world.step()
     lying, times = list(large.paused), []

@@ -56,7 +56,7 @@ class World:
 
     def train(self, job: str) -> None:
         lengths = (self.draw.randrange(16, 300), self.draw.randrange(16, 300))
-        self.it.add_training(job, [MicroBatch(self.it.new_key(), job, f"{job}@0", lengths, DEPTH)])
+        self.it.training.add(job, [MicroBatch(self.it.new_key(), job, f"{job}@0", lengths, DEPTH)])
 
     def submit(self, prompt: int, answer: int, slo: SLO, arrival: float, newcomer: bool) -> Sequence:
         tokens = tuple(self.draw.randrange(1000) for _ in range(prompt))

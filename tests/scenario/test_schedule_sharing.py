@@ -23,7 +23,7 @@ def scheduler(policy: str, **options: object) -> Scheduler:
 
 def give(it: Scheduler, job: str, weight: float, rows: int, count: int) -> None:
     batches = [MicroBatch(it.new_key(), job, f"{job}@0", (rows,), DEPTH) for _ in range(count)]
-    it.add_training(job, batches, weight)
+    it.training.add(job, batches, weight)
 
 
 def keep_training(

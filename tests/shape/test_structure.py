@@ -22,7 +22,7 @@ TOO_LARGE = {
     "Tape": 24,
     "Engine": 20,
     "TrainingSession": 20,
-    "Scheduler": 18,
+    "Scheduler": 15,
 }
 # Rooms from the foundation up; those of one floor do not know each other, but for what `ALSO` allows.
 FLOORS: tuple[frozenset[str], ...] = (

@@ -96,7 +96,7 @@ class Training:
             if job not in self._steps:
                 raise JobError(f"no job {job!r} is running")
             self.jobs[job].weight = weight
-            self._scheduler.set_training_weight(job, weight)
+            self._scheduler.training.set_weight(job, weight)
 
     def refuse_while_trained(self, adapter: str) -> None:
         """Raises JobError if a job trains the adapter, or is going to."""
@@ -229,7 +229,7 @@ class Training:
 
     def _add(self, job: str, micro_batches: Sequence[MicroBatch]) -> None:
         weight, update = self.jobs[job].weight, self._steps[job].optim_step
-        self._scheduler.add_training(job, micro_batches, weight, update)
+        self._scheduler.training.add(job, micro_batches, weight, update)
 
     def _goes_on_smaller(self, event: JobFailed) -> bool:
         """Has a job that ran out of memory do its step again with less, once, and tells whether it does."""
@@ -254,7 +254,7 @@ class Training:
     def _forget(self, job: str) -> None:
         """Frees all a job held, its handle too unless its caller has it; its published version stays."""
         self._executor.call(CloseSession(job))
-        self._scheduler.remove_training(job)
+        self._scheduler.training.remove(job)
         self._steps.pop(job, None)
         self.jobs.pop(job, None)
         self.admission.leave(job)

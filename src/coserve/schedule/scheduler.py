@@ -12,9 +12,9 @@ from itertools import count
 from typing import Final
 
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TrainingProgress
-from coserve.core.plan import InferenceSegment, OptimStep, Plan, StepResult, TrainingSegment
+from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment
 from coserve.core.request import FinishReason, Request
-from coserve.core.sequence import Direction, MicroBatch, Position, Sequence
+from coserve.core.sequence import Direction, Position, Sequence
 from coserve.errors import CoserveError
 from coserve.memory.pages import PagePool
 from coserve.schedule import answers
@@ -36,17 +36,18 @@ _NAP: Final = 0.001  # seconds between two looks at whether somebody who is kept
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A plan under way, and when it is expected to end; where its micro-batches stood before it, by key, and
-    the jobs whose optimizer steps it is to take."""
+    """A plan under way, and when it is expected to end; where its micro-batches stood before it, by key."""
 
     plan: Plan
     ends: float
     positions: Mapping[int, Position]
-    updates: set[str]
 
 
 class Scheduler:
     """One engine's schedule: requests and jobs in, plans out, results back in, events out.
+
+    `training` takes jobs' optimizer steps: when all micro-batches of one are done a plan has its `update` in
+    `updates`, and the `StepDone` that follows asks for the next one.
 
     Times (`now`, `arrival`) are seconds on one clock of the caller's choice.
     """
@@ -57,7 +58,7 @@ class Scheduler:
         self.policy = policy
         self.stats = Stats()
         self._requests = RequestQueues(config, pages)
-        self._training = TrainingQueue(config.micro_batches_in_flight)
+        self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
         self._sequences: dict[int, Sequence] = {}  # those that have not ended
         self._events: list[Event] = []  # of what happened between two steps
@@ -137,38 +138,14 @@ class Scheduler:
         self._retire(sequence, FinishReason.CANCELLED, sequence.last_token_at or sequence.request.arrival)
         self._events.append(RequestFailed(key, sequence.request.id, error))
 
-    def add_training(
-        self,
-        job: str,
-        micro_batches: Iterable[MicroBatch],
-        weight: float = 1.0,
-        update: OptimStep | None = None,
-    ) -> None:
-        """Gives `job` the micro-batches of its next optimizer step.
-
-        They pass in order. When all are done a plan has `update` in `updates`, and the `StepDone` that
-        follows asks for the next ones. Jobs get rows in proportion to their weights.
-        """
-        self._training.add(job, micro_batches, weight, update)
-
-    def set_training_weight(self, job: str, weight: float) -> None:
-        """Changes a job's share from now on."""
-        self._training.set_weight(job, weight)
-
-    def remove_training(self, job: str) -> None:
-        """Takes a job off the schedule; the next plan releases all its micro-batches."""
-        self._training.remove(job)
-        for launched in self._launched:  # another job may have its name before the result is there
-            launched.updates.discard(job)
-
     # What there is
 
     @property
     def has_work(self) -> bool:
         """Tells whether a step would do anything: run rows, release keys, or deliver events."""
-        unreleased = self._requests.released or self._training.released
+        unreleased = self._requests.released or self.training.released
         under_way = any(not launched.plan.is_empty for launched in self._launched)
-        return bool(self._sequences or self._events or unreleased or under_way) or self._training.has_work
+        return bool(self._sequences or self._events or unreleased or under_way) or self.training.has_work
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -215,7 +192,7 @@ class Scheduler:
     def _plan(self, now: float) -> Plan:
         builder = PlanBuilder(now)
         self._requests.look_up()
-        jobs, starving = self._training.turns(now, self.config.starvation)
+        jobs, starving = self.training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
         held = self.policy.holds(view)
         if not held:
@@ -243,16 +220,16 @@ class Scheduler:
         self._account(plan, result, now)
         events, self._events = self._events, []
         for job, error in result.failed.items():
-            self.remove_training(job)
+            self.training.remove(job)
             events.append(JobFailed(job, error))
         events.extend(self._take_answers(plan.inference, result, now))
         self._note_underway(plan, result)
         events.extend(self._take_progress(result.trained))
-        unanswered = launched.updates - result.updated.keys() - result.failed.keys()
-        assert not unanswered, f"no answer for the updates of {unanswered}"
+        due = {update.job for update in plan.updates if update in self.training}
+        assert due <= result.updated.keys(), f"no answer for the updates of {due - result.updated.keys()}"
         for job, updated in result.updated.items():
-            if job in launched.updates:
-                self._training.updated(job)
+            if job in due:
+                self.training.updated(job)
                 self.stats.updates += 1
                 events.append(StepDone(job, updated))
         return events
@@ -368,8 +345,8 @@ class Scheduler:
         for job in jobs:
             if job.is_due:
                 packer.update(job.update)
-            for batch in self._training.ready(job):
-                if not packer.has(batch) and not packer.window_group(batch, self._training.level(job, jobs)):
+            for batch in self.training.ready(job):
+                if not packer.has(batch) and not packer.window_group(batch, self.training.level(job, jobs)):
                     packer.window(batch)
 
     def _idle(self, view: View) -> float:
@@ -379,11 +356,11 @@ class Scheduler:
         return max(self.policy.wake(view) - view.now, 0.0)
 
     def _close(self, builder: PlanBuilder) -> Plan:
-        released = (*self._requests.released, *self._training.released)
+        released = (*self._requests.released, *self.training.released)
         self._requests.released.clear()
-        self._training.released.clear()
+        self.training.released.clear()
         sequences, inference = announce(builder.inference, self._sequences)
-        named = [batch for segment in builder.training if (batch := self._training.find(segment)) is not None]
+        named = [batch for segment in builder.training if (batch := self.training.find(segment)) is not None]
         return Plan(
             sequences=sequences,
             micro_batches=announce_batches(named),
@@ -403,10 +380,10 @@ class Scheduler:
         ends = begins + plan.predicted + plan.idle
         for segment in plan.inference:
             note_planned(self._sequences[segment.key], segment, ends)
-        batches = [self._training.find(segment) for segment in plan.training]
+        batches = [self.training.find(segment) for segment in plan.training]
         positions = {batch.key: batch.position for batch in batches if batch is not None}
-        self._training.planned(plan, begins)
-        self._launched.append(Launched(plan, ends, positions, {update.job for update in plan.updates}))
+        self.training.planned(plan, begins)
+        self._launched.append(Launched(plan, ends, positions))
 
     # Applying
 
@@ -471,9 +448,8 @@ class Scheduler:
         positions = dict(launched.positions)
         for later in self._launched:
             positions = {**later.positions, **positions}
-            later.updates.clear()
         unbegun = {start.key for later in self._launched for start in later.plan.micro_batches}
-        self._training.paused(positions, result.trained, unbegun)
+        self.training.paused(positions, result.trained, unbegun)
 
     def _note_underway(self, plan: Plan, result: StepResult) -> None:
         """Training in a lane of its own stays under way until it is done; any other is done or paused."""
@@ -484,11 +460,11 @@ class Scheduler:
     def _take_progress(self, segments: Iterable[TrainingSegment]) -> list[Event]:
         events: list[Event] = []
         for segment in segments:
-            batch = self._training.find(segment)
+            batch = self.training.find(segment)
             if batch is None:  # its job failed or was removed meanwhile
                 continue
             rows = rows_through(batch, segment.length, len(segment.span))
-            self._training.ran(batch, rows)
+            self.training.ran(batch, rows)
             if segment.direction is Direction.TRAIN_FORWARD:
                 self.stats.kept_rows += rows
             elif segment.direction is Direction.BACKWARD:

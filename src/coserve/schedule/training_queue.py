@@ -44,8 +44,10 @@ class TrainingQueue:
         self._in_flight = in_flight
         self._clock = 0.0  # virtual time of the job furthest behind when turns were last given
 
-    def __contains__(self, job: str) -> bool:
-        return job in self._jobs
+    def __contains__(self, update: OptimStep) -> bool:
+        """Tells whether this ends the current step of a job, and not that of an earlier one by its name."""
+        job = self._jobs.get(update.job)
+        return job is not None and job.update is update
 
     @property
     def has_work(self) -> bool:
@@ -53,11 +55,16 @@ class TrainingQueue:
         return any(job.is_open for job in self._jobs.values())
 
     def add(
-        self, name: str, micro_batches: Iterable[MicroBatch], weight: float, update: OptimStep | None = None
+        self,
+        name: str,
+        micro_batches: Iterable[MicroBatch],
+        weight: float = 1.0,
+        update: OptimStep | None = None,
     ) -> None:
-        """Gives a job its next optimizer step, which `update` ends.
+        """Gives a job the micro-batches of its next optimizer step, which `update` ends. They pass in order.
 
-        A job that had nothing to run meanwhile starts level with the others instead of catching up.
+        Jobs get rows in proportion to their weights. One that had nothing to run meanwhile starts level with
+        the others instead of catching up.
         """
         update = update or OptimStep(name)
         job = self._jobs.setdefault(name, QueueEntry(name, weight, update))

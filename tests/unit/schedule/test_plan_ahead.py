@@ -64,7 +64,7 @@ class World:
     def train(self, job: str) -> None:
         rows = [self.draws.randint(1, 40) for _ in range(self.draws.randint(1, 3))]
         batches = [MicroBatch(self.it.new_key(), job, f"{job}@0", (count,), DEPTH) for count in rows]
-        self.it.add_training(job, batches, self.draws.choice((1.0, 2.0)))
+        self.it.training.add(job, batches, self.draws.choice((1.0, 2.0)))
         self.rows_of[job] += sum(rows)
 
     def step(self) -> None:

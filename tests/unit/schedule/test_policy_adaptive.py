@@ -431,7 +431,7 @@ def make_scheduler(policy: str, lanes: float = 3.0) -> Scheduler:
 def give(it: Scheduler, job: str, weight: float = 1.0) -> None:
     """The next optimizer step: two micro-batches of 384 rows."""
     batches = [MicroBatch(it.new_key(), job, f"{job}@0", (384,), DEPTH) for _ in range(2)]
-    it.add_training(job, batches, weight)
+    it.training.add(job, batches, weight)
 
 
 def step(it: Scheduler, executor: ScriptedExecutor, weights: dict[str, float] | None = None) -> None:

@@ -319,7 +319,7 @@ def test_training_leaves_nothing_to_be_found() -> None:
     """Its keys and values belong to a tape; no page is taken for them."""
     world = World()
     batch = MicroBatch(world.it.new_key(), "job", "a@0", (len(TEXT),), 4)
-    world.it.add_training("job", [batch])
+    world.it.training.add("job", [batch])
     world.run()
     assert world.executor.trained == {"job": len(TEXT)}
     assert {s.direction for plan in world.executor.plans for s in plan.training} >= {Direction.BACKWARD}

@@ -193,7 +193,7 @@ def test_answers_to_the_cancelled_are_dropped() -> None:
 def test_a_job_steps_and_waits_for_more() -> None:
     it, executor = world()
     batches = micro_batches(it, rows=200, count=3)
-    it.add_training("job", batches)
+    it.training.add("job", batches)
     events = drain(it, executor)
     assert [event.job for event in events if isinstance(event, StepDone)] == ["job"]
     assert all(batch.done for batch in batches)
@@ -204,24 +204,24 @@ def test_a_job_steps_and_waits_for_more() -> None:
     assert (it.stats.kept_rows, it.stats.backward_rows) == pytest.approx((600, 600))
     released = [key for plan in executor.plans for key in plan.released]
     assert sorted(released) == [batch.key for batch in batches]
-    it.add_training("job", micro_batches(it))
+    it.training.add("job", micro_batches(it))
     drain(it, executor)
     assert it.stats.updates == 2 and executor.trained == {"job": 664}
 
 
 def test_a_step_is_not_given_twice() -> None:
     it, _ = world()
-    it.add_training("job", micro_batches(it))
+    it.training.add("job", micro_batches(it))
     with pytest.raises(AssertionError, match="last step"):
-        it.add_training("job", micro_batches(it))
+        it.training.add("job", micro_batches(it))
     with pytest.raises(AssertionError, match="micro-batch"):
-        it.add_training("other", [])
+        it.training.add("other", [])
 
 
 def test_at_most_so_many_micro_batches_on_the_tape() -> None:
     it, executor = world(micro_batches_in_flight=2, quantum=10.0)
     batches = micro_batches(it, count=4)
-    it.add_training("job", batches)
+    it.training.add("job", batches)
     executor.step(it)
     assert [segment.key for segment in executor.plans[0].training] == [batch.key for batch in batches[:2]]
 
@@ -229,10 +229,10 @@ def test_at_most_so_many_micro_batches_on_the_tape() -> None:
 def test_a_removed_job_is_released_in_the_next_plan() -> None:
     it, executor = world()
     batches = micro_batches(it, rows=3000, count=2)
-    it.add_training("job", batches)
+    it.training.add("job", batches)
     executor.step(it)
-    it.remove_training("job")
-    it.remove_training("job")
+    it.training.remove("job")
+    it.training.remove("job")
     executor.step(it)
     assert set(executor.plans[-1].released) == {batch.key for batch in batches}
     assert not executor.plans[-1].training and not it.has_work
@@ -243,8 +243,8 @@ def test_a_failed_job_leaves_and_others_go_on() -> None:
     error = LossNotFinite("the loss of job bad is nan")
     executor = ScriptedExecutor(4, failures={"bad": error})
     bad, good = micro_batches(it, "bad", rows=3000), micro_batches(it, "good")
-    it.add_training("bad", bad)
-    it.add_training("good", good)
+    it.training.add("bad", bad)
+    it.training.add("good", good)
     events = drain(it, executor)
     assert JobFailed("bad", error) in events
     assert executor.trained == {"good": 64}
@@ -253,7 +253,7 @@ def test_a_failed_job_leaves_and_others_go_on() -> None:
 
 def test_an_update_needs_an_answer() -> None:
     it, executor = world()
-    it.add_training("job", micro_batches(it))
+    it.training.add("job", micro_batches(it))
     while not (plan := it.plan(executor.now)).updates:
         it.apply(executor.run(plan), executor.now)
     with pytest.raises(AssertionError, match="no answer"):
@@ -263,7 +263,7 @@ def test_an_update_needs_an_answer() -> None:
 def test_training_rides_along_and_is_counted() -> None:
     it, executor = world()
     sequence = it.submit(request(answer=30), 0.0)
-    it.add_training("job", micro_batches(it, rows=2000))
+    it.training.add("job", micro_batches(it, rows=2000))
     while not sequence.is_finished:
         executor.step(it)
     assert it.stats.fused_possible == it.stats.steps == 30
@@ -277,7 +277,7 @@ def test_deferral_is_the_time_that_training_took() -> None:
     alone = it.cost.predict(Plan(it.plan(0.0).inference))
     it, executor = world()
     sequence = it.submit(request(answer=1), 0.0)
-    it.add_training("job", micro_batches(it, rows=2000))
+    it.training.add("job", micro_batches(it, rows=2000))
     executor.step(it)
     assert executor.plans[0].is_fused
     assert sequence.deferred == pytest.approx(executor.now - alone)
@@ -285,7 +285,7 @@ def test_deferral_is_the_time_that_training_took() -> None:
 
 def test_who_arrives_during_training_was_deferred_by_it() -> None:
     it, executor = world()
-    it.add_training("job", micro_batches(it, rows=3000))
+    it.training.add("job", micro_batches(it, rows=3000))
     executor.step(it)
     assert it.submit(request(arrival=executor.now - 0.004), executor.now).deferred == pytest.approx(0.004)
     assert it.submit(request(arrival=-5.0), executor.now).deferred == pytest.approx(executor.now)
@@ -323,7 +323,7 @@ def test_what_a_lane_takes_teaches_nothing_of_the_whole_machine() -> None:
     executor = ScriptedExecutor(4, seconds=lambda plan: 0.2)
     before = it.cost.learned
     it.submit(request(answer=20), 0.0)
-    it.add_training("job", micro_batches(it, rows=4000))
+    it.training.add("job", micro_batches(it, rows=4000))
     for _ in range(40):
         executor.step(it)
     assert {plan.split for plan in executor.plans} == {0.25}
@@ -336,7 +336,7 @@ def test_a_lane_is_predicted_to_take_longer_than_alone() -> None:
     alone.submit(request(), 0.0)
     it, _ = world(policy="spatial")
     it.submit(request(), 0.0)
-    it.add_training("job", micro_batches(it))
+    it.training.add("job", micro_batches(it))
     it.cost.lanes.inference, it.cost.lanes.training = 3.0, 1.5
     assert it.plan(0.0).predicted == pytest.approx(3 * alone.plan(0.0).predicted)
 

@@ -70,14 +70,17 @@ def test_a_job_without_work_has_no_turn() -> None:
     it.planned(Plan(updates=(OptimStep("a"),)), now=0.0)
     assert not job.is_due and order(it) == [] and it.has_work
     it.updated("a")
-    assert order(it) == [] and not it.has_work and "a" in it
+    assert order(it) == [] and not it.has_work and job.update in it
 
 
 def test_forgetting_a_job_releases_what_is_left_of_it() -> None:
     it = book(a=1.0, b=1.0)
+    kept, forgotten = (job.update for job in it.turns(0.0, None)[0])
     it.remove("b")
     it.remove("b")
-    assert it.released == [1] and order(it) == ["a"] and "b" not in it
+    assert it.released == [1] and order(it) == ["a"] and kept in it and forgotten not in it
+    it.add("b", [MicroBatch(2, "b", "b@1", (10,), LAYERS)])
+    assert forgotten not in it, "it ended the step of another job by this name"
 
 
 def test_optimizer_steps_are_counted_as_long_as_the_job_is_there() -> None:
