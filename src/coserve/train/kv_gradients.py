@@ -2,13 +2,12 @@
 themselves (FlexLLM 6.1, figure 10): in at least float32, over the rows of one example.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from coserve.memory.arena import Arena
+from coserve.memory.arena import Lease
 from coserve.train.window import KV
 
 
@@ -25,12 +24,18 @@ class _Sums:
         return self.first + self.keys.shape[1]
 
 
+def zeros_like_one(x: Tensor, lease: Lease) -> Tensor:
+    """Zeros in the shape of x[0], in at least float32."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return lease.take(x.shape[1:], exact, x.device).zero_()
+
+
 class KVGradAccumulator:
     """Sums by layer. Windows come from the right, so a sum is begun with its most rows; several may cover the
     same rows where other layers read a layer's keys and values."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
         self._sums: dict[int, list[_Sums]] = {}
 
     def add(self, layer: int, rows: slice, grads: KV) -> None:
@@ -38,7 +43,7 @@ class KVGradAccumulator:
         first, end = rows.start or 0, rows.stop
         held = self._covering(layer, first, end)
         if held is None:
-            held = _Sums(first, *(self._zeros(given) for given in grads))
+            held = _Sums(first, *(zeros_like_one(given, self._lease) for given in grads))
             self._sums.setdefault(layer, []).append(held)
         span = slice(first - held.first, end - held.first)
         held.keys[:, span] += grads[0][0]
@@ -54,27 +59,12 @@ class KVGradAccumulator:
         for held in due:
             if held.first >= rows.start:
                 self._sums[layer].remove(held)
-                self._arena.give_back((held.keys, held.values))
+                self._lease.give_back((held.keys, held.values))
         return found
-
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors held."""
-        for sums in self._sums.values():
-            for held in sums:
-                yield held.keys
-                yield held.values
-
-    def clear(self) -> None:
-        """Forgets everything; who calls gives the memory back."""
-        self._sums.clear()
 
     def _covering(self, layer: int, first: int, end: int) -> _Sums | None:
         sums = self._sums.get(layer, ())
         return next((a for a in sums if a.first <= first and end <= a.end), None)
-
-    def _zeros(self, like: Tensor) -> Tensor:
-        exact = torch.promote_types(like.dtype, torch.float32)
-        return self._arena.take(like.shape[1:], exact, like.device).zero_()
 
     def _over(self, due: list[_Sums], rows: slice, dtype: torch.dtype) -> KV:
         """All sums together over exactly these rows, zero where there are none."""
