@@ -308,7 +308,7 @@ class _Sequence:
 
 
 class _MicroBatch:
-    """Which rows of a micro-batch passed each layer and the tail: each once each way, in the right order."""
+    """Rows of a micro-batch that passed each layer and the tail: each once each way, in the right order."""
 
     def __init__(self, start: MicroBatchStart) -> None:
         self.start, self.length = start, sum(start.lengths)

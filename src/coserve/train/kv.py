@@ -1,13 +1,13 @@
 """Keys and values of a micro-batch: those of its rows, virtual ones, and the gradients owed to both."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from coserve.adapters.virtual import Virtual
 from coserve.memory.arena import Lease
-from coserve.train.kv_gradients import KVGradAccumulator, zeros_like_one
 from coserve.train.row_buffers import RowBuffers
 from coserve.train.window import KV, PastKV, Window
 
@@ -96,7 +96,7 @@ class VirtualKV:
         """Adds gradients [1, groups, n, width] to those of a layer's keys and values."""
         if layer not in self._grads:
             k, v = grads
-            self._grads[layer] = zeros_like_one(k, self._lease), zeros_like_one(v, self._lease)
+            self._grads[layer] = _exact_zeros(k, self._lease), _exact_zeros(v, self._lease)
         for total, grad in zip(self._grads[layer], grads, strict=True):
             total += grad[0]
 
@@ -108,3 +108,78 @@ class VirtualKV:
         """Gradients from all windows so far, [groups, n, width]: of each layer the keys', then the
         values'."""
         return [grad for layer in range(len(self._given)) for grad in self._grads[layer]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Gradients for rows [first, first + n): keys [groups, n, dk] and values [groups, n, dv]."""
+
+    first: int
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def end(self) -> int:
+        return self.first + self.keys.shape[1]
+
+
+class KVGradAccumulator:
+    """Gradients that later windows find for earlier rows' keys and values, by layer, summed until those rows
+    go back themselves (FlexLLM 6.1, figure 10): in at least float32, over the rows of one example.
+
+    Windows come from the right, so a sum is begun with its most rows; several may cover the same rows where
+    other layers read a layer's keys and values.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._sums: dict[int, list[_Sums]] = {}
+
+    def add(self, layer: int, rows: slice, grads: KV) -> None:
+        """Adds gradients [1, groups, n, width] for the keys, and the values, of n rows."""
+        first, end = rows.start or 0, rows.stop
+        held = self._covering(layer, first, end)
+        if held is None:
+            held = _Sums(first, *(_exact_zeros(given, self._lease) for given in grads))
+            self._sums.setdefault(layer, []).append(held)
+        span = slice(first - held.first, end - held.first)
+        held.keys[:, span] += grads[0][0]
+        held.values[:, span] += grads[1][0]
+
+    def collect(self, layer: int, rows: slice, dtype: torch.dtype) -> KV | None:
+        """The gradients of a window's keys and values, [1, groups, rows, width]; None if there are none.
+        Sums of which no row is left of the window are closed."""
+        due = [a for a in self._sums.get(layer, ()) if a.first < rows.stop and rows.start < a.end]
+        if not due:
+            return None
+        found = self._over(due, rows, dtype)
+        for held in due:
+            if held.first >= rows.start:
+                self._sums[layer].remove(held)
+                self._lease.give_back((held.keys, held.values))
+        return found
+
+    def _covering(self, layer: int, first: int, end: int) -> _Sums | None:
+        sums = self._sums.get(layer, ())
+        return next((a for a in sums if a.first <= first and end <= a.end), None)
+
+    def _over(self, due: list[_Sums], rows: slice, dtype: torch.dtype) -> KV:
+        """All sums together over exactly these rows, zero where there are none."""
+        count = rows.stop - rows.start
+        sums = []
+        for stores in ([a.keys for a in due], [a.values for a in due]):
+            groups, _, width = stores[0].shape
+            total = stores[0].new_zeros(1, groups, count, width, dtype=dtype)
+            for held, store in zip(due, stores, strict=True):
+                first, end = max(held.first, rows.start), min(held.end, rows.stop)
+                total[0, :, first - rows.start : end - rows.start] += store[
+                    :, first - held.first : end - held.first
+                ]
+            sums.append(total)
+        return sums[0], sums[1]
+
+
+def _exact_zeros(x: Tensor, lease: Lease) -> Tensor:
+    """Zeros in the shape of x[0], in at least float32."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return lease.take(x.shape[1:], exact, x.device).zero_()

@@ -41,20 +41,20 @@ class MicroBatchState:
 
     @cached_property
     def store(self) -> ActivationStore:
-        """What its windows leave for each other and for backward."""
+        """Activations that its windows leave for each other and for backward."""
         start, virtual = self.start, self._weights.in_graph.virtual
         tokens, labels = (torch.tensor(x, device=self._base.device) for x in (start.tokens, start.labels))
         return ActivationStore(self._base, start.lengths, tokens, labels, self.fates, self._arena, virtual)
 
     @cached_property
     def tail(self) -> Tail:
-        """Its windows' way through the tail."""
+        """Tail that its windows pass."""
         leaves, weight = self._weights.leaves.get(self._base.depth, ()), 1.0 / self.start.step_labels
         return Tail(self.store, leaves, weight, self.backward.accumulate, self.start.loss)
 
     @cached_property
     def backward(self) -> Backward:
-        """Its windows' way back."""
+        """Backward through its layers."""
         return Backward(self.store, self._weights.leaves, self._weights.accumulate)
 
     def bypasses(self, window: Window) -> Bypasses:

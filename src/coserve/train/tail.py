@@ -111,7 +111,7 @@ class Tail:
 
     @cached_property
     def _examples(self) -> Tensor:
-        """Which example each row is of, [rows]; -1 for the prompt's."""
+        """Number of the example that each row is of, [rows]; -1 for the prompt's."""
         lengths, device = self._store.lengths, self._store.labels.device
         numbers = torch.arange(len(lengths), device=device) - int(self._store.prompt > 0)
         return numbers.repeat_interleave(torch.tensor(lengths, device=device))

@@ -1,4 +1,4 @@
-"""Which of a layer's seams to keep: rematerialization by cost, and compression (algorithm 1, step 2).
+"""Chooses which of a layer's seams to keep: rematerialization by cost, and compression (algorithm 1, step 2).
 
 A graph's set to keep is made of tensors anywhere in a layer. Those at seams can be stored; the others are
 cheap to make of these: a sum of the residual stream from the layer's input and a product, an activation from

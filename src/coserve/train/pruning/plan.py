@@ -65,7 +65,7 @@ def _is_worth_it(base: Base, keep: SavePolicySetting) -> bool:
 
 
 def kept_seams(layers: Choices, keep: SavePolicySetting, room: float) -> dict[int, frozenset[str]]:
-    """Which seams of each layer are kept; where `keep` is a budget, those that save most by the byte of all
+    """Seams of each layer that are kept; where `keep` is a budget, those that save most by the byte of all
     layers', as long as there are `room` bytes for a row of them."""
     if keep is SavePolicy.PRUNED:
         return {layer: choice.worthwhile() for layer, choice in layers.items()}
