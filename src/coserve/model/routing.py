@@ -34,7 +34,10 @@ class NotedChoices(TorchFunctionMode):
 
 class TiesAsBefore(TorchFunctionMode):
     """Lets each `topk` under it choose as `noted`, in the rows where the scores of both choices differ by no
-    more than `tie` times the spread of the row's scores."""
+    more than `tie` times the row's largest score.
+
+    The largest score, not the spread of all: where logits are as good as equal their softmax gives every
+    expert nearly the same score, and the difference is the rounding of the logits."""
 
     def __init__(self, noted: Sequence[Tensor], tie: float) -> None:
         super().__init__()
@@ -56,10 +59,8 @@ class TiesAsBefore(TorchFunctionMode):
         values, indices = out
         own = scores.gather(dim, noted)
         lost = values.amin(dim, keepdim=True) - own.amin(dim, keepdim=True)
-        finite = torch.isfinite(scores)
-        highest = scores.masked_fill(~finite, -torch.inf).amax(dim, keepdim=True)
-        lowest = scores.masked_fill(~finite, torch.inf).amin(dim, keepdim=True)
-        ties = lost <= self._tie * (highest - lowest)
+        largest = scores.masked_fill(~torch.isfinite(scores), 0).abs().amax(dim, keepdim=True)
+        ties = lost <= self._tie * largest
         differs = (indices.sort(dim).values != noted.sort(dim).values).any(dim, keepdim=True)
         kept = ties & differs
         return torch.return_types.topk((torch.where(kept, own, values), torch.where(kept, noted, indices)))
