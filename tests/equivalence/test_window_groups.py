@@ -242,6 +242,7 @@ def test_no_more_rows_go_together_than_there_is_memory_for(passes: list[int]) ->
     assert set(passes) == {2}
 
 
+@pytest.mark.local
 def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> None:
     """Through the scheduler, whole jobs of several steps, one of which is cancelled on its way."""
     config = TrainingConfig(batch_size=2, epochs=3, learning_rate=1e-3)
@@ -267,6 +268,7 @@ def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> Non
                 torch.testing.assert_close(value, alone[parameter], rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.local
 def test_the_deterministic_mode_keeps_everybody_apart(passes: list[int]) -> None:
     engine = make_engine(deterministic=True)
     assert isinstance(engine.executor, DeterministicExecutor)
