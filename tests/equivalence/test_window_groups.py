@@ -129,7 +129,7 @@ def travel(engine: Engine, jobs: dict[str, Job]) -> dict[str, dict[str, Tensor]]
             engine.executor.run(Plan(training=tuple(segment for segment in step if segment is not None)))
     found = {}
     for name in jobs:
-        masters = engine.executor.sessions.pop(name)._masters
+        masters = engine.executor.sessions.pop(name).weights.optimizer.weights
         found[name] = {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
     return found
 
@@ -214,7 +214,7 @@ def test_a_nan_in_one_job_reaches_no_other() -> None:
 
 
 def test_where_memory_is_short_they_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with what later windows owe to earlier ones, which the tape gives once."""
+    """Also with what later windows owe to earlier ones, which the store gives once."""
     jobs = named(GROUPS["cut"])
     tried = []
 

@@ -4,7 +4,7 @@ A `Sequence` is a prompt being answered: it has `computed` of its `length` token
 is left is what the next steps must pass through the model, one token (decode) or many (prefill).
 
 A `MicroBatch` is some training examples of one job, packed end to end into rows. It first travels forward
-(rows are kept on the tape), then through the tail to its loss, then back. Its unit of travel is a *window*
+(activations are stored), then through the tail to its loss, then back. Its unit of travel is a *window*
 of rows, which can be put down between any two layers and picked up again (FlexLLM 6.1, algorithm 2).
 """
 
@@ -20,7 +20,7 @@ class Direction(Enum):
     """Direction in which a segment's rows pass the layers of its span."""
 
     INFER = "infer"  # forward, keys and values into pages, nothing kept for a gradient
-    TRAIN_FORWARD = "train_forward"  # forward, what the backward pass needs goes onto the tape
+    TRAIN_FORWARD = "train_forward"  # forward, what the backward pass needs is stored
     LOGPROBS = "logprobs"  # through the tail: what a loss that couples tokens has to know of all of them
     LOSS = "loss"  # through the tail (final norm, head, loss) and back to the last layer's output
     BACKWARD = "backward"  # last layer of the span first

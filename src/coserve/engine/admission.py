@@ -82,7 +82,7 @@ class Admission:
     def shrink(self, name: str, config: TrainingConfig) -> None:
         """A job goes on with leaner settings: the rest of what it had is free. Smaller micro-batches can be a
         few rows more together; where not even these are free it keeps what it had."""
-        self._ledger.charge(job_owner(name), Account.TAPES, 0)
+        self._ledger.charge(job_owner(name), Account.ACTIVATIONS, 0)
         before = self._sizes[name]
         self._sizes[name] = replace(before, config=config)
         if self._ledger.missing(self._wanted(name)):
@@ -150,7 +150,7 @@ class Admission:
         reserved."""
         nbytes = self._backward(self._running.values())
         self._ledger.reserve({_BACKWARD: {Account.WORKSPACES: nbytes}})
-        self._executor.call(SetLimits(tape_nbytes=self._ledger.accounts()[Account.TAPES]))
+        self._executor.call(SetLimits(activation_nbytes=self._ledger.accounts()[Account.ACTIVATIONS]))
 
     def _tell(self) -> None:
         self._memory.count_adapters()

@@ -61,9 +61,9 @@ def prepare_job(
 def _foresee(
     engine: Engine, first: AdapterVersion, training: TrainingConfig, fresh: tuple[object, ...] | None
 ) -> None:
-    """Finds out what tapes of a job will keep that begins with an adapter, `first`, or a `fresh` one of these
-    methods, of which `first` are the shapes: most of a second, once for each shape of layers. Takes no lock:
-    steps go on meanwhile."""
+    """Finds out which activations are kept of a job that begins with an adapter, `first`, or a `fresh` one of
+    these methods, of which `first` are the shapes: most of a second, once for each shape of layers. Takes no
+    lock: steps go on meanwhile."""
     foresee(engine.base, first, training.keep)  # for whoever counts its bytes, here
     if fresh is None:
         engine.executor.call(TraceLayers(training.keep, start=first))

@@ -15,7 +15,7 @@ from coserve.model.placement import Placed, Placement
 
 
 class _Frozen(torch.autograd.Function):
-    """A placement in a graph. `kept` [..., out] stands for the product where the tape has it."""
+    """A placement in a graph. `kept` [..., out] stands for the product where it is stored."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: Placement, kept: Tensor | None) -> Tensor:

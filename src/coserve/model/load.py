@@ -248,7 +248,7 @@ def _keep_sites_of_rows(base: Base, looking: _Looking) -> None:
 
 def _hand_over_copies(base: Base, looking: _Looking) -> None:
     """Where the model writes to what a linear gives (Llama 4 adds experts to it, OLMo clips it) a graph has
-    a tensor of its own: what stands for a product there is a view, of a tape or of a zero."""
+    a tensor of its own: what stands for a product there is a view, of what was stored or of a zero."""
     for path in looking.written:
         base.linears[path].register_forward_hook(_copied_in_a_graph)
 

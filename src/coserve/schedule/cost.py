@@ -272,8 +272,8 @@ class CostModel:
     def observe(self, work: Plan | Features, seconds: float) -> None:
         """Learns from one step that took `seconds`.
 
-        Each kind of work has a factor, which follows what its steps take: a busier machine, or a tape that
-        keeps more than the measured one. Kinds that a step has little of learn little from it, and those it
+        Each kind of work has a factor, which follows what its steps take: a busier machine, or more kept for
+        backward than when it was measured. Kinds that a step has little of learn little from it, and those it
         has none of nothing. Weights within a kind move slowly (a normalised gradient step in proportion
         to the square of what each contributed) and stay within a range of what was measured: a long stretch
         of one kind of step must not teach what others cost.

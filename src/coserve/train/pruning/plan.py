@@ -1,4 +1,4 @@
-"""Derives `Fates` (what a job's tapes keep) from its adapter, its model's configuration and its setting."""
+"""Derives `Fates` (which activations a job keeps) from its adapter, model configuration and save policy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -65,7 +65,7 @@ def _is_worth_it(base: Base, keep: SavePolicySetting) -> bool:
 
 
 def kept_seams(layers: Choices, keep: SavePolicySetting, room: float) -> dict[int, frozenset[str]]:
-    """Which seams of each layer are kept; where `keep` is a budget, those that save most by the byte of all
+    """Seams of each layer that are kept; where `keep` is a budget, those that save most by the byte of all
     layers', as long as there are `room` bytes for a row of them."""
     if keep is SavePolicy.PRUNED:
         return {layer: choice.worthwhile() for layer, choice in layers.items()}
@@ -81,7 +81,7 @@ def kept_seams(layers: Choices, keep: SavePolicySetting, room: float) -> dict[in
 
 
 def input_bytes(base: Base) -> int:
-    """Bytes that a row's layer inputs, keys and values take on a tape, and what keys and values are owed."""
+    """Bytes that a row's layer inputs, keys and values take, and what keys and values are owed."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
     cached = sum(cache.width for cache in base.caches)
     return base.depth * base.hidden_size * width + cached * (width + exact)
@@ -98,7 +98,7 @@ def explain_model(
     methods: Sequence[object],
     keep: SavePolicy = SavePolicy.PRUNED,
 ) -> list[Explained]:
-    """Explains what tapes of a model that is not loaded keep for a fresh adapter of these methods (their
+    """Explains what is kept of a model that is not loaded for a fresh adapter of these methods (their
     settings), layer by layer. Raises UnsupportedModel where it cannot be traced."""
     model = Modelled.of(None, config)
     try:
