@@ -91,7 +91,7 @@ class Bypass(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chain(Bypass):
+class SequentialBypass(Bypass):
     """Several bypasses of one adapter at one place; each sees what the one before made of y. Within a part
     the names of their parameters differ."""
 
@@ -101,12 +101,12 @@ class Chain(Bypass):
     def parameters(self) -> Mapping[str, Tensor]:
         return {name: tensor for bypass in self.links for name, tensor in bypass.parameters().items()}
 
-    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "Chain":
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "SequentialBypass":
         links = [b.with_parameters({n: parameters[n] for n in b.parameters()}) for b in self.links]
-        return Chain(links, self.dropout)
+        return SequentialBypass(links, self.dropout)
 
-    def in_type(self, dtype: torch.dtype, copy: bool = False) -> "Chain":
-        return Chain([b.in_type(dtype, copy) for b in self.links], self.dropout)
+    def in_type(self, dtype: torch.dtype, copy: bool = False) -> "SequentialBypass":
+        return SequentialBypass([b.in_type(dtype, copy) for b in self.links], self.dropout)
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         for bypass in self.links:
@@ -117,8 +117,8 @@ class Chain(Bypass):
             y = bypass.add(x, y)
         return y
 
-    def dropping(self, mask: Mask) -> "Chain":
-        return Chain([b.dropping(mask) if b.dropout else b for b in self.links])
+    def dropping(self, mask: Mask) -> "SequentialBypass":
+        return SequentialBypass([b.dropping(mask) if b.dropout else b for b in self.links])
 
     def merged(self, dense: Dense, side: Side) -> Dense:
         for bypass in self.links:
@@ -146,7 +146,10 @@ class Bypasses:
 
 
 def _chained(by_path: Mapping[str, list[Bypass]]) -> dict[str, Bypass]:
-    return {path: links[0] if len(links) == 1 else Chain(tuple(links)) for path, links in by_path.items()}
+    return {
+        path: links[0] if len(links) == 1 else SequentialBypass(tuple(links))
+        for path, links in by_path.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

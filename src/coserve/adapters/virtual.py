@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Bypasses, Chain, Place
+from coserve.adapters.bypass import Bypass, Bypasses, Place, SequentialBypass
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterMismatch
 
@@ -120,8 +120,8 @@ class Virtual:
             return bypasses
         rows = _Embedded(self, start, count)
         before = bypasses.outputs.get(self.path)
-        links = () if before is None else before.links if isinstance(before, Chain) else (before,)
-        return replace(bypasses, outputs={**bypasses.outputs, self.path: Chain((*links, rows))})
+        links = () if before is None else before.links if isinstance(before, SequentialBypass) else (before,)
+        return replace(bypasses, outputs={**bypasses.outputs, self.path: SequentialBypass((*links, rows))})
 
 
 def embedding_of(frame: Frame) -> Site:

@@ -28,7 +28,7 @@ _BACKLOG: Final = 64 << 20  # bytes not yet taken by a server; then it counts as
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Connected:
     """A server has connected; whoever was connected before is not any more."""
 
     connection: "Connection"
@@ -62,7 +62,7 @@ class Done:
     then: Callable[[], None]
 
 
-Item = Opened | Received | Closed | Drained | Done
+Item = Connected | Received | Closed | Drained | Done
 
 
 class Inbox:
@@ -174,7 +174,7 @@ class Connection:
 
 
 class Link:
-    """Listens on a Unix socket. Each connection shows in the inbox as Opened, Received…, Closed.
+    """Listens on a Unix socket. Each connection shows in the inbox as Connected, Received…, Closed.
 
     Raises ConfigError where it cannot listen at `path`.
     """
@@ -210,5 +210,5 @@ class Link:
             if self._current is not None:
                 self._current.close()
             self._current = Connection(sock, self._inbox)
-            self._inbox.put(Opened(self._current))
+            self._inbox.put(Connected(self._current))
             self._current.start()

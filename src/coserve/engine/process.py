@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from coserve.core.size import show_size
 from coserve.engine.background import Background
 from coserve.engine.engine import Engine
-from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Item, Link, Opened, Received
+from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Item, Link, Received
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.worker import Worker
 from coserve.errors import CoserveError
@@ -125,7 +125,7 @@ class Loop:
 
     def _take(self, item: Item) -> None:
         match item:
-            case Opened():
+            case Connected():
                 self._server = item.connection
                 self._server.send(self._worker.connected())
             case Received() if item.connection is self._server:

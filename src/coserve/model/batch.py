@@ -66,7 +66,7 @@ class Keeper(Protocol):
         ...
 
 
-class Part(Protocol):
+class BatchPart(Protocol):
     """A contiguous range of rows that shares its way of attending. `keeper` is who keeps of them what going
     back needs: nobody, where they infer."""
 
@@ -90,13 +90,13 @@ class FusedRows(GroupRows):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[BatchPart],
         adapters: Sequence[tuple[slice, Bypasses]],
         lora: LoraBatch | None = None,
     ) -> None:
         super().__init__()
         self._adapters, self._lora = adapters, None if lora is None or lora.is_empty else lora
-        self._parts: list[tuple[slice, Part]] = []
+        self._parts: list[tuple[slice, BatchPart]] = []
         start = 0
         for part in parts:
             self._parts.append((slice(start, start + part.count), part))

@@ -33,7 +33,7 @@ from coserve.model.placing import place_linears
 from coserve.model.probe import ProbeRows, drive, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
-from coserve.model.seam import Seam
+from coserve.model.site_hook import SiteHook
 from coserve.model.together import join_siblings
 
 
@@ -43,7 +43,7 @@ def load_base(
     device: str | torch.device = "cpu",
     quantize: str = "none",
 ) -> Base:
-    """Loads, freezes, fits with seams and probes a causal language model.
+    """Loads, freezes, hooks and probes a causal language model.
 
     `model` is a local folder, a hub name, or a model object, which is taken over. `quantize` is "none",
     "8bit" or "4bit". Raises ModelError (with ModelNotFound and UnsupportedModel) or, for a device or a
@@ -161,7 +161,7 @@ def _fit(
     masks: Masks,
     returns_tuple: bool,
 ) -> Base:
-    """Seams in place: slots, attention, frozen linears."""
+    """Puts the layers' hooks, attention and frozen linears in place."""
     text = model.config.get_text_config()
     positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
     slots = [Block(path, layer, returns_tuple) for path, layer in layers.items()]
@@ -173,7 +173,7 @@ def _fit(
     model.set_attn_implementation(name)
     place_linears(model, cell, lambda _, weight, bias: place_locally(weight, bias))
     base.linears = {p: module for p, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    _put_seams(base)
+    _hook_sites(base)
     base.learn_arguments()
     _learn_caches(base, caches)
     looking = _look(base)
@@ -184,10 +184,10 @@ def _fit(
     return base
 
 
-def _put_seams(base: Base) -> None:
+def _hook_sites(base: Base) -> None:
     for path, site in base.sites.items():
         if site.kind is not Kind.LINEAR:
-            Seam(site, base.model.get_submodule(path), base.cell)
+            SiteHook(site, base.model.get_submodule(path), base.cell)
 
 
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:

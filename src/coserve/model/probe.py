@@ -22,7 +22,7 @@ from coserve.attention.batched import BatchedBackend
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.base import Base
-from coserve.model.batch import FusedRows, LayerCalls, Part
+from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.model.masks import Masks
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_rows
 
@@ -108,7 +108,7 @@ def _random(seed: int, like: Tensor, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def drive(base: Base, parts: Sequence[Part], tokens: Tensor, positions: Tensor) -> Tensor:
+def drive(base: Base, parts: Sequence[BatchPart], tokens: Tensor, positions: Tensor) -> Tensor:
     """Logits [rows, vocabulary] of parts side by side in one batch, whose tokens and positions are [rows]."""
     hidden, calls = base.prologue(tokens, positions)
     with base.cell.set(FusedRows(parts, [])):

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Chain, Dense, Part, Place, exact_type
+from coserve.adapters.bypass import Bypass, Dense, Part, Place, SequentialBypass, exact_type
 from coserve.adapters.dora import MAGNITUDE, DoRABypass
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
 from coserve.adapters.method import Written, chosen, named
@@ -169,7 +169,7 @@ class LoRA:
         ranks: dict[str, int] = {}
         paths, tensors = written_replacements(part.bypasses)
         for place, bypass in part.bypasses.items():
-            links = bypass.links if isinstance(bypass, Chain) else (bypass,)
+            links = bypass.links if isinstance(bypass, SequentialBypass) else (bypass,)
             for link in links:
                 if isinstance(link, BitFitBypass):
                     owner = f"{place.path}.base_layer" if len(links) > 1 else place.path
@@ -248,7 +248,7 @@ def _with_biases(bypasses: Mapping[Place, Bypass], biases: Mapping[str, BitFitBy
     both = dict(bypasses)
     for path, bias in biases.items():
         first = both.get(Place(path))
-        both[Place(path)] = bias if first is None else Chain((first, bias), first.dropout)
+        both[Place(path)] = bias if first is None else SequentialBypass((first, bias), first.dropout)
     return both
 
 
