@@ -1,4 +1,4 @@
-"""Answers in the making: from a request that passed all checks to pieces of text, whatever their shape."""
+"""Runs checked requests and yields pieces of their answers, independent of the endpoint's format."""
 
 import asyncio
 import time
@@ -20,9 +20,9 @@ from coserve.wire.messages import Token
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token with its log-probabilities, and where in the answer's text it begins, in characters.
+    """A token with its log-probabilities, and its offset in the answer's text, in characters.
 
-    Tokens that share a character begin together. The first token of a text has no log-probabilities.
+    Tokens that share a character have the same offset. The first token of a text has no log-probabilities.
     """
 
     token: int
@@ -32,11 +32,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """New piece of answer `index`. The last piece has a `finish`, and no other has one.
+    """New piece of answer `index`. Only the last piece has a `finish`.
 
-    `tokens` are all tokens, those at the end included that are not part of the text; `scored` are those of
-    the text, if log-probabilities were asked for, and `prompt_scores` those of the prompt but its first. The
-    last piece tells how many tokens of the prompt were `cached`.
+    `tokens` are all tokens, including final ones outside of the text; `scored` are those of the text if
+    log-probabilities are requested, and `prompt_scores` those of the prompt after its first. The last piece
+    has the number of `cached` prompt tokens.
     """
 
     index: int
@@ -52,10 +52,10 @@ PieceStream: TypeAlias = AsyncGenerator[AnswerPiece, None]
 
 
 async def answer(state: State, wanted: GenerationRequest) -> PieceStream:
-    """All answers to a request, piece by piece as they come. Closing it cancels what is under way.
+    """All answers to a request, piece by piece as they arrive. Closing the iterator cancels them.
 
-    Raises, before the first piece, ApiError 429 where too much is waiting, and ApiError 404 for a model that
-    has just been unloaded; and at any time what the engine refused, or EngineLost.
+    Raises, before the first piece, ApiError 429 where the queue is full and ApiError 404 for a model that has
+    just been unloaded; at any time the engine's errors, or EngineLost.
     """
     costs = [float(len(wanted.prompt(index))) for index in range(len(wanted))]
     with state.catalog.use(wanted.model), state.queue.enter(wanted.tenant, costs, wanted.tier) as tickets:
@@ -66,7 +66,7 @@ async def answer(state: State, wanted: GenerationRequest) -> PieceStream:
 
 
 async def merged(sources: Sequence[PieceStream]) -> PieceStream:
-    """The items of all sources, as they come; closes every source at its own end."""
+    """The items of all sources as they arrive. Closing the iterator closes all sources."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for piece in only:
@@ -123,7 +123,7 @@ async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Tick
 
 
 class Writer:
-    """Makes pieces out of one answer's tokens: whole characters, and nothing of a stop string."""
+    """Turns one answer's tokens into pieces of whole characters, without stop strings."""
 
     def __init__(self, state: State, wanted: GenerationRequest, index: int) -> None:
         self.has_finished = False
@@ -137,7 +137,7 @@ class Writer:
         self._cached = 0
 
     def take(self, token: Token) -> AnswerPiece | None:
-        """The piece that this token completes, if it does."""
+        """The piece completed by this token, None if there is none."""
         self._prompt_scores += token.prompt_logprobs
         self._cached += token.cached  # one token tells
         text = ""

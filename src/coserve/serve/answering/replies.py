@@ -1,4 +1,4 @@
-"""Answers on their way out: as a stream of chunks or whole, in the shape of the endpoint that was asked."""
+"""HTTP replies: answers as a stream or whole, in the endpoint's format."""
 
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -23,23 +23,23 @@ _GONE = 499  # what proxies log for a client that left; nobody reads it
 
 
 class AnswerFormat(Protocol):
-    """Shape of one endpoint's answers. Made for one request; chunks are asked for in order."""
+    """Format of one endpoint's answers, for one request; `chunks` is called in order."""
 
     def chunks(self, piece: AnswerPiece) -> Iterator[BaseModel]:
-        """Chunks of a stream for a piece; fields that were not set are left out."""
+        """Stream chunks of a piece, without unset fields."""
         ...
 
     def usage_chunk(self, usage: Usage) -> BaseModel:
-        """The chunk that ends a stream whose usage is wanted."""
+        """The last chunk of a stream, with the usage."""
         ...
 
     def whole(self, answers: list[AnswerPiece], usage: Usage) -> BaseModel:
-        """All of it at once; each answer is one piece."""
+        """The whole reply; each answer is one piece."""
         ...
 
 
 def common_fields(wanted: GenerationRequest) -> dict[str, Any]:
-    """Fields about the request in each answer, and in each chunk of one."""
+    """Fields common to all answers and chunks of a request."""
     return {
         "id": wanted.id,
         "created": wanted.created,
@@ -52,9 +52,9 @@ def common_fields(wanted: GenerationRequest) -> dict[str, Any]:
 async def reply(
     request: Request, state: State, wanted: GenerationRequest, shape: AnswerFormat, body: Generation
 ) -> Response:
-    """The answer to a request; ends all work for it when the client leaves.
+    """The HTTP response to a request; cancels its work when the client disconnects.
 
-    A stream's headers wait for its first piece, so that until then whatever goes wrong has its own status.
+    A stream's headers wait for its first piece, so that earlier errors have their own status.
     """
     pieces = answer(state, wanted)
     try:
@@ -68,7 +68,7 @@ async def reply(
 
 
 def finish_name(reason: FinishReason) -> FinishName:
-    """An answer's end in OpenAI's words."""
+    """A finish reason in OpenAI's terms."""
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
@@ -117,8 +117,7 @@ def _join(parts: list[AnswerPiece]) -> AnswerPiece:
 
 
 def _usage(wanted: GenerationRequest, written: int, cached: Sequence[int]) -> Usage:
-    """Token counts of a request. A prompt with several answers counts as read once, by the answer that found
-    least of it cached."""
+    """Token counts of a request. A prompt with several answers counts once, with the fewest cached tokens."""
     read = sum(map(len, wanted.prompts))
     found = sum(min(cached[i : i + wanted.choices]) for i in range(0, len(cached), wanted.choices))
     return Usage(
