@@ -1,8 +1,8 @@
-"""Writes down what engines report about jobs, each piece once, however often it is told.
+"""Stores engines' job events, each exactly once.
 
-A piece is known by its engine's generation and its number, and the mark of how far an engine's news have
-been taken moves in the same transaction as the rows they bring. A job that resumes repeats the steps since
-its checkpoint: these replace the rows they wrote before.
+An event is identified by its engine's generation and its number; the mark of the last stored event moves in
+the same transaction as the event's rows. A resumed job repeats the steps since its checkpoint, which replace
+the earlier rows.
 """
 
 import math
@@ -26,31 +26,31 @@ _PACE: Final = 0.1  # weight of the newest step in the mean that predicts the en
 
 
 class JobEventStore:
-    """Takes news of jobs down. News of a job that is over, or that nobody knows, only move the mark."""
+    """Stores job events. Those of a finished or unknown job only move the mark."""
 
     def __init__(
         self, database: Database, clock: Callable[[], float], relative: Callable[[Path], Path]
     ) -> None:
-        """`relative` makes paths as rows hold them."""
+        """`relative` makes paths relative to the state folder."""
         self._database, self._clock, self._relative = database, clock, relative
 
     async def seen(self, mark: NewsMark) -> bool:
-        """Tells whether this piece has been written down."""
+        """Tells whether this event is stored."""
         return await self._database.read(
             lambda session: _is_seen(session.get(NewsMark, mark.generation), mark)
         )
 
     async def forget_engines_before(self, generation: str) -> None:
-        """Forgets the marks of all engines but this one: an engine never comes back once another answers."""
+        """Removes the marks of earlier engines, which never return once a later one has connected."""
         old = delete(NewsMark).where(NewsMark.generation != generation)
         await self._database.write(lambda session: session.execute(old))
 
     async def skip(self, mark: NewsMark) -> None:
-        """Passes over a piece that changes nothing."""
+        """Marks an event without effect as stored."""
         await self._database.write(lambda session: _move(session, mark))
 
     async def waiting(self, mark: NewsMark, told: JobWaiting) -> None:
-        """The job cannot begin yet."""
+        """Stores why a job waits."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
@@ -59,13 +59,13 @@ class JobEventStore:
         await self._take(mark, told.job, write)
 
     async def noted(self, mark: NewsMark, told: JobNote) -> None:
-        """The job goes on, otherwise than it was asked for."""
+        """Stores a note that a job deviates from its request."""
         await self._take(
             mark, told.job, lambda session, job, now: add_event(session, job, now, told.text, "warn")
         )
 
     async def started(self, mark: NewsMark, told: JobStarted) -> None:
-        """The job has begun, or goes on from a checkpoint."""
+        """Stores that a job has started or resumed."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             _change_status(job, JobStatus.QUEUED, JobStatus.RUNNING)
@@ -80,7 +80,7 @@ class JobEventStore:
         await self._take(mark, told.job, write)
 
     async def stepped(self, mark: NewsMark, told: JobStep) -> None:
-        """An optimizer step."""
+        """Stores an optimizer step."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             event = _at(session, Event, told)
@@ -97,7 +97,7 @@ class JobEventStore:
         await self._take(mark, told.job, write)
 
     async def checkpointed(self, mark: NewsMark, told: JobCheckpoint) -> None:
-        """A checkpoint is on disk; it can be sampled by its name from now on."""
+        """Stores a checkpoint, which requests can then name."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             path, losses = self._relative(Path(told.path)), _losses(told)
@@ -113,7 +113,7 @@ class JobEventStore:
         await self._take(mark, told.job, write)
 
     async def succeeded(self, mark: NewsMark, id: str, step: int, adapter: Adapter, result: File) -> None:
-        """A job is done; its adapter and its result file are on disk and become visible with this."""
+        """Stores a job's success, and its adapter and result file, which are on disk."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             add_adapter(session, adapter)
@@ -125,17 +125,17 @@ class JobEventStore:
         await self._take(mark, id, write)
 
     async def failed(self, mark: NewsMark, id: str, error: dict[str, Any]) -> None:
-        """A job cannot go on. `error` has a code, a message and a param, as OpenAI shows them."""
+        """Stores a job's failure. `error` has a code, a message and a param, as in OpenAI's API."""
         await self._take(mark, id, lambda session, job, now: fail_job(session, job, now, error))
 
     async def stopped(self, mark: NewsMark, id: str) -> None:
-        """A job left the engine and can go on: it waits again, unless it is paused."""
+        """Stores that a job left the engine resumable: it is queued again, unless it is paused."""
         await self._take(
             mark, id, lambda session, job, now: _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
         )
 
     async def cancelled(self, mark: NewsMark, id: str) -> None:
-        """A job has ended as cancelled; mostly the database knows that already."""
+        """Stores a job's cancellation, usually known already."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             job.status, job.finished = JobStatus.CANCELLED, now
@@ -143,7 +143,7 @@ class JobEventStore:
         await self._take(mark, id, write)
 
     async def _take(self, mark: NewsMark, id: str, work: Callable[[Session, JobRecord, int], None]) -> None:
-        """Has `work` change the job, at a whole second, where the mark moves and the job is not over."""
+        """Runs `work` on an unfinished job, with the time in whole seconds, if the event is new."""
 
         def write(session: Session) -> None:
             if _move(session, mark):
@@ -155,7 +155,7 @@ class JobEventStore:
 
 
 def _change_status(job: JobRecord, before: JobStatus, after: JobStatus) -> None:
-    """Changes a status, unless the job was asked for another one meanwhile."""
+    """Changes a status, unless another one was requested meanwhile."""
     if job.status == before:
         job.status = after
 
@@ -165,7 +165,7 @@ def _is_seen(known: NewsMark | None, mark: NewsMark) -> bool:
 
 
 def _move(session: Session, mark: NewsMark) -> bool:
-    """Moves the mark to this piece; False if it was there before."""
+    """Moves the mark to this event; False if it was stored before."""
     known = session.get(NewsMark, mark.generation)
     if _is_seen(known, mark):
         return False
@@ -179,14 +179,14 @@ def _at(session: Session, kind: type[OfStep], told: JobStep | JobCheckpoint) -> 
 
 
 def _add_validation(session: Session, told: JobCheckpoint) -> None:
-    """Adds the validation loss, which is known some time after its step, to the step's figures."""
+    """Adds the validation loss, known some time after its step, to the step's figures."""
     event = None if told.validation_loss is None else _at(session, Event, told)
     if event is not None and event.data is not None:
         event.data = {**event.data, "valid_loss": _finite(told.validation_loss)}
 
 
 def _lost(told: JobStarted) -> str | None:
-    """A sentence about examples that were cut or dropped; None where all of the data is learned from."""
+    """A sentence about truncated or dropped examples; None without any."""
     parts = []
     if told.truncated:
         parts.append(f"{told.truncated} examples are longer than the model or max_length allows and were cut")
@@ -222,5 +222,5 @@ def _losses(told: JobCheckpoint) -> dict[str, Any]:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """The value, None for NaN and infinities, which JSON lacks."""
     return value if value is None or math.isfinite(value) else None
