@@ -43,7 +43,7 @@ class TrainingWatch:
             self._metrics.finetune_loss.remove(job)
 
     async def count_jobs(self) -> None:
-        """Unfinished jobs by status."""
+        """Sets the metric of unfinished jobs by status."""
         counts = dict.fromkeys(UNFINISHED, 0)
         for job in await self._store.jobs.unfinished():
             counts[job.status] = counts.get(job.status, 0) + 1
