@@ -88,7 +88,7 @@ def plan(
 
 
 def _subject(model: str, dtype: str) -> "Subject":
-    """Finds the model that `model` names. Raises ConfigError or ModelNotFound where it names none."""
+    """Finds the model called `model`. Raises ConfigError or ModelNotFound."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

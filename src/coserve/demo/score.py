@@ -1,4 +1,4 @@
-"""Held-out questions, asked and marked."""
+"""Scores a model on held-out questions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def score_model(engine: Engine, step: Step, questions: Sequence[HeldOut], adapte
 
 
 def matches(given: str, expected: str) -> bool:
-    """Tells whether an answer is the expected one, but for space around it."""
+    """Tells whether an answer is the expected one, ignoring surrounding space."""
     return given.strip() == expected.strip()
 
 

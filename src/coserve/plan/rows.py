@@ -25,8 +25,8 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A program and its bytes. `measured` are its peaks in fresh processes, where they were measured;
-    `refused` is why it does not fit into the budget, empty where it does."""
+    """A program and its bytes. `measured` are its peaks in fresh processes, if measured; `refused` is why it
+    does not fit into the budget, else empty."""
 
     program: Program
     estimate: Estimate
@@ -62,8 +62,7 @@ class Row:
 
 
 def make_programs(load: ProgramSize, recipes: Recipes, keep: str | int) -> Iterator[Program]:
-    """Answers alone, everything trained, and each of the adapters, by plain torch and by the engine, which
-    trains no whole models."""
+    """Inference, full fine-tuning (plain torch only), and each adapter, by plain torch and by the engine."""
     for system in System:
         yield Program("inference", system, load, trains=False)
         if system is System.TORCH:
@@ -117,8 +116,8 @@ def make_plan(subject: Subject, asked: PlanRequest, tell: Tell = lambda _: None)
 
 
 def check_length(subject: Subject, length: int) -> None:
-    """Raises UnsupportedModel for a model that coserve does not drive, PromptTooLong where its sequences are
-    not that long."""
+    """Raises UnsupportedModel for a model that coserve does not support, PromptTooLong beyond its
+    positions."""
     with fake_tensors():
         positions = load_base(subject.build()).max_positions
     if length > positions:
@@ -145,6 +144,6 @@ def plan_rows(
 
 
 def largest_error(rows: Sequence[Row]) -> float | None:
-    """The largest of all errors; None where nothing was measured."""
+    """The largest error of all rows; None without measurements."""
     errors = [error for row in rows for error in row.errors.values()]
     return max(errors) if errors else None
