@@ -20,7 +20,7 @@ _Self = TypeVar("_Self", bound="Bypass")
 
 
 class Side(Enum):
-    """Side of a module of the base at which a bypass stands.
+    """Side of a module of the base at which a bypass is added.
 
     INPUT: x and y are the module's input. OUTPUT: x is its input (for a norm or a sublayer its output), y its
     output. PAST: keys and values before a layer's own, at its attention. PROMPT: rows of input embeddings

@@ -61,8 +61,8 @@ def plan(
 ) -> None:
     """Says how much memory answers, full fine-tuning and adapters will take, before anything is loaded.
 
-    Plain torch stands beside coserve's engine. Nothing of this is a formula: the programs themselves run on
-    tensors without data, and every allocation is counted.
+    Compares plain torch with coserve's engine. There are no formulas: the programs run on tensors without
+    data, and every allocation is counted.
     """
     check_writable("--plot", plot)
     subject = _subject(model, dtype)

@@ -27,8 +27,8 @@ class Delta:
 
 
 class Completion:
-    """One request's answer. Iterate it for deltas, or ask for its `result`; both raise the `error` of a
-    request that failed because its adapter could not be loaded."""
+    """One request's answer. Iterate it for deltas, or call `result`; both raise the `error` of a request that
+    failed because its adapter could not be loaded."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Residence(Protocol):
-    """Where a part's parameters are between visits: in memory (`Resident`), or elsewhere."""
+    """Location of a part's parameters between visits: memory (`Resident`), or elsewhere."""
 
     def enter(self, direction: Direction) -> None:
         """Makes the parameters available until `leave`; `direction` is that of the pass."""
@@ -51,7 +51,7 @@ class Resident:
 
 
 class ModelPart(ABC):
-    """Part of a model. All use of its frozen parameters lies within a `visit`."""
+    """Part of a model. All use of its frozen parameters is within a `visit`."""
 
     def __init__(self) -> None:
         self.residence: Residence = Resident()

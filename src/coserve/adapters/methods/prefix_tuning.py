@@ -146,8 +146,8 @@ class PrefixTuning:
     }
 
     def fresh(self, config: PrefixTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """Draws the prefix as PEFT does: torch's defaults for an embedding and linears; zeros where asked
-        for."""
+        """Draws the prefix as PEFT does: torch's defaults for an embedding and linears; all zeros with
+        `zero`."""
         layout = PrefixLayout.of(frame)
         if not config.projection:
             rows = torch.randn(config.tokens, layout.row_width, generator=generator, dtype=torch.float32)

@@ -32,7 +32,7 @@ def quantize_model(model: PreTrainedModel, layers: Iterable[str], origin: Origin
     """Replaces the model's weights by quantized ones on the origin's device, one at a time, so that at most
     one exists twice. `layers` are the paths of the decoder layers.
 
-    Raises ConfigError where four bits are asked for and their library is missing.
+    Raises ConfigError where the library for four bits is missing.
     """
     inside = tuple(f"{path}." for path in layers)
     head = _path_of(model, model.get_output_embeddings())
