@@ -68,27 +68,27 @@ class Ledger:
         entries = self._entries.get(owner, {})
         return sum(e.counted for a, e in entries.items() if account is None or a is account)
 
-    def missing(self, wanted: Mapping[str, Bytes]) -> int:
-        """Bytes missing to set these owners' reservations to `wanted`; 0 where there are enough."""
+    def missing(self, reservations: Mapping[str, Bytes]) -> int:
+        """Bytes missing to reserve that much for these owners; 0 where there are enough."""
         more = sum(
             max(nbytes - self.of(owner, account), 0)
-            for owner, accounts in wanted.items()
+            for owner, accounts in reservations.items()
             for account, nbytes in accounts.items()
         )
         return max(more - self.free, 0) if more else 0
 
-    def reserve(self, wanted: Mapping[str, Bytes]) -> None:
+    def reserve(self, reservations: Mapping[str, Bytes]) -> None:
         """Sets the reservations of these owners in these accounts.
 
         Raises OutOfMemory, with nothing changed, where bytes are missing.
         """
-        if missing := self.missing(wanted):
-            needed = sum(sum(accounts.values()) for accounts in wanted.values())
+        if missing := self.missing(reservations):
+            needed = sum(sum(accounts.values()) for accounts in reservations.values())
             raise OutOfMemory(
-                f"{', '.join(wanted)}: {show_size(needed)} are needed, and {show_size(missing)} of that are "
-                f"missing: {show_size(max(self.free, 0))} of {show_size(self.budget)} are free"
+                f"{', '.join(reservations)}: {show_size(needed)} are needed, and {show_size(missing)} "
+                f"of that are missing: {show_size(max(self.free, 0))} of {show_size(self.budget)} are free"
             )
-        for owner, accounts in wanted.items():
+        for owner, accounts in reservations.items():
             entries = self._entries.setdefault(owner, {})
             for account, nbytes in accounts.items():
                 entries.setdefault(account, _LedgerEntry()).reserved = nbytes

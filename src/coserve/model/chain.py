@@ -69,7 +69,7 @@ class Chain:
         self,
         travellers: Sequence[T],
         compose: Callable[[Sequence[T]], Composed],
-        passed: Callable[[int, Sequence[T]], object] = lambda layer, there: None,
+        passed: Callable[[int, Sequence[T]], object] = lambda layer, active: None,
     ) -> None:
         """Runs travellers forward: each joins at its first layer and leaves after its last; those at one
         layer share its run. `compose` is called whenever the set of travellers changes; `passed` after each
@@ -77,26 +77,26 @@ class Chain:
         together: list[T] = []
         composed: Composed | None = None
         for layer in range(len(self)):
-            there = [traveller for traveller in travellers if layer in traveller.layers]
-            if not there:
+            active = [traveller for traveller in travellers if layer in traveller.layers]
+            if not active:
                 continue
-            if composed is None or list(map(id, there)) != list(map(id, together)):
-                together, composed = there, compose(there)
+            if composed is None or list(map(id, active)) != list(map(id, together)):
+                together, composed = active, compose(active)
             rows, calls = composed
-            inputs = [traveller.input(layer) for traveller in there]
+            inputs = [traveller.input(layer) for traveller in active]
             with self._cell.set(rows):
                 hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
                 out = self.layer(layer, hidden, calls)
             # Rows that only fill up a batch are part of what the first traveller entered with.
             parts = torch.split(out, [x.shape[1] for x in inputs], 1)
-            for traveller, part in zip(there, parts, strict=True):
+            for traveller, part in zip(active, parts, strict=True):
                 traveller.take(layer, part)
-            passed(layer, there)
+            passed(layer, active)
 
-    def backward(self, top: int, go: Callable[[int], bool]) -> None:
-        """Visits layers from `top` down; `go` runs backward through the layer and returns whether to go on
+    def backward(self, top: int, layer_backward: Callable[[int], bool]) -> None:
+        """Visits layers from `top` down; `layer_backward` computes one, and returns whether to continue
         below."""
         for layer in range(top, -1, -1):
             with self.blocks[layer].visit(Direction.BACKWARD):
-                if not go(layer):
+                if not layer_backward(layer):
                     break

@@ -94,19 +94,19 @@ class PlanRequest:
             )
 
 
-def make_plan(subject: Subject, asked: PlanRequest, tell: Tell = lambda _: None) -> dict[str, Any]:
+def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: None) -> dict[str, Any]:
     """The whole plan, for JSON. `tell` is called with progress messages. Raises ModelError or AdapterError
     for programs that no engine could run, and ServerError where measuring fails."""
     imports = resident_bytes()  # so far they are all that there is
-    check_length(subject, asked.length)
-    rows = list(plan_rows(subject, list(asked.programs()), asked.budget, asked.device, tell))
+    check_length(subject, request.length)
+    rows = list(plan_rows(subject, list(request.programs()), request.budget, request.device, tell))
     return {
         "model": subject.name,
         "dtype": str(subject.dtype).removeprefix("torch."),
-        "length": asked.length,
-        "loss": asked.loss.value,
-        "cache_tokens": asked.cache_tokens,
-        "budget": asked.budget,
+        "length": request.length,
+        "loss": request.loss.value,
+        "cache_tokens": request.cache_tokens,
+        "budget": request.budget,
         "built": BUILT_BYTES,
         "imports": imports,
         "measure": next((row.how for row in rows if row.how), None),
@@ -125,11 +125,15 @@ def check_length(subject: Subject, length: int) -> None:
 
 
 def plan_rows(
-    subject: Subject, asked: Sequence[Program], budget: int, device: str | None, tell: Tell = lambda _: None
+    subject: Subject,
+    programs: Sequence[Program],
+    budget: int,
+    device: str | None,
+    tell: Tell = lambda _: None,
 ) -> Iterator[Row]:
     """Rows one by one. With a `device` programs are measured, too; None only estimates."""
     on_cpu = device is None or torch.device(device).type == "cpu"
-    for program in asked:
+    for program in programs:
         tell(f"estimating {program.system}, {program.name}")
         estimate = estimate_peaks(subject, program)
         if program.system is System.COSERVE:

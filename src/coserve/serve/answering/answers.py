@@ -51,15 +51,18 @@ class AnswerPiece:
 PieceStream: TypeAlias = AsyncGenerator[AnswerPiece, None]
 
 
-async def answer(state: State, wanted: GenerationRequest) -> PieceStream:
+async def answer(state: State, generation: GenerationRequest) -> PieceStream:
     """All answers to a request, piece by piece as they arrive. Closing the iterator cancels them.
 
     Raises, before the first piece, ApiError 429 where the queue is full and ApiError 404 for a model that has
     just been unloaded; at any time the engine's errors, or EngineLost.
     """
-    costs = [float(len(wanted.prompt(index))) for index in range(len(wanted))]
-    with state.catalog.use(wanted.model), state.queue.enter(wanted.tenant, costs, wanted.tier) as tickets:
-        one_by_one = [_one(state, wanted, index, ticket) for index, ticket in enumerate(tickets)]
+    costs = [float(len(generation.prompt(index))) for index in range(len(generation))]
+    with (
+        state.catalog.use(generation.model),
+        state.queue.enter(generation.tenant, costs, generation.tier) as tickets,
+    ):
+        one_by_one = [_one(state, generation, index, ticket) for index, ticket in enumerate(tickets)]
         async with aclosing(merged(one_by_one)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -97,13 +100,13 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Ticket) -> PieceStream:
-    timing = AnswerTiming(state.metrics, state.catalog.base.name, wanted.arrived)
+async def _one(state: State, generation: GenerationRequest, index: int, ticket: Ticket) -> PieceStream:
+    timing = AnswerTiming(state.metrics, state.catalog.base.name, generation.arrived)
     await ticket.admitted()
     timing.admitted(time.monotonic())
-    writer = Writer(state, wanted, index)
+    writer = Writer(state, generation, index)
     try:
-        async with aclosing(state.link.generate(wanted.request(index, ticket.is_newcomer))) as tokens:
+        async with aclosing(state.link.generate(generation.request(index, ticket.is_newcomer))) as tokens:
             async for token in tokens:
                 if token.finish is FinishReason.CANCELLED:
                     raise EngineLost("the engine gave this answer up")
@@ -119,17 +122,19 @@ async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Tick
                 if writer.has_finished:
                     return
     finally:
-        timing.close(len(wanted.prompt(index)))
+        timing.close(len(generation.prompt(index)))
 
 
 class Writer:
     """Turns one answer's tokens into pieces of whole characters, without stop strings."""
 
-    def __init__(self, state: State, wanted: GenerationRequest, index: int) -> None:
+    def __init__(self, state: State, generation: GenerationRequest, index: int) -> None:
         self.has_finished = False
         self._index, self._text = index, state.text
-        self._stream = state.text.stream(wanted.stops, wanted.prompt(index) if wanted.goes_on else ())
-        self._eager = wanted.tells_tokens  # then each token is a piece of its own, if without text
+        self._stream = state.text.stream(
+            generation.stops, generation.prompt(index) if generation.goes_on else ()
+        )
+        self._eager = generation.tells_tokens  # then each token is a piece of its own, if without text
         self._tokens: list[int] = []
         self._scored: list[Scored] = []
         self._prompt_scores: list[TokenLogprobs] = []

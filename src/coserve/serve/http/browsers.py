@@ -78,14 +78,14 @@ class AllowedOrigins:
             await _refused_origin(origin)(scope, receive, send)
 
 
-def is_own_host(given: str, settings: ServerSettings) -> bool:
+def is_own_host(host: str, settings: ServerSettings) -> bool:
     """Tells whether a `Host` header names this server: loopback, the bound address, this machine, an allowed
     host.
 
     Where the server listens on all addresses, any IP address is accepted: a page cannot have a foreign one
     that leads here.
     """
-    matched = _HOST.fullmatch(given.strip())
+    matched = _HOST.fullmatch(host.strip())
     if matched is None:
         return False
     name = matched[1].strip("[]").lower().removesuffix(".")

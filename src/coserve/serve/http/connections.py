@@ -103,12 +103,12 @@ class Connections:
 class StrictHttp(h11.Connection):
     """h11 that refuses ambiguous requests (RFC 9112, 6.1 and 11.2).
 
-    `asked` is called with each request and the received bytes of its body; its errors propagate.
+    `on_request` is called with each request and the received bytes of its body; its errors propagate.
     """
 
-    def __init__(self, most_head: int, asked: Callable[[h11.Request, int], None]) -> None:
+    def __init__(self, most_head: int, on_request: Callable[[h11.Request, int], None]) -> None:
         super().__init__(h11.SERVER, most_head)
-        self._asked = asked
+        self._on_request = on_request
 
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE:
@@ -124,7 +124,7 @@ class StrictHttp(h11.Connection):
             names = {name for name, _ in event.headers}
             if b"transfer-encoding" in names and (b"content-length" in names or event.http_version == b"1.0"):
                 raise h11.RemoteProtocolError("a body of two lengths")
-            self._asked(event, len(self.trailing_data[0]))
+            self._on_request(event, len(self.trailing_data[0]))
         return event
 
 

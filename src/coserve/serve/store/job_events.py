@@ -49,68 +49,68 @@ class JobEventStore:
         """Marks an event without effect as stored."""
         await self._database.write(lambda session: _move(session, mark))
 
-    async def waiting(self, mark: NewsMark, told: JobWaiting) -> None:
+    async def waiting(self, mark: NewsMark, news: JobWaiting) -> None:
         """Stores why a job waits."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
-            add_event(session, job, now, f"Fine-tuning job {told.reason}")
+            add_event(session, job, now, f"Fine-tuning job {news.reason}")
 
-        await self._take(mark, told.job, write)
+        await self._take(mark, news.job, write)
 
-    async def noted(self, mark: NewsMark, told: JobNote) -> None:
+    async def noted(self, mark: NewsMark, news: JobNote) -> None:
         """Stores a note that a job deviates from its request."""
         await self._take(
-            mark, told.job, lambda session, job, now: add_event(session, job, now, told.text, "warn")
+            mark, news.job, lambda session, job, now: add_event(session, job, now, news.text, "warn")
         )
 
-    async def started(self, mark: NewsMark, told: JobStarted) -> None:
+    async def started(self, mark: NewsMark, news: JobStarted) -> None:
         """Stores that a job has started or resumed."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             _change_status(job, JobStatus.QUEUED, JobStatus.RUNNING)
-            job.step, job.steps, job.stepped = told.step, told.steps, self._clock()
-            if told.step:
-                add_event(session, job, now, f"Fine-tuning job resumed from step {told.step}")
+            job.step, job.steps, job.stepped = news.step, news.steps, self._clock()
+            if news.step:
+                add_event(session, job, now, f"Fine-tuning job resumed from step {news.step}")
                 return
-            add_event(session, job, now, f"Fine-tuning job started: {told.steps} steps")
-            if lost := _lost(told):
+            add_event(session, job, now, f"Fine-tuning job started: {news.steps} steps")
+            if lost := _lost(news):
                 add_event(session, job, now, lost, "warn")
 
-        await self._take(mark, told.job, write)
+        await self._take(mark, news.job, write)
 
-    async def stepped(self, mark: NewsMark, told: JobStep) -> None:
+    async def stepped(self, mark: NewsMark, news: JobStep) -> None:
         """Stores an optimizer step."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
-            event = _at(session, Event, told)
+            event = _at(session, Event, news)
             if event is None:
-                event = Event(new_id("ftevent"), job.id, now, "info", "", "metrics", step=told.step)
+                event = Event(new_id("ftevent"), job.id, now, "info", "", "metrics", step=news.step)
                 session.add(event)
             elif event.data is not None:  # a step that is repeated
                 job.trained_tokens -= event.data["tokens"]
-            event.message, event.data = _line(told, job.steps), _figures(told, job.steps)
-            job.step, job.stepped = told.step, self._clock()
-            job.trained_tokens += told.tokens
-            job.pace = told.seconds if job.pace is None else job.pace + _PACE * (told.seconds - job.pace)
+            event.message, event.data = _line(news, job.steps), _figures(news, job.steps)
+            job.step, job.stepped = news.step, self._clock()
+            job.trained_tokens += news.tokens
+            job.pace = news.seconds if job.pace is None else job.pace + _PACE * (news.seconds - job.pace)
 
-        await self._take(mark, told.job, write)
+        await self._take(mark, news.job, write)
 
-    async def checkpointed(self, mark: NewsMark, told: JobCheckpoint) -> None:
+    async def checkpointed(self, mark: NewsMark, news: JobCheckpoint) -> None:
         """Stores a checkpoint, which requests can then name."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
-            path, losses = self._relative(Path(told.path)), _losses(told)
-            _add_validation(session, told)
-            known = _at(session, CheckpointRecord, told)
+            path, losses = self._relative(Path(news.path)), _losses(news)
+            _add_validation(session, news)
+            known = _at(session, CheckpointRecord, news)
             if known is not None:  # an engine that goes on from it tells of it again
-                known.path, known.digest, known.metrics = path, told.digest, losses
+                known.path, known.digest, known.metrics = path, news.digest, losses
                 return
-            id, name = new_id("ftckpt"), f"{job.name}:ckpt-step-{told.step}"
-            session.add(CheckpointRecord(id, job.id, told.step, name, path, told.digest, now, losses))
-            add_event(session, job, now, f"Checkpoint created at step {told.step}: {name}")
+            id, name = new_id("ftckpt"), f"{job.name}:ckpt-step-{news.step}"
+            session.add(CheckpointRecord(id, job.id, news.step, name, path, news.digest, now, losses))
+            add_event(session, job, now, f"Checkpoint created at step {news.step}: {name}")
 
-        await self._take(mark, told.job, write)
+        await self._take(mark, news.job, write)
 
     async def succeeded(self, mark: NewsMark, id: str, step: int, adapter: Adapter, result: File) -> None:
         """Stores a job's success, and its adapter and result file, which are on disk."""
@@ -173,51 +173,51 @@ def _move(session: Session, mark: NewsMark) -> bool:
     return True
 
 
-def _at(session: Session, kind: type[OfStep], told: JobStep | JobCheckpoint) -> OfStep | None:
+def _at(session: Session, kind: type[OfStep], news: JobStep | JobCheckpoint) -> OfStep | None:
     """The row of one optimizer step of a job."""
-    return session.scalar(select(kind).where(kind.job == told.job, kind.step == told.step))
+    return session.scalar(select(kind).where(kind.job == news.job, kind.step == news.step))
 
 
-def _add_validation(session: Session, told: JobCheckpoint) -> None:
+def _add_validation(session: Session, news: JobCheckpoint) -> None:
     """Adds the validation loss, known some time after its step, to the step's figures."""
-    event = None if told.validation_loss is None else _at(session, Event, told)
+    event = None if news.validation_loss is None else _at(session, Event, news)
     if event is not None and event.data is not None:
-        event.data = {**event.data, "valid_loss": _finite(told.validation_loss)}
+        event.data = {**event.data, "valid_loss": _finite(news.validation_loss)}
 
 
-def _lost(told: JobStarted) -> str | None:
+def _lost(news: JobStarted) -> str | None:
     """A sentence about truncated or dropped examples; None without any."""
     parts = []
-    if told.truncated:
-        parts.append(f"{told.truncated} examples are longer than the model or max_length allows and were cut")
-    if told.dropped:
-        parts.append(f"{told.dropped} examples have nothing left to learn and were dropped")
+    if news.truncated:
+        parts.append(f"{news.truncated} examples are longer than the model or max_length allows and were cut")
+    if news.dropped:
+        parts.append(f"{news.dropped} examples have nothing left to learn and were dropped")
     return "; ".join(parts) or None
 
 
-def _line(told: JobStep, steps: int | None) -> str:
+def _line(news: JobStep, steps: int | None) -> str:
     total = f"/{steps}" if steps else ""
-    validated = "" if told.validation_loss is None else f", validation loss={told.validation_loss:.4f}"
-    return f"Step {told.step}{total}: training loss={told.loss:.4f}{validated}"
+    validated = "" if news.validation_loss is None else f", validation loss={news.validation_loss:.4f}"
+    return f"Step {news.step}{total}: training loss={news.loss:.4f}{validated}"
 
 
-def _figures(told: JobStep, steps: int | None) -> dict[str, Any]:
+def _figures(news: JobStep, steps: int | None) -> dict[str, Any]:
     figures = {
-        "step": told.step,
+        "step": news.step,
         "total_steps": steps,
-        "train_loss": told.loss,
-        "valid_loss": told.validation_loss,
-        "learning_rate": told.learning_rate,
-        "grad_norm": told.grad_norm,
-        "labels": told.labels,
-        "tokens": told.tokens,
-        "seconds": told.seconds,
+        "train_loss": news.loss,
+        "valid_loss": news.validation_loss,
+        "learning_rate": news.learning_rate,
+        "grad_norm": news.grad_norm,
+        "labels": news.labels,
+        "tokens": news.tokens,
+        "seconds": news.seconds,
     }
     return {name: _finite(value) for name, value in figures.items()}
 
 
-def _losses(told: JobCheckpoint) -> dict[str, Any]:
-    losses = {"step": told.step, "train_loss": told.loss, "valid_loss": told.validation_loss}
+def _losses(news: JobCheckpoint) -> dict[str, Any]:
+    losses = {"step": news.step, "train_loss": news.loss, "valid_loss": news.validation_loss}
     return {name: _finite(value) for name, value in losses.items() if value is not None}
 
 

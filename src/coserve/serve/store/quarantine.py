@@ -76,12 +76,12 @@ class QuarantineStore:
 
         return await self._database.read(read)
 
-    async def suspect(self, found: Suspects) -> None:
+    async def suspect(self, suspects: Suspects) -> None:
         """Replaces the set of suspects."""
 
         def write(session: Session) -> None:
             session.execute(delete(SuspectRecord))
-            session.add_all(SuspectRecord(*item, *seen) for item, seen in found.items())
+            session.add_all(SuspectRecord(*item, *seen) for item, seen in suspects.items())
 
         await self._database.write(write)
 

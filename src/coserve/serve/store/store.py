@@ -66,9 +66,9 @@ class Store:
         """Folder of a finished or imported adapter."""
         return self.folder / "adapters" / adapter
 
-    def folder_of(self, found: Adapter | CheckpointRecord) -> Path:
+    def folder_of(self, row: Adapter | CheckpointRecord) -> Path:
         """Folder of a row's path."""
-        return self.folder / found.path
+        return self.folder / row.path
 
     def path_of(self, folder: Path) -> Path:
         """Path for a row: relative within the state folder, which may be moved."""

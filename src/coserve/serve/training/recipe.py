@@ -26,7 +26,7 @@ class Recipe:
     options: dict[str, Any]
 
 
-def recipe_of(asked: JobRequest, examples: int, width: int, seed: int, continues: bool) -> Recipe:
+def recipe_of(request: JobRequest, examples: int, width: int, seed: int, continues: bool) -> Recipe:
     """The recipe for a file with this many examples, and a model whose rows have `width` numbers.
 
     `continues` says that an adapter is trained further.
@@ -41,8 +41,8 @@ def recipe_of(asked: JobRequest, examples: int, width: int, seed: int, continues
 
     Raises ApiError 400 where two fields contradict each other.
     """
-    wanted, optimizer = _hyperparameters(asked), asked.optimizer or OptimizerSettings()
-    if continues and asked.peft is not None:
+    wanted, optimizer = _hyperparameters(request), request.optimizer or OptimizerSettings()
+    if continues and request.peft is not None:
         message = "An adapter that is trained further keeps its shape: 'peft' is for new ones."
         raise ApiError(400, message, param="peft", code="invalid_value")
     epochs = auto_epochs(examples) if wanted.n_epochs == "auto" else wanted.n_epochs
@@ -98,13 +98,13 @@ def auto_batch_size(examples: int, epochs: int) -> int:
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _hyperparameters(asked: JobRequest) -> Hyperparameters:
-    supervised = asked.method.supervised if asked.method else None
+def _hyperparameters(request: JobRequest) -> Hyperparameters:
+    supervised = request.method.supervised if request.method else None
     inner = supervised.hyperparameters if supervised else None
-    if inner is not None and asked.hyperparameters is not None:
+    if inner is not None and request.hyperparameters is not None:
         message = "Give hyperparameters either at the top or in 'method', not in both."
         raise ApiError(400, message, param="hyperparameters", code="invalid_value")
-    return inner or asked.hyperparameters or Hyperparameters()
+    return inner or request.hyperparameters or Hyperparameters()
 
 
 def _rate(wanted: Hyperparameters, optimizer: OptimizerSettings, usual: float) -> tuple[float, float]:
