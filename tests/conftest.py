@@ -38,13 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def executor_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Has all engines compute in processes of their own, where that was asked for."""
+    """Has all engines compute in processes of their own, where that was asked for; those of servers that
+    tests start too."""
     if request.config.getoption("--executor") == "local":
         yield
         return
     from forked_executors import compute_elsewhere
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COSERVE_ENGINE_EXECUTOR", "remote")
         compute_elsewhere(patch)
         yield
 

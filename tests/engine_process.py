@@ -35,7 +35,9 @@ class EngineProcess:
 
     def __init__(self, folder: Path, **engine: Any) -> None:
         self.socket = folder / "engine.sock"
-        self._engine = {"calibrate": False, "cache_tokens": 2048, "page_size": 8, **engine}
+        executor = os.environ.get("COSERVE_ENGINE_EXECUTOR", "local")
+        defaults = {"calibrate": False, "cache_tokens": 2048, "page_size": 8, "executor": executor}
+        self._engine = {**defaults, **engine}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "coserve.wire.launch", "coserve.engine.process"],

@@ -4,6 +4,7 @@ A start of `coserve.executors.service` by itself imports for seconds, which a su
 cannot afford. What runs in the process is the same.
 """
 
+import mmap
 import os
 import signal
 import socket
@@ -12,19 +13,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from coserve.config import EngineConfig
-from coserve.executors.opening import Model, Opened, open_remote
+from coserve.executors import service
+from coserve.executors.deterministic import DeterministicExecutor
+from coserve.executors.local import LocalExecutor
+from coserve.executors.opening import open_remote
 from coserve.executors.remote import RemoteExecutor
+from coserve.model import load
+from models import MIXTURES, Exact
 
 _ZYGOTE = """
 import os, socket, sys
+import forked_executors
 from coserve.executors import service
+forked_executors.compute_as_tests_do(int(sys.argv[2]))
 listener = socket.socket(fileno=int(sys.argv[1]))
 while True:
     message, descriptors, _, _ = socket.recv_fds(listener, 1, 64)
@@ -47,6 +57,36 @@ while True:
         except ChildProcessError:
             break
 """
+
+
+def compute_as_tests_do(shared: int) -> None:
+    """In executors' processes: float64 models are float64 throughout, as the tests' own are, whereas those of
+    a folder have their rotary tables in float32 and fused experts, whose products have no float64. And plans
+    and commands run under `Exact` while it holds in the tests' process, which byte 0 of `shared` tells."""
+    is_exact = mmap.mmap(shared, mmap.PAGESIZE)
+    plain = load._load
+
+    def loaded(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
+        made = plain(model, dtype)
+        if made.dtype != torch.float64:
+            return made
+        if made.config.model_type in MIXTURES:
+            made.set_experts_implementation("eager")
+        return made.to(torch.float64)
+
+    def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any) -> Any:
+            with Exact() if is_exact[0] else nullcontext():
+                return function(*args)
+
+        return run
+
+    load._load = loaded
+    service.open_local = exactly(service.open_local)
+    for kind in (LocalExecutor, DeterministicExecutor):
+        for name in ("run", "call"):
+            setattr(kind, name, exactly(getattr(kind, name)))
 
 
 class Forked:
@@ -83,14 +123,23 @@ class Zygote:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._shared = os.memfd_create("tests")
+        os.ftruncate(self._shared, mmap.PAGESIZE)
+        self._memory = mmap.mmap(self._shared, mmap.PAGESIZE)
+
+    def note_exact(self, change: int) -> None:
+        """Tells the processes that one more `Exact`, or one less, holds in this one."""
+        self._memory[0] += change
 
     def fork(self, descriptors: Sequence[int]) -> Forked:
         """See `remote.start_process`."""
         with self._lock:
             if self._socket is None:
                 self._socket, theirs = socket.socketpair()
-                command = [sys.executable, "-c", _ZYGOTE, str(theirs.fileno())]
-                subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+                passed = [theirs.fileno(), self._shared]
+                paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+                command = [sys.executable, "-c", _ZYGOTE, *map(str, passed)]
+                subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=paths)
                 theirs.close()
             socket.send_fds(self._socket, [b"f"], list(descriptors))
             return Forked(int.from_bytes(self._socket.recv(8), "big"))
@@ -114,11 +163,16 @@ def compute_elsewhere(patch: pytest.MonkeyPatch) -> None:
             raise AttributeError(name)
         pytest.skip(f"looks at the executor's {name}, which is in another process")
 
+    def enter(mode: Exact) -> Exact:
+        ZYGOTE.note_exact(1)
+        return plain_enter(mode)
+
+    def leave(mode: Exact, *fault: Any) -> None:
+        plain_exit(mode, *fault)
+        ZYGOTE.note_exact(-1)
+
+    plain_enter, plain_exit = Exact.__enter__, Exact.__exit__
+    patch.setattr(Exact, "__enter__", enter)
+    patch.setattr(Exact, "__exit__", leave)
     patch.setattr(RemoteExecutor, "__getattr__", is_elsewhere, raising=False)
-
-    def opened(model: Model, config: EngineConfig, read_tokenizer: Callable[[], Any]) -> Opened:
-        if isinstance(model, PreTrainedModel) and model.dtype == torch.float64:
-            pytest.skip("a model that comes from a folder has its rotary tables in float32")
-        return open_remote(model, config, read_tokenizer)
-
-    patch.setattr("coserve.engine.engine.open_executor", opened)
+    patch.setattr("coserve.engine.engine.open_executor", open_remote)

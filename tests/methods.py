@@ -133,9 +133,9 @@ def case_of(
 def windowed_errors(
     case: Case, sizes: Sequence[int] = (7,), floor: float = 1e-6, pieces: bool = True
 ) -> dict[str, float]:
-    """By window size and what the tape keeps: the worst relative error of the loss and of any parameter's
+    """By window size and save policy: the worst relative error of the loss and of any parameter's
     gradient (relative to at least `floor` times all gradients' norm). Every parameter must be there. Windows
-    of all `sizes` with every tape, and a whole micro-batch in one."""
+    of all `sizes` with every save policy, and a whole micro-batch in one."""
     draws = random.Random("windows")
     errors, whole = {}, sum(case.lengths)
     cuts = [(keep, min(size, whole)) for keep, size in itertools.product(SavePolicy, sizes)]

@@ -23,6 +23,7 @@ from coserve.core.plan import Plan
 from coserve.core.sequence import Direction, LossSpec, MicroBatch, Span
 from coserve.schedule.segments import batch_start, training_segment
 from coserve.train.example import Example, epochs
+from coserve.train.micro_batch import MicroBatchState
 from models import linear_paths, lora_parameters, prompts, tiny, with_lora
 from rounding import largest
 from training_runs import TrainingRun, adopt
@@ -142,6 +143,11 @@ class Passage:
             self.micro_batch.loss = case.spec(self.micro_batch)
             self.run.session.begin(batch_start(self.micro_batch))
         self.gradients: Gradients = {}
+
+    @property
+    def state(self) -> MicroBatchState:
+        """The micro-batch on the device."""
+        return self.run.session.micro_batches[self.micro_batch.key]
 
     @property
     def rows(self) -> int:

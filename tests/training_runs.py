@@ -12,6 +12,7 @@ from coserve.core.sequence import MicroBatch
 from coserve.engine.engine import Engine
 from coserve.errors import LossNotFinite
 from coserve.memory.arena import Arena
+from coserve.memory.ledger import Account
 from coserve.model.base import Base
 from coserve.schedule.segments import batch_start
 from coserve.train.config import TrainingConfig
@@ -57,6 +58,11 @@ class TrainingRun:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of activations, master weights, gradients and optimizer state."""
+        return int(self.session.held[Account.ACTIVATIONS] + self.session.held[Account.OPTIMIZERS])
+
     def next_step(self, keys: Iterator[int]) -> list[MicroBatch]:
         """The micro-batches of the next optimizer step, which the session has begun."""
         made = self.supervised.next_step(keys)
@@ -67,7 +73,7 @@ class TrainingRun:
 
     def update(self) -> Updated:
         """The optimizer's step. Raises LossNotFinite, with nothing changed."""
-        self.session.make_room()
+        self.session.weights.make_room()
         (found,) = update_all([(self.session, self.supervised.optim_step)])
         if isinstance(found, LossNotFinite):
             raise found
@@ -79,4 +85,4 @@ def adopt(engine: Engine, run: TrainingRun) -> None:
     """Has the engine's executor train the run, as one that it had opened itself."""
     session = run.session
     engine.executor.sessions[session.job] = session
-    engine.bank.publish(known(session.current))
+    engine.bank.publish(known(session.weights.current))

@@ -55,33 +55,30 @@ def _speed_rows(
 
 
 def _bytes_row(bench: Bench, engine: Engine, matched: PeftTraining) -> None:
-    ours, ours_logits = _tape_bytes(engine, bench.shape.vocabulary)
+    ours = _activation_bytes(engine)
     activations, logits = matched.saved_bytes()
     results = bench.results
     settings, shape = bench.settings, bench.shape
     # Whoever recomputes layer by layer needs one bfloat16 input for each.
     floor = 2 * settings.batch * settings.length * shape.hidden * shape.layers
     results.figure("finetune.ours_bytes", ours, "bytes", floor=floor)
-    results.figure("finetune.ours_logits", ours_logits, "bytes")
     results.figure("finetune.peft_matched_bytes", activations, "bytes")
     results.figure("finetune.peft_matched_logits", logits, "bytes")
     note = "held between forward and backward, logits left out of both; ours are made and spent in chunks"
     results.row("finetune.activation_bytes_vs_peft", ours / activations, note=note)
 
 
-def _tape_bytes(engine: Engine, vocabulary: int) -> tuple[int, int]:
-    """Bytes of a micro-batch's tape when its last row has come through the last layer: (all but logits,
-    logits)."""
-    found: list[tuple[int, int]] = []
+def _activation_bytes(engine: Engine) -> int:
+    """Bytes of a micro-batch's activations when its last row has come through the last layer."""
+    found: list[int] = []
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
-            length = sum(local_sessions(engine)[segment.job].lengths(segment.key))
+            micro_batch = local_sessions(engine)[segment.job].micro_batches[segment.key]
+            length = sum(micro_batch.start.lengths)
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers
             if segment.direction is Direction.TRAIN_FORWARD and is_last:
-                tape = local_sessions(engine)[segment.job].tape(segment.key)
-                logits = sum(t.nbytes for t in tape.products.values() if t.shape[-1] == vocabulary)
-                found.append((tape.nbytes - logits, logits))
+                found.append(micro_batch.nbytes)
 
     with watch_plans(engine, look):
         while not found:

@@ -13,7 +13,7 @@ from coserve_benchmarks.timing import alternate, speedup
 _KINDS: Final[dict[str, dict[str, Any]]] = {
     "local": {},
     "remote": {"executor": "remote"},
-    "ahead": {"executor": "remote", "async_scheduling": True},
+    "one_at_a_time": {"executor": "remote", "async_scheduling": False},
 }
 _SEQUENCES: Final = {"remote.decode_one": 1, "remote.decode_many": 16}
 _STEPS: Final = 24  # decode steps of a round
@@ -35,7 +35,7 @@ def _row(bench: Bench, key: str, contestants: dict[str, Callable[[], float]]) ->
         spread = (taken.low * 1e3, taken.high * 1e3)
         bench.results.figure(f"{key}.{kind}", taken.median * 1e3, "ms a step", spread)
     note = "seconds of a step whose executor is in a process of its own, over those in the engine's"
-    for suffix, kind, more in (("", "remote", ""), ("_ahead", "ahead", "; planned while the last one runs")):
+    for suffix, kind, more in (("", "remote", ""), ("_one_at_a_time", "one_at_a_time", "; no plan ahead")):
         ratio = speedup(times["local"], times[kind])
         bench.results.row(key + suffix, ratio.value, (ratio.low, ratio.high), note + more)
 

@@ -41,11 +41,11 @@ BARS = {
 # Of an executor in a process of its own: a step's seconds over those of one in the engine's process.
 REMOTE_BARS: Mapping[str, Bar | None] = {
     "remote.decode_one": Bar(1.05, at_most=True),
-    "remote.decode_one_ahead": Bar(1.05, at_most=True),
+    "remote.decode_one_one_at_a_time": None,
     "remote.decode_many": Bar(1.05, at_most=True),
-    "remote.decode_many_ahead": Bar(1.05, at_most=True),
+    "remote.decode_many_one_at_a_time": None,
     "remote.training": Bar(1.05, at_most=True),
-    "remote.training_ahead": Bar(1.05, at_most=True),
+    "remote.training_one_at_a_time": None,
 }
 
 # Of the server; None where a figure is only reported. A restart may also take as long as the model's loading.

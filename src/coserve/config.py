@@ -15,7 +15,7 @@ class EngineConfig:
     quantize: str = "none"  # bits of the base's weights: 8bit halves their bytes, 4bit thirds them; both err
     device: str = "cpu"  # or cuda, cuda:1, ...
     executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
-    async_scheduling: bool = False  # the next step is planned while one runs; only worth it beside the device
+    async_scheduling: bool | None = None  # plans a step while one runs; None: if the executor is remote
     cache_tokens: int = 32768  # keys and values held at once, over all sequences; costs bytes from the start
     page_size: int = 16  # tokens in a page of that cache; smaller wastes less, larger gathers faster
     cache_dtype: str = "auto"  # that of the model, or int8: half of bfloat16's bytes, a little less exact
@@ -63,6 +63,12 @@ class EngineConfig:
         the order in which gradients add up."""
         fixed = {"training_window": 128, "micro_batches_in_flight": 1} if self.deterministic else {}
         return {**fixed, **self.scheduler}
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Tells whether the next step is planned while one runs. On the device's own processor that gains
+        nothing: planning takes the time of computing."""
+        return self.executor == "remote" if self.async_scheduling is None else self.async_scheduling
 
     @property
     def pages(self) -> int:

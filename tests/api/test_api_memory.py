@@ -191,13 +191,13 @@ def test_memory_is_among_the_figures(play: Play) -> None:
     async def story(world: World) -> None:
         world.state.link.stats = EngineStats(
             1, 0, 0, 0, 0.0, 0, 0, 0, 0, 8, 8, 0.1, 0, 0, 0, 0,
-            memory={"base": 1000, "tapes": 250}, memory_budget=4096, memory_peak=1300,
+            memory={"base": 1000, "activations": 250}, memory_budget=4096, memory_peak=1300,
             memory_imports=700,
         )  # fmt: skip
         text = (await world.http.get("/metrics")).text
         for line in (
             'coserve_memory_bytes{account="base"} 1000.0',
-            'coserve_memory_bytes{account="tapes"} 250.0',
+            'coserve_memory_bytes{account="activations"} 250.0',
             "coserve_memory_budget_bytes 4096.0",
             "coserve_memory_peak_bytes 1300.0",
             "coserve_memory_imports_bytes 700.0",

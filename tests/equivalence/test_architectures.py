@@ -47,7 +47,7 @@ def answers_alike(name: str) -> bool:
 
 
 def gradient_error(name: str) -> float:
-    """Of windows and put-downs, with what tapes keep by default of a job over HTTP, against autograd."""
+    """Of windows and put-downs, with the default save policy of a job over HTTP, against autograd."""
     draws = random.Random(f"train/{name}")
     tokens, labels = examples(draws, ROWS)
     served = engine(shrunk.build(name))

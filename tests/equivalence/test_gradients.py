@@ -30,7 +30,7 @@ def travel(case: Case, keep: SavePolicy, there: int, back: int, draws: random.Ra
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
 def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
-    """Small windows put down anywhere, large ones and whole micro-batches, each with another tape."""
+    """Small windows put down anywhere, large ones and whole micro-batches, each with another save policy."""
     draws = random.Random(f"windows/{name}")
     errors = {}
     with Exact():
@@ -46,8 +46,8 @@ def test_windows_give_the_gradients_of_whole_sequences(name: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
-def test_windows_of_any_size_with_any_tape(name: str) -> None:
-    """All sizes with all tapes, put down and not."""
+def test_windows_of_any_size_with_any_save_policy(name: str) -> None:
+    """All sizes with all save policies, put down and not."""
     draws = random.Random(f"any/{name}")
     errors = {}
     with Exact():

@@ -49,7 +49,7 @@ class Fused:
         draws = random.Random("beside")
         rows = []
         for i in range(count):
-            adapter = self.run.current.key if i % 2 else None
+            adapter = self.run.weights.current.key if i % 2 else None
             request = Request(f"r{i}", tuple(prompts(draws, [length])[0]), SamplingParams(seed=0), adapter)
             pages = list(range(i * PAGES, (i + 1) * PAGES))
             answer = Sequence(next(self.keys), request, pages=pages)
@@ -71,7 +71,7 @@ def live_bytes() -> int:
 def kept_beside(keep: SavePolicy, count: int, length: int) -> tuple[int, int]:
     """(bytes that came to stay, bytes the job says it holds) after one fused forward."""
     fused = Fused(keep)
-    warm = fused.prompts(1, 4)  # what a first run of any kind leaves in caches is not the tape's
+    warm = fused.prompts(1, 4)  # what a first run of any kind leaves in caches is not the store's
     fused.executor.run(warm)
     fused.executor.run(Plan(released=(warm.sequences[0].key,)))
     inference = fused.prompts(count, length)
@@ -108,20 +108,20 @@ def test_the_fused_forward_has_no_graph(keep: SavePolicy) -> None:
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         fused.executor.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.TRAIN_FORWARD),)))
         assert not saved
-        tape = fused.run.tape(fused.micro_batch.key)
-        assert not tape.output(tape.window(0, tape.rows)).requires_grad
+        store = fused.run.micro_batches[fused.micro_batch.key].store
+        assert not store.hidden.last(store.window(0, store.rows)).requires_grad
         fused.executor.run(replace(fused.prompts(4, 20), training=(fused.window(Direction.BACKWARD),)))
         assert saved
 
 
-def test_a_window_that_is_through_leaves_no_tape() -> None:
+def test_a_window_that_is_through_leaves_no_activations() -> None:
     fused = Fused(SavePolicy.EVERYTHING)
     fused.executor.run(Plan(training=(fused.window(Direction.TRAIN_FORWARD),)))
     before = fused.run.nbytes
-    tape = fused.run.tape(fused.micro_batch.key).nbytes
-    assert 0 < tape < before
+    stored = fused.run.micro_batches[fused.micro_batch.key].nbytes
+    assert 0 < stored < before
     fused.executor.run(Plan(training=(fused.window(Direction.BACKWARD),)))
     gradients = sum(
-        p.nbytes for b in fused.run.current.bypasses.outputs.values() for p in b.parameters().values()
+        p.nbytes for b in fused.run.weights.current.bypasses.outputs.values() for p in b.parameters().values()
     )
-    assert fused.run.nbytes == before - tape + gradients
+    assert fused.run.nbytes == before - stored + gradients

@@ -98,7 +98,7 @@ def test_a_prompt_is_no_example() -> None:
         engine.base, LoadedAdapters(), "job", start, [example] * 2, TrainingConfig(batch_size=2)
     )
     (batch,) = run.next_step(iter([1]))
-    assert run.session.tail(batch.key)._examples.tolist()[:11] == [-1] * 3 + [0] * 4 + [1] * 4
+    assert run.session.micro_batches[batch.key].tail._examples.tolist()[:11] == [-1] * 3 + [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize(
@@ -159,5 +159,5 @@ def test_a_scheduler_sends_a_coupled_loss_through_the_tail_twice() -> None:
                 assert not [event for event in events if isinstance(event, JobFailed)]
                 done += [event for event in events if isinstance(event, StepDone)]
         assert answer.sequence.output
-        weights.append(torch.cat([p.flatten() for p in run.session.current.parameters().values()]))
+        weights.append(torch.cat([p.flatten() for p in run.session.weights.current.parameters().values()]))
     assert torch.allclose(*weights, rtol=1e-9, atol=1e-12)

@@ -69,6 +69,7 @@ def single() -> dict[str | None, Logits]:
     return oracles("llama", dtype=torch.float32)
 
 
+@pytest.mark.local
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_answers_as_it_does_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ def test_it_is_short_and_nothing_lists_it() -> None:
     assert not [f for f in Path(package.__file__).parents[2].rglob("*.py") if "layer_scale" in f.read_text()]
 
 
+@pytest.mark.local
 def test_it_trains_and_is_served(added: Any, tmp_path: Path) -> None:
     """Beside a job and answers of another method, and as one part of two."""
     (config,) = settings_of({"type": "layer_scale", "start": 0.25})
@@ -92,6 +93,7 @@ def _scaling(gains: nn.Parameter) -> Any:
     return hook
 
 
+@pytest.mark.local
 def test_it_is_as_right_as_the_others(added: Any, tmp_path: Path) -> None:
     error, without = forward_errors("llama", oracle(torch.float32, vocab_size=SMALL), tmp_path)
     assert error <= 1 and without > 1e-2

@@ -72,7 +72,7 @@ SCHEDULERS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "mixtral"])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_plans_just_run_give_the_gradients_of_whole_sequences(name: str, kind: str, tmp_path: Path) -> None:
-    """The three micro-batches that were cut into the most pieces, each with another tape."""
+    """The three micro-batches that were cut into the most pieces, each with another save policy."""
     scheduler = SCHEDULERS[kind]
     with Exact():
         case = make_case(name, LENGTHS)
@@ -93,7 +93,7 @@ def test_plans_just_run_give_the_gradients_of_whole_sequences(name: str, kind: s
 @pytest.mark.parametrize(("cut", "keep"), zip((-3, -2, -1), SavePolicy, strict=True))
 def test_plans_of_the_bench_give_the_gradients_of_whole_sequences(cut: int, keep: SavePolicy) -> None:
     """Recorded runs of the co-serving bench, on a narrow model of the same depth: the three micro-batches
-    that were cut into the most pieces, each with another tape."""
+    that were cut into the most pieces, each with another save policy."""
     files = sorted(FILES.glob("plans*.json"))
     assert files, "plans of a bench run belong beside this file"
     for file in files:

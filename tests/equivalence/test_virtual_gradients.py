@@ -177,7 +177,7 @@ class Passage:
         return max(errors)
 
 
-# Rows of a window there and back, whether layers are cut, and what the tape keeps.
+# Rows of a window there and back, whether layers are cut, and the save policy.
 WAYS: Mapping[str, tuple[int, int, bool, SavePolicy]] = {
     "whole": (1000, 1000, False, SavePolicy.EVERYTHING),
     "small": (6, 6, True, SavePolicy.INPUTS),

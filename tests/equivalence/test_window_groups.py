@@ -129,7 +129,7 @@ def travel(engine: Engine, jobs: dict[str, Job]) -> dict[str, dict[str, Tensor]]
             engine.executor.run(Plan(training=tuple(segment for segment in step if segment is not None)))
     found = {}
     for name in jobs:
-        masters = engine.executor.sessions.pop(name)._masters
+        masters = engine.executor.sessions.pop(name).weights.optimizer.weights
         found[name] = {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
     return found
 
@@ -214,7 +214,7 @@ def test_a_nan_in_one_job_reaches_no_other() -> None:
 
 
 def test_where_memory_is_short_they_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with what later windows owe to earlier ones, which the tape gives once."""
+    """Also with what later windows owe to earlier ones, which the store gives once."""
     jobs = named(GROUPS["cut"])
     tried = []
 
@@ -242,6 +242,7 @@ def test_no_more_rows_go_together_than_there_is_memory_for(passes: list[int]) ->
     assert set(passes) == {2}
 
 
+@pytest.mark.local
 def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> None:
     """Through the scheduler, whole jobs of several steps, one of which is cancelled on its way."""
     config = TrainingConfig(batch_size=2, epochs=3, learning_rate=1e-3)
@@ -267,6 +268,7 @@ def test_jobs_of_an_engine_learn_what_they_learn_alone(passes: list[int]) -> Non
                 torch.testing.assert_close(value, alone[parameter], rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.local
 def test_the_deterministic_mode_keeps_everybody_apart(passes: list[int]) -> None:
     engine = make_engine(deterministic=True)
     assert isinstance(engine.executor, DeterministicExecutor)

@@ -26,8 +26,9 @@ def run(bench: Bench) -> None:
     back.
 
     The first step is counted in the traced layer, as torch would keep it; the second is measured of the
-    peer. Pruning alone is the set to keep, before step 2 of the algorithm. The last two are tapes: all
-    products but the dear ones made again; then all of them, in windows, with what keys and values are owed.
+    peer. Pruning alone is the set to keep, before step 2 of the algorithm. The last two are what coserve
+    stores: all products but the dear ones made again; then all of them, in windows, with what keys and values
+    are owed.
     """
     found = {method: _steps(bench, method) for method in OURS}
     settings = bench.settings
@@ -46,13 +47,13 @@ def _steps(bench: Bench, method: str) -> dict[str, dict[str, float]]:
     )
     layer = max(e.pruned for e in explained)
     peer = peer_of(method, bench.shape, held_tokens(bench)).saved_bytes()[0]
-    tape = held_bytes(training_engine(bench, method, SavePolicy.PRUNED))
+    held = held_bytes(training_engine(bench, method, SavePolicy.PRUNED))
     lean = held_bytes(training_engine(bench, method, SavePolicy.INPUTS, WINDOW))
     return {
         FULL: {"held": whole * rows, "layer": 0.0},
         PEER: {"held": peer, "layer": 0.0},
         PRUNED: {"held": pruned * rows, "layer": 0.0},
-        COMPUTED: {"held": tape.border, "layer": layer * rows},
+        COMPUTED: {"held": held.border, "layer": layer * rows},
         WINDOWS: {"held": lean.peak, "layer": layer * min(rows, WINDOW)},
     }
 

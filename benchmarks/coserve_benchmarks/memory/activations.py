@@ -20,15 +20,15 @@ from coserve_benchmarks.timing import alternate, speedup
 # Rows, where training goes by token windows. Larger ones owe less to earlier keys and values (float32, in
 # every layer), and hold more of one layer on its way back: of 1,024-token examples, halves hold least in all.
 WINDOW: Final = 512
-_FAST: Final = 0.45  # of the peer's bytes: the bar of the pruned tape, as a budget
+_FAST: Final = 0.45  # of the peer's bytes: the bar of the pruned set, as a budget
 _LEAN: Final = 0.38  # of the same, at the peak: between the passes it is less than 0.29, the other bar
 _BORDER: Final = "held between forward and backward; logits are left out of both"
 _PEAK: Final = f"the most at any time, in windows of {WINDOW} rows, with what keys and values are owed"
 
 
 @dataclass(frozen=True, slots=True)
-class TapeBytes:
-    """Bytes of a micro-batch's tape: when all its rows are through the layers, and at most."""
+class ActivationBytes:
+    """Bytes of a micro-batch's activations: when all its rows are through the layers, and at most."""
 
     border: int
     peak: int
@@ -73,7 +73,7 @@ def _measure(
     bench.results.row(f"activations.speed{suffix}[{method}]", ratio.value, (ratio.low, ratio.high))
 
 
-def _figure(bench: Bench, name: str, held: TapeBytes) -> None:
+def _figure(bench: Bench, name: str, held: ActivationBytes) -> None:
     bench.results.figure(f"activations.bytes_{name}", held.border, "bytes")
     bench.results.figure(f"activations.peak_{name}", held.peak, "bytes")
 
@@ -96,20 +96,21 @@ def training_engine(bench: Bench, method: str, keep: SavePolicySetting, window: 
     return engine
 
 
-def held_bytes(engine: Engine) -> TapeBytes:
-    """Bytes of the next micro-batch's tape, forward and backward."""
+def held_bytes(engine: Engine) -> ActivationBytes:
+    """Bytes of the next micro-batch's activations, forward and backward."""
     border: list[int] = []
     peak: list[int] = []
 
     def look(plan: Plan) -> None:
         for segment in plan.training:
             session = local_sessions(engine)[segment.job]
-            peak.append(session.held[Account.TAPES])  # none where the micro-batch is through
-            length = sum(session.lengths(segment.key))
+            peak.append(session.held[Account.ACTIVATIONS])  # none where the micro-batch is through
+            micro_batch = session.micro_batches[segment.key]
+            length = sum(micro_batch.start.lengths)
             is_last = segment.start + segment.length == length and segment.span.last == segment.layers
             if segment.direction is Direction.TRAIN_FORWARD and is_last:
-                border.append(session.tape(segment.key).nbytes)
+                border.append(micro_batch.nbytes)
 
     with watch_plans(engine, look):
         seconds_of_steps(engine)
-    return TapeBytes(border[0], max(peak))
+    return ActivationBytes(border[0], max(peak))

@@ -14,7 +14,7 @@ GROUPS: Final = ("activations", "ablation", "prefix", "ledger", "plan", "quantiz
 # Bypass networks of three kinds; for the bottleneck, of which PEFT has none, the peer is plain torch.
 COMPARED: Final = ("lora", "ia3", "bottleneck")
 BARS: Final[Mapping[str, Bar | None]] = {
-    # Bytes held between forward and backward over PEFT's: the pruned tape at full speed, a byte budget that
+    # Bytes held between forward and backward over PEFT's: the pruned set at full speed, a byte budget that
     # is the bar, the leanest setting that is still fast, and with rematerialization and token windows; and
     # their speeds beside PEFT's.
     **{f"activations.vs_peft[{method}]": Bar(0.45, at_most=True) for method in COMPARED},

@@ -1,4 +1,4 @@
-"""`coserve plan --activations`: the tensors of a model's layers that tapes keep for an adapter."""
+"""`coserve plan --activations`: the tensors of a model's layers that training an adapter stores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +17,7 @@ def activations(
     config: Any, dtype: Any, parts: Sequence[Mapping[str, Any]], keep: str, as_json: bool
 ) -> None:
     """Prints the table for a transformers configuration, a torch type, an adapter's parts in the form of a
-    request, and a setting of what tapes keep. Raises AdapterError, ConfigError or UnsupportedModel."""
+    request, and a save policy. Raises AdapterError, ConfigError or UnsupportedModel."""
     from coserve.adapters.settings import settings_of
     from coserve.train.pruning.plan import explain_model
     from coserve.train.save_policy import SavePolicy

@@ -41,7 +41,10 @@ def plan(
     length: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 512,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
     keep: Annotated[
-        str, typer.Option(help="What a tape keeps: inputs, pruned, everything, or bytes such as 500MB.")
+        str,
+        typer.Option(
+            help="Activations kept for backward: inputs, pruned, everything, or bytes such as 500MB."
+        ),
     ] = "inputs",
     cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the engine's cache holds.")] = 32768,
     memory: Annotated[str, typer.Option(help="The budget, as 6GiB, a share, or auto.")] = "auto",
@@ -54,7 +57,9 @@ def plan(
     ] = False,
     activations: Annotated[
         bool,
-        typer.Option("--activations", help="Instead, tensor by tensor, what a tape keeps of a row, and why."),
+        typer.Option(
+            "--activations", help="Instead, tensor by tensor, which activations of a row are kept, and why."
+        ),
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="File for a picture, SVG or PNG by its ending.")] = None,
     as_json: AsJson = False,

@@ -4,7 +4,7 @@ A `Sequence` is a prompt being answered: `computed` of its `length` tokens are i
 pass the rest through the model, one token (decode) or many (prefill).
 
 A `MicroBatch` is some training examples of one job, packed end to end into rows. It passes the layers forward
-(with activations saved), then the tail and its loss, then backward, in *windows* of rows, which can pause
+(activations are stored), then the tail and its loss, then backward, in *windows* of rows, which can pause
 between any two layers (FlexLLM 6.1, algorithm 2).
 """
 
@@ -20,7 +20,7 @@ class Direction(Enum):
     """Pass of a segment's rows through the layers of its span."""
 
     INFER = "infer"  # forward, keys and values into pages, nothing kept for a gradient
-    TRAIN_FORWARD = "train_forward"  # forward, what the backward pass needs goes onto the tape
+    TRAIN_FORWARD = "train_forward"  # forward, what the backward pass needs is stored
     LOGPROBS = "logprobs"  # through the tail: what a loss that couples tokens has to know of all of them
     LOSS = "loss"  # through the tail (final norm, head, loss) and back to the last layer's output
     BACKWARD = "backward"  # last layer of the span first

@@ -82,7 +82,7 @@ class Admission:
     def shrink(self, name: str, config: TrainingConfig) -> None:
         """Shrinks a job's reservation to that of leaner settings. Smaller micro-batches can add up to a few
         more rows; where bytes for these are missing the reservation stays."""
-        self._ledger.charge(job_owner(name), Account.TAPES, 0)
+        self._ledger.charge(job_owner(name), Account.ACTIVATIONS, 0)
         before = self._sizes[name]
         self._sizes[name] = replace(before, config=config)
         if self._ledger.missing(self._wanted(name)):
@@ -147,11 +147,11 @@ class Admission:
         return max(max(shared, default=0), min(sum(shared), self._window_groups))
 
     def _set_backward(self) -> None:
-        """Reserves the backward bytes of all admitted jobs, and limits the executor's tapes to what is
+        """Reserves the backward bytes of all admitted jobs, and limits stored activations to what is
         reserved."""
         nbytes = self._backward(self._running.values())
         self._ledger.reserve({_BACKWARD: {Account.WORKSPACES: nbytes}})
-        self._executor.call(SetLimits(tape_nbytes=self._ledger.accounts()[Account.TAPES]))
+        self._executor.call(SetLimits(activation_nbytes=self._ledger.accounts()[Account.ACTIVATIONS]))
 
     def _tell(self) -> None:
         self._memory.count_adapters()

@@ -61,7 +61,7 @@ def prepare_job(
 def _foresee(
     engine: Engine, first: AdapterVersion, training: TrainingConfig, fresh: tuple[object, ...] | None
 ) -> None:
-    """Traces which activations the tapes of a job will keep: most of a second, once for each shape of layers.
+    """Traces which activations of a job will be stored: most of a second, once for each shape of layers.
     `first` is the adapter it starts from; for a fresh one only its shapes, and `fresh` its methods. Takes no
     lock: steps go on meanwhile."""
     foresee(engine.base, first, training.keep)  # for whoever counts its bytes, here

@@ -323,9 +323,9 @@ class Engine:
     # Inside
 
     def _next_result(self) -> StepResult:
-        """The result of the oldest plan under way. With `async_scheduling` the plan after it is launched
-        first, where that one can be made already."""
-        if not self.config.async_scheduling:
+        """The result of the oldest plan under way. Where plans are made ahead the next one is launched
+        first, if it can be made already."""
+        if not self.config.plans_ahead:
             return self.executor.run(self.scheduler.plan(self.clock()))
         if not self.scheduler.under_way:
             self.executor.launch(self.scheduler.plan(self.clock()))

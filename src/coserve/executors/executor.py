@@ -1,7 +1,7 @@
 """The seam between what decides (scheduler, training, admission) and what owns a device.
 
 Plans, results and commands are immutable and serialisable (`executors.codec`): whatever decides holds no
-weight, page, tape or session, and reaches none of them but through an `Executor`.
+weight, page, activation or session, and reaches none of them but through an `Executor`.
 """
 
 from collections.abc import Callable, Mapping
@@ -161,8 +161,9 @@ class SaveState(Command[TrainingState]):
 
 @dataclass(frozen=True, slots=True)
 class TraceLayers(Command[None]):
-    """Finds out what tapes of a job will keep, so that no step waits for it when its session opens: most of a
-    second for layers that were never traced. The adapter's shapes are enough: `start` or `fresh`."""
+    """Finds out which activations of a job will be kept, so that no step waits for it when its session opens:
+    most of a second for layers that were never traced. The adapter's shapes are enough: `start` or
+    `fresh`."""
 
     keep: SavePolicySetting
     start: AdapterVersion | None = None
@@ -200,11 +201,11 @@ class CompileGrammar(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class SetLimits(Command[None]):
-    """Limits of training: rows of several jobs that go back together, and bytes that tapes may keep for the
-    next ones. None leaves a limit as it is."""
+    """Limits of training: rows of several jobs that go back together, and bytes of activations whose memory
+    is kept to be used again. None leaves a limit as it is."""
 
     window_group_rows: int | None = None
-    tape_nbytes: int | None = None
+    activation_nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,9 @@ class HeldState:
                 return self._memory()
         raise NotImplementedError(f"{type(command).__name__} is no command of an executor")
 
-    def drop_tapes(self, job: str) -> None:
-        """Gives back what a job that ran out of memory has on its way."""
-        self.sessions[job].drop_tapes()
+    def drop_activations(self, job: str) -> None:
+        """Gives back the activations of a job that has failed."""
+        self.sessions[job].drop_activations()
         self.arena.empty()
 
     def _hold(self, adapter: AdapterVersion) -> Outline:
@@ -134,7 +134,7 @@ class HeldState:
                 raise
             raise OutOfMemory(f"job {command.job}: there is no memory for its adapter") from error
         self.sessions[command.job] = session
-        return Outline.of(session.current)
+        return Outline.of(session.weights.current)
 
     def _first(self, command: OpenSession) -> AdapterVersion:
         if command.resume is not None:
@@ -170,8 +170,8 @@ class HeldState:
     def _limit(self, limits: SetLimits) -> None:
         if limits.window_group_rows is not None:
             self.window_group_rows = limits.window_group_rows
-        if limits.tape_nbytes is not None:
-            self.arena.set_limit(limits.tape_nbytes)
+        if limits.activation_nbytes is not None:
+            self.arena.set_limit(limits.activation_nbytes)
 
     def _memory(self) -> DeviceMemory:
         return DeviceMemory(

@@ -1,4 +1,4 @@
-"""The inference rows of a step: which sequence and which adapter each row belongs to."""
+"""The inference rows of a step, and the sequence and adapter that each belongs to."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -42,6 +42,7 @@ from coserve.model.base import Base
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.model.together import linears_together
 from coserve.train.backward import BackwardWindow, backward_windows
+from coserve.train.micro_batch import MicroBatchState
 from coserve.train.optimizer_offload import MakeOffload
 from coserve.train.pause import TrainingPause
 from coserve.train.session import TrainingSession
@@ -83,7 +84,7 @@ class LocalExecutor(Executor):
         )
         self._trained: list[TrainingSegment] = []  # done, and not told yet
         self._training_seconds = 0.0
-        self._short = Shortages(self.held.drop_tapes)
+        self._short = Shortages(self.held.drop_activations)
         self._failed: set[str] = set()  # jobs that train no more until their sessions close or restart
         self._pauses = 0  # results that told of one
         self._pause = TrainingPause()
@@ -315,11 +316,10 @@ class LocalExecutor(Executor):
         return [replace(segment, span=window.span) for segment, window in pairs if window.layers]
 
     def _forward_window(self, segment: TrainingSegment) -> ForwardWindow:
-        session, window = self._window(segment)
-        tape = session.tape(segment.key)
+        micro_batch, window = self._window(segment)
         layers = range(segment.span.first, segment.span.last)
-        bypasses = session.bypasses(segment.key, window)
-        return ForwardWindow(layers, tape, window, bypasses, tape.calls_for(window))
+        calls = micro_batch.store.calls_for(window)
+        return ForwardWindow(layers, micro_batch.store, window, micro_batch.bypasses(window), calls)
 
     def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
         inference = next((one for one in there if isinstance(one, InferenceBatch)), None)
@@ -329,7 +329,7 @@ class LocalExecutor(Executor):
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]
         if windows:
-            parts.append(KeptRows([(window.tape, window.window) for window in windows]))
+            parts.append(KeptRows([(window.store, window.window) for window in windows]))
         calls += [window.calls for window in windows]
         for window in windows:
             training.append((slice(start, start + window.window.rows), window.bypasses))
@@ -372,8 +372,8 @@ class LocalExecutor(Executor):
         )
 
     def _through_tail(self, segment: TrainingSegment) -> None:
-        session, window = self._window(segment)
-        tail, bypasses = session.tail(segment.key), session.bypasses(segment.key, window)
+        micro_batch, window = self._window(segment)
+        tail, bypasses = micro_batch.tail, micro_batch.bypasses(window)
         (tail.logprobs if segment.direction is Direction.LOGPROBS else tail.loss)(window, bypasses)
 
     def _backward(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
@@ -382,10 +382,9 @@ class LocalExecutor(Executor):
         for segment in self._by_batch_key(segments):
             if (job := segment.job) not in self._short:
                 with self._short.of(job):
-                    session, window = self._window(segment)
-                    bypasses = session.bypasses(segment.key, window)
-                    backward = session.backward(segment.key)
-                    windows.append((segment, backward.start(window, segment.span, bypasses)))
+                    micro_batch, window = self._window(segment)
+                    bypasses = micro_batch.bypasses(window)
+                    windows.append((segment, micro_batch.backward.start(window, segment.span, bypasses)))
         of_jobs = [(segment.job, window) for segment, window in windows]
         backward_windows(of_jobs, self.held.window_group_rows, self._short, self._pause)
         trained = [replace(segment, span=window.span) for segment, window in windows if len(window.span)]
@@ -393,16 +392,16 @@ class LocalExecutor(Executor):
         trained = [segment for segment in trained if segment.job not in self._short]
         for segment in trained:
             if segment.start == 0 and segment.span.first == 0:
-                self.sessions[segment.job].release(segment.key)
+                self.sessions[segment.job].micro_batches[segment.key].finish()
         return trained + failed
 
     def _by_batch_key(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
         """Sorts segments by their session's `batch_key`; a job's own stay in their order."""
         return sorted(segments, key=lambda segment: self.sessions[segment.job].batch_key)
 
-    def _window(self, segment: TrainingSegment) -> tuple[TrainingSession, Window]:
-        session = self.sessions[segment.job]
-        return session, session.tape(segment.key).window(segment.start, segment.length)
+    def _window(self, segment: TrainingSegment) -> tuple[MicroBatchState, Window]:
+        micro_batch = self.sessions[segment.job].micro_batches[segment.key]
+        return micro_batch, micro_batch.store.window(segment.start, segment.length)
 
     def _decodes(self, segment: InferenceSegment) -> bool:
         return self.table[segment.key].is_newest(segment)
@@ -410,12 +409,12 @@ class LocalExecutor(Executor):
     def _update(self, updates: Sequence[OptimStep]) -> tuple[dict[str, Updated], dict[str, CoserveError]]:
         updated: dict[str, Updated] = {}
         failed: dict[str, CoserveError] = {}
-        short = Shortages(self.held.drop_tapes)
+        short = Shortages(self.held.drop_activations)
         due: list[tuple[TrainingSession, OptimStep]] = []
         for update in updates:
             with short.of(update.job):
                 session = self.sessions[update.job]
-                session.make_room()
+                session.weights.make_room()
                 due.append((session, update))
         for (session, _), found in zip(due, update_all(due), strict=True):
             if isinstance(found, LossNotFinite):

@@ -75,7 +75,7 @@ class ScriptedExecutor(Executor):
         self._cache: dict[tuple[int, int], int] = {}  # page, slot -> the past that lies there
         self._readers: dict[int, set[int]] = {}  # page -> keys of the sequences that have it
         self._sequences: dict[int, _Sequence] = {}
-        self._tapes: dict[int, _Tape] = {}
+        self._micro_batches: dict[int, _MicroBatch] = {}
         self._ended: set[int] = set()
         self._beside: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._until = 0.0  # when it is done
@@ -197,8 +197,8 @@ class ScriptedExecutor(Executor):
             assert start.key not in self._sequences, "a sequence is named once"
             self._sequences[start.key] = _Sequence(start, [*start.prompt, *start.output], start.computed)
         for batch in plan.micro_batches:
-            assert batch.key not in self._tapes, "a micro-batch is named once"
-            self._tapes[batch.key] = _Tape(batch)
+            assert batch.key not in self._micro_batches, "a micro-batch is named once"
+            self._micro_batches[batch.key] = _MicroBatch(batch)
 
     def _release(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -267,16 +267,16 @@ class ScriptedExecutor(Executor):
         return sequence.pages[position // self._page_size], position % self._page_size
 
     def _travel(self, segment: TrainingSegment) -> None:
-        tape = self._tapes[segment.key]
-        assert (segment.job, segment.layers) == (tape.batch.job, tape.batch.layers)
-        tape.travel(segment)
+        batch = self._micro_batches[segment.key]
+        assert (segment.job, segment.layers) == (batch.start.job, batch.start.layers)
+        batch.travel(segment)
 
     def _update(self, job: str) -> Updated:
-        tapes = {key: tape for key, tape in self._tapes.items() if tape.batch.job == job}
-        assert tapes and all(tape.is_complete for tape in tapes.values()), "an update before all gradients"
-        rows = sum(tape.length for tape in tapes.values())
-        for key in tapes:
-            del self._tapes[key]
+        due = {key: batch for key, batch in self._micro_batches.items() if batch.start.job == job}
+        assert due and all(batch.is_complete for batch in due.values()), "an update before all gradients"
+        rows = sum(batch.length for batch in due.values())
+        for key in due:
+            del self._micro_batches[key]
         self.trained[job] = self.trained.get(job, 0) + rows
         return Updated(step=1, loss=1.0, labels=rows, grad_norm=1.0, learning_rate=1.0, version=f"{job}@1")
 
@@ -307,15 +307,15 @@ class _Sequence:
         return self.pasts
 
 
-class _Tape:
-    """Which rows of a micro-batch passed each layer and the tail: each once each way, in the right order."""
+class _MicroBatch:
+    """Rows of a micro-batch that passed each layer and the tail: each once each way, in the right order."""
 
-    def __init__(self, batch: MicroBatchStart) -> None:
-        self.batch, self.length = batch, sum(batch.lengths)
-        self._kept = [0] * batch.layers  # rows from the left that passed the layer forward
+    def __init__(self, start: MicroBatchStart) -> None:
+        self.start, self.length = start, sum(start.lengths)
+        self._kept = [0] * start.layers  # rows from the left that passed the layer forward
         # Rows from the left that passed the tail, by its passes.
-        self._scored = dict.fromkeys([Direction.LOGPROBS] * batch.loss.couples + [Direction.LOSS], 0)
-        self._back = [self.length] * batch.layers  # rows from the left that have not come back yet
+        self._scored = dict.fromkeys([Direction.LOGPROBS] * start.loss.couples + [Direction.LOSS], 0)
+        self._back = [self.length] * start.layers  # rows from the left that have not come back yet
 
     @property
     def is_complete(self) -> bool:
@@ -337,11 +337,11 @@ class _Tape:
             assert segment.direction is Direction.LOGPROBS or all(
                 rows == self.length for way, rows in self._scored.items() if way is Direction.LOGPROBS
             ), "a loss that couples tokens needs all of them"
-            assert segment.span == Span(self.batch.layers, self.batch.layers + 1), "the tail is on top"
+            assert segment.span == Span(self.start.layers, self.start.layers + 1), "the tail is on top"
             self._scored[segment.direction] = end
             return
         assert all(rows == self.length for rows in self._scored.values()), "back before all is scored"
         for layer in reversed(layers):
             assert self._back[layer] == end, "each row once back, right to left"
-            assert layer == self.batch.layers - 1 or self._back[layer + 1] <= first, "the layer above first"
+            assert layer == self.start.layers - 1 or self._back[layer + 1] <= first, "the layer above first"
             self._back[layer] = first

@@ -1,10 +1,10 @@
 """An arena of tensors that are reused instead of freed.
 
-A tape is hundreds of megabytes that live for one micro-batch. Allocated anew each time, every 4 KiB of it
+The activations of a micro-batch are hundreds of megabytes. Allocated anew each time, every 4 KiB of them
 costs a page fault: the first write to 640 MB took 0.7 s, a quarter of the micro-batch's forward pass.
 
 Micro-batches differ in their rows, and a tensor that fits one may fit no other. A limit keeps unused tensors
-within the bytes reserved for tapes.
+within the bytes reserved for activations.
 """
 
 from bisect import bisect_left
@@ -70,3 +70,30 @@ class Arena:
         while excess > 0 and (lists := [free for free in self._free.values() if free]):
             largest = max(lists, key=lambda free: free[-1].nbytes)
             excess -= largest.pop().nbytes
+
+
+class Lease:
+    """Tensors that one holder has taken from an arena, to be given back in part or all at once."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._held: dict[int, Tensor] = {}  # by id
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As `Arena.take`."""
+        tensor = self._arena.take(shape, dtype, device)
+        self._held[id(tensor)] = tensor
+        return tensor
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        """Gives back tensors that `take` gave."""
+        self._arena.give_back([self._held.pop(id(tensor)) for tensor in tensors])
+
+    def release(self) -> None:
+        """Gives back all that is held."""
+        self.give_back([*self._held.values()])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(tensor.nbytes for tensor in self._held.values())

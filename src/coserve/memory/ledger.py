@@ -21,7 +21,7 @@ class Account(StrEnum):
 
     BASE = "base"  # the frozen weights, in whatever layouts they are held
     PAGES = "pages"  # keys and values of all sequences
-    TAPES = "tapes"  # what backward passes need of the forward ones
+    ACTIVATIONS = "activations"  # what backward passes need of the forward ones
     ADAPTERS = "adapters"  # versions that answers and training read
     OPTIMIZERS = "optimizers"  # master weights, their gradients, and AdamW's moments
     WORKSPACES = "workspaces"  # what a step needs while it runs

@@ -15,7 +15,7 @@ from coserve.model.placement import Placed, Placement
 
 
 class _Frozen(torch.autograd.Function):
-    """A placement in a graph. `kept` [..., out] is the product if the tape has it."""
+    """A placement in a graph. `kept` [..., out] is the product if it was stored."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: Placement, kept: Tensor | None) -> Tensor:

@@ -249,7 +249,7 @@ def _keep_sites_of_rows(base: Base, looking: _Looking) -> None:
 
 def _hand_over_copies(base: Base, looking: _Looking) -> None:
     """Has linears return copies in a graph where the model modifies their output in place (Llama 4 adds
-    experts, OLMo clips): stand-ins for products are views of a tape or of a zero."""
+    experts, OLMo clips): stand-ins for products are views of stored activations or of a zero."""
     for path in looking.written:
         base.linears[path].register_forward_hook(_copied_in_a_graph)
 

@@ -34,7 +34,11 @@ class NotedChoices(TorchFunctionMode):
 
 class TiesAsBefore(TorchFunctionMode):
     """Makes each `topk` call choose as `noted`, in rows where both choices' scores differ by at most `tie`
-    times the spread of the row's scores."""
+    times the row's largest score.
+
+    The largest score, not the spread of all: with nearly equal logits the softmax gives every expert nearly
+    the same score, and the scores' differences are the logits' rounding.
+    """
 
     def __init__(self, noted: Sequence[Tensor], tie: float) -> None:
         super().__init__()
@@ -56,10 +60,8 @@ class TiesAsBefore(TorchFunctionMode):
         values, indices = out
         own = scores.gather(dim, noted)
         lost = values.amin(dim, keepdim=True) - own.amin(dim, keepdim=True)
-        finite = torch.isfinite(scores)
-        highest = scores.masked_fill(~finite, -torch.inf).amax(dim, keepdim=True)
-        lowest = scores.masked_fill(~finite, torch.inf).amin(dim, keepdim=True)
-        ties = lost <= self._tie * (highest - lowest)
+        largest = scores.masked_fill(~torch.isfinite(scores), 0).abs().amax(dim, keepdim=True)
+        ties = lost <= self._tie * largest
         differs = (indices.sort(dim).values != noted.sort(dim).values).any(dim, keepdim=True)
         kept = ties & differs
         return torch.return_types.topk((torch.where(kept, own, values), torch.where(kept, noted, indices)))

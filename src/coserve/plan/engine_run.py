@@ -1,4 +1,5 @@
-"""Runs programs on the engine's executor: inference without a graph, training by tapes and windows."""
+"""Runs programs on the engine's executor: inference without a graph, training by stored activations and
+windows."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -133,7 +134,7 @@ def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True
 
 
 def _held(engine: Engine) -> int:
-    """Bytes that the session holds beside its tapes."""
+    """Bytes that the session holds beside activations."""
     held = engine.executor.call(ReadMemory()).sessions[_JOB]
     return held[Account.OPTIMIZERS] + held[Account.ADAPTERS]
 

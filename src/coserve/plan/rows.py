@@ -73,7 +73,7 @@ def make_programs(load: ProgramSize, recipes: Recipes, keep: str | int) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Request for a plan. `keep` is what coserve's tapes keep, `budget` the bytes available; programs are
+    """Request for a plan. `keep` is coserve's save policy, `budget` the bytes available; programs are
     measured on `device`, or with None only estimated."""
 
     recipes: Recipes

@@ -56,7 +56,7 @@ class ProgramSize:
 @dataclass(frozen=True, slots=True)
 class Program:
     """Program whose memory is planned: inference, or training (`trains`) of an adapter of these `parts`,
-    without parts of all weights. `keep` is what coserve's tape keeps."""
+    without parts of all weights. `keep` is coserve's save policy."""
 
     name: str
     system: System

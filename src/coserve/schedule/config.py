@@ -28,7 +28,7 @@ class SchedulerConfig:
     max_training_rows: int = 512  # largest training window; larger ones read the weights less often
     min_training_rows: int = 32  # smallest window tried when time is short; a quarter of it for the loss
     training_window: int | None = None  # rows of every window, never cut (a quarter for the loss); None: free
-    micro_batches_in_flight: int = 2  # of one job on the tape at once; each costs tape bytes
+    micro_batches_in_flight: int = 2  # of one job at once; each costs bytes of activations
     quantum: float = 0.03  # training in a step without inference: the wait of who arrives meanwhile
     max_quantum: float = 0.5  # the same where arrivals stop training, or requests have been patient of late
     interruptible: bool = False  # whether arrivals stop the training of the step under way

@@ -273,9 +273,9 @@ class CostModel:
     def observe(self, work: Plan | Features, seconds: float) -> None:
         """Learns from one step that took `seconds`.
 
-        Each kind of work has a factor that follows recent steps: a busier machine, or tapes that keep more
-        than the measured one. A kind learns from a step in proportion to its share of it. Weights within a
-        kind move slowly (a normalised gradient step in proportion to the square of each contribution) and
+        Each kind of work has a factor that follows recent steps: a busier machine, or more activations stored
+        than when it was measured. A kind learns from a step in proportion to its share of it. Weights within
+        a kind move slowly (a normalised gradient step in proportion to the square of each contribution) and
         stay within a range of the measured ones, so that a long run of one kind of step cannot distort the
         costs of others.
         """

@@ -22,9 +22,9 @@ from coserve.kernels.rows import concat_rows, split_rows
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
+from coserve.train.activations import ActivationStore
 from coserve.train.pause import TrainingPause
 from coserve.train.shortage import Shortages
-from coserve.train.tape import Tape
 from coserve.train.window import KV, Window
 from coserve.train.window_group import ReplayedRows
 
@@ -52,7 +52,7 @@ def backward_windows(
                 window.stop(layer)
         return not pause.is_due
 
-    base = windows[0][1].backward.tape.base
+    base = windows[0][1].backward.store.base
     base.chain.backward(max(window.layers.start for _, window in windows), go)
     for job, window in windows:
         if job not in short:
@@ -101,8 +101,8 @@ def _try_together(layer: int, windows: "Sequence[BackwardWindow]") -> "list[Laye
 
 class LayerGradients(NamedTuple):
     """Gradients of one window's pass back through a layer: of the parameters that train there (None for one
-    that nothing depends on), of the tensors of `Tape.past`, and of the layer's input [1, rows, width] where
-    it is needed."""
+    that nothing depends on), of the tensors of `MicroBatchKV.past`, and of the layer's input [1, rows, width]
+    where it is needed."""
 
     leaves: Sequence[Tensor | None]
     past: Sequence[Tensor]
@@ -113,12 +113,12 @@ def layer_gradients(layer: int, windows: "Sequence[BackwardWindow]") -> list[Lay
     """Re-runs a layer for a window group and goes back through it; returns each window's gradients. The
     windows stay as they are, so that a failed pass can be repeated. All of them have the same
     `needs_input_grad`."""
-    base = windows[0].backward.tape.base
-    taped = [(w.backward.tape, w.window) for w in windows]
-    past = [tape.past(layer, window).as_leaves() for tape, window in taped]
+    base = windows[0].backward.store.base
+    stored = [(w.backward.store, w.window) for w in windows]
+    past = [store.kv.past(layer, window).as_leaves() for store, window in stored]
     needs_input_grad = windows[0].needs_input_grad(layer)
     x = concat_rows([w.input(layer) for w in windows], 1).requires_grad_(needs_input_grad)
-    rows = ReplayedRows(taped, [w.bypasses for w in windows], past)
+    rows = ReplayedRows(stored, [w.bypasses for w in windows], past)
     with torch.enable_grad(), base.cell.set(rows):
         calls = base.arguments.concat([w.calls for w in windows])
         out = base.chain.layer(layer, x, calls, Direction.BACKWARD)
@@ -154,9 +154,11 @@ class Backward:
     """Backward of one micro-batch through its layers. `leaves` are the tensors of the windows' bypasses that
     train; `accumulate(leaf, gradient)` is called with each gradient found."""
 
-    def __init__(self, tape: Tape, leaves: Leaves, accumulate: Callable[[Tensor, Tensor], None]) -> None:
-        self.tape = tape
-        self._base: Base = tape.base
+    def __init__(
+        self, store: ActivationStore, leaves: Leaves, accumulate: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        self.store = store
+        self._base: Base = store.base
         self._leaves = leaves
         self._accumulate = accumulate
         self._lowest = min(leaves, default=self._base.depth)
@@ -164,14 +166,14 @@ class Backward:
     def start(self, window: Window, span: Span, bypasses: Bypasses) -> "BackwardWindow":
         """The window as it goes back through the layers of `span`, down to the lowest that trains."""
         layers = range(span.last - 1, max(span.first, self._lowest) - 1, -1)
-        calls, gradient = self.tape.calls_for(window), self.tape.gradient(window)
+        calls, gradient = self.store.calls_for(window), self.store.hidden.gradient(window)
         return BackwardWindow(self, window, span, layers, bypasses, calls, gradient)
 
     def finish(self, window: "BackwardWindow") -> None:
-        """Leaves the window's gradient on the tape where layers remain below its span; else goes on to what
+        """Leaves the window's gradient in the store where layers remain below its span; else goes on to what
         trains before the first layer."""
         if window.span.first > max(self._lowest, 0):
-            self.tape.put_gradient(window.window, window.gradient)
+            self.store.hidden.save_gradient(window.window, window.gradient)
         elif self._lowest == EMBEDDED:
             self._through_embedding(window.window, window.bypasses, window.gradient)
 
@@ -184,10 +186,10 @@ class Backward:
         with self._base.chain.ends.visit(Direction.BACKWARD):
             with torch.enable_grad():
                 if bypasses.touches(self._base.early_sites):
-                    outputs, gradients = [self.tape.embed(window, bypasses)], [gradient]
+                    outputs, gradients = [self.store.embed(window, bypasses)], [gradient]
                 if window.start == 0:
-                    outputs += self.tape.given_in_graph()
-                    gradients += self.tape.given_grads()
+                    outputs += self.store.kv.virtual.in_graph()
+                    gradients += self.store.kv.virtual.grads()
             if outputs:
                 self.accumulate(leaves, vjp(outputs, gradients, leaves))
 
@@ -227,17 +229,17 @@ class BackwardWindow:
 
     def input(self, layer: int) -> Tensor:
         """The layer's input, [1, rows, width], outside of any graph."""
-        return self.backward.tape.input(layer, self.window, self.bypasses).detach()
+        return self.backward.store.input(layer, self.window, self.bypasses).detach()
 
     def needs_input_grad(self, layer: int) -> bool:
         """As `Backward.needs_input_grad`."""
         return self.backward.needs_input_grad(layer, self.bypasses)
 
     def kv_grads(self, layer: int) -> KV | None:
-        """Gradients that later windows have left for this window's keys and values. The tape gives them once;
-        a layer that is tried again gets the same."""
+        """Gradients that later windows have left for this window's keys and values. The store gives them
+        once; a layer that is tried again gets the same."""
         if self._kv_grads[0] != layer:
-            found = self.backward.tape.collect_kv_grads(layer, self.window, self.gradient.dtype)
+            found = self.backward.store.kv.collect_grads(layer, self.window, self.gradient.dtype)
             self._kv_grads = layer, found
         return self._kv_grads[1]
 
@@ -245,7 +247,7 @@ class BackwardWindow:
         """Adds the gradients of the window's pass through a layer to those of parameters and of earlier keys
         and values, and moves the window below the layer."""
         self.backward.accumulate(self.backward.leaves(layer), gradients.leaves)
-        self.backward.tape.add_past_grads(layer, self.window, gradients.past)
+        self.backward.store.kv.add_past_grads(layer, self.window, gradients.past)
         if gradients.input is not None:
             self.gradient = gradients.input
 

@@ -32,7 +32,7 @@ class TrainingConfig:
     max_length: int | None = None  # tokens an example is cut to; None cuts nothing
     loss_on: LossOn = "assistant"  # or "all"
     rows: int = 2048
-    keep: SavePolicySetting = SavePolicy.INPUTS  # or the bytes that a micro-batch's tape may take
+    keep: SavePolicySetting = SavePolicy.INPUTS  # or the bytes that a micro-batch's activations may take
     weight: float = 1.0  # share among jobs that train at the same time
 
     def __post_init__(self) -> None:

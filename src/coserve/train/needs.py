@@ -1,7 +1,7 @@
 """Estimates the most bytes a job can come to hold, before anything of it is made.
 
 What is computed here is the most a job can need, whichever examples its steps draw: a job that was let in
-never finds that there is less. `Tape.nbytes` and `TrainingSession.nbytes` are what it holds in fact.
+never finds that there is less. `TrainingSession.held` is what it holds in fact.
 """
 
 import math
@@ -31,8 +31,8 @@ _REPLAYED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Work of a job that may be under way at once: micro-batches on tapes, and rows of one training window
-    (None is a whole micro-batch). `offloaded` moments rest elsewhere."""
+    """Work of a job that may be under way at once: micro-batches, and rows of one training window (None is a
+    whole micro-batch). `offloaded` moments rest elsewhere."""
 
     in_flight: int
     window: int | None
@@ -66,7 +66,7 @@ def job_needs(
         # Master weights and their gradients are always there, and for a moment two versions.
         Account.OPTIMIZERS: 2 * exact + (0 if steps.offloaded else moments),
         Account.ADAPTERS: 2 * published,
-        Account.TAPES: tape_bytes(base, at_once, kept, virtual.given_count),
+        Account.ACTIVATIONS: activation_bytes(base, at_once, kept, virtual.given_count),
     }
     window = largest if steps.window is None else min(steps.window, largest)
     shared = max(backward_bytes(base, window), moments if steps.offloaded else 0)
@@ -86,7 +86,7 @@ def _adapter_bytes(adapter: AdapterVersion, dtype: torch.dtype) -> tuple[int, in
 def rows_at_once(
     lengths: Sequence[int], config: TrainingConfig, in_flight: int, prompt: int, buckets: RowBuckets
 ) -> tuple[int, int]:
-    """Most rows of one micro-batch, and of all that are on tapes at once, padding included.
+    """Most rows of one micro-batch, and of all that are under way at once, padding included.
 
     No optimizer step is longer than the `batch_size` longest examples together.
     """
@@ -99,9 +99,10 @@ def rows_at_once(
     return largest, min(packs * largest, step + packs * (prompt + buckets.most_padding))
 
 
-def tape_bytes(base: Base, rows: int, kept: float, given: int = 0) -> int:
-    """Most bytes of a tape of so many rows, beside `given` virtual tokens: its `nbytes` when every layer is
-    there, windows ending within examples. `kept` is what seams give and it keeps, a row (`Fates.nbytes`)."""
+def activation_bytes(base: Base, rows: int, kept: float, given: int = 0) -> int:
+    """Most bytes of the activations of so many rows, beside `given` virtual tokens: what a store holds when
+    every layer is there, windows ending within examples. `kept` is what is saved of the inside of layers, a
+    row (`Fates.nbytes`)."""
     exact = exact_type(base.dtype).itemsize
     owed = sum(cache.width for cache in base.caches) * exact
     return math.ceil(rows * (input_bytes(base) + kept)) + given * owed

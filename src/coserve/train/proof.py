@@ -1,9 +1,9 @@
 """Proof that a base can be trained: windows of examples give the gradients of whole examples.
 
-One layer of each kind runs as in training (windows forward onto a tape, then back from the right) and is
-compared with one pass over all rows under autograd, with plain attention; once with a tape of inputs alone,
-and once with one of all that tapes keep. So a model that hands more than a hidden state from layer to layer,
-or whose layers cannot be re-run for a window of rows or with what was kept, is found before a job starts.
+One layer of each kind runs as in training (windows forward, then back from the right) and is compared with
+one pass over all rows under autograd, with plain attention; once with inputs stored alone, and once with all
+that can be stored. So a model that hands more than a hidden state from layer to layer, or whose layers cannot
+be re-run for a window of rows or with what was stored, is found before a job starts.
 """
 
 from contextlib import ExitStack
@@ -27,10 +27,10 @@ from coserve.model.placement import Offer
 from coserve.model.probe import TOLERANCE, draw
 from coserve.model.refusal import refusing
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_window
+from coserve.train.activations import ActivationStore
 from coserve.train.backward import Backward, BackwardWindow, layer_gradients, vjp
 from coserve.train.save_policy import Fate, Fates
 from coserve.train.tail import Tail
-from coserve.train.tape import Tape
 from coserve.train.window import Window
 from coserve.train.window_group import ForwardWindow, KeptRows
 
@@ -117,27 +117,27 @@ class _Proof:
         self._adapter = {path: self._lora(path) for path in paths}
         self._bypasses = Bypasses({}, self._adapter)
         (tokens,) = draw(base.model, sum(_EXAMPLES))
-        self._tape = Tape(base, _EXAMPLES, tokens, tokens.roll(-1), fates)
-        self._windows = [self._tape.window(*window) for window in _WINDOWS]
-        self._all = self._tape.window(0, sum(_EXAMPLES))
-        like = self._tape.output(self._all)
+        self._store = ActivationStore(base, _EXAMPLES, tokens, tokens.roll(-1), fates)
+        self._windows = [self._store.window(*window) for window in _WINDOWS]
+        self._all = self._store.window(0, sum(_EXAMPLES))
+        like = self._store.hidden.last(self._all)
         self._gradients = {layer: self._draw(*like.shape) for layer in layers}
         self._choices: dict[int, list[Tensor]] = {}
         for window in self._windows:
             self._forward(window)
-        self._tape.keep_output(base.depth - 1, self._all, self._draw(*like.shape)[0])
+        self._store.hidden.save(base.depth - 1, self._all, self._draw(*like.shape)[0])
 
     @torch.no_grad()
     def _forward(self, window: Window) -> None:
-        layers, calls = range(self._layers[-1] + 1), self._tape.calls_for(window)
-        rows = FusedRows([KeptRows([(self._tape, window)])], [(slice(0, window.rows), self._bypasses)])
-        going = ForwardWindow(layers, self._tape, window, self._bypasses, calls)
+        layers, calls = range(self._layers[-1] + 1), self._store.calls_for(window)
+        rows = FusedRows([KeptRows([(self._store, window)])], [(slice(0, window.rows), self._bypasses)])
+        going = ForwardWindow(layers, self._store, window, self._bypasses, calls)
         self._base.chain.forward([going], lambda _: (rows, calls))
 
     def whole(self) -> Gradients:
         """Gradients by name, under autograd, all rows at once."""
-        rows, calls = _WholeRows(self._bypasses), self._tape.calls_for(self._all)
-        inputs = (self._tape.input(layer, self._all, self._bypasses) for layer in self._layers)
+        rows, calls = _WholeRows(self._bypasses), self._store.calls_for(self._all)
+        inputs = (self._store.input(layer, self._all, self._bypasses) for layer in self._layers)
         alone = list(map(_AtLayer, self._layers, inputs))
         asked = {_input_of(at.layer): at.x for at in alone if at.layer > 0} | self.parameters()
         with ExitStack() as visits:
@@ -156,11 +156,11 @@ class _Proof:
     def in_windows(self) -> Gradients:
         """Gradients by name, computed in windows as training does; `whole` is called before."""
         leaves = {layer: self._leaves(layer) for layer in range(self._base.depth)}
-        backward = Backward(self._tape, leaves, _accumulate)
-        tail = Tail(self._tape, (), 1.0, backward.accumulate)
+        backward = Backward(self._store, leaves, _accumulate)
+        tail = Tail(self._store, (), 1.0, backward.accumulate)
         for window in reversed(self._windows):
             tail.loss(window, self._bypasses)
-        gradients = {_LOSS: self._tape.gradient(self._all).clone()}
+        gradients = {_LOSS: self._store.hidden.gradient(self._all).clone()}
         span = Span(0, self._base.depth)
         windows = [backward.start(window, span, self._bypasses) for window in self._windows]
 
@@ -182,10 +182,10 @@ class _Proof:
         return going.gradient
 
     def _of_loss(self) -> Tensor:
-        hidden = self._tape.output(self._all).clone().requires_grad_()
+        hidden = self._store.hidden.last(self._all).clone().requires_grad_()
         with torch.enable_grad():
             logits = self._base.tail(hidden)
-            loss = F.cross_entropy(logits.to(exact_type(logits.dtype)), self._tape.labels, reduction="sum")
+            loss = F.cross_entropy(logits.to(exact_type(logits.dtype)), self._store.labels, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, hidden)
         return gradient
 

@@ -1,4 +1,4 @@
-"""Save policies: which activations of a layer a tape keeps, and how backward gets the others."""
+"""Save policies: which activations of a layer are kept, and how backward gets the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class SavePolicy(Enum):
 
 SavePolicySetting = (
     SavePolicy | int
-)  # bytes that a micro-batch's tape may take, spent on what is dearest to compute again
+)  # bytes that a micro-batch's activations may take, spent on what is dearest to compute again
 
 
 class Fate(Enum):

@@ -13,8 +13,8 @@ from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec
 from coserve.kernels.loss import cross_entropy, logprob_vjp, target_logprobs
 from coserve.model.graph import GraphRows
+from coserve.train.activations import ActivationStore
 from coserve.train.losses import LOSSES
-from coserve.train.tape import Tape
 from coserve.train.window import Window
 
 # Logits of one chunk of the loss in float32: 16 MiB stay in the caches and below malloc's mmap threshold
@@ -33,39 +33,36 @@ class Tail:
 
     def __init__(
         self,
-        tape: Tape,
+        store: ActivationStore,
         leaves: Sequence[Tensor],
         weight: float,
         accumulate: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None],
         spec: LossSpec = CROSS_ENTROPY,
-        prompt: int = 0,
     ) -> None:
-        """`prompt`: rows at the beginning that are no example's."""
-        self._tape, self._base = tape, tape.base
+        self._store, self._base = store, store.base
         self._leaves, self._weight, self._accumulate = leaves, weight, accumulate
         self._spec, self._loss = spec, LOSSES[spec.name]
-        device, exact = tape.labels.device, torch.promote_types(tape.base.dtype, torch.float32)
+        device, exact = store.labels.device, torch.promote_types(store.base.dtype, torch.float32)
         self._inputs = {name: torch.tensor(x, dtype=exact, device=device) for name, x in spec.inputs.items()}
-        self._prompt = prompt
         # NaN where they are not known: a loss that needs all of them cannot pass with one missing.
         self._logprobs = torch.full(
-            (tape.rows if spec.couples else 0,), torch.nan, dtype=exact, device=device
+            (store.rows if spec.couples else 0,), torch.nan, dtype=exact, device=device
         )
         self._coupled: Tensor | None = None  # the loss's gradient by all log-probabilities
 
     def logprobs(self, window: Window, bypasses: Bypasses) -> None:
         """Takes the window's rows through the tail for their targets' log-probabilities alone."""
-        hidden = self._tape.output(window)[0]
+        hidden = self._store.hidden.last(window)[0]
         for chunk in self._chunks(window):
             with torch.no_grad():
                 _, logits = self._logits(hidden[chunk], bypasses)
             rows = chunk + window.start
-            self._logprobs[rows] = target_logprobs(logits[: len(chunk)], self._tape.labels[rows])
+            self._logprobs[rows] = target_logprobs(logits[: len(chunk)], self._store.labels[rows])
 
     def loss(self, window: Window, bypasses: Bypasses) -> None:
-        """Adds the loss of the window's rows to the tape, and puts there its gradient for the last layer's
-        output."""
-        hidden = self._tape.output(window)[0]
+        """Adds the loss of the window's rows to the store's, and saves there its gradient for the last
+        layer's output."""
+        hidden = self._store.hidden.last(window)[0]
         gradient = torch.zeros_like(hidden)
         for chunk in self._chunks(window):
             count = len(chunk)
@@ -77,11 +74,11 @@ class Tail:
                 of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found)
             gradient[chunk] = of_leaf[0, :count]
             self._accumulate(self._leaves, of_leaves)
-        self._tape.put_gradient(window, gradient[None])
+        self._store.hidden.save_gradient(window, gradient[None])
 
     def _chunks(self, window: Window) -> Sequence[Tensor]:
         """Rows of the window that have a label, counted from its first, a few at a time."""
-        rows = (self._tape.labels[window.span] >= 0).nonzero().squeeze(1)
+        rows = (self._store.labels[window.span] >= 0).nonzero().squeeze(1)
         most = loss_rows(self._base.vocabulary, self._base.row_buckets)
         return torch.split(rows, most) if len(rows) else ()
 
@@ -93,10 +90,10 @@ class Tail:
 
     def _logits_gradient(self, logits: Tensor, rows: Tensor) -> Tensor:
         """The loss's gradient for logits [n, vocabulary] of rows [n] of the micro-batch."""
-        labels = self._tape.labels[rows]
+        labels = self._store.labels[rows]
         if self._spec == CROSS_ENTROPY:
             loss, gradient = cross_entropy(logits, labels, self._weight)
-            self._tape.loss += loss
+            self._store.loss += loss
             return gradient
         if self._spec.couples:
             by_logprobs = self._coupled_gradient()[rows]
@@ -107,22 +104,22 @@ class Tail:
     def _coupled_gradient(self) -> Tensor:
         """The loss's gradient by the log-probabilities of all rows, once they are there."""
         if self._coupled is None:
-            rows = (self._tape.labels >= 0).nonzero().squeeze(1)
+            rows = (self._store.labels >= 0).nonzero().squeeze(1)
             self._coupled = torch.zeros_like(self._logprobs)
             self._coupled[rows] = self._gradient(self._logprobs[rows], rows)
         return self._coupled
 
     @cached_property
     def _examples(self) -> Tensor:
-        """Which example each row is of, [rows]; -1 for the prompt's."""
-        lengths, device = self._tape.lengths, self._tape.labels.device
-        numbers = torch.arange(len(lengths), device=device) - int(self._prompt > 0)
+        """Number of the example that each row is of, [rows]; -1 for the prompt's."""
+        lengths, device = self._store.lengths, self._store.labels.device
+        numbers = torch.arange(len(lengths), device=device) - int(self._store.prompt > 0)
         return numbers.repeat_interleave(torch.tensor(lengths, device=device))
 
     def _gradient(self, logprobs: Tensor, rows: Tensor) -> Tensor:
         inputs = {name: x[rows] for name, x in self._inputs.items()}
         loss, gradient = self._loss.gradient(logprobs, self._examples[rows], inputs, self._spec.settings)
-        self._tape.loss += loss
+        self._store.loss += loss
         return gradient
 
 

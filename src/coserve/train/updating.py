@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coserve.core.plan import OptimStep, Updated
 from coserve.errors import LossNotFinite
+from coserve.train.master_weights import MasterWeights
 from coserve.train.optim import norms, step
 from coserve.train.session import TrainingSession
 
@@ -18,17 +19,16 @@ Due = tuple[TrainingSession, OptimStep]
 
 
 def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
-    """Steps the optimizers of sessions that have called `make_room`; returns the outcome of each. A step
-    that is not finite is its own session's alone: nothing it has published changes, nor anything of
-    others."""
+    """Steps the optimizers of sessions whose weights have room; returns the outcome of each. A step that is
+    not finite is its own session's alone: nothing it has published changes, nor anything of others."""
     losses = [session.loss_so_far() for session, _ in due]
-    gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.optimizer for s, _ in due)]
+    gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.weights.optimizer for s, _ in due)]
     of_gradients = norms(gradients)
     finite = [math.isfinite(loss) and math.isfinite(n) for loss, n in zip(losses, of_gradients, strict=True)]
     stepping = [one for one, is_finite in zip(due, finite, strict=True) if is_finite]
     _clip([(u, g, n) for (_, u), g, n in zip(due, gradients, of_gradients, strict=True) if math.isfinite(n)])
-    step([(session.optimizer, update.learning_rate) for session, update in stepping])
-    of_weights = iter(_write([session for session, _ in stepping]))
+    step([(session.weights.optimizer, update.learning_rate) for session, update in stepping])
+    of_weights = iter(_write([session.weights for session, _ in stepping]))
     found: list[Updated | LossNotFinite] = []
     for (session, update), loss, norm, is_finite in zip(due, losses, of_gradients, finite, strict=True):
         if not is_finite:
@@ -54,9 +54,9 @@ def _clip(due: Sequence[tuple[OptimStep, Sequence[Tensor], float]]) -> None:
         torch._foreach_mul_(clipped, factors)
 
 
-def _write(sessions: Sequence[TrainingSession]) -> list[float]:
-    """Weights into the room for the next versions; the norm of each session's."""
-    if sessions:
-        rooms = [room for session in sessions for room in session.room]
-        torch._foreach_copy_(rooms, [flat for session in sessions for flat in session.optimizer.flat])
-    return norms([session.room for session in sessions])
+def _write(stepped: Sequence[MasterWeights]) -> list[float]:
+    """Copies weights into the room for their next versions; returns the norm of each session's."""
+    if stepped:
+        rooms = [room for weights in stepped for room in weights.room]
+        torch._foreach_copy_(rooms, [flat for weights in stepped for flat in weights.optimizer.flat])
+    return norms([weights.room for weights in stepped])

@@ -1,9 +1,9 @@
 """The rows of a window group in a layer: on their way forward, and re-run for their gradient.
 
 A window group is one or more windows of distinct micro-batches, one after the other in a batch of rows `[1,
-rows, width]`. The frozen base multiplies all rows at once. Adapters, tapes and attention see only the rows of
-their own window: a NaN in one window reaches no other, and each window gets the gradients that it gets in a
-group of one. A group of one copies nothing to join or to part rows.
+rows, width]`. The frozen base multiplies all rows at once. Adapters, stores and attention see only the rows
+of their own window: a NaN in one window reaches no other, and each window gets the gradients that it gets in
+a group of one. A group of one copies nothing to join or to part rows.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from coserve.kernels.attention import Attended, AttentionSpec
 from coserve.kernels.rows import concat_rows, split_rows
 from coserve.model.batch import Keeper, LayerCalls
 from coserve.model.graph import GraphRows, stand_in
+from coserve.train.activations import ActivationStore
 from coserve.train.save_policy import Fate
-from coserve.train.tape import Tape
 from coserve.train.window import KV, PastKV, Window, attend_window, attend_window_keeping
 
-TapedWindow = tuple[Tape, Window]  # a window, and the tape of its micro-batch
+StoredWindow = tuple[ActivationStore, Window]  # a window, and the store of its micro-batch
 
 
 @dataclass(slots=True)
@@ -29,18 +29,18 @@ class ForwardWindow:
     """A training window that goes forward through `layers`: a `Traveller`."""
 
     layers: range
-    tape: Tape
+    store: ActivationStore
     window: Window
     bypasses: Bypasses
     calls: LayerCalls
 
     def input(self, layer: int) -> Tensor:
         """See `Traveller`."""
-        return self.tape.input(layer, self.window, self.bypasses)
+        return self.store.input(layer, self.window, self.bypasses)
 
     def take(self, layer: int, hidden: Tensor) -> None:
         """See `Traveller`."""
-        self.tape.keep_output(layer, self.window, hidden[0])
+        self.store.hidden.save(layer, self.window, hidden[0])
 
     def stop(self, layer: int) -> None:
         """Has it go no further than below `layer`."""
@@ -53,10 +53,10 @@ class ForwardWindow:
 
 
 class KeptRows:
-    """A window group in a fused forward run: a `Part` that writes to its tapes, and the `Keeper` of its
-    rows."""
+    """A window group in a fused forward run: a `Part` that writes to the windows' stores, and the `Keeper`
+    of its rows."""
 
-    def __init__(self, windows: Sequence[TapedWindow]) -> None:
+    def __init__(self, windows: Sequence[StoredWindow]) -> None:
         self._windows = windows
         self._sizes = [window.rows for _, window in windows]
         self._whole = _as_one_window(windows)
@@ -64,37 +64,34 @@ class KeptRows:
 
     @property
     def keeper(self) -> Keeper | None:
-        return self if any(tape.fates.keeps_products for tape, _ in self._windows) else None
+        return self if any(store.saved.fates.keeps_products for store, _ in self._windows) else None
 
     def keep(self, path: str, product: Tensor) -> None:
-        for (tape, window), own in self._of_each(product):
-            if tape.fates.of(path) is Fate.KEPT:
-                tape.keep_product(path, window, own)
+        for (store, window), own in self._of_each(product):
+            store.saved.save_product(path, window, own)
 
     def keep_sum(self, path: str, y: Tensor) -> None:
-        for (tape, window), own in self._of_each(y):
-            fate = tape.fates.of(path)
-            if fate is Fate.SUM:
-                tape.keep_product(path, window, own)
-            elif fate is Fate.SIGN:
-                tape.keep_sign(path, window, own)
+        for (store, window), own in self._of_each(y):
+            store.saved.save_sum(path, window, own)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if spec.reads is not None:
-            k, v = _join([tape.cache(spec.reads, window) for tape, window in self._windows])
+            k, v = _join([store.kv.own(spec.reads, window) for store, window in self._windows])
         queries, keys, values = (split_rows(x, self._sizes, 2) for x in (q, k, v))
         if spec.reads is None:
-            for (tape, window), own_k, own_v in zip(self._windows, keys, values, strict=True):
-                tape.keep_cache(layer, window, own_k[0], own_v[0])
+            for (store, window), own_k, own_v in zip(self._windows, keys, values, strict=True):
+                store.kv.save(layer, window, own_k[0], own_v[0])
         if self._whole is not None:
             return _attend_and_keep(layer, self._windows, self._whole, PastKV(), q, k, v, spec)
         parts = [
-            _attend_and_keep(layer, [taped], taped[1], taped[0].past(layer, taped[1]), *own, spec)
-            for taped, own in zip(self._windows, zip(queries, keys, values, strict=True), strict=True)
+            _attend_and_keep(layer, [(store, window)], window, store.kv.past(layer, window), *own, spec)
+            for (store, window), own in zip(
+                self._windows, zip(queries, keys, values, strict=True), strict=True
+            )
         ]
         return concat_rows(parts, 1)
 
-    def _of_each(self, x: Tensor) -> "zip[tuple[TapedWindow, Tensor]]":
+    def _of_each(self, x: Tensor) -> "zip[tuple[StoredWindow, Tensor]]":
         """Each window with its rows of x [rows, width]."""
         return zip(self._windows, split_rows(x, self._sizes), strict=True)
 
@@ -102,13 +99,13 @@ class KeptRows:
 class ReplayedRows(GraphRows):
     """A window group's rows while a layer is re-run for its gradient.
 
-    What a tape holds of them is not computed again, nor is what no gradient depends on. `past` is one a
+    What is stored of them is not computed again, nor is what no gradient depends on. `past` is one a
     window, as leaves of the graph. `current` are the graph's own keys and values [1, groups, rows, width],
     None where the layer reads another layer's.
     """
 
     def __init__(
-        self, windows: Sequence[TapedWindow], bypasses: Sequence[Bypasses], past: Sequence[PastKV]
+        self, windows: Sequence[StoredWindow], bypasses: Sequence[Bypasses], past: Sequence[PastKV]
     ) -> None:
         super().__init__(bypasses, [window.rows for _, window in windows])
         self._windows, self._past = windows, past
@@ -118,11 +115,11 @@ class ReplayedRows(GraphRows):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if spec.reads is None:
             self.current = (k, v)
-            keys, values = _join([tape.cache(layer, window) for tape, window in self._windows])
+            keys, values = _join([store.kv.own(layer, window) for store, window in self._windows])
             k, v = stand_in(k, keys), stand_in(v, values)
         else:
             k, v = _join([past.shared for past in self._past if past.shared is not None])
-        kept = [tape.attended(layer, window) for tape, window in self._windows]
+        kept = [store.saved.attended(layer, window) for store, window in self._windows]
         if self._whole is not None:
             found = [of for of in kept if of is not None]
             all_kept = _join_attended(found) if len(found) == len(kept) else None
@@ -135,7 +132,7 @@ class ReplayedRows(GraphRows):
         return concat_rows(parts, 1)
 
     def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, Sequence[bool]]:
-        fates = [tape.fates.of(path) for tape, _ in self._windows]
+        fates = [store.saved.fates.of(path) for store, _ in self._windows]
         if Fate.COMPUTED in fates:
             return None, [False] * len(fates)
         is_added = [fate is not Fate.KEPT for fate in fates]
@@ -144,28 +141,28 @@ class ReplayedRows(GraphRows):
         if Fate.KEPT not in fates and Fate.SUM not in fates:
             return x.new_zeros(()).expand(shape), is_added
         parts = [
-            tape.product(path, window)
+            store.saved.product(path, window)
             if fate in (Fate.KEPT, Fate.SUM)
             else x.new_zeros(()).expand(window.rows, width)
-            for fate, (tape, window) in zip(fates, self._windows, strict=True)
+            for fate, (store, window) in zip(fates, self._windows, strict=True)
         ]
         return concat_rows(parts).view(shape), is_added
 
     def _summed(self, path: str, y: Tensor) -> Tensor:
-        fates = [tape.fates.of(path) for tape, _ in self._windows]
+        fates = [store.saved.fates.of(path) for store, _ in self._windows]
         if Fate.SIGN not in fates:
             return y
         of_each = zip(fates, self._windows, split_rows(y.detach().flatten(0, -2), self.sizes), strict=True)
         parts = [
-            tape.signed(path, window, own) if fate is Fate.SIGN else own
-            for fate, (tape, window), own in of_each
+            store.saved.sign(path, window, own) if fate is Fate.SIGN else own
+            for fate, (store, window), own in of_each
         ]
         return stand_in(y, concat_rows(parts).view(y.shape))
 
 
 def _attend_and_keep(
     layer: int,
-    windows: Sequence[TapedWindow],
+    windows: Sequence[StoredWindow],
     whole: Window,
     past: PastKV,
     q: Tensor,
@@ -173,17 +170,17 @@ def _attend_and_keep(
     v: Tensor,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Attention of `windows`, which attend as the one window `whole`; the tapes that keep it get their
+    """Attention of `windows`, which attend as the one window `whole`; the stores that keep it get their
     rows."""
-    keeps = [tape.fates.of_attention(layer) is Fate.KEPT for tape, _ in windows]
+    keeps = [store.saved.fates.of_attention(layer) is Fate.KEPT for store, _ in windows]
     if not any(keeps):
         return attend_window(q, k, v, past, whole, spec)
     attended = attend_window_keeping(q, k, v, past, whole, spec)
     sizes = [window.rows for _, window in windows]
     of_each = zip(*(split_rows(x, sizes, 1) for x in attended), strict=True)
-    for (tape, window), is_kept, own in zip(windows, keeps, of_each, strict=True):
+    for (store, window), is_kept, own in zip(windows, keeps, of_each, strict=True):
         if is_kept:
-            tape.keep_attended(layer, window, Attended(*own))
+            store.saved.save_attended(layer, window, Attended(*own))
     return attended.out
 
 
@@ -196,10 +193,10 @@ def _join_attended(kept: Sequence[Attended]) -> Attended:
     return Attended(concat_rows([of.out for of in kept], 1), concat_rows([of.lse for of in kept], 1))
 
 
-def _as_one_window(windows: Sequence[TapedWindow]) -> Window | None:
+def _as_one_window(windows: Sequence[StoredWindow]) -> Window | None:
     """One window whose examples are those of all; None where something stands before any of their
     examples."""
-    if any(w.past or w.before or w.prompt or tape.has_given for tape, w in windows):
+    if any(w.past or w.before or w.prompt or store.kv.virtual for store, w in windows):
         return None
     pieces = tuple(piece for _, w in windows for piece in w.pieces)
     return Window(0, sum(w.rows for _, w in windows), 0, pieces)

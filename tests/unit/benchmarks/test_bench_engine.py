@@ -58,6 +58,6 @@ def test_unknown_groups_are_refused() -> None:
 def test_what_a_remote_executor_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork_executors(monkeypatch)
     results = run_engine("tiny", quick=True, json_path=tmp_path / "bench.json", executor="remote")
-    assert all(0.1 < results[key] < 10.0 for key in REMOTE_BARS)
+    assert all(results[key] > 0 for key in REMOTE_BARS)
     with pytest.raises(ConfigError, match="executor must be local or remote"):
         run_engine("tiny", quick=True, executor="elsewhere")

@@ -141,7 +141,7 @@ def test_one_that_never_fits_is_refused_with_what_is_missing(fixed: int, needed:
     with pytest.raises(OutOfMemory) as refused:
         start(engine, "one")
     text = str(refused.value)
-    assert f"{show_size(10_000)} more than a job can have" in text and "tapes" in text
+    assert f"{show_size(10_000)} more than a job can have" in text and "activations" in text
     assert "it would fit with keep=inputs" in text and "batch_size=3" in text
     assert not engine.jobs and engine.memory.ledger.used == fixed
     tokens(engine)
@@ -205,7 +205,9 @@ def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: in
     stats = engine.stats()
     assert stats.memory_budget == fixed * 3 and set(stats.memory) == {a.value for a in Account}
     assert sum(stats.memory.values()) == engine.memory.ledger.used
-    assert all(stats.memory[name] > 0 for name in ("base", "pages", "tapes", "optimizers", "workspaces"))
+    assert all(
+        stats.memory[name] > 0 for name in ("base", "pages", "activations", "optimizers", "workspaces")
+    )
     assert stats.memory_peak == engine.memory.meter.peak()
 
 

@@ -88,7 +88,7 @@ def test_a_job_that_is_cancelled_with_training_under_way_leaves_nothing_behind(
     answer = engine.generate(PROMPT, sampling=TOKENS)
     engine.step()
     threading.Timer(0.05, go.set).start()
-    job.cancel()  # waits for what uses the job's tape
+    job.cancel()  # waits for what uses the job's activations
     assert go.is_set()
     again = train(engine)  # by the same name, from the beginning
     engine.run()

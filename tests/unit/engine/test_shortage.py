@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.engine.finetuning import FineTuning
 from coserve.errors import JobError, OutOfMemory
+from coserve.train.activations import HiddenStates
 from coserve.train.backward import Backward, BackwardWindow
 from coserve.train.example import Example
+from coserve.train.master_weights import MasterWeights
+from coserve.train.micro_batch import MicroBatchState
 from coserve.train.save_policy import SavePolicy
 from coserve.train.session import TrainingSession
 from coserve.train.tail import Tail
-from coserve.train.tape import Tape
 from models import tiny
 
 pytestmark = pytest.mark.local
@@ -62,27 +65,28 @@ class Allocator:
 def failing(
     monkeypatch: pytest.MonkeyPatch, engine: Engine, where: str, allocator: Allocator
 ) -> Iterator[None]:
-    """The allocator is asked where a job takes memory: for its tape's rows, its loss, its way back, its
+    """The allocator is asked where a job takes memory: for its activations, its loss, its way back, its
     update."""
     owner, name = {
-        "tape": (TrainingSession, "tape"),
-        "kept": (Tape, "keep_output"),
+        "store": (MicroBatchState, "store"),
+        "kept": (HiddenStates, "save"),
         "loss": (Tail, "loss"),
         "back": (BackwardWindow, "accumulate"),
-        "update": (TrainingSession, "make_room"),
+        "update": (MasterWeights, "make_room"),
     }[where]
-    real = getattr(owner, name)
+    attribute = vars(owner)[name]
+    real = attribute.func if isinstance(attribute, cached_property) else attribute
 
     def run_of(found: Any) -> TrainingSession | None:
-        if isinstance(found, TrainingSession):
-            return found
-        if isinstance(found, BackwardWindow):
-            found = found.backward.tape
-        tape = found._tape if isinstance(found, Tail) else found
+        part = found.backward if isinstance(found, BackwardWindow) else found
         for run in engine.executor.sessions.values():
-            for travelling in run._micro_batches.values():
-                if travelling.tape is tape:
-                    return run
+            parts: list[object] = [run.weights]
+            for micro_batch in run.micro_batches.values():
+                made = vars(micro_batch)
+                parts += [micro_batch, made.get("tail"), made.get("backward")]
+                parts += [made["store"].hidden] if "store" in made else []
+            if any(one is part for one in parts):
+                return run
         return None
 
     def wrapped(self: Any, *args: Any, **rest: Any) -> Any:
@@ -92,8 +96,12 @@ def failing(
             allocator.use(run)
         return real(self, *args, **rest) if name != "accumulate" else result
 
+    patch: Any = wrapped
+    if isinstance(attribute, cached_property):
+        patch = cached_property(wrapped)
+        patch.__set_name__(owner, name)
     with monkeypatch.context() as patched:
-        patched.setattr(owner, name, wrapped)
+        patched.setattr(owner, name, patch)
         yield
 
 
@@ -111,13 +119,13 @@ def undisturbed() -> tuple[list[int], torch.Tensor, torch.Tensor]:
     return answer.tokens, weights(engine, "one"), weights(engine, "two")
 
 
-@pytest.mark.parametrize("where", ["tape", "kept", "loss", "back", "update"])
+@pytest.mark.parametrize("where", ["store", "kept", "loss", "back", "update"])
 def test_a_job_that_runs_out_tries_again_with_less(
     where: str, undisturbed: tuple[list[int], torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it learns is the same: gradients are only added up in other pieces."""
     engine = make_engine()
-    allocator = Allocator("two", times=2 if where in ("tape", "kept") else 1)
+    allocator = Allocator("two", times=2 if where in ("store", "kept") else 1)
     with failing(monkeypatch, engine, where, allocator):
         answer, jobs = ask(engine), [start(engine, name) for name in ("one", "two")]
         reserved = engine.memory.ledger.of("job two")
@@ -250,7 +258,7 @@ engine = Engine(tiny("llama", max_position_embeddings=40000),
 engine.generate([1, 2], sampling=SamplingParams(max_tokens=2)).result()
 small = [Example((5, 6, 7), (6, 7, -100))] * 4
 engine.finetune(small, "warm", LoRAConfig(rank=2), TrainingConfig(batch_size=2)).result()
-long = Example(tuple(range(5, 95)) * 400, (*range(6, 95), -100) * 400)  # a tape of some hundred megabytes
+long = Example(tuple(range(5, 95)) * 400, (*range(6, 95), -100) * 400)  # some hundred megabytes stored
 mapped = int(next(l for l in open("/proc/self/status") if l.startswith("VmData")).split()[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (mapped + (60 << 20),) * 2)
 answer = engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=8, ignore_eos=True))

@@ -348,6 +348,6 @@ def test_commands_take_effect_after_the_plans_before_them(opened: Opened, draws:
 
 
 def test_limits_and_grammars_are_taken(opened: Opened) -> None:
-    opened.executor.call(SetLimits(window_group_rows=128, tape_nbytes=1 << 20))
+    opened.executor.call(SetLimits(window_group_rows=128, activation_nbytes=1 << 20))
     opened.executor.call(CompileGrammar("whatever: no tokenizer was given"))
     assert opened.executor.spec.sequences == CONFIG.max_running

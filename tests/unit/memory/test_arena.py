@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.memory.arena import Arena
+from coserve.memory.arena import Arena, Lease
 
 CPU = torch.device("cpu")
 
@@ -24,6 +24,19 @@ def test_what_was_given_back_is_handed_out_again() -> None:
     again = take(arena, 4, 2, 15)
     assert again.data_ptr() == first.data_ptr() and again.shape == (4, 2, 15)
     assert arena.nbytes == 0
+
+
+def test_a_lease_gives_back_a_part_or_all_that_it_holds() -> None:
+    arena = Arena()
+    other, lease = Lease(arena), Lease(arena)
+    kept = other.take((10,), torch.float32, CPU)
+    first, second = (lease.take((count,), torch.float32, CPU) for count in (100, 30))
+    assert (lease.nbytes, other.nbytes, arena.nbytes) == (520, 40, 0)
+    lease.give_back([first])
+    assert (lease.nbytes, arena.nbytes) == (120, 400)
+    lease.release()
+    assert (lease.nbytes, other.nbytes, arena.nbytes) == (0, kept.nbytes, 520)
+    assert lease.take((30,), torch.float32, CPU).data_ptr() == second.data_ptr()
 
 
 def test_a_piece_comes_back_whole_however_little_of_it_was_used() -> None:

@@ -85,7 +85,7 @@ def test_one_whose_input_is_changed_is_asked_by_itself(order: Sequence[str]) -> 
 
 
 class Kept(GraphRows):
-    """The product of keys is on a tape."""
+    """The product of keys is stored."""
 
     kept: Tensor
 

@@ -136,10 +136,10 @@ def test_tables_that_depend_on_the_farthest_row_are_refused(monkeypatch: pytest.
         load_base(tiny("phi3", **changes))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 12, 20])  # 12 and 20 have rows whose four scores are as good as one
 def test_routers_may_choose_either_of_two_that_tie(seed: int) -> None:
     """Experts that a router tells apart by less than bfloat16 does; what they give is not alike."""
-    torch.manual_seed(seed)
+    torch.manual_seed(1000 + seed)
     model = tiny("mixtral", torch.bfloat16, seed)
     for layer in layers_of(model):
         weight = layer.mlp.gate.weight.data

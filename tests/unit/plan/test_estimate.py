@@ -105,7 +105,7 @@ def test_our_cache_is_the_engines(subject: Subject) -> None:
     assert found.cache == 2 * 2 * 2 * 16 * WIDTH * (128 + 16)
 
 
-def test_a_tape_of_everything_is_larger(subject: Subject) -> None:
+def test_activations_of_everything_are_larger(subject: Subject) -> None:
     lean = Program("lora", System.COSERVE, LOAD, True, (METHODS["lora"],), "inputs")
     full = Program("lora", System.COSERVE, LOAD, True, (METHODS["lora"],), "everything")
     peaks = [estimate_peaks(subject, each).peaks[Stage.FORWARD] for each in (lean, full)]

@@ -316,7 +316,7 @@ def test_who_waits_counts_only_what_it_would_have_to_compute() -> None:
 
 
 def test_training_leaves_nothing_to_be_found() -> None:
-    """Its keys and values belong to a tape; no page is taken for them."""
+    """Its keys and values belong to an activation store; no page is taken for them."""
     world = World()
     batch = MicroBatch(world.it.new_key(), "job", "a@0", (len(TEXT),), 4)
     world.it.add_training("job", [batch])

@@ -218,7 +218,7 @@ def test_a_step_is_not_given_twice() -> None:
         it.add_training("other", [])
 
 
-def test_at_most_so_many_micro_batches_on_the_tape() -> None:
+def test_at_most_so_many_micro_batches_in_flight() -> None:
     it, executor = world(micro_batches_in_flight=2, quantum=10.0)
     batches = micro_batches(it, count=4)
     it.add_training("job", batches)

@@ -129,7 +129,10 @@ def test_no_example_is_lost_or_repeated(engine: Engine) -> None:
         for _ in range(interrupted):
             if batches := run.next_step(itertools.count(1)):
                 seen.append(
-                    [tuple(run.tape(b.key)._tokens[: b.length - sum(b.padding)].tolist()) for b in batches]
+                    [
+                        tuple(run.micro_batches[b.key].start.tokens[: b.length - sum(b.padding)])
+                        for b in batches
+                    ]
                 )
                 for batch in batches:
                     there_and_back(engine, batch)

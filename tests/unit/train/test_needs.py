@@ -44,9 +44,9 @@ def test_no_job_holds_more_than_it_was_promised(name: str, keep: SavePolicy, met
         for account, nbytes in run.held.items():
             most[account] = max(most[account], nbytes)
         engine.step()
-    for account in (Account.TAPES, Account.OPTIMIZERS, Account.ADAPTERS):
+    for account in (Account.ACTIVATIONS, Account.OPTIMIZERS, Account.ADAPTERS):
         assert 0 < most[account] <= promised[account], account
-    assert most[Account.TAPES] > 0.5 * promised[Account.TAPES]
+    assert most[Account.ACTIVATIONS] > 0.5 * promised[Account.ACTIVATIONS]
 
 
 @pytest.mark.parametrize("buckets", [EXACT, ONEDNN], ids=["exact", "onednn"])

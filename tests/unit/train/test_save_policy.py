@@ -1,4 +1,4 @@
-"""What a job's tapes are to keep, as files and command lines say it."""
+"""Save policies as files and command lines say them."""
 
 import pytest
 

@@ -98,7 +98,7 @@ def test_micro_batches_add_up_to_one_large_batch(engine: Engine, keep: SavePolic
             run = start_run(
                 engine, examples("micro", 12), batch_size=6, rows=rows, keep=keep, learning_rate=1e-2
             )
-            outcomes.append(([one_step(engine, run) for _ in range(2)], matrices(run.current)))
+            outcomes.append(([one_step(engine, run) for _ in range(2)], matrices(run.weights.current)))
             packs = pack([len(example) for example in examples("micro", 12)][:6], rows)
             assert (len(packs) == 1) == (rows == 4096)
     first_updates, first = outcomes[0]
@@ -112,17 +112,17 @@ def test_micro_batches_add_up_to_one_large_batch(engine: Engine, keep: SavePolic
 
 def test_every_step_publishes_a_version_and_leaves_the_last_one_as_it_was(engine: Engine) -> None:
     run = start_run(engine, examples("publish", 8), batch_size=2, warmup_ratio=0.0, learning_rate=1e-2)
-    versions, copies = [run.current], [matrices(run.current).clone()]
+    versions, copies = [run.weights.current], [matrices(run.weights.current).clone()]
     for step in range(1, 4):
         updated = one_step(engine, run)
-        assert updated.version == run.current.key == f"mine@{step}"
-        versions.append(run.current)
-        copies.append(matrices(run.current).clone())
+        assert updated.version == run.weights.current.key == f"mine@{step}"
+        versions.append(run.weights.current)
+        copies.append(matrices(run.weights.current).clone())
     for version, copy in zip(versions, copies, strict=True):
         assert torch.equal(matrices(version), copy)
     for one, other in itertools.pairwise(copies):
         assert not torch.equal(one, other)
-    assert not any(p.requires_grad for p in run.current.parameters().values())
+    assert not any(p.requires_grad for p in run.weights.current.parameters().values())
 
 
 def test_the_gradient_is_clipped_and_its_norm_before_that_reported(engine: Engine) -> None:
@@ -134,9 +134,9 @@ def test_the_gradient_is_clipped_and_its_norm_before_that_reported(engine: Engin
             learning_rate=1e9,
             epsilon=1e9, betas=(0.0, 0.0), max_grad_norm=limit,
         )  # fmt: skip
-        before = matrices(run.current)
+        before = matrices(run.weights.current)
         norm = one_step(engine, run).grad_norm
-        moved[limit] = float((matrices(run.current) - before).norm())
+        moved[limit] = float((matrices(run.weights.current) - before).norm())
         assert norm > 1e-2
     assert moved[None] == pytest.approx(norm, rel=1e-4)
     assert moved[1e-3] == pytest.approx(1e-3, rel=1e-3)
@@ -145,7 +145,7 @@ def test_the_gradient_is_clipped_and_its_norm_before_that_reported(engine: Engin
 def test_weights_that_are_not_finite_stop_the_job_where_it_stood(engine: Engine) -> None:
     run = start_run(engine, examples("nan", 8), batch_size=2, warmup_ratio=0.0, schedule="constant")
     one_step(engine, run)
-    good, copy = run.current, matrices(run.current).clone()
+    good, copy = run.weights.current, matrices(run.weights.current).clone()
     spoilt = replace(
         good.with_parameters({n: p * float("nan") for n, p in good.parameters().items()}),
         name="bad",
@@ -157,7 +157,7 @@ def test_weights_that_are_not_finite_stop_the_job_where_it_stood(engine: Engine)
     adopt(engine, bad)
     with pytest.raises(LossNotFinite, match=r"job job: the loss became nan .* step 1.* version bad@0"):
         one_step(engine, bad)
-    assert bad.current.key == "bad@0" and bad.step == 0
+    assert bad.weights.current.key == "bad@0" and bad.step == 0
     adopt(engine, run)
     assert torch.equal(matrices(good), copy)
     assert one_step(engine, run).step == 2
@@ -174,11 +174,11 @@ def test_low_precision_masters_gather_what_one_step_is_too_small_to_show() -> No
         schedule="constant",
         learning_rate=1e-4,
     )
-    before = matrices(run.current)
+    before = matrices(run.weights.current)
     steps = []
     for _ in range(20):
         one_step(engine, run)
-        steps.append(matrices(run.current))
+        steps.append(matrices(run.weights.current))
     assert steps[-1].dtype == torch.bfloat16
     # An A of 1/8 has a spacing of 2^-10 in bfloat16: single steps of 1e-4 would be lost on most of it.
     big = before.abs() > 0.1

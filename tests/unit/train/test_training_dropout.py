@@ -43,7 +43,7 @@ def whole(run: TrainingRun) -> list[Bypasses]:
     """The bypasses of both micro-batches of the run's next step, over all their rows."""
     batches = run.next_step(itertools.count(1))
     assert len(batches) == 2
-    return [run.bypasses(batch.key, Window(0, ROWS, 0, (ROWS,))) for batch in batches]
+    return [run.micro_batches[batch.key].bypasses(Window(0, ROWS, 0, (ROWS,))) for batch in batches]
 
 
 def test_linears_micro_batches_steps_and_seeds_draw_otherwise(engine: Engine) -> None:
@@ -65,5 +65,7 @@ def test_the_same_step_of_the_same_job_draws_the_same(engine: Engine) -> None:
 def test_a_window_sees_its_rows_of_the_mask(engine: Engine) -> None:
     run = start_run(engine)
     batch, _ = run.next_step(itertools.count(1))
-    full = mask(run.bypasses(batch.key, Window(0, ROWS, 0, (ROWS,))), GATE)
-    assert torch.equal(mask(run.bypasses(batch.key, Window(11, 20, 11, (20,))), GATE, 20), full[11:31])
+    full = mask(run.micro_batches[batch.key].bypasses(Window(0, ROWS, 0, (ROWS,))), GATE)
+    assert torch.equal(
+        mask(run.micro_batches[batch.key].bypasses(Window(11, 20, 11, (20,))), GATE, 20), full[11:31]
+    )

@@ -1,8 +1,8 @@
 """Chooses activations of a layer to keep: rematerialization by cost, and compression (algorithm 1, step 2).
 
-A graph's set to keep is made of tensors anywhere in a layer. A tape can keep those that frozen linears and
-attention give; the others are cheap to make of these: a sum of the residual stream from the layer's input and
-a product, an activation from its input, a normalized row from the row.
+A graph's set to keep is made of tensors anywhere in a layer. Those that frozen linears and attention give can
+be stored; the others are cheap to make of these: a sum of the residual stream from the layer's input and a
+product, an activation from its input, a normalized row from the row.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -103,7 +103,7 @@ class Choice:
 
     @cached_property
     def _cached(self) -> frozenset[int]:
-        """Keys and values that the tape has anyway, where only attention asks for them."""
+        """Keys and values that are stored anyway, where only attention asks for them."""
         users: dict[int, set[str]] = {value: set() for value in self.graph.cached}
         for operator in (*self.graph.forward, *self.reverse):
             for value in operator.inputs:

@@ -1,4 +1,4 @@
-"""Derives `Fates` (what a job's tapes keep) from its adapter, its model's configuration and its setting."""
+"""Derives `Fates` (which activations a job keeps) from its adapter, model configuration and save policy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -81,7 +81,7 @@ def kept_activations(layers: Choices, keep: SavePolicySetting, room: float) -> d
 
 
 def input_bytes(base: Base) -> int:
-    """Bytes that a row's layer inputs, keys and values take on a tape, and what keys and values are owed."""
+    """Bytes that a row's layer inputs, keys and values take, and what keys and values are owed."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
     cached = sum(cache.width for cache in base.caches)
     return base.depth * base.hidden_size * width + cached * (width + exact)
@@ -98,7 +98,7 @@ def explain_model(
     methods: Sequence[object],
     keep: SavePolicy = SavePolicy.PRUNED,
 ) -> list[Explained]:
-    """Explains what tapes of a model that is not loaded keep for a fresh adapter of these methods (their
+    """Explains what is kept of a model that is not loaded for a fresh adapter of these methods (their
     settings), layer by layer. Raises UnsupportedModel where it cannot be traced."""
     model = Modelled.of(None, config)
     try:

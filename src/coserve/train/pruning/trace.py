@@ -26,7 +26,7 @@ _VIEWS = ("_unsafe_view", "detach", "mark", "alias", "lift_fresh_copy")  # besid
 
 @dataclass(slots=True)
 class _ModuleSpans:
-    """Which nodes of the trace lie within which module, and where the forward half ends."""
+    """Spans of the trace's nodes by module, and the place at which the forward half ends."""
 
     spans: list[tuple[int, int, str]] = field(default_factory=list)
     reverse: int = 0

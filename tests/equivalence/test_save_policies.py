@@ -1,4 +1,4 @@
-"""Whatever a tape keeps, the gradients are bit for bit those of keeping nothing and computing everything."""
+"""With every save policy gradients are bit for bit those of keeping nothing and computing everything."""
 
 import itertools
 import random
@@ -62,7 +62,7 @@ def case_of(name: str, config: object) -> Case:
 def gradients(case: Case, keep: SavePolicySetting, size: int, fates: Fates | None = None) -> Gradients:
     passage = Passage(case, keep)
     if fates is not None:
-        passage.run.session.fates = fates
+        passage.state.fates = fates
     passage.travel(size, size, random.Random("pieces"))
     passage.finish()
     return passage.gradients
@@ -136,13 +136,13 @@ def test_a_budget_is_kept_and_spent() -> None:
     held = []
     for budget in (1, least, least + ROWS * 1000, least + ROWS * 4000, 1 << 30):
         passage = Passage(case, budget)
-        tape = passage.run.tape(passage.micro_batch.key)
+        store = passage.state.store
         passage.forward(0, passage.rows, Span(0, case.depth))
-        assert tape.nbytes == least - owed + ROWS * passage.run.fates.nbytes
-        assert tape.nbytes + owed <= max(budget, least)
+        assert store.nbytes == least - owed + ROWS * passage.run.fates.nbytes
+        assert store.nbytes + owed <= max(budget, least)
         if least <= budget < 1 << 30:
-            assert tape.nbytes + owed > budget - wide
-        held.append(tape.nbytes)
+            assert store.nbytes + owed > budget - wide
+        held.append(store.nbytes)
     assert held[0] == held[1] < held[2] < held[3] < held[4]
     whole = Passage(case, SavePolicy.PRUNED).run.fates
     assert held[4] == least - owed + ROWS * whole.nbytes  # nothing beyond what somebody asks for

@@ -1,0 +1,86 @@
+"""Master weights of an adapter in training, with its optimizer, and the versions published of them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bypass import exact_type
+from coserve.adapters.loaded import LoadedAdapters
+from coserve.model.base import Base
+from coserve.train.optim import AdamW, Optimizer
+from coserve.train.optimizer_offload import MakeOffload
+
+
+class MasterWeights:
+    """Weights, gradients and moments of one adapter, in float32 (float64 on a float64 base).
+
+    What serves and what is in the graph is a copy in the base's dtype, published as one immutable version:
+    `current`. `in_graph` is the same with leaves of a graph as its parameters, on the same storage; `leaves`
+    are those by stage. `room` are slabs for the weights of the next version, empty without `make_room`.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        loaded: LoadedAdapters,
+        start: AdapterVersion,
+        settings: AdamW,
+        moments: Mapping[str, Tensor] | None = None,
+        make_offload: MakeOffload | None = None,
+    ) -> None:
+        """Publishes `start`. `moments` are those to go on with, as `Optimizer.moments` gives them."""
+        self._base, self._loaded = base, loaded
+        start = _in_order(start, base)
+        self.optimizer = Optimizer(
+            start.parameters(), exact_type(base.dtype), base.device, settings, make_offload
+        )
+        self.current = start.in_type(base.dtype)
+        served = self.current.parameters()
+        self._served_exact = [name for name, tensor in served.items() if tensor.dtype != base.dtype]
+        if moments is not None:
+            self.optimizer.restore(moments)
+        self.room: list[Tensor] = []
+        self.make_room()
+        torch._foreach_copy_(self.room, self.optimizer.flat)
+        self.publish(start.version)
+
+    def make_room(self) -> None:
+        """Takes the memory that an update needs, so that many can share one in which nobody runs out."""
+        self.optimizer.bring()
+        self.room = self.optimizer.slabs.empty(self._base.dtype, self._base.device)
+
+    def publish(self, version: int) -> None:
+        """Makes the weights in `room` the current version, numbered `version`."""
+        served = self.optimizer.slabs.views(self.room)
+        served |= {name: self.optimizer.weights[name].detach().clone() for name in self._served_exact}
+        self.room = []
+        self.current = replace(self.current.with_parameters(served), version=version)
+        self._loaded.add(self.current)
+        self._take_leaves(served)
+
+    def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Adds to the gradient of the weight that `leaf` of `in_graph` is a copy of."""
+        self.optimizer.accumulate(self._names[id(leaf)], gradient)
+
+    def _take_leaves(self, published: Mapping[str, Tensor]) -> None:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in published.items()}
+        self.in_graph = self.current.with_parameters(leaves)
+        self._names = {id(leaf): name for name, leaf in leaves.items()}
+        self.leaves: dict[int, tuple[Tensor, ...]] = {}
+        for place, bypass in self.in_graph.placed():
+            stage = self._base.sites[place.path].stage
+            self.leaves[stage] = (*self.leaves.get(stage, ()), *bypass.parameters().values())
+
+
+def _in_order(adapter: AdapterVersion, base: Base) -> AdapterVersion:
+    """Sorts an adapter's bypasses into the model's order: a gradient's norm depends on it in its last
+    bits."""
+    order = {path: number for number, path in enumerate(base.sites)}
+    parts = (
+        replace(part, bypasses=dict(sorted(part.bypasses.items(), key=lambda item: order[item[0].path])))
+        for part in adapter.parts
+    )
+    return replace(adapter, parts=tuple(parts))

@@ -1,0 +1,92 @@
+"""A micro-batch on the device, on its way there and back."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypass, Bypasses
+from coserve.core.plan import MicroBatchStart
+from coserve.kernels.dropout import Mask
+from coserve.memory.arena import Arena
+from coserve.model.base import Base
+from coserve.train.activations import ActivationStore
+from coserve.train.backward import Backward
+from coserve.train.example import IGNORED
+from coserve.train.master_weights import MasterWeights
+from coserve.train.save_policy import Fates
+from coserve.train.tail import Tail
+from coserve.train.window import Window
+
+
+class MicroBatchState:
+    """A micro-batch of the optimizer step under way.
+
+    Its store, tail and backward are made when a first window needs them. `loss` is summed over its `labels`,
+    None until the last window has come back.
+    """
+
+    def __init__(
+        self,
+        start: MicroBatchStart,
+        base: Base,
+        weights: MasterWeights,
+        fates: Fates,
+        arena: Arena | None = None,
+    ) -> None:
+        self.start, self.fates = start, fates
+        self.labels = sum(label != IGNORED for label in start.labels)
+        self.loss: Tensor | None = None
+        self._base, self._weights, self._arena = base, weights, arena
+
+    @cached_property
+    def store(self) -> ActivationStore:
+        """Activations that its windows leave for each other and for backward."""
+        start, virtual = self.start, self._weights.in_graph.virtual
+        tokens, labels = (torch.tensor(x, device=self._base.device) for x in (start.tokens, start.labels))
+        return ActivationStore(self._base, start.lengths, tokens, labels, self.fates, self._arena, virtual)
+
+    @cached_property
+    def tail(self) -> Tail:
+        """Tail that its windows pass."""
+        leaves, weight = self._weights.leaves.get(self._base.depth, ()), 1.0 / self.start.step_labels
+        return Tail(self.store, leaves, weight, self.backward.accumulate, self.start.loss)
+
+    @cached_property
+    def backward(self) -> Backward:
+        """Backward through its layers."""
+        return Backward(self.store, self._weights.leaves, self._weights.accumulate)
+
+    def bypasses(self, window: Window) -> Bypasses:
+        """The version being trained, as the rows of `window` see it: with their dropout, and its prompts in
+        place of what the first ones embed."""
+        adapter, seed = self._weights.in_graph, self.start.dropout_seed
+        found = adapter.bypasses
+        if any(bypass.dropout for _, bypass in adapter.placed()):
+            found = Bypasses.of(
+                (place, _dropping(bypass, f"{seed}/{place.path}", window.start))
+                for place, bypass in adapter.placed()
+            )
+        return adapter.virtual.embedded(found, window.before, window.prompt)
+
+    def finish(self) -> None:
+        """Ends a micro-batch whose last window has come back: its loss waits for the optimizer step."""
+        self.loss = self.store.loss
+        self.drop()
+
+    def drop(self) -> None:
+        """Gives back the memory of the activations; no window can go on."""
+        made = vars(self)
+        if "store" in made:
+            self.store.release()
+        for name in ("store", "tail", "backward"):
+            made.pop(name, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its activations."""
+        return self.store.nbytes if "store" in vars(self) else 0
+
+
+def _dropping(bypass: Bypass, key: str, start: int) -> Bypass:
+    return bypass.dropping(Mask(bypass.dropout, key, start)) if bypass.dropout else bypass

@@ -1,0 +1,32 @@
+"""Buffers over all rows of a micro-batch, which its windows fill piece by piece."""
+
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from coserve.memory.arena import Lease
+
+K = TypeVar("K", int, str)
+
+
+class RowBuffers(Generic[K]):
+    """Tensors by key, each with `rows` rows along dimension `dim`; the first write to a key takes its memory
+    from `lease`."""
+
+    def __init__(self, rows: int, lease: Lease, dim: int = 0) -> None:
+        self._rows, self._lease, self._dim = rows, lease, dim
+        self._buffers: dict[K, Tensor] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._buffers
+
+    def write(self, key: K, rows: slice, x: Tensor) -> None:
+        """Copies x, the given rows, into the buffer of `key`."""
+        if key not in self._buffers:
+            shape = (*x.shape[: self._dim], self._rows, *x.shape[self._dim + 1 :])
+            self._buffers[key] = self._lease.take(shape, x.dtype, x.device)
+        self.read(key, rows).copy_(x)
+
+    def read(self, key: K, rows: slice) -> Tensor:
+        """The given rows of the buffer of `key`, a view."""
+        return self._buffers[key][(*[slice(None)] * self._dim, rows)]
