@@ -1,10 +1,10 @@
-"""Every error coserve raises on purpose.
+"""All errors that coserve raises deliberately.
 
     CoserveError
     ├── ModelError               the base cannot be loaded or driven
     │   ├── ModelNotFound        no such folder or hub name
     │   └── UnsupportedModel     loads, but the engine would not reproduce it (with the reason)
-    ├── NotOffered               the base's weights lie where what is asked of them is not offered
+    ├── NotOffered               a placement of the base's weights lacks a requested operation
     ├── AdapterError             an adapter is malformed or does not fit the base
     │   ├── AdapterNotFound      no adapter of that name is loaded
     │   └── AdapterMismatch      shapes or tensors do not fit, named one by one
@@ -16,21 +16,20 @@
     ├── JobError                 a fine-tuning job cannot start or go on
     │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
     ├── OutOfMemory              needs more bytes than the budget has; says how many were missing
-    ├── EngineLost               the engine's process is gone and did not come back in time
-    ├── Quarantined              engines crashed at this very thing: it is not tried again
-    ├── QuotaExceeded            a tenant has as much as it may have; says what to delete or to wait for
-    ├── ConflictError            what is asked does not go with the state something is in
+    ├── EngineLost               the engine's process is gone and was not restarted in time
+    ├── Quarantined              engines crashed on this work: it is not retried
+    ├── QuotaExceeded            a tenant's quota is reached; says what to delete or to wait for
+    ├── ConflictError            an operation conflicts with the state of a file, a job or an adapter
     ├── StateError               the server's state folder or database cannot be used
     ├── ServerError              the server cannot start or go on
     │   ├── StateInUse           another server holds the state folder
     │   └── Unreachable          no server answers at an address
-    ├── InternalError            work for one caller failed in a way nobody foresaw; the log has more
+    ├── InternalError            work for one caller failed with an unexpected exception; see the log
     └── ConfigError              a setting is out of its range
 
-Each carries one sentence that a person can act on. What is not in this tree is a bug. In work for one tenant
-it ends that work, at the places that `core.contained` names and at no others; in a step, which computes for
-all of them at once, it ends the process, and what was under way is on probation in the next one
-(`serve.engine.probation`).
+Each has one sentence that a person can act on. Any other exception is a bug. In work for one tenant it ends
+that work, only at the places listed in `core.contained`; in a step, which computes for all tenants, it ends
+the process, and work under way is on probation in the next one (`serve.engine.probation`).
 """
 
 _BEGIN, _END = 900, 300  # characters of a text that is longer than both
@@ -39,7 +38,7 @@ _BEGIN, _END = 900, 300  # characters of a text that is longer than both
 class CoserveError(Exception):
     """Base of every deliberate error; its text is one sentence meant for the caller.
 
-    A text that quotes what a caller sent may be as long as that was: its middle is left out.
+    The middle of long texts, which may quote a caller's input, is left out.
     """
 
     def __str__(self) -> str:
@@ -63,7 +62,7 @@ class UnsupportedModel(ModelError):
 
 
 class NotOffered(CoserveError):
-    """The placement of a frozen linear does not offer what is asked of it; the text says what."""
+    """The placement of a frozen linear does not offer a requested operation; the text names it."""
 
 
 class AdapterError(CoserveError):
@@ -112,11 +111,11 @@ class OutOfMemory(CoserveError):
 
 
 class EngineLost(CoserveError):
-    """The engine's process is gone and did not come back in time, or dies of this very request."""
+    """The engine's process is gone and was not restarted in time, or crashes on this request."""
 
 
 class Quarantined(CoserveError):
-    """Engines crashed while they worked on this very thing: it is not tried again unless it is released."""
+    """Engines crashed on this work: it is not retried unless it is released."""
 
 
 class QuotaExceeded(CoserveError):
@@ -132,11 +131,11 @@ class StateInUse(ServerError):
 
 
 class Unreachable(ServerError):
-    """No server answers at an address, or what answers is not coserve."""
+    """No server answers at an address, or a server other than coserve."""
 
 
 class InternalError(CoserveError):
-    """Work for one caller failed in a way that nobody foresaw: a bug, of which the log has the traceback."""
+    """Work for one caller failed with an unexpected exception: a bug, with its traceback in the log."""
 
 
 class ConfigError(CoserveError):
@@ -152,7 +151,7 @@ class StateError(CoserveError):
 
 
 def error_named(kind: str, text: str) -> CoserveError:
-    """The error of class `kind` with this text, as another process told of it."""
+    """Recreates an error reported by another process: of class `kind` with this text."""
     found = globals().get(kind)
     if isinstance(found, type) and issubclass(found, CoserveError):
         return found(text)

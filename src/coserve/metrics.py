@@ -1,6 +1,6 @@
 """Prometheus metrics of a server: vLLM's names and units, with the prefix `coserve_`.
 
-Metrics of jobs begin with `finetune_`, those of kept and missed bounds with `slo_`.
+Metrics of jobs begin with `finetune_`, those of latency bounds with `slo_`.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,14 +14,14 @@ _MODEL = ("model_name",)
 
 
 class MirroredCounter:
-    """Mirrors another process's counter, which starts at zero again whenever that process does."""
+    """Mirrors another process's counter, which restarts at zero with that process."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter, self._seen = counter, 0
         self.total = 0  # what the counter stands at
 
     def reach(self, count: int) -> None:
-        """Sets the mirrored counter's present value; a lower one than before means that it was restarted."""
+        """Sets the mirrored counter's current value; a lower one than before means a restart."""
         more = count - self._seen if count >= self._seen else count
         self._counter.inc(more)
         self.total += more
@@ -29,7 +29,7 @@ class MirroredCounter:
 
 
 class Metrics:
-    """One server's figures, in a registry of their own. Attributes are named as the figures are."""
+    """One server's metrics, in a registry of their own; attributes have the metrics' names."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -38,7 +38,7 @@ class Metrics:
         self._make_engine()
 
     def render(self) -> bytes:
-        """All figures as Prometheus reads them (`CONTENT_TYPE`)."""
+        """All metrics in Prometheus's format (`CONTENT_TYPE`)."""
         return generate_latest(self.registry)
 
     def _make_inference(self) -> None:

@@ -221,6 +221,15 @@ def test_classes_are_one_thing() -> None:
     assert counts == TOO_LARGE, "a class that became smaller has a smaller number here, or none"
 
 
+def test_no_two_public_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for file in PACKAGE:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module_of(file))
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
 def test_every_error_is_in_the_tree_and_drawn() -> None:
     from coserve import errors
 

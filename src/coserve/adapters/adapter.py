@@ -1,4 +1,4 @@
-"""An adapter's identity and its versions. A version never changes once it is published."""
+"""Adapter versions, which are immutable once published."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class AdapterVersion:
 
     @cached_property
     def virtual(self) -> Virtual:
-        """Virtual tokens, which stand before every sequence."""
+        """Virtual tokens, which precede every sequence."""
         return Virtual.of(self.placed())
 
     def placed(self) -> Iterator[tuple[Place, Bypass]]:
@@ -39,8 +39,7 @@ class AdapterVersion:
             yield from part.bypasses.items()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Parameters that train, by name; where there are several parts, the names begin with the part's
-        number."""
+        """Trained parameters by name; with several parts the names begin with the part's number."""
         return {
             f"{self._prefix(number)}{name}": tensor
             for number, part in enumerate(self.parts)
@@ -57,8 +56,7 @@ class AdapterVersion:
         return replace(self, parts=tuple(parts))
 
     def in_type(self, dtype: torch.dtype, copy: bool = False) -> "AdapterVersion":
-        """Returns the adapter for a base in `dtype`; tensors that are in it already are copied where
-        asked."""
+        """Returns the adapter for a base in `dtype`; with `copy` also tensors of that type are copied."""
         parts = (
             replace(part, bypasses={p: b.in_type(dtype, copy) for p, b in part.bypasses.items()})
             for part in self.parts

@@ -1,4 +1,4 @@
-"""Names of adapters: which version each means, and the numbers of versions."""
+"""The current version of each adapter name, and version numbers."""
 
 from typing import Final
 
@@ -10,8 +10,8 @@ _REMEMBERED: Final = 4096  # names that are gone, of which the newest version's 
 
 
 class AdapterBank:
-    """Adapters by name; `publish` makes a version the current one in a single move. Where its weights are,
-    and how long those of older versions stay, is the cache's business."""
+    """Current versions by name. `publish` replaces one atomically. The adapter cache manages weights and
+    older versions."""
 
     def __init__(self, cache: AdapterCache) -> None:
         self._cache = cache
@@ -27,7 +27,7 @@ class AdapterBank:
         return sorted(self._current)
 
     def publish(self, version: KnownVersion) -> None:
-        """Makes `version` what its name means from now on."""
+        """Makes `version` the current version of its name."""
         name = version.name
         check_name(name)
         before = self._current.get(name)
@@ -39,7 +39,7 @@ class AdapterBank:
             self._cache.retire(before.key)
 
     def look(self, name: str) -> KnownVersion:
-        """The current version of a name, or the version a key (`name@3`) names while somebody uses it."""
+        """The current version of a name, or the version of a key (`name@3`) that is still in use."""
         found = self._current.get(name) or self._cache.find(name)
         if found is None:
             known = ", ".join(self.names) or "none are loaded"
@@ -47,26 +47,26 @@ class AdapterBank:
         return found
 
     def next_version(self, name: str) -> int:
-        """A version number that no version of this name ever had: old ones may still be answering, and what
-        was cached of those that are gone must not be taken for another's."""
+        """A version number never used for this name: old versions may still be in use, and cached pages of
+        removed ones must not match."""
         return 1 + self._newest[name] if name in self._newest else self._floor
 
     def remove(self, name: str) -> None:
-        """Forgets a name; running requests keep their version until they end."""
+        """Removes a name; running requests keep their version until they end."""
         version = self.look(name)
         del self._current[version.name]
         self._forget_names()
         self._cache.retire(version.key)
 
     def _forget_names(self) -> None:
-        """Forgets the oldest of the names that are gone, where there are too many: every job brings one. New
-        names then begin above all their numbers."""
+        """Drops the version numbers of the oldest removed names beyond a limit, as every job adds a name. New
+        names then start above all their numbers."""
         while len(self._newest) > len(self._current) + _REMEMBERED:
             oldest = next(name for name in self._newest if name not in self._current)
             self._floor = max(self._floor, 1 + self._newest.pop(oldest))
 
 
 def check_name(name: str) -> None:
-    """Raises AdapterError for a name that would look like a version's key, or like none."""
+    """Raises AdapterError for an empty name or one that looks like a version's key."""
     if "@" in name or not name:
         raise AdapterError(f"an adapter's name must not be empty or contain '@': {name!r}")

@@ -1,7 +1,7 @@
 """A bypass: a small network beside one place of the frozen base, `y + f(x, y)` (FlexLLM 4.1, figure 8).
 
-What a method adds to a model is nothing but bypasses, so the base stays as it is, rows of other adapters
-never notice, and one batch can hold rows of any mix of methods.
+Methods add only bypasses to a model: the base stays unmodified, rows of other adapters are unaffected, and a
+batch can mix methods.
 """
 
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ _Self = TypeVar("_Self", bound="Bypass")
 
 
 class Side(Enum):
-    """Side of a module of the base at which a bypass stands.
+    """Side of a module of the base at which a bypass is added.
 
-    INPUT: x and y are what the module is given. OUTPUT: x is what it is given (for a norm or a sublayer what
-    it gives), y what it gives. PAST: keys and values before a layer's own, at its attention. PROMPT: rows of
-    input embeddings before a sequence's own, at the embedding.
+    INPUT: x and y are the module's input. OUTPUT: x is its input (for a norm or a sublayer its output), y its
+    output. PAST: keys and values before a layer's own, at its attention. PROMPT: rows of input embeddings
+    before a sequence's own, at the embedding.
     """
 
     INPUT = "input"
@@ -42,17 +42,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A weight [out, in] (of an embedding [vocabulary, width], of a norm [width]) and its bias, if any."""
+    """A dense weight [out, in] (embedding: [vocabulary, width], norm: [width]) and its bias, if any."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class Bypass(ABC):
-    """One adapter's side of one place. Its tensors never change; training makes a new one of them.
+    """One adapter's bypass at one place, immutable; training makes new ones.
 
-    `dropout` is the probability that training drops f's input with. `exact` tensors are few, and changes to
-    them small beside them (a scale near 1, a bias): they stay in at least float32 where the base is in less.
+    `dropout` is the dropout probability of f's input in training. `exact` tensors are small and change little
+    relative to their values (a scale near 1, a bias): they stay in at least float32 on a base of lower
+    precision.
     """
 
     exact: ClassVar[bool] = False
@@ -61,7 +62,7 @@ class Bypass(ABC):
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
-        """Parameters that train, by names that are unique at the place."""
+        """Trained parameters by names unique at the place."""
 
     @abstractmethod
     def with_parameters(self: _Self, parameters: Mapping[str, Tensor]) -> _Self:
@@ -77,23 +78,22 @@ class Bypass(ABC):
         """y + f(x, y), differentiable; x [rows, in], y [rows, out]."""
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        """`add` in place and without a graph. Methods replace it where they know a faster way."""
+        """`add` in place and without a graph. Methods override it where they have a faster way."""
         y.copy_(self.add(x, y))
 
     def dropping(self, mask: Mask) -> "Bypass":
-        """Returns the bypass with its input dropped out, for some rows of a training step."""
+        """Returns the bypass with dropout `mask` on its input, for some rows of a training step."""
         raise NotImplementedError(f"{type(self).__name__} has no dropout")
 
     def merged(self, dense: Dense, side: Side) -> Dense:
-        """The module's weights with this bypass, on that side of it, written into them. Raises AdapterError
-        where no weights do the same."""
+        """The module's weights with this bypass, at `side`, merged into them. Raises AdapterError where it
+        cannot be merged."""
         raise AdapterError(f"a {type(self).__name__} cannot be written into a model's weights")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chain(Bypass):
-    """Several bypasses of one adapter at one place; each sees what the one before made of y. Within a part
-    the names of their parameters differ."""
+class SequentialBypass(Bypass):
+    """Several bypasses of one adapter at one place, applied to y in order. Their parameter names differ."""
 
     links: Sequence[Bypass]
     dropout: float = 0.0
@@ -101,12 +101,12 @@ class Chain(Bypass):
     def parameters(self) -> Mapping[str, Tensor]:
         return {name: tensor for bypass in self.links for name, tensor in bypass.parameters().items()}
 
-    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "Chain":
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "SequentialBypass":
         links = [b.with_parameters({n: parameters[n] for n in b.parameters()}) for b in self.links]
-        return Chain(links, self.dropout)
+        return SequentialBypass(links, self.dropout)
 
-    def in_type(self, dtype: torch.dtype, copy: bool = False) -> "Chain":
-        return Chain([b.in_type(dtype, copy) for b in self.links], self.dropout)
+    def in_type(self, dtype: torch.dtype, copy: bool = False) -> "SequentialBypass":
+        return SequentialBypass([b.in_type(dtype, copy) for b in self.links], self.dropout)
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         for bypass in self.links:
@@ -117,8 +117,8 @@ class Chain(Bypass):
             y = bypass.add(x, y)
         return y
 
-    def dropping(self, mask: Mask) -> "Chain":
-        return Chain([b.dropping(mask) if b.dropout else b for b in self.links])
+    def dropping(self, mask: Mask) -> "SequentialBypass":
+        return SequentialBypass([b.dropping(mask) if b.dropout else b for b in self.links])
 
     def merged(self, dense: Dense, side: Side) -> Dense:
         for bypass in self.links:
@@ -128,7 +128,7 @@ class Chain(Bypass):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bypasses:
-    """An adapter as rows meet it: what stands where, by the path of the module."""
+    """An adapter's bypasses by the path of their module."""
 
     inputs: Mapping[str, Bypass] = field(default_factory=dict)
     outputs: Mapping[str, Bypass] = field(default_factory=dict)
@@ -141,19 +141,22 @@ class Bypasses:
         return Bypasses(_chained(found[Side.INPUT]), _chained(found[Side.OUTPUT]))
 
     def touches(self, paths: Collection[str]) -> bool:
-        """Tells whether anything stands at one of these modules."""
+        """Tells whether any of these modules has a bypass."""
         return any(path in self.outputs or path in self.inputs for path in paths)
 
 
 def _chained(by_path: Mapping[str, list[Bypass]]) -> dict[str, Bypass]:
-    return {path: links[0] if len(links) == 1 else Chain(tuple(links)) for path, links in by_path.items()}
+    return {
+        path: links[0] if len(links) == 1 else SequentialBypass(tuple(links))
+        for path, links in by_path.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Part of an adapter that one method adds: `config` are its settings, a dataclass of the method's file.
+    """The part of an adapter of one method; `config` are its settings, a dataclass of the method's file.
 
-    An adapter is an ordered list of these; a prefix and a LoRA together are one adapter.
+    An adapter is an ordered list of parts, for example a prefix and a LoRA.
     """
 
     method: str
@@ -161,7 +164,7 @@ class Part:
     bypasses: Mapping[Place, Bypass]
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters that train, under names that a checkpoint can keep."""
+        """Trained parameters, by names stable across checkpoints."""
         for place, bypass in self.bypasses.items():
             for name, tensor in bypass.parameters().items():
                 yield f"{place.path}.{name}", tensor
@@ -176,5 +179,5 @@ class Part:
 
 
 def exact_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that weights are trained, added up and saved in: at least float32."""
+    """The type for master weights, sums and saved tensors: at least float32."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""DoRA: a linear with a low-rank bypass whose rows are brought to lengths that are learnt.
+"""DoRA: a linear with a low-rank bypass and learned norms of its rows.
 
 y = g ⊙ (W + s B A) x + b, with g = m / ‖W + s B A‖ for each row. Gradients leave the norm out: it counts as a
 constant (Liu et al. 2024, 2402.09353, section 4.3).
@@ -23,10 +23,9 @@ _LARGE = 1024.0
 
 @dataclass(frozen=True, eq=False)
 class Norms:
-    """‖W + scale · B A‖ of each output, computed when first asked for; the matrices never change.
+    """‖W + scale · B A‖ of each output, computed on first use.
 
-    The dense W is never asked for, only its norms and its products with A's rows, so it may be packed,
-    quantized or elsewhere.
+    Needs only W's norms and its products with A's rows, so W may be packed, quantized or remote.
     """
 
     weights: Weights
@@ -44,8 +43,8 @@ class Norms:
             return squared.clamp_min(torch.finfo(own.dtype).tiny).sqrt()
 
     def _products(self) -> Tensor:
-        """W Aᵀ, [out, rank]. A is made large first, by a power of two: the product comes with the bias, and
-        in a short type little would be left of a small one beside it."""
+        """W Aᵀ, [out, rank]. A is scaled up by a power of two first: the product includes the bias, beside
+        which a small one would lose its precision in a short type."""
         a = self.lora.a
         largest = float(a.abs().max())
         exponent = math.floor(math.log2(_LARGE / largest)) if 0.0 < largest < math.inf else 0
@@ -58,7 +57,7 @@ class Norms:
 
 
 class GivenNorms(Norms):
-    """Norms that are known, or that stand for ones without values where only shapes matter."""
+    """Known norms, or a tensor without values where only shapes matter."""
 
     def __init__(self, weights: Weights, lora: LowRank, values: Tensor) -> None:
         super().__init__(weights, lora)
@@ -67,10 +66,10 @@ class GivenNorms(Norms):
 
 @dataclass(frozen=True, eq=False)
 class DoRABypass(Bypass):
-    """`lora` and magnitude [out], beside the linear (or embedding) that `norms` are about.
+    """`lora` and magnitude [out] beside a linear (or embedding) with these `norms`.
 
-    Dropout reaches the low-rank part alone, so that the base's product is computed once. PEFT also drops that
-    one's input where the rows' lengths change it, which is the same in the mean.
+    Dropout applies to the low-rank part alone, so that the base's product is computed once. PEFT also drops
+    the input of the base's product in its rescaled part, which is the same on average.
     """
 
     lora: LowRank
@@ -92,13 +91,13 @@ class DoRABypass(Bypass):
         return replace(self, lora=lora, magnitude=parameters[MAGNITUDE], norms=norms)
 
     def in_type(self, dtype: torch.dtype, copy: bool = False) -> "DoRABypass":
-        """The magnitude stays exact: what counts is how little it differs from the norm."""
+        """The magnitude stays exact, as its small difference from the norm matters."""
         lora = self.lora.in_type(dtype, copy)
         magnitude = self.magnitude.to(exact_type(dtype), copy=copy)
         return replace(self, lora=lora, magnitude=magnitude, norms=Norms(self.norms.weights, lora))
 
     def with_norms(self, values: Tensor) -> "DoRABypass":
-        """Returns the bypass with the norms [out] that are given, until its parameters change."""
+        """Returns the bypass with given norms [out], until its parameters change."""
         return replace(self, norms=GivenNorms(self.norms.weights, self.lora, values))
 
     def dropping(self, mask: Mask) -> "DoRABypass":
@@ -123,7 +122,7 @@ class DoRABypass(Bypass):
 
     @cached_property
     def _constant(self) -> tuple[Tensor, LowRank]:
-        """g − 1 and the low-rank part with g in it, outside of any graph."""
+        """g − 1, and the low-rank part scaled by g, without a graph."""
         with torch.no_grad():
             gain = self._gain()
             return (gain - 1).to(self.lora.b.dtype), self.lora.with_outputs_scaled(gain)

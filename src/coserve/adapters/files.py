@@ -1,8 +1,8 @@
-"""Adapter files, both ways: `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes them.
+"""Reads and writes adapter files, `adapter_config.json` and `adapter_model.safetensors`, in PEFT's format.
 
-Whatever would change the result and is not honoured here is refused by name, and so is every tensor that
-would go unused. An adapter of several parts, which PEFT has not, has the type COSERVE_LIST: `parts` are the
-configurations of its parts, and the names of part n's tensors begin with `n:`.
+Unsupported fields that would change the result are refused by name, and so are unused tensors. An adapter of
+several parts, which PEFT lacks, has the type COSERVE_LIST: `parts` are the configurations of its parts, and
+the names of part n's tensors begin with `n:`.
 """
 
 import json
@@ -45,9 +45,9 @@ def read_adapter(
 ) -> AdapterVersion:
     """The adapter in `folder` as version 0 of `name`, on `device`, for a base in `dtype`.
 
-    What `load` gives of the weights is copied. `rest` is called after every piece of work.
+    The weights from `load` are copied. `rest` is called between pieces of work.
 
-    Raises AdapterError for files that cannot be read, AdapterMismatch for what does not fit the base.
+    Raises AdapterError for unreadable files, AdapterMismatch for adapters that do not fit the base.
     """
     folder = Path(folder)
     fields = _read_fields(folder / CONFIG)
@@ -67,9 +67,9 @@ def read_adapter(
 
 
 def read_outline(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype) -> AdapterVersion:
-    """Reads an adapter as `read_adapter` does, with tensors that have no values: no weights are read.
+    """Reads an adapter as `read_adapter` does, but without weights: its tensors have no values.
 
-    Raises what `read_adapter` would raise, but for what the values would show.
+    Raises what `read_adapter` does, except for errors of values.
     """
     folder = Path(folder)
     fields = _read_fields(folder / CONFIG)
@@ -83,8 +83,8 @@ def read_outline(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype
 
 
 def check_weights(folder: str | Path, name: str, frame: Frame, dtype: torch.dtype) -> None:
-    """Raises AdapterError where the adapter in `folder` holds numbers that a base in `dtype` has not, or
-    makes such of them. One tensor is in memory at a time, as far as it is looked at."""
+    """Raises AdapterError where weights in `folder`, or their products, are not finite in a base of `dtype`.
+    Holds one tensor in memory at a time."""
     folder = Path(folder)
     peaks = {}
     try:
@@ -109,8 +109,8 @@ def _assemble(
     rest: Callable[[], None] = lambda: None,
     is_known: bool = False,
 ) -> AdapterVersion:
-    """The adapter that a file's fields and tensors are, in the exact type of a base in `dtype`. Numbers that
-    `dtype` has not, and NaN, are refused, unless the adapter `is_known`."""
+    """The adapter of a file's fields and tensors, in the exact type of a base in `dtype`. Numbers beyond
+    `dtype`, and NaN, are refused, unless the adapter `is_known`."""
     for longest in (max(names, key=len, default="") for names in (fields, tensors)):
         if len(longest) > _LONGEST_NAME:
             raise AdapterError(
@@ -131,8 +131,7 @@ def _assemble(
 
 
 def _peaks(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the same shape, with the largest absolute number of each row or column, whichever is
-    longer, in place of all that are there. It takes the bytes of one number of each."""
+    """The absolute maxima along the longest dimension, expanded to the tensor's shape without copies."""
     if not tensor.is_floating_point() or not tensor.numel() or not tensor.ndim:
         return tensor
     longest = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
@@ -140,7 +139,7 @@ def _peaks(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _without_values(one: Any) -> Tensor:
-    """A tensor of the shape and type that a slice of safetensors has."""
+    """A tensor without values in the shape and type of a slice of safetensors."""
     return torch.empty(one.get_shape(), dtype=TYPES.get(one.get_dtype(), torch.int8), device="meta")
 
 
@@ -151,11 +150,11 @@ def write_adapter(
     model_type: str = "",
     whole: bool = False,
 ) -> None:
-    """Writes what PEFT's `from_pretrained` reads beside a base of this type; tensors in float32 (float64 ones
-    stay as they are).
+    """Writes an adapter for PEFT's `from_pretrained` beside a base of this type; tensors in float32 (float64
+    ones stay).
 
-    With `whole` what training needs instead: also what PEFT does not read, such as prompt encoders.
-    Warns where PEFT is known to read something else.
+    With `whole` also tensors that only training needs, such as prompt encoders. Warns where PEFT is known to
+    read the files otherwise.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,8 +165,8 @@ def write_adapter(
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter version as bytes: what its two files would hold, with all that training needs. `is_exact`
-    says that its tensors are in the type that master weights have."""
+    """An adapter version as bytes: the contents of its two files, with all that training needs. `is_exact`:
+    its tensors are in the type of master weights."""
 
     name: str
     version: int
@@ -186,8 +185,8 @@ def pack_adapter(adapter: AdapterVersion, dtype: torch.dtype) -> PackedAdapter:
 def unpack_adapter(
     packed: PackedAdapter, frame: Frame, dtype: torch.dtype, device: torch.device
 ) -> AdapterVersion:
-    """The adapter that was packed, on `device`, for a base in `dtype`. Raises AdapterMismatch where it does
-    not fit the base."""
+    """Unpacks an adapter to `device` for a base in `dtype`. Raises AdapterMismatch where it does not fit the
+    base."""
     fields, tensors = json.loads(packed.config), dict(sorted(load(packed.weights).items()))
     # Its numbers were looked at when it came in, if it was read from files.
     found = _assemble(packed.name, Path(packed.name), fields, tensors, frame, dtype, device, is_known=True)
@@ -256,7 +255,7 @@ def _split(
 
 
 def _as_peft_reads(fields: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
-    """A LoRA adapter's fields, with those targets named by their weights that PEFT mistakes otherwise."""
+    """A LoRA adapter's fields, with targets that PEFT would misread named by their weights."""
     found = mistaken(model_type, fields["target_modules"])
     if not found:
         return fields

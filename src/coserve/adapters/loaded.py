@@ -7,9 +7,9 @@ from coserve.errors import AdapterNotFound
 
 
 class LoadedAdapters:
-    """Weights of adapter versions, `name@3`, for as long as the host wants them (`AdapterCache`).
+    """Weights of adapter versions by key (`name@3`), until the host drops them (`AdapterCache`).
 
-    A training session adds the versions that it publishes; a reading thread those that it has read.
+    Training sessions add the versions that they publish; a reading thread those that it has read.
     """
 
     def __init__(self, when_dropped: Callable[[AdapterVersion], object] = lambda version: None) -> None:
@@ -39,7 +39,7 @@ class LoadedAdapters:
         return found
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Frees versions; keys of versions that are not here are ignored."""
+        """Frees versions; unknown keys are ignored."""
         for key in keys:
             if (found := self._versions.pop(key, None)) is not None:
                 self._when_dropped(found)

@@ -1,4 +1,4 @@
-"""The low-rank adapters of a step: whose rows are where, in which slots, of which ranks and scales."""
+"""The low-rank adapters of a step: their rows, slots, ranks and scales."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ class SlotRows:
         self._latest: tuple[Tensor, Tensor, Any] | None = None
 
     def add_(self, path: str, x: Tensor, y: Tensor) -> None:
-        """As `LoraBatch.add_`. Linears that are given the same tensor in a row share their first product."""
+        """As `LoraBatch.add_`. Consecutive linears with the same input tensor share their first product."""
         weights = self._weights.get(path)
         if weights is None:
             return
@@ -32,9 +32,9 @@ class SlotRows:
 
 
 class LoraBatch:
-    """Adapters over their ranges of rows, in the order of the rows, made once for all linears that these
-    rows pass. Bypasses that are two products and no more are multiplied together; `rest` is what else the
-    adapters have. Rows of `slots` are multiplied by their pools."""
+    """Adapters over their ranges of rows, in row order, made once for all linears of a pass. Plain low-rank
+    bypasses are multiplied together; `rest` are the adapters' other bypasses. Rows of `slots` are multiplied
+    by their pools."""
 
     def __init__(self, adapters: Sequence[AdapterRows], slots: Sequence[SlotRows] = ()) -> None:
         self.adapters, self.slots = adapters, slots
@@ -48,15 +48,15 @@ class LoraBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Tells whether it holds nobody's rows."""
+        """Tells whether the batch has no rows."""
         return not self.adapters and not self.slots
 
     def with_rows(self, adapters: Sequence[AdapterRows]) -> "LoraBatch":
-        """The batch and adapters whose rows come after its own."""
+        """The batch extended by adapters whose rows follow its own."""
         return LoraBatch([*self.adapters, *adapters], self.slots) if adapters else self
 
     def add_(self, path: str, x: Tensor, y: Tensor) -> None:
-        """Adds the bypasses at a linear to y [all rows, out] in place; x [..., in] is what it is given."""
+        """Adds the bypasses at a linear to y [all rows, out] in place; x [..., in] is the linear's input."""
         for rows in self.slots:
             rows.add_(path, x, y)
         if path not in self._segments:
@@ -66,8 +66,8 @@ class LoraBatch:
             segments.add_(x.flatten(0, -2), y)
 
     def segments(self, path: str, is_added: Sequence[bool] | None = None) -> LoraSegments | None:
-        """The segments at a linear, None where there are none. `is_added` tells of each adapter whether what
-        its bypass adds has been added, or is needed by nobody."""
+        """The segments at a linear, None where there are none. `is_added` tells for each adapter whether its
+        bypass has been added or is not needed."""
         added = [False] * len(self.adapters) if is_added is None else is_added
         found = []
         for (rows, own), is_in in zip(self.adapters, added, strict=True):

@@ -19,7 +19,7 @@ from coserve.kernels.dropout import Mask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRABypass(Bypass):
-    """a [rank, in], b [out, rank], and maybe a bias [out] on b, which is scaled as well."""
+    """Matrices a [rank, in] and b [out, rank], and optionally a bias [out] of b, which is scaled, too."""
 
     a: Tensor
     b: Tensor
@@ -46,7 +46,7 @@ class LoRABypass(Bypass):
         return y if self.bias is None else y.add(self.bias, alpha=self.scale)
 
     def with_outputs_scaled(self, factors: Tensor) -> "LoRABypass":
-        """The same with each output times a factor of its own, [out]; differentiable. It has no bias."""
+        """The bypass with outputs multiplied by factors [out]; differentiable. It must have no bias."""
         return replace(self, b=(self.b * factors[:, None]).to(self.b.dtype))
 
     def dropping(self, mask: Mask) -> "DroppingLoRA":
@@ -62,19 +62,18 @@ class LoRABypass(Bypass):
 
 
 def is_lora(bypass: Bypass | None) -> TypeGuard[LoRABypass]:
-    """Tells whether it is two products of what the linear is given, and no more: such bypasses are multiplied
-    together."""
+    """Tells whether the bypass is a plain low-rank product of the linear's input, as batched LoRA needs."""
     return type(bypass) is LoRABypass and bypass.bias is None
 
 
 def is_plain(bypass: Bypass | None) -> TypeGuard[LoRABypass]:
-    """Tells whether it is so when it trains, too: its gradients do not depend on what the linear gives."""
+    """Tells whether that holds in training, too: gradients do not depend on the linear's output."""
     return is_lora(bypass) and not bypass.dropout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DroppingLoRA(Bypass):
-    """A LoRA bypass while it trains with dropout."""
+    """A LoRA bypass in training with dropout."""
 
     bypass: LoRABypass
     mask: Mask
@@ -94,8 +93,8 @@ class DroppingLoRA(Bypass):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingLoRA(Bypass):
-    """a [rank, vocabulary], b [width, rank], beside an embedding that multiplies its rows by `factor`.
-    x [rows] are token ids. PEFT drops nothing out here, and nor does this."""
+    """a [rank, vocabulary], b [width, rank], beside an embedding that multiplies its rows by `factor`. x
+    [rows] are token ids. There is no dropout, as in PEFT."""
 
     a: Tensor
     b: Tensor
@@ -115,7 +114,7 @@ class EmbeddingLoRA(Bypass):
         y.addmm_(F.embedding(x, self.a.t()), self.b.t(), alpha=self.scale * self.factor)
 
     def with_outputs_scaled(self, factors: Tensor) -> "EmbeddingLoRA":
-        """The same with each output times a factor of its own, [width]; differentiable."""
+        """The bypass with outputs multiplied by factors [width]; differentiable."""
         return replace(self, b=(self.b * factors[:, None]).to(self.b.dtype))
 
     def merged(self, dense: Dense, side: Side) -> Dense:
@@ -130,7 +129,7 @@ Scale = Callable[[str, int], float]  # of the bypass at a path, whose matrices h
 def take_linears(
     saved: Saved, frame: Frame, scale: Scale, dropout: float, with_bias: bool
 ) -> Iterator[tuple[Site, LoRABypass]]:
-    """A file's matrices beside linears. Raises AdapterMismatch."""
+    """Takes a file's matrices beside linears. Raises AdapterMismatch."""
     endings = ["lora_A.weight", "lora_B.weight", *["lora_B.bias"] * with_bias]
     for path, (a, b, *rest) in saved.pairs(*endings).items():
         site = site_at(frame.sites, path, Kind.LINEAR)
@@ -144,7 +143,7 @@ def take_linears(
 
 
 def take_embeddings(saved: Saved, frame: Frame, scale: Scale) -> Iterator[tuple[Site, EmbeddingLoRA]]:
-    """A file's matrices beside the embedding. Raises AdapterMismatch."""
+    """Takes a file's matrices beside the embedding. Raises AdapterMismatch."""
     for path, (a, b) in saved.pairs("lora_embedding_A", "lora_embedding_B").items():
         site = site_at(frame.sites, path, Kind.EMBEDDING)
         rank = _rank(a)
@@ -155,9 +154,8 @@ def take_embeddings(saved: Saved, frame: Frame, scale: Scale) -> Iterator[tuple[
 
 
 def expect_product(saved: Saved, path: str, a: Tensor, b: Tensor, factor: float) -> None:
-    """Raises AdapterError where factor · B, or an element of factor · B A, may be beyond what the base's type
-    holds, although all of a [rank, in] and b [out, rank] are not. The bound is made of each rank's largest
-    numbers."""
+    """Raises AdapterError where factor · B, or an element of factor · B A, may overflow the base's type, for
+    a [rank, in] and b [out, rank]. The bound is made of each rank's largest numbers."""
     if a.is_meta or not a.numel() or not b.numel():
         return
     of_a, of_b = (vector_norm(one, math.inf, dim).double() for one, dim in ((a, 1), (b, 0)))

@@ -1,4 +1,4 @@
-"""An adapter written into its base's weights: a model of its own, for whoever cannot load adapters."""
+"""Merges an adapter into its base's weights, for tools that cannot load adapters."""
 
 import shutil
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ _COPIED: Final = (
 def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str | Path) -> Path:
     """Writes the model in `model_folder` with the adapter in `adapter_folder` merged into `out`.
 
-    Weights are added up in float32 (float64 ones in float64) and keep the type the model was saved in.
-    Returns `out`. Raises ModelNotFound, AdapterMismatch, or AdapterError, also where the adapter's method has
-    no merged form and where `out` holds something.
+    Sums are in float32 (float64 for float64 weights); weights keep the type in which the model was saved.
+    Returns `out`. Raises ModelNotFound, AdapterMismatch, or AdapterError, also where the adapter's method
+    cannot be merged or `out` is not empty.
     """
     model_folder, out = Path(model_folder), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -61,7 +61,7 @@ def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str
 
 
 class WholeModel:
-    """A model with its own modules, as the `Frame` of an adapter that is merged into it."""
+    """An unmodified model as the `Frame` of an adapter to be merged into it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         layers = decoder_layers(model)
@@ -90,8 +90,8 @@ class OwnParameters(FrozenParameters):
         return gain_of(self._module(path))
 
     def dense(self, path: str) -> Dense:
-        """The weights at `path`, [out, in], as exact as sums are made. Raises AdapterError where it has none
-        of its own."""
+        """The weights at `path`, [out, in], in the type of sums. Raises AdapterError where it has none of its
+        own."""
         module, site = self._module(path), self._sites[path]
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):
@@ -108,7 +108,7 @@ class OwnParameters(FrozenParameters):
 
     @torch.no_grad()
     def replace(self, path: str, dense: Dense) -> None:
-        """Puts weights in the place of the model's, rounded once. Raises AdapterError if they do not fit."""
+        """Replaces the model's weights at `path`, rounded once. Raises AdapterError if they overflow."""
         module, site = self._module(path), self._sites[path]
         for name, tensor in (("weight", _turned(dense.weight, site)), ("bias", dense.bias)):
             own = getattr(module, name, None)
@@ -131,7 +131,7 @@ class OwnParameters(FrozenParameters):
 
 
 def _turned(weight: Tensor, site: Site) -> Tensor:
-    """[out, in] where the module has it the other way round, and back."""
+    """Transposes a weight between [out, in] and the module's layout."""
     return weight.t() if site.transposed else weight
 
 

@@ -15,9 +15,9 @@ from coserve.errors import AdapterMismatch
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A part as it goes into files: fields of the configuration, tensors by their names in PEFT's format.
+    """A part for files: fields of the configuration, tensors by their names in PEFT's format.
 
-    `own` are tensors that training goes on from and PEFT's format has no place for; checkpoints have them.
+    `own` are further tensors for training that PEFT's format lacks; checkpoints have them.
     """
 
     fields: Mapping[str, Any]
@@ -28,8 +28,8 @@ class Written:
 class Method(Protocol):
     """One adapter method.
 
-    `name` is what requests and command lines call it, `peft_type` what files do, `config` the frozen
-    dataclass of its settings, `aliases` PEFT's words for some of its fields.
+    `name` is its name in requests and command lines, `peft_type` in files, `config` the frozen dataclass of
+    its settings, `aliases` PEFT's names for some of its fields.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Method(Protocol):
     aliases: Mapping[str, str]
 
     def fresh(self, config: Any, frame: Frame, generator: torch.Generator) -> Part:
-        """A part that changes nothing yet, or as little as the method can, float32 on the CPU.
-        Raises AdapterMismatch where the base has no such places."""
+        """An initial part that changes nothing, or as little as the method allows, in float32 on the CPU.
+        Raises AdapterMismatch where the base lacks the places."""
         ...
 
     def read(self, saved: Saved, frame: Frame) -> Part:
-        """Reads a part from a file. Whatever it does not take from `saved` is refused. Raises
+        """Reads a part from a file. Fields and tensors not taken from `saved` are refused. Raises
         AdapterError."""
         ...
 
@@ -53,7 +53,7 @@ class Method(Protocol):
 
 
 def named(path: str, targets: Container[str]) -> bool:
-    """Tells whether a path is one of the targets, or ends with one."""
+    """Tells whether a path equals a target or ends with one after a dot."""
     while path not in targets:
         _, dot, path = path.partition(".")
         if not dot:
@@ -66,7 +66,7 @@ def chosen(
 ) -> dict[str, Site]:
     """The sites of these kinds that are targets; without targets, all of them inside the layers.
 
-    Raises AdapterMismatch for a target that is none of them.
+    Raises AdapterMismatch for a target without such a site.
     """
     sites = {path: site for path, site in frame.sites.items() if site.kind in kinds}
     if not targets:

@@ -1,9 +1,9 @@
-"""Linears that an adapter's file names by their weights (PEFT's `target_parameters`), both ways.
+"""Converts linears in adapter files to and from weight names (PEFT's `target_parameters`).
 
 In some mixtures of experts PEFT (0.21.2) takes every target named like an expert's linear of old checkpoints
 (`gate_proj`, `up_proj`, `down_proj`) or router (`gate`) for the fused experts or the router, even the whole
-path of a shared expert's linear. A weight that is named itself it takes for what it is, and the tensors
-beside it are called and shaped as those beside the linear.
+path of a shared expert's linear. It resolves names of weights correctly, with tensors named and shaped as
+those of the linear.
 """
 
 import re
@@ -28,7 +28,7 @@ _TOGETHER: Final = 30  # names in one pattern, which may have 10,000 characters
 
 
 def mistaken(model_type: str, paths: Iterable[str]) -> list[str]:
-    """The linears that PEFT, told to target them in a base of this type, takes for fused experts."""
+    """The linears that PEFT, when they are targets in a base of this type, takes for fused experts."""
     if _LIKE.get(model_type) != _FUSED:
         return []
     return [path for path in paths if path.rpartition(".")[2] in _MISTAKEN]
@@ -37,7 +37,7 @@ def mistaken(model_type: str, paths: Iterable[str]) -> list[str]:
 def name_weights(fields: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
     """The fields of a LoRA adapter with these of its targets named by their weights.
 
-    The dropout, which PEFT does not have there, is 0: it matters in training alone.
+    Dropout is set to 0, as PEFT has none there; it matters in training only.
     """
     targets, weights = list(fields["target_modules"]), list(paths)
     modules = sorted(set(targets) - set(weights))
@@ -56,10 +56,10 @@ def name_weights(fields: Mapping[str, Any], paths: Iterable[str]) -> dict[str, A
 def _of_weights(
     field: str, patterns: Mapping[str, _T], default: _T, modules: Sequence[str], weights: Iterable[str]
 ) -> dict[str, _T]:
-    """Patterns that say of modules what `patterns` do, and of weights what these do of their linears.
+    """Patterns equivalent to `patterns` for modules, and for weights to those of their linears.
 
-    PEFT warns of a pattern that matches no module, though it matches weights: so a module whose own pattern
-    comes first is in each of them.
+    PEFT warns of a pattern that matches weights and no module, so each pattern also matches a module for
+    which an earlier one applies.
     """
     of_modules = first_entries(field, patterns, modules)
     by_value: dict[_T, list[str]] = {}
@@ -90,7 +90,7 @@ def take_weights(saved: Saved, frame: Frame) -> list[str]:
 
 
 def of_modules(field: str, patterns: Mapping[str, _T], default: _T, paths: Iterable[str]) -> dict[str, _T]:
-    """Patterns that say of these linears what `patterns` say of their weights."""
+    """Patterns that give these linears what `patterns` give their weights."""
     paths = list(paths)
     of_weights = first_entries(field, patterns, [path + _WEIGHT for path in paths])
     as_modules = first_entries(field, patterns, paths)

@@ -1,9 +1,9 @@
 """Regular expressions of tenants, matched in linear time by RE2.
 
-Python's `re` backtracks, and holds the interpreter meanwhile: `(a+)+$` and a name of forty letters take
-hours. RE2 lets other threads run, and takes a time in proportion to the pattern's program and the name. Both
-are bounded: a pattern by its length and the memory of its program, all patterns of one adapter together by
-the processor time that they may take.
+Python's `re` backtracks while holding the interpreter lock: `(a+)+$` on a name of forty letters takes hours.
+RE2 releases the lock, and takes time proportional to the pattern's program and the name. Both are bounded: a
+pattern by its length and the memory of its program, all patterns of one adapter together by the processor
+time that they may take.
 """
 
 import re
@@ -29,12 +29,12 @@ _OTHERWISE: Final = ("{,", "[:")
 
 
 class UnsupportedPattern(AdapterError):
-    """A regular expression that may be Python's, and that no engine matches in linear time."""
+    """A regular expression that may be valid in Python and cannot be matched in linear time."""
 
 
 def check_patterns(field: str, patterns: Iterable[str]) -> None:
-    """Raises AdapterError for the first one that is no regular expression or too large, UnsupportedPattern
-    for one that cannot be matched in linear time; `field` is where they stand."""
+    """Raises AdapterError for an invalid or too large pattern, UnsupportedPattern for one that cannot be
+    matched in linear time; errors name `field`."""
     _first_matches(field, tuple(patterns), ())
 
 
@@ -46,7 +46,7 @@ def full_matches(field: str, pattern: str, names: Iterable[str]) -> frozenset[st
 
 
 def first_entries(field: str, entries: Mapping[str, _T], names: Iterable[str]) -> dict[str, _T]:
-    """By name the entry of the first pattern that matches its end, after a dot, or all of it, as PEFT reads
+    """By name the entry of the first pattern that matches all of it or its end after a dot, as PEFT reads
     `rank_pattern`; names that no pattern matches are left out. Raises what `check_patterns` does."""
     given, values = tuple(names), tuple(entries.values())
     if not entries:
@@ -59,8 +59,8 @@ def first_entries(field: str, entries: Mapping[str, _T], names: Iterable[str]) -
 def _first_matches(
     field: str, patterns: tuple[str, ...], names: tuple[str, ...], ending: bool = False
 ) -> tuple[int | None, ...]:
-    """For each name the number of the first pattern that matches it. One pattern after the other, so that the
-    states of one only are in memory."""
+    """For each name the index of the first pattern that matches it. Patterns run one at a time, so that only
+    one's states are in memory."""
     found: dict[str, int] = {}
     # What coserve writes stands for one name each: a file of a thousand such patterns is read at once.
     exact = {f"^{re.escape(name)}$": name for name in names}

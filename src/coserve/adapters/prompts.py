@@ -1,4 +1,4 @@
-"""What the methods with virtual tokens share: prompts that are embeddings, and PEFT's fields about them."""
+"""Shared by the methods with virtual tokens: prompts of embeddings, and PEFT's fields about them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ LOST: Final = "the file does not hold the encoder that its virtual tokens came o
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainPrompt(Prompt):
-    """embeddings [count, width], which train as they are."""
+    """Embeddings [count, width], trained directly."""
 
     embeddings: Tensor
     note: str = ""
@@ -41,20 +41,20 @@ class PlainPrompt(Prompt):
 
 
 def read_prompt(saved: Saved, frame: Frame) -> PlainPrompt:
-    """Embeddings as PEFT saves them, whatever they once came out of."""
+    """Reads embeddings as PEFT saves them, without any encoder."""
     count = take_count(saved, frame)
     return PlainPrompt(take_rows(saved, count, embedding_of(frame).outputs))
 
 
 def take_rows(saved: Saved, count: int, width: int) -> Tensor:
-    """Embeddings [count, width]; where `count` is 0, the file does not say, and there may be any number."""
+    """Embeddings [count, width]; `count` 0 (not in the file) accepts any number."""
     rows = saved.tensor(EMBEDDINGS)
     expect_shape(saved, EMBEDDINGS, rows, count or (len(rows) if rows.ndim else 1), width)
     return rows
 
 
 def has_encoder(saved: Saved) -> bool:
-    """Tells whether the file is one of coserve's that holds what the embeddings come out of."""
+    """Tells whether the file is one of coserve's with the embeddings' encoder."""
     return any(name.startswith(ENCODER) for name in saved.tensors)
 
 
@@ -67,7 +67,7 @@ def draw_encoder(count: int, width: int, shapes: Shapes, generator: torch.Genera
 
 
 def read_encoder(saved: Saved, count: int, width: int, shapes: Shapes) -> dict[str, Tensor]:
-    """Its weights by PEFT's names. Raises AdapterMismatch where one is missing or does not fit."""
+    """An encoder's weights by PEFT's names. Raises AdapterMismatch where one is missing or does not fit."""
     wanted = {"embedding.weight": (count, width), **{name: shape for name, (shape, _) in shapes.items()}}
     found = {name: saved.tensor(f"{ENCODER}{name}") for name in wanted}
     for name, tensor in found.items():
@@ -83,8 +83,8 @@ def expect_shape(saved: Saved, name: str, tensor: Tensor, *shape: int) -> None:
 
 
 def take_count(saved: Saved, frame: Frame) -> int:
-    """`num_virtual_tokens`, 0 where the file does not say. Raises AdapterError where other fields say that it
-    is for a base of another kind; what shapes say as well is left to them."""
+    """`num_virtual_tokens`, 0 where the file lacks it. Raises AdapterError where other fields are for another
+    kind of base; those that shapes imply are not checked."""
     if saved.take("num_transformer_submodules", 1) != 1:
         raise AdapterError(f"{saved.folder}: an adapter of an encoder and a decoder is not supported")
     if (layers := saved.take("num_layers", frame.depth)) != frame.depth:
@@ -95,23 +95,23 @@ def take_count(saved: Saved, frame: Frame) -> int:
 
 
 def count_fields(count: int) -> dict[str, Any]:
-    """The same the other way; PEFT finds the rest in the model."""
+    """PEFT's fields for `count` virtual tokens; PEFT reads the rest from the model."""
     return {"num_virtual_tokens": count, "num_transformer_submodules": 1}
 
 
 def prompt_fields(rows: Tensor) -> dict[str, Any]:
-    """The same of a prompt's rows [count, width]; PEFT takes their width for that of the layers."""
+    """PEFT's fields for prompt rows [count, width]; PEFT takes their width for that of the layers."""
     return {**count_fields(len(rows)), "token_dim": rows.shape[1]}
 
 
 def expect_count(method: str, tokens: object) -> None:
-    """Raises AdapterError unless it is a number of virtual tokens."""
+    """Raises AdapterError unless `tokens` is a valid number of virtual tokens."""
     if type(tokens) is not int or tokens < 1:
         raise AdapterError(f"{method} needs a whole number of at least 1 virtual token, not {shown(tokens)}")
 
 
 def linear_shapes(name: str, numbers: tuple[int, ...], widths: tuple[int, ...]) -> Shapes:
-    """Weights and biases of linears one after the other, called `name.number`."""
+    """Shapes of weights and biases of consecutive linears named `name.number`."""
     found: Shapes = {}
     for number, ins, outs in zip(numbers, widths[:-1], widths[1:], strict=True):
         found[f"{name}.{number}.weight"] = (outs, ins), ins**-0.5

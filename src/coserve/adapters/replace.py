@@ -1,6 +1,6 @@
-"""Modules of an adapter's own in the place of the base's: PEFT's `modules_to_save`, for any method.
+"""An adapter's own modules in place of the base's: PEFT's `modules_to_save`, for any method.
 
-What the base's module gives to the adapter's rows is not used.
+For the adapter's rows the output of the base's module is not used.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +21,7 @@ _Self = TypeVar("_Self", bound="Replacement")
 
 @dataclass(frozen=True, eq=False)
 class Replacement(Bypass):
-    """weight [out, in] and maybe a bias [out], of a linear. Files have the weight of a linear that is
-    `transposed` the other way round."""
+    """A linear's weight [out, in] and optional bias [out]. Files have `transposed` weights as [in, out]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -45,7 +44,7 @@ class Replacement(Bypass):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingReplacement(Replacement):
-    """weight [vocabulary, width], of an embedding that multiplies its rows by `factor`."""
+    """The weight [vocabulary, width] of an embedding that multiplies its rows by `factor`."""
 
     factor: float = 1.0
 
@@ -55,8 +54,8 @@ class EmbeddingReplacement(Replacement):
 
 @dataclass(frozen=True, eq=False)
 class NormReplacement(Replacement):
-    """weight [width] and maybe a bias, of a norm. What is normalized is found in what the base's norm gives,
-    (y − base.bias) / gain, where `gain` [width] is what that multiplies features by; it has no zeros."""
+    """A norm's weight [width] and optional bias. The normalized features are recovered from the base's norm
+    as (y − base.bias) / gain; its `gain` [width] has no zeros."""
 
     exact = True
     base: Dense | None = None
@@ -72,7 +71,7 @@ class NormReplacement(Replacement):
 
 def fresh_replacements(names: Iterable[str], frame: Frame) -> dict[Place, Bypass]:
     """The base's own weights, float32 on the CPU, at every module whose path ends with one of the names, as
-    PEFT reads them. Raises AdapterMismatch for a name that is none."""
+    PEFT reads them. Raises AdapterMismatch for an unknown name."""
     found: dict[Place, Bypass] = {}
     for name in names:
         sites = [site for path, site in frame.sites.items() if path.endswith(name) and site.kind in _KINDS]
@@ -88,8 +87,8 @@ def fresh_replacements(names: Iterable[str], frame: Frame) -> dict[Place, Bypass
 
 
 def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
-    """The modules that a file's `modules_to_save` names. Raises AdapterMismatch for what is missing or does
-    not fit the base."""
+    """Takes the modules in a file's `modules_to_save`. Raises AdapterMismatch for tensors that are missing or
+    do not fit the base."""
     names = saved.names("modules_to_save")
     saved.ignore("modules_to_save")
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -119,7 +118,7 @@ def take_replacements(saved: Saved, frame: Frame) -> dict[Place, Bypass]:
 
 
 def written_replacements(bypasses: Mapping[Place, Bypass]) -> tuple[list[str], dict[str, Tensor]]:
-    """`modules_to_save` and tensors, by their names in files."""
+    """The field `modules_to_save`, and tensors by their names in files."""
     paths, tensors = [], {}
     for place, bypass in bypasses.items():
         if isinstance(bypass, Replacement):
@@ -131,8 +130,8 @@ def written_replacements(bypasses: Mapping[Place, Bypass]) -> tuple[list[str], d
 
 
 def expect_copies(saved: Saved, frame: Frame) -> None:
-    """Takes embeddings and heads that PEFT has saved along with what stands beside them, which it does
-    unasked. Raises AdapterMismatch where one is not the base's own."""
+    """Takes embeddings and heads that PEFT saves by itself along with their bypasses. Raises AdapterMismatch
+    where one is not the base's own."""
     for full in saved.left:
         path = full.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".base_layer")
         site = frame.sites.get(path)
@@ -163,7 +162,7 @@ def _replacement(frame: Frame, site: Site, weight: Tensor, bias: Tensor | None) 
 
 
 def _shape(site: Site) -> Sequence[int]:
-    """Of its weight, as files have it."""
+    """Shape of a site's weight in files."""
     if site.kind is Kind.NORM:
         return (site.outputs,)
     is_turned = site.transposed or site.kind is Kind.EMBEDDING
@@ -171,7 +170,7 @@ def _shape(site: Site) -> Sequence[int]:
 
 
 def _is_within(path: str, name: str) -> bool:
-    """Tells whether a module is called so, or one that it is in: by how paths end, as in PEFT."""
+    """Tells whether the path of a module or of one that contains it ends with the name, as in PEFT."""
     parts = path.split(".")
     return any(".".join(parts[:count]).endswith(name) for count in range(1, len(parts) + 1))
 

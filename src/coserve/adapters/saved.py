@@ -1,4 +1,4 @@
-"""An adapter's two files while a method reads them: what is not taken is refused by name."""
+"""An adapter's two files while a method reads them; fields and tensors not taken are refused by name."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,8 +29,8 @@ _SHOWN: Final = 80  # characters of a value in an error
 class Saved:
     """Fields and tensors of the adapter in `folder`, as they are read.
 
-    Tensors come out in `dtype` on `device`, and are refused where they hold NaN or numbers beyond `largest`.
-    Every error names the file's folder.
+    Tensors are given in `dtype` on `device`, and refused if they have NaN or numbers beyond `largest`. Every
+    error names the folder.
     """
 
     folder: str
@@ -48,8 +48,8 @@ class Saved:
         self._fields, self._tensors = dict(self.fields), dict(self.tensors)
 
     def take(self, name: str, default: Any) -> Any:
-        """A field's value, `default` where it is missing. It must be of the default's type; a whole number
-        does for another one, and null for nothing."""
+        """A field's value, `default` where it is missing. It must be of the default's type; an integer counts
+        as a float, and null as an empty default."""
         value = self._fields.pop(name, default)
         kind = type(default)
         if value is None and not default:
@@ -63,7 +63,7 @@ class Saved:
         return value
 
     def names(self, name: str) -> list[str]:
-        """A field that is a list of names, empty where it is missing. It does not count as taken."""
+        """A field that is a list of names, empty where it is missing. The field does not count as taken."""
         value = self.fields.get(name) or []
         if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
             raise AdapterError(f"{self.folder}: {name} must be a list of names, not {shown(value)}")
@@ -71,23 +71,23 @@ class Saved:
 
     @property
     def targets(self) -> str | list[str]:
-        """`target_modules`: names, or one regular expression."""
+        """The field `target_modules`: names, or one regular expression."""
         value = self.fields.get("target_modules")
         return value if isinstance(value, str) else self.names("target_modules")
 
     def ignore(self, *names: str) -> None:
-        """Fields that change nothing once the adapter is trained."""
+        """Takes fields that have no effect once the adapter is trained."""
         for name in names:
             self._fields.pop(name, None)
 
     def refuse(self, name: str, why: str) -> None:
-        """Raises AdapterError where the field is there and not empty."""
+        """Raises AdapterError where the field is set and not empty."""
         value = self._fields.pop(name, None)
         if value not in _EMPTY:
             raise AdapterError(f"{self.folder}: {name}={shown(value)} is not supported: {why}")
 
     def ending(self, ending: str) -> dict[str, Tensor]:
-        """The tensors whose names end so, by the path of the module before that; they count as taken."""
+        """The tensors with names `path.ending`, by path; they count as taken."""
         found = {}
         for name in list(self._tensors):
             if name.startswith(PREFIX) and name.endswith("." + ending):
@@ -97,17 +97,17 @@ class Saved:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Names of the tensors that nobody has taken yet."""
+        """Names of the tensors not taken yet."""
         return tuple(self._tensors)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of this name. Raises AdapterMismatch where there is none."""
+        """Takes the tensor of this name. Raises AdapterMismatch where it is missing."""
         if name not in self._tensors:
             raise AdapterMismatch(f"{self.folder}: {name} is missing")
         return self._moved(name)
 
     def pairs(self, *endings: str) -> dict[str, tuple[Tensor, ...]]:
-        """Tensors that belong together, by module; AdapterMismatch where one of them is missing."""
+        """Takes tensors that belong together, by module. Raises AdapterMismatch where one is missing."""
         columns = [self.ending(ending) for ending in endings]
         paths = dict.fromkeys(path for column in columns for path in column)
         for path in paths:
@@ -117,13 +117,13 @@ class Saved:
         return {path: tuple(column[path] for column in columns) for path in paths}
 
     def expect_targets(self, paths: Iterable[str]) -> None:
-        """For files of our own, whose `target_modules` are paths: AdapterMismatch where there are no tensors
-        for one of them."""
+        """For coserve's own files, whose `target_modules` are paths. Raises AdapterMismatch where one has no
+        tensors."""
         if missing := sorted(set(self.names("target_modules")) - set(paths)):
             raise AdapterMismatch(f"{self.folder}: the tensors at {shown(missing[0])} are missing")
 
     def finish(self) -> None:
-        """Raises AdapterError for fields, AdapterMismatch for tensors that nobody took."""
+        """Raises AdapterError for fields, AdapterMismatch for tensors not taken."""
         for name, value in self._fields.items():
             if name not in _INFORMATION and value not in _EMPTY:
                 raise AdapterError(f"{self.folder}: {name}={shown(value)} is not supported")
@@ -143,7 +143,7 @@ class Saved:
 
 
 def expect_numbers(folder: str, name: str, tensor: Tensor, largest: float) -> None:
-    """Raises AdapterError where a tensor on the CPU holds NaN, infinities, or numbers beyond `largest`."""
+    """Raises AdapterError where a CPU tensor has NaN, infinities, or numbers beyond `largest`."""
     if tensor.is_meta or not tensor.numel():
         return
     for piece in torch.split(tensor.flatten(), _PIECE):
@@ -156,13 +156,13 @@ def expect_numbers(folder: str, name: str, tensor: Tensor, largest: float) -> No
 
 
 def shown(value: object) -> str:
-    """A value of a file as errors show it, which may be as long as the file."""
+    """A file's value as shown in errors, shortened."""
     written = repr(value)
     return written if len(written) <= _SHOWN else f"{written[:_SHOWN]}..."
 
 
 def site_at(sites: Sites, path: str, *kinds: Kind) -> Site:
-    """The site a file's tensor stands at. Raises AdapterMismatch."""
+    """The site of a file's tensor. Raises AdapterMismatch."""
     site = sites.get(path)
     if site is None or site.kind not in kinds:
         what = " or ".join(kind.value for kind in kinds)

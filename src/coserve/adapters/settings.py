@@ -1,4 +1,4 @@
-"""Settings of an adapter's methods from plain fields, as a request or a command line has them."""
+"""Settings of an adapter's methods from the fields of a request or command line."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,8 @@ _ALL: Final = "all-linear"  # PEFT's word for targets that are not chosen
 def settings_of(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[object, ...]:
     """One method's settings, or those of several that are one adapter.
 
-    `peft_type` is the method as PEFT calls it, or `type` as we do; without either it is LoRA. Other fields
-    may be called what they are called in the method's settings or in PEFT's. Raises ConfigError, or
-    AdapterError for what the method itself refuses.
+    `peft_type` is the method's name in PEFT, `type` in coserve; without either it is LoRA. Other fields have
+    their names in the method's settings or in PEFT's. Raises ConfigError, or AdapterError from the method.
     """
     if not isinstance(fields, Mapping):
         if not fields:
@@ -30,7 +29,7 @@ def settings_of(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tupl
 
 
 def convert(fields: Mapping[str, Any], kind: type[_T], what: str) -> _T:
-    """A settings dataclass from plain fields; ConfigError names the field that does not belong or fit."""
+    """A settings dataclass from plain fields. Raises ConfigError naming an unknown or invalid field."""
     known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(fields) - known):
         near = get_close_matches(unknown[0], known, 1)

@@ -1,4 +1,4 @@
-"""Places of a model where a bypass may stand, found by what its modules are."""
+"""Sites: modules of a model where bypasses may be added, found by module types."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ EMBEDDED = -1  # the stage before the first layer
 
 
 class Kind(Enum):
-    """Kinds of sites. ATTENTION and FEED_FORWARD are the outputs of a layer's two sublayers, before anything
-    else (a norm, the residual) happens to them."""
+    """Kinds of sites. ATTENTION and FEED_FORWARD are the outputs of a layer's two sublayers, before any norm
+    or residual."""
 
     LINEAR = "linear"
     NORM = "norm"
@@ -35,7 +35,7 @@ class Kind(Enum):
 class Site:
     """A module with a place for bypasses: `inputs` and `outputs` are widths (an embedding's inputs are its
     vocabulary), `stage` is the layer it is in (EMBEDDED before the first, the number of layers after the
-    last). `transposed` weights lie [in, out], as GPT-2's do. An embedding multiplies its rows by `factor`."""
+    last). `transposed` weights are [in, out], as GPT-2's. An embedding multiplies its rows by `factor`."""
 
     path: str
     kind: Kind
@@ -51,7 +51,7 @@ Sites = Mapping[str, Site]
 
 
 class Weights(Protocol):
-    """Frozen weight [out, in] as methods may ask about it, wherever it is kept and in whatever precision."""
+    """Operations of a frozen weight [out, in], in any place and precision, for methods."""
 
     @property
     def bias(self) -> Tensor | None: ...
@@ -66,7 +66,7 @@ class Weights(Protocol):
 
 
 class DenseWeights:
-    """`Weights` that lie there as a matrix."""
+    """`Weights` of a dense matrix."""
 
     def __init__(self, dense: Dense) -> None:
         self._dense = dense
@@ -86,12 +86,12 @@ class DenseWeights:
 
 
 class FrozenParameters(ABC):
-    """The base's frozen parameters as methods may ask about them, wherever they are kept."""
+    """Frozen parameters of the base for methods, wherever they are stored."""
 
     @abstractmethod
     def dense(self, path: str) -> Dense:
-        """The weights of the linear, norm or embedding at `path`, for what replaces them or compares. Raises
-        NotOffered where they are not to be had."""
+        """The dense weights of the linear, norm or embedding at `path`, to be replaced or compared. Raises
+        NotOffered where the placement does not offer them."""
 
     @abstractmethod
     def gain(self, path: str) -> Tensor:
@@ -102,8 +102,8 @@ class FrozenParameters(ABC):
         """Input embeddings [n, width] of token ids [n]."""
 
     def weights(self, path: str) -> Weights:
-        """Weights of the linear at `path`, for bypasses to use in a pass or outside of any. Raises NotOffered
-        where norms of its rows are not to be had."""
+        """Weights of the linear at `path`, for bypasses, in a pass or outside of one. Raises NotOffered where
+        the placement does not offer the norms of its rows."""
         return DenseWeights(self.dense(path))
 
     def bias(self, path: str) -> Tensor | None:
@@ -111,11 +111,11 @@ class FrozenParameters(ABC):
         return self.dense(path).bias
 
     def rounded(self, path: str, weight: Tensor) -> Tensor:
-        """A weight as it would be kept at `path`."""
+        """The values of a weight as stored at `path`."""
         return weight
 
     def is_own(self, path: str, weight: Tensor) -> bool:
-        """Tells whether the linear or embedding at `path` has this weight, [out, in], or was made of it."""
+        """Tells whether the module at `path` has this weight, [out, in], or was quantized from it."""
         own = self.dense(path).weight
         if weight.shape != own.shape:
             return False
@@ -123,7 +123,7 @@ class FrozenParameters(ABC):
 
 
 class Frame(Protocol):
-    """The base as methods may ask about it."""
+    """Properties of the base for methods."""
 
     @property
     def sites(self) -> Sites:
@@ -147,8 +147,8 @@ class Frame(Protocol):
 
 @torch.no_grad()
 def gain_of(norm: nn.Module) -> Tensor:
-    """What a norm multiplies each normalized feature by, [width] in at least float32: its weight, or one and
-    its weight (as Gemma's do), found by looking. Raises AdapterError for anything else."""
+    """The factor of a norm for each normalized feature, [width] in at least float32: its weight, or one plus
+    its weight (Gemma), found by a trial. Raises AdapterError for any other."""
     weight, bias = norm.weight, getattr(norm, "bias", None)
     assert isinstance(weight, Tensor)
     signs = torch.ones_like(weight)
@@ -205,7 +205,8 @@ def _site(
     sublayer: Kind | None,
     width: int,
 ) -> Site | None:
-    """Exact types only: some routers subclass nn.Linear and behave otherwise (design decision 5)."""
+    """The site of a module, None if it is none. Exact types only: some routers subclass nn.Linear and behave
+    otherwise (design decision 5)."""
     if type(module) in (nn.Linear, Conv1D):
         if layer is None and module is not model.get_output_embeddings():
             return None  # a projection around the layers
@@ -230,15 +231,15 @@ def _site(
 
 
 def _factor(embedding: nn.Module) -> float:
-    """What it multiplies its rows by, rounded as it does that (Gemma's have such a thing)."""
+    """The factor of an embedding's rows (Gemma's have one), rounded as in its forward."""
     factor = getattr(embedding, "embed_scale", 1.0)
     assert isinstance(embedding.weight, Tensor)
     return float(torch.as_tensor(factor).to(embedding.weight.dtype))
 
 
 def _sublayers(layer: nn.Module) -> dict[Kind, str]:
-    """A layer's two sublayers among its children: the attention is the one that knows which layer it is in,
-    the feed-forward the last other one with a matrix. OPT's is two linears of the layer, and no site."""
+    """A layer's two sublayers among its children: the attention is the child with a layer index, the
+    feed-forward the last other child with a matrix. OPT's is two linears of the layer, and no site."""
     heavy = [n for n, m in layer.named_children() if any(p.ndim > 1 for p in m.parameters())]
     attention = [n for n in heavy if any(hasattr(m, "layer_idx") for m in layer.get_submodule(n).modules())]
     others = [n for n in heavy if n not in attention]

@@ -1,11 +1,10 @@
-"""Slots of low-rank adapters: what many of them add in one step, in a few operations for all.
+"""Slots of low-rank adapters, so that a step applies many in a few operations.
 
 Adapters with the same linears and nearly the same ranks share a *pool*; each has a slot in the pool's tables,
-of which there is one for each group of linears that are given the same input. A version is copied there when
-a step first has rows of it, and stays until its slot is wanted: a decode step only multiplies. The least
-recently used version gives up its slot first; use is what plans say of sequences (`LoraSlotPools.use`), in
-all pools alike. Rows of anything else (DoRA, IA3, long prompts, an adapter that shares its pool with nobody
-in the step) stay with their own bypasses.
+of which there is one for each group of linears that are given the same input. A version is copied to its slot
+when a step first has rows of it, and stays until the slot is needed for another, so decode steps only
+multiply. Eviction is least recently used, by plans' uses of sequences (`LoraSlotPools.use`) over all pools.
+Other rows (DoRA, IA3, long prompts, a pool's only adapter in the step) use their own bypasses.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +24,8 @@ Shape = tuple[tuple[str, int], ...]  # of a pool: its linears' paths, and the ra
 
 @dataclass(slots=True, eq=False)
 class SlotEntry:
-    """An adapter version as pools see it: its bypasses that may have a slot, and what else it has. Of two
-    versions the one with the greater `used` was used later."""
+    """An adapter version in pools: its bypasses that may have a slot, and its others. `used` grows with each
+    use."""
 
     bypasses: Bypasses
     plain: Mapping[str, LoRABypass]
@@ -58,11 +57,11 @@ class LoraSlotPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots that have ever been used; the others have never been written, and take none."""
+        """Bytes of all slots ever used; others were never written and take no memory."""
         return self._touched * sum(tables.slot_nbytes for tables in self._tables)
 
     def slot(self, entry: SlotEntry, used: Collection[int]) -> int:
-        """The slot of an entry, from now on at least; `used` are the ids of those that must stay."""
+        """The slot of an entry, assigned if it has none; entries with ids in `used` are not evicted."""
         key = id(entry.bypasses)
         if key not in self._slots:
             if not self._free:
@@ -77,16 +76,15 @@ class LoraSlotPool:
         return self._slots[key][0]
 
     def forget(self, key: int) -> None:
-        """Frees the slot of an entry that is gone."""
+        """Frees the slot of a removed entry."""
         found = self._slots.pop(key, None)
         if found is not None:
             self._free.append(found[0])
 
 
 class LoraSlotPools:
-    """The pools of a device. `groups` are the linears they may hold adapters of, those that are given the
-    same input together; `slots` is the most adapters that a step has of one pool. On a device without a
-    backend for slots there are none."""
+    """The pools of a device. `groups` are the linears with slots, grouped by input; `slots` is the most
+    adapters of one pool in a step. A device without a backend for slots has no pools."""
 
     def __init__(self, groups: Sequence[Sequence[str]], slots: int, device: torch.device) -> None:
         self._groups, self._slots, self._device = groups, slots, device
@@ -103,7 +101,7 @@ class LoraSlotPools:
         return sum(pool.nbytes for pool in self._pools.values())
 
     def slot_nbytes(self, bypasses: Bypasses) -> int:
-        """Bytes of a version's slot, whether it has one or not; its tensors need no values."""
+        """Bytes of a version's slot if it had one; its tensors need no values."""
         if self._bounds is None:
             return 0
         entry = _entry(bypasses, self._paths)
@@ -111,9 +109,8 @@ class LoraSlotPools:
         return sum(_tables(1, rank, paths, entry).slot_nbytes for rank, paths in alike)
 
     def batch(self, adapters: Sequence[AdapterRows]) -> LoraBatch:
-        """The batch of adapters over their ranges of rows, those that share a pool in its slots. The latest
-        one is given again as long as nothing changes. Without adapters, as a lane that trains asks beside one
-        that answers, nothing is touched."""
+        """The batch of adapters over their ranges of rows, in slots where several share a pool. An unchanged
+        batch is reused. Without adapters (a training lane beside an inference lane) nothing is changed."""
         if not adapters:
             return LoraBatch(())
         key = tuple((rows.start, rows.stop, id(bypasses)) for rows, bypasses in adapters)
@@ -127,8 +124,7 @@ class LoraSlotPools:
         return sum(len(pool) for pool in self._pools.values())
 
     def order(self, bypasses: Bypasses) -> int:
-        """A number that adapters of one pool have in common: sorted by it, their rows lie together, and
-        nothing has to be picked out."""
+        """A sort key common to the adapters of one pool: sorted by it, their rows are contiguous."""
         if self._bounds is None:
             return 0
         shape = self._entry(bypasses).shape
@@ -142,7 +138,7 @@ class LoraSlotPools:
             self._entry(bypasses).used = next(self._uses)
 
     def forget(self, bypasses: Bypasses) -> None:
-        """Frees the slot of a version that is gone."""
+        """Frees the slot of a removed version."""
         entry = self._entries.pop(id(bypasses), None)
         pool = None if entry is None else self._pools.get(entry.shape)
         if entry is not None and pool is not None:
@@ -197,13 +193,13 @@ def _entry(bypasses: Bypasses, paths: Collection[str]) -> SlotEntry:
 
 
 def _tables(slots: int, rank: int, paths: Sequence[str], entry: SlotEntry) -> SlotTables:
-    """Makes the tables for the linears at `paths`, which are given the same input."""
+    """Makes the tables for the linears at `paths`, which share an input."""
     a = entry.plain[paths[0]].a
     return make_slot_tables(slots, rank, a.shape[1], [len(entry.plain[path].b) for path in paths], a)
 
 
 def _alike(groups: Iterable[Sequence[str]], ranks: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
-    """Of each group the linears that have adapters of the same rank."""
+    """Groups of linears with bypasses of the same rank."""
     for group in groups:
         by_rank: dict[int, list[str]] = {}
         for path in group:

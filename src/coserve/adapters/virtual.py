@@ -1,9 +1,9 @@
-"""Virtual tokens: what an adapter puts before every sequence that it serves or learns from.
+"""Virtual tokens, which an adapter puts before every sequence in inference and training.
 
-There are two kinds. *Given* ones are keys and values of every layer, which no query of theirs belongs to
-(prefix tuning). *Prompts* are rows of input embeddings, which pass through the model like any tokens (prompt
-tuning, P-tuning). An adapter may have both; then the given ones come first. They stand at positions from 0
-on, a sequence's own tokens after them, and a sliding window counts them like any others.
+There are two kinds. *Given* ones are keys and values of every layer, without queries (prefix tuning).
+*Prompts* are rows of input embeddings, which pass through the model like tokens (prompt tuning, P-tuning). An
+adapter may have both; then the given ones come first. They take positions from 0 on, before a sequence's own
+tokens, and count in sliding windows.
 """
 
 from abc import abstractmethod
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Bypasses, Chain, Place
+from coserve.adapters.bypass import Bypass, Bypasses, Place, SequentialBypass
 from coserve.adapters.sites import Frame, Kind, Site
 from coserve.errors import AdapterMismatch
 
@@ -21,7 +21,7 @@ Pair = tuple[Tensor, Tensor]  # keys [groups, n, dk] and values [groups, n, dv] 
 
 
 class VirtualTokens(Bypass):
-    """Some virtual tokens. They stand at the embedding and leave alone what it gives to other tokens."""
+    """Virtual tokens as a bypass at the embedding that leaves other tokens' embeddings unchanged."""
 
     @property
     @abstractmethod
@@ -32,7 +32,7 @@ class VirtualTokens(Bypass):
 
 
 class Given(VirtualTokens):
-    """Virtual tokens that are keys and values, without rotary or with it: nothing is added to them."""
+    """Virtual tokens that are keys and values, used without applying rotary embedding."""
 
     @abstractmethod
     def caches(self) -> list[Pair]:
@@ -44,12 +44,12 @@ class Prompt(VirtualTokens):
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """[count, width], differentiable; what the embedding would give, before the model scales it."""
+        """Embeddings [count, width], differentiable, before the model scales them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Embedded(Bypass):
-    """Rows of a prompt in place of what the embedding gives to the first `count` rows."""
+    """Replaces the embeddings of the first `count` rows by a prompt's rows."""
 
     prompt: "Virtual"
     start: int
@@ -88,12 +88,12 @@ class Virtual:
 
     @property
     def given_count(self) -> int:
-        """Number of tokens that are given as keys and values."""
+        """Number of virtual tokens given as keys and values."""
         return sum(given.count for given in self.givens)
 
     @property
     def prompt_count(self) -> int:
-        """Number of tokens that have to pass through the model."""
+        """Number of virtual tokens that pass through the model."""
         return sum(prompt.count for prompt in self.prompts)
 
     @property
@@ -101,7 +101,7 @@ class Virtual:
         return self.given_count + self.prompt_count
 
     def caches(self) -> tuple[Pair, ...]:
-        """Keys and values of the given ones, by layer, differentiable; nothing where there are none."""
+        """Keys and values of the given tokens by layer, differentiable; empty where there are none."""
         by_part = [given.caches() for given in self.givens]
         if len(by_part) == 1:
             return tuple(by_part[0])
@@ -111,7 +111,7 @@ class Virtual:
         )
 
     def rows(self) -> Tensor:
-        """The prompts' [prompt_count, width], differentiable."""
+        """The prompts' embeddings [prompt_count, width], differentiable."""
         return torch.cat([prompt.rows() for prompt in self.prompts])
 
     def embedded(self, bypasses: Bypasses, start: int, count: int) -> Bypasses:
@@ -120,8 +120,8 @@ class Virtual:
             return bypasses
         rows = _Embedded(self, start, count)
         before = bypasses.outputs.get(self.path)
-        links = () if before is None else before.links if isinstance(before, Chain) else (before,)
-        return replace(bypasses, outputs={**bypasses.outputs, self.path: Chain((*links, rows))})
+        links = () if before is None else before.links if isinstance(before, SequentialBypass) else (before,)
+        return replace(bypasses, outputs={**bypasses.outputs, self.path: SequentialBypass((*links, rows))})
 
 
 def embedding_of(frame: Frame) -> Site:

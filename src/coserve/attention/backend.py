@@ -1,8 +1,8 @@
-"""The attention backend: who owns how keys and values are cached and attended to.
+"""The attention backend protocol: the layout of cached keys and values, and attention over them.
 
-An executor tells a backend, in plain data, which rows of which sequences pass: block tables and lengths.
-Where a token's keys and values lie, which masks and padding a product needs, and how it is computed, only the
-backend knows. Which page belongs to whom is `memory.pages`' business; here a page is an index.
+An executor describes the rows of a pass in plain data: block tables and lengths. Only the backend knows where
+a token's keys and values are, and which masks, padding and kernels are used. `memory.pages` assigns pages to
+owners; here a page is an index.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from coserve.kernels.attention import AttentionSpec
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """Keys and values of one layer: `groups` heads, `key` and `value` widths, the sliding `window` in
-    positions (None is unlimited). A layer that `reads` another's has none of its own."""
+    positions (None is unlimited). A layer that `reads` another's cache has none of its own."""
 
     groups: int
     key: int
@@ -27,18 +27,18 @@ class CacheShape:
 
     @property
     def width(self) -> int:
-        """Numbers that a token's own take: none where they are another layer's."""
+        """Numbers that a token takes in this layer's cache; 0 where it reads another layer's."""
         return 0 if self.reads is not None else self.groups * (self.key + self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class CommonAttentionMetadata:
-    """Rows of one pass, sequence after sequence, as every backend is told of them.
+    """Rows of one pass, sequence after sequence, for any backend.
 
-    `block_table` [sequences, pages] has each sequence's pages in the order of its positions, `padding_page`
-    where it has no more. `positions` [rows] are the rows' own. `query_lens` count each sequence's rows,
-    `seq_lens` the positions it takes up with them: its rows are the last of these. The first `num_decodes`
-    sequences pass one row each.
+    `block_table` [sequences, pages] has each sequence's pages in order, padded with `padding_page`.
+    `positions` [rows] are the rows' positions. `query_lens` are each sequence's rows, `seq_lens` its
+    positions including them: the rows are the last positions. The first `num_decodes` sequences have one row
+    each.
     """
 
     block_table: Tensor
@@ -60,9 +60,9 @@ Metadata = TypeVar("Metadata")
 
 
 class AttentionBackend(Protocol[Metadata]):
-    """Keys and values of all layers, in `padding_page` pages of `page_size` tokens, and attention over them.
+    """Keys and values of all layers in `padding_page` pages of `page_size` tokens, and attention over them.
 
-    `padding_page` is the number of no page: it stands in block tables where a sequence has none.
+    `padding_page` is the index that pads block tables: one past the last page.
     """
 
     page_size: int
@@ -74,11 +74,11 @@ class AttentionBackend(Protocol[Metadata]):
         ...
 
     def clean(self, pages: Sequence[int]) -> None:
-        """Makes pages that change hands harmless, whatever was written into them, NaN included."""
+        """Makes the old contents of pages for a new owner harmless, NaN included."""
         ...
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
-        """Copies beginnings of pages into other pages, in every layer."""
+        """Copies the first tokens of pages into other pages, in every layer."""
         ...
 
     def fill(self, layer: int, pages: Sequence[int], k: Tensor, v: Tensor) -> None:
@@ -86,7 +86,7 @@ class AttentionBackend(Protocol[Metadata]):
         ...
 
     def build(self, common: CommonAttentionMetadata) -> Metadata:
-        """Makes what all layers of one pass have in common: once per pass, from block tables and lengths."""
+        """Makes the metadata shared by all layers of one pass, from block tables and lengths."""
         ...
 
     def attend(
@@ -94,16 +94,16 @@ class AttentionBackend(Protocol[Metadata]):
     ) -> Tensor:
         """Writes the rows' keys and values into their pages, and attends to all up to each row's position.
 
-        q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv], with rotary in them already;
-        returns [1, rows, heads, dv].
-        Rows beyond those that `metadata` was built for are padding: they give zeros and are not cached.
-        A layer that reads another's keys and values (`spec.reads`) writes none.
+        q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv], with rotary embedding
+        applied; returns [1, rows, heads, dv]. Rows beyond those that `metadata` was built for are padding:
+        they give zeros and are not cached. A layer that reads another's keys and values (`spec.reads`) writes
+        none.
         """
         ...
 
 
 class InferenceRows:
-    """The inference rows of one pass, `count` with padding: a `Part` of a fused run."""
+    """The inference rows of one pass, `count` with padding: a `BatchPart` of a fused run."""
 
     keeper = None
 

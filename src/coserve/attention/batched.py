@@ -1,4 +1,4 @@
-"""Attention of all decode rows in one batched product, and of each prefill chunk in a call of its own."""
+"""Attention with one batched product for all decode rows, and one call for each prefill chunk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from coserve.kernels.attention import AttentionSpec, attend, attend_decode
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Sequences that pass one token each. `pages` [batch * n], padded; `lengths` [batch] with that token."""
+    """Sequences with one row each. `pages` [batch * n], padded; `lengths` [batch] including that row."""
 
     pages: Tensor
     lengths: Tensor
@@ -30,8 +30,8 @@ class PrefillRows:
 
 @dataclass(frozen=True, slots=True)
 class BatchedMetadata:
-    """A pass's rows: those that decode first, then chunks. `slot_mapping` [rows] says where each row's keys
-    and values go; `biases` are the decode rows' masks by sliding window, made when a layer first asks."""
+    """A pass's rows: decode rows, then chunks. `slot_mapping` [rows] are the slots of the rows' keys and
+    values; `biases` are the decode rows' masks by sliding window, made on first use."""
 
     slot_mapping: Tensor
     decode: DecodeRows | None
@@ -104,7 +104,7 @@ class BatchedBackend(KVPool):
 
 
 def _bias(lengths: Tensor, slots: int, window: int | None) -> Tensor:
-    """[batch, 1, slots]: 0 where a decode row may look, -inf elsewhere."""
+    """Additive mask [batch, 1, slots]: 0 where a decode row attends, -inf elsewhere."""
     positions, ends = torch.arange(slots, device=lengths.device), lengths[:, None]
     hidden = positions >= ends
     if window is not None:

@@ -1,4 +1,4 @@
-"""The plain twin of all attention backends: token by token, one sequence after the other, in float64."""
+"""The reference attention backend: token by token, one sequence after the other, in float64."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from coserve.kernels.attention import AttentionSpec, causal_mask
 
 
 class PlainBackend:
-    """An `AttentionBackend` whose pages are [pages, page_size, groups, width], one token after the other."""
+    """An `AttentionBackend` with pages [pages, page_size, groups, width]."""
 
     def __init__(
         self, caches: Sequence[CacheShape], pages: int, page_size: int, device: torch.device
@@ -36,12 +36,12 @@ class PlainBackend:
 
     @property
     def _own(self) -> list[Tensor]:
-        """All tensors, each once."""
+        """All distinct tensors."""
         layers = zip(self._keys, self._values, self._owns, strict=True)
         return [x for k, v, is_own in layers if is_own for x in (k, v)]
 
     def clean(self, pages: Sequence[int]) -> None:
-        """See `AttentionBackend`: nothing is left to do, because what is masked is never read here."""
+        """See `AttentionBackend`: does nothing, because masked tokens are never read."""
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """See `AttentionBackend`."""
@@ -85,8 +85,8 @@ class PlainBackend:
         return out
 
     def _write(self, layer: int, pages: Sequence[int], position: int, k: Tensor, v: Tensor) -> None:
-        """k [groups, dk] and v [groups, dv] of the token at a position; nothing where they are another
-        layer's."""
+        """Writes k [groups, dk] and v [groups, dv] of the token at a position; nothing in a layer that reads
+        another's."""
         if self._owns[layer]:
             page, offset = pages[position // self.page_size], position % self.page_size
             self._keys[layer][page, offset] = k.double()

@@ -1,7 +1,7 @@
-"""Pages of keys and values, group by group: the layout that backends of batched products share.
+"""The page layout of backends with batched products: keys and values group by group.
 
-Pools lie as [groups, slots, width], a slot being one token's place, so that a gathered page is one run of
-memory and decode reads each group's keys where its product wants them.
+Pools are [groups, slots, width], with one slot per token, so that a gathered page is contiguous and decode
+reads each group's keys in place.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +14,11 @@ from coserve.attention.store import KVStore
 
 
 class KVPool:
-    """Keys and values of all layers in `pages` pages of `page_size` slots, and one more page of zeros: all of
-    an `AttentionBackend` but attention.
+    """Keys and values of all layers in `pages` pages of `page_size` slots, and one page of zeros: an
+    `AttentionBackend` without `attend`.
 
-    The page of zeros pads block tables: what is masked must still be finite, because 0 x NaN is NaN. `store`
-    is how they lie in memory.
+    The page of zeros pads block tables: masked values must be finite, because 0 x NaN is NaN. `store` is the
+    storage type.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class KVPool:
 
     @property
     def _stores(self) -> Iterator[KVStore]:
-        """All there are, each once."""
+        """All distinct stores."""
         for keys, values, is_own in zip(self._keys, self._values, self._owns, strict=True):
             if is_own:
                 yield keys
                 yield values
 
     def clean(self, pages: Sequence[int]) -> None:
-        """See `AttentionBackend`. Zeros them: a NaN left in keys or values would reach their next owner,
-        because neither a bias of -inf nor a weight of 0 masks it."""
+        """See `AttentionBackend`. Zeros them: a NaN left behind would reach the next owner, because neither a
+        bias of -inf nor a weight of 0 masks it."""
         index = self._tensor(pages)
         for store in self._stores:
             store.clean(index, self.page_size)
@@ -83,7 +83,7 @@ class KVPool:
         self.write(layer, slots[: k.shape[1]], k, v)
 
     def slot_mapping(self, common: CommonAttentionMetadata) -> Tensor:
-        """Slots [rows] of the rows' own tokens."""
+        """Slots [rows] of the rows' tokens."""
         positions, sequences = common.positions, torch.arange(len(common.query_lens), device=self._device)
         if len(sequences) < len(positions):
             lens = self._tensor(common.query_lens)
@@ -92,22 +92,22 @@ class KVPool:
         return pages * self.page_size + positions % self.page_size
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k [groups, rows, dk] and v [groups, rows, dv] into slots [rows]; a layer that reads another's has
-        nothing to write."""
+        """Writes k [groups, rows, dk] and v [groups, rows, dv] into slots [rows]; nothing in a layer that
+        reads another's."""
         if not self._owns[layer]:
             return
         self._keys[layer].write(slots, k)
         self._values[layer].write(slots, v)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [groups, len(pages) * page_size, width] of the pages, in their order."""
+        """Keys and values [groups, len(pages) * page_size, width] of the pages, in order."""
         rows = self._rows(pages, self._keys[layer].groups)
         return self._keys[layer].gather(rows, self.page_size), self._values[layer].gather(
             rows, self.page_size
         )
 
     def _rows(self, pages: Tensor, groups: int) -> Tensor:
-        """Which rows of [groups * pages, ...] the pages are; the same for all layers of a step."""
+        """Row indices of the pages in [groups * pages, ...], cached for all layers of a step."""
         if self._last is None or self._last[0] is not pages or self._last[1] != groups:
             first = torch.arange(groups, device=pages.device)[:, None] * (self.padding_page + 1)
             self._last = (pages, groups, (first + pages).flatten())

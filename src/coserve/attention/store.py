@@ -1,9 +1,9 @@
-"""Stores for the keys or the values of a layer: as they are, or in eight bits each.
+"""Stores for the keys or values of a layer: in the cache's type, or in eight bits.
 
-Eight bits are taken token by token and head by head, between the least and the greatest number of the row:
-x = middle + step * q, with q from -127 to 127, and middle and step in the cache's own type. In bfloat16 with
-heads of 64 that is 0.53 of the bytes. Without a middle it would be 0.52, and keys of a trained model come
-back a tenth to a third less exact: theirs lie to one side.
+Eight-bit rows are quantized per token and head between their minimum and maximum: x = middle + step * q, with
+q from -127 to 127, and middle and step in the cache's type. In bfloat16 with heads of 64 that is 0.53 of the
+bytes. Without a middle it would be 0.52, and keys of a trained model a tenth to a third less exact, as they
+are not centred.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _MOST = 127  # of q; its least is -127, so that both ends of a row are as far fr
 
 
 class KVStore:
-    """Rows of numbers [groups, slots, width], just as they are. A slot that was never written holds zeros."""
+    """Rows [groups, slots, width] in the cache's type. Unwritten slots hold zeros."""
 
     rounds = False  # whether rows come back otherwise than they were written
 
@@ -31,15 +31,16 @@ class KVStore:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
-        """x [groups, rows, width] into slots [rows]."""
+        """Writes x [groups, rows, width] into slots [rows]."""
         for tensor, part in zip(self._tensors, self._encode(x), strict=True):
             tensor.index_copy_(1, slots, part)
 
     def gather(self, pages: Tensor, page_size: int) -> Tensor:
-        """[groups, slots, width] of `pages` [groups * n]: indices into all groups' pages of so many slots.
+        """Rows [groups, slots, width] of `pages` [groups * n], indices into all groups' pages of `page_size`
+        slots.
 
-        As rows of one matrix: along a second dimension torch's selection takes twice as long (0.47 against
-        0.23 ms for 16 sequences of 288 tokens, 8 groups of width 64).
+        Selects rows of one matrix: along a second dimension torch takes twice as long (0.47 against 0.23 ms
+        for 16 sequences of 288 tokens, 8 groups of width 64).
         """
         parts = []
         for tensor in self._tensors:
@@ -54,13 +55,13 @@ class KVStore:
             tensor.index_copy_(1, targets, tensor.index_select(1, sources))
 
     def clean(self, pages: Tensor, page_size: int) -> None:
-        """Zeros pages [n] of so many slots."""
+        """Zeros pages [n] of `page_size` slots."""
         for tensor in self._tensors:
             tensor.view(self.groups, -1, page_size, tensor.shape[-1]).index_fill_(1, pages, 0)
 
     @staticmethod
     def _layout(width: int, dtype: torch.dtype) -> Sequence[tuple[int, torch.dtype]]:
-        """Columns and type of each tensor that a row is kept in."""
+        """Columns and type of each tensor that stores a row."""
         return [(width, dtype)]
 
     @staticmethod
@@ -73,7 +74,7 @@ class KVStore:
 
 
 class Int8KVStore(KVStore):
-    """Rows in eight bits a number, with a step and a middle each. A NaN makes its row NaN, and no other."""
+    """Rows in eight bits, each with a step and a middle. A NaN affects its own row only."""
 
     rounds = True
 

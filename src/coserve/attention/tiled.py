@@ -1,7 +1,7 @@
-"""Attention of the deterministic mode: a row's bits depend on its position and its sequence alone.
+"""Attention of the deterministic mode: batch-invariant, bit for bit.
 
-Rows attend in tiles (`kernels.aligned`): the one at position p is always the same row of a product of the
-same shape, whichever rows pass beside it.
+Rows attend in tiles (`kernels.aligned`): the row at position p is always the same row of a product of the
+same shape, whatever else is in the pass.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from coserve.kernels.attention import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Queries of one sequence in the positions from `start` on; `pages` hold its reach, padded."""
+    """Queries of one sequence at positions from `start` on; `pages` hold the tile's keys, padded."""
 
     start: int
     pages: Tensor
@@ -26,8 +26,8 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class TiledMetadata:
-    """A pass's tiles, and for each row its slot, its tile and its place there, [rows] each. `biases` are the
-    tiles' masks by start and sliding window, made when a layer first asks."""
+    """A pass's tiles, and for each row its slot, its tile and its row there, [rows] each. `biases` are the
+    tiles' masks by start and sliding window, made on first use."""
 
     slot_mapping: Tensor
     tiles: list[_Tile]
@@ -37,7 +37,7 @@ class TiledMetadata:
 
 
 class TiledBackend(KVPool):
-    """The `AttentionBackend` of the deterministic mode. Decode rows are not told from others."""
+    """The `AttentionBackend` of the deterministic mode. Decode rows are treated as any others."""
 
     def build(self, common: CommonAttentionMetadata) -> TiledMetadata:
         """See `AttentionBackend`."""
@@ -83,7 +83,7 @@ class TiledBackend(KVPool):
         return attend_tile(q, keys[:, : bias.shape[1]], values[:, : bias.shape[1]], bias, spec)
 
     def _reached(self, pages: Tensor, end: int, keys: int) -> Tensor:
-        """The first of a sequence's pages [n] that hold `keys` keys, those from position `end` on padded."""
+        """A sequence's first pages [n] with `keys` keys; pages from position `end` on are padding."""
         written, wanted = -(-end // self.page_size), -(-keys // self.page_size)
         own = pages[: min(written, wanted)]
         return F.pad(own, (0, wanted - len(own)), value=self.padding_page)

@@ -1,4 +1,4 @@
-"""The command line. Importing it loads no torch, no web framework and no database: help answers at once."""
+"""The command line. Importing it loads no torch, web framework or database, so help is fast."""
 
 import sys
 from typing import Annotated

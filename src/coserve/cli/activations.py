@@ -1,4 +1,4 @@
-"""`coserve plan --activations`: what is kept of a model's layers for an adapter, tensor by tensor."""
+"""`coserve plan --activations`: the tensors of a model's layers that training an adapter stores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,8 +16,8 @@ _COLUMNS = ("tensor", "bytes a token", "is", "kept", "why")
 def activations(
     config: Any, dtype: Any, parts: Sequence[Mapping[str, Any]], keep: str, as_json: bool
 ) -> None:
-    """Prints that table for a transformers configuration, a torch type, the parts of an adapter as a request
-    has them, and a save policy. Raises AdapterError, ConfigError or UnsupportedModel."""
+    """Prints the table for a transformers configuration, a torch type, an adapter's parts in the form of a
+    request, and a save policy. Raises AdapterError, ConfigError or UnsupportedModel."""
     from coserve.adapters.settings import settings_of
     from coserve.train.pruning.plan import explain_model
     from coserve.train.save_policy import SavePolicy

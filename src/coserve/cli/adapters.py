@@ -1,4 +1,4 @@
-"""`coserve adapters`: what can be chatted with beside the base, and ways in and out for PEFT's files."""
+"""`coserve adapters`: lists, imports, exports, merges and deletes adapters."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Watches a job until it is over, or until Ctrl-C, which asks what to do."""
+"""Watches a job until it is over or the user presses Ctrl-C."""
 
 import sys
 from collections.abc import Callable
@@ -16,8 +16,8 @@ QUESTION = "[d]etach (it goes on), [p]ause, [c]ancel, or Enter to keep watching?
 
 
 def attach(client: "Client", job: str, ask: Callable[[str], str] | None = None) -> None:
-    """Shows a job until it is over. Exits with 0 if it succeeded or was paused, 1 if it did not, and 130 if
-    the user left it.
+    """Shows a job until it is over. Exits with 0 if the job succeeded or was paused, 1 otherwise, and 130 if
+    the user detached.
 
     `ask` puts a question to the user; at a terminal it is `input`, elsewhere Ctrl-C detaches at once.
     """

@@ -1,4 +1,4 @@
-"""`coserve bench`: the commands of `coserve_benchmarks`, which lies beside the package, not in it."""
+"""`coserve bench`: the commands of `coserve_benchmarks`, which is not part of the package."""
 
 from typing import Annotated
 
@@ -8,8 +8,8 @@ from coserve.errors import ConfigError
 
 
 def add_bench(app: typer.Typer) -> None:
-    """Gives `app` the command `bench`: the benchmarks' own commands, or where they are not installed one that
-    says how to get them."""
+    """Gives `app` the command `bench`: the benchmarks' commands, or where they are not installed
+    instructions."""
     try:
         from coserve_benchmarks.cli import app as bench
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`coserve chat`: a conversation with the base model or an adapter, which can change in between."""
+"""`coserve chat`: a conversation with the base model or adapters."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -66,8 +66,8 @@ class Conversation:
     said: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> Iterator[str]:
-        """Asks, and gives the answer piece by piece. Pieces received are kept in `said`, also where the
-        caller stops the iteration."""
+        """Sends a message and yields the answer piece by piece. Received pieces are added to `said`, also if
+        the caller stops the iteration."""
         self.said.append({"role": "user", "content": text})
         answer: list[str] = []
         try:
@@ -90,7 +90,7 @@ class Conversation:
 
 
 class Turn:
-    """Handles lines of the user's: messages and commands. `tell` prints the output of commands."""
+    """Handles the user's lines: messages and commands. `tell` prints the output of commands."""
 
     def __init__(self, conversation: Conversation, tell: Callable[[str], object]) -> None:
         self._conversation, self._tell = conversation, tell

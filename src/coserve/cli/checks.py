@@ -31,7 +31,7 @@ EXTRAS = {
 
 
 class Level(StrEnum):
-    """Outcome of a check. NOTE is neither good nor bad; with BROKEN coserve cannot run."""
+    """Outcome of a check. NOTE is informational; with BROKEN coserve cannot run."""
 
     GOOD = "good"
     NOTE = "note"
@@ -41,7 +41,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One checked item (`what`), what was found, and what would help."""
+    """One checked item (`what`), its finding, and advice."""
 
     what: str
     level: Level

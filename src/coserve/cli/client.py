@@ -1,4 +1,4 @@
-"""The command line's end of the HTTP API. Every failure becomes one sentence."""
+"""The command line's HTTP client. Every failure becomes one sentence."""
 
 import json
 import re
@@ -20,8 +20,8 @@ JSONObject = dict[str, Any]
 class Client:
     """Talks to one server. Use it in a `with`.
 
-    `patience` bounds every wait, in seconds. Methods raise Unreachable where nobody answers, and ServerError,
-    in the server's words, where it refuses.
+    `patience` bounds every wait, in seconds. Methods raise Unreachable where there is no server, and
+    ServerError with the server's message.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Client:
                 stream.close()
 
     def download(self, path: str, target: Path) -> int:
-        """Writes an answer's body to a file, whole or not at all, and returns its bytes.
+        """Writes a response's body to a file atomically, and returns its bytes.
 
-        The file's folder is made where there is something to write.
+        The file's folder is created if needed.
         """
         partial = target.with_name(target.name + ".partial")
         with self._stream("GET", path) as answer:
@@ -88,7 +88,8 @@ class Client:
         return target.stat().st_size
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[JSONObject]:
-        """The server-sent events of a streamed answer, up to `[DONE]`. Closing the iterator hangs up."""
+        """The server-sent events of a streamed answer, up to `[DONE]`. Closing the iterator closes the
+        connection."""
         with self._stream("POST", path, json=dict(body)) as answer:
             for line in answer.iter_lines():
                 if not line.startswith("data:"):
@@ -135,7 +136,7 @@ class Client:
 
 
 def in_path(name: str) -> str:
-    """A name as one part of an address."""
+    """A name as one part of a URL's path."""
     return quote(name, safe=":")
 
 

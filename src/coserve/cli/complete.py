@@ -1,4 +1,4 @@
-"""Completion of names that only the server knows. A shell that waits must never see an error or wait long."""
+"""Shell completion of the server's names: fast, and without errors."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

@@ -50,7 +50,7 @@ class ClientSettings:
 
 
 class _Places(TypedDict, total=False):
-    """Server settings that are read before all of them are converted; these must be text by then."""
+    """Server settings needed before all others are converted; they must be text."""
 
     model: str
     name: str
@@ -69,7 +69,7 @@ def load_server_settings(
 ) -> ServerSettings:
     """All of a server's settings; without a model those of the embedded one.
 
-    `flags` has the shape of the file's table, without what was not given. Raises ConfigError.
+    `flags` has the structure of the file's table, without flags not given. Raises ConfigError.
     """
     merged = _layers("server", flags, config, environment)
     _convert(merged, _Places)
@@ -100,7 +100,7 @@ def load_client_settings(
 
 
 def find_config(given: Path | None, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The file that applies: the one given, `./coserve.toml`, or the user's own; never two of them."""
+    """The configuration file: the one given, `./coserve.toml`, or the user's own; never several."""
     import platformdirs
 
     if given is None and (named := environment.get("COSERVE_CONFIG")):
@@ -114,7 +114,7 @@ def find_config(given: Path | None, environment: Mapping[str, str] = os.environ)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The file's tables, with its paths made absolute. Raises ConfigError, with the place of the fault."""
+    """The file's tables, with its paths made absolute. Raises ConfigError with the place of the error."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -134,8 +134,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_environment(table: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Settings of one table from the environment.
 
-    An empty variable counts as none. One that is no setting but looks like one that was meant is an error.
-    Others are left alone: where containers run, a service called coserve brings variables of that name.
+    Empty variables are ignored. An unknown variable similar to a setting is an error; others are ignored, as
+    in containers a service called coserve defines such variables.
     """
     known = {PREFIX + "_".join(path).upper(): path for kind in TABLES.values() for path in _paths(kind)}
     mine = set(_paths(TABLES[table]))
@@ -232,7 +232,7 @@ def _put(into: dict[str, Any], path: tuple[str, ...], value: object) -> None:
 
 
 def _anchor(server: dict[str, Any], folder: Path) -> None:
-    """Makes a table's paths relative to its file's folder, not to where the command was run."""
+    """Resolves a table's paths relative to its file's folder."""
     for key in ("state", "adapter_root"):
         if isinstance(server.get(key), str):
             server[key] = str(folder / Path(server[key]).expanduser())

@@ -1,4 +1,4 @@
-"""`coserve doctor`: what this machine can do for coserve, and what is missing."""
+"""`coserve doctor`: checks whether this machine can run coserve."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`coserve finetune FILE`: uploads, creates a job, and stays with it."""
+"""`coserve finetune FILE`: uploads a file, creates a job, and follows it."""
 
 import json
 from pathlib import Path

@@ -19,7 +19,7 @@ OVER = ("succeeded", "failed", "cancelled", "paused")
 
 @dataclass
 class Watched:
-    """State of a followed job. Losses are by optimizer step: a job that resumes repeats some."""
+    """State of a followed job. Losses are by optimizer step: a resumed job repeats some."""
 
     job: dict[str, Any]
     losses: dict[int, float] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Watched:
 
     @property
     def is_over(self) -> bool:
-        """Tells whether nothing more happens by itself."""
+        """Tells whether the job is over or paused."""
         return self.status in OVER
 
     @property
@@ -67,7 +67,7 @@ class Watched:
         return (self.steps - self.step) * each
 
     def take(self, event: dict[str, Any]) -> None:
-        """Takes in one event; events come in the order in which they happened."""
+        """Adds one event; events must be in order."""
         data = event.get("data")
         if event.get("type") != "metrics" or not isinstance(data, dict) or "step" not in data:
             self.messages.append(str(event.get("message", "")))
@@ -84,7 +84,7 @@ class Watched:
 
 
 class Follower:
-    """Polls one job. Each event is taken once."""
+    """Polls one job. Each event is added once."""
 
     def __init__(self, client: "Client", job: str) -> None:
         self._client = client
@@ -93,7 +93,7 @@ class Follower:
         self.watched = Watched(client.get(self._path))
 
     def look(self) -> Watched:
-        """Asks for news. The job is asked for first, so that a final state is seen with all of its events."""
+        """Polls once. The job is read before its events, so that a final state has all of them."""
         self.watched.job = self._client.get(self._path)
         self.watched.messages.clear()
         for event in self._new_events():

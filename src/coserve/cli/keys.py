@@ -30,7 +30,7 @@ def create(
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
-    """Makes a key and prints it, this once. From the first key on, keys are asked for."""
+    """Makes a key and prints it, this once. From the first key on the server requires keys."""
     from coserve.cli.output import print_json
 
     key, secret = with_store(context, state, model, lambda store: store.tenants.create_key(tenant, weight))
@@ -78,7 +78,7 @@ def revoke(
 
 @app.command()
 def forget(context: typer.Context, state: State = None, model: Model = None, as_json: AsJson = False) -> None:
-    """Forgets revoked keys, once all are: from its next start the server asks for none again.
+    """Forgets revoked keys, once all are: from its next start the server requires none again.
 
     Tenants keep what they own, for the next key that is made for them.
     """

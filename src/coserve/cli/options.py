@@ -43,7 +43,7 @@ ModelName = Annotated[
 
 
 class ListsAlone(TyperGroup):
-    """Command group that runs `list` where no command of it is named."""
+    """Command group that runs `list` by default."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = args[0] if args else "--"
@@ -53,7 +53,7 @@ class ListsAlone(TyperGroup):
 
 
 def connect(context: typer.Context, url: str | None, api_key: str | None) -> "Client":
-    """A client of the server that flags, the environment or the file name, in this order."""
+    """A client of the server given by flags, the environment or the file, in this order."""
     from coserve.cli.client import Client
     from coserve.cli.config import load_client_settings
 
@@ -61,7 +61,7 @@ def connect(context: typer.Context, url: str | None, api_key: str | None) -> "Cl
 
 
 def config_of(context: typer.Context) -> Path | None:
-    """The configuration file that was named before the command."""
+    """The configuration file given before the command."""
     found = context.find_root().obj
     return found if isinstance(found, Path) else None
 
@@ -72,6 +72,6 @@ def given(**flags: Any) -> dict[str, Any]:
 
 
 def check_writable(flag: str, path: Path | None) -> None:
-    """Raises ConfigError, before minutes of work, where a flag's file could not be written after them."""
+    """Raises ConfigError early where a flag's file could not be written after minutes of work."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"{flag} {path}: expected a file in a folder that exists")

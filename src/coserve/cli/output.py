@@ -35,7 +35,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], nothing: 
 
 
 def print_fields(values: Mapping[str, Any]) -> None:
-    """Prints names and values, one pair a line, without those that are not set."""
+    """Prints names and values, one pair a line, without unset ones."""
     shown = {key: value for key, value in values.items() if value not in (None, {}, [])}
     width = max(map(len, shown), default=0)
     for key, value in shown.items():
@@ -43,7 +43,7 @@ def print_fields(values: Mapping[str, Any]) -> None:
 
 
 def moment(seconds: Any) -> str:
-    """A Unix time as this machine's clock shows it; empty where there is none."""
+    """A Unix time in local time; empty for None."""
     if not isinstance(seconds, int | float):
         return ""
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -66,8 +66,8 @@ def plan(
 ) -> None:
     """Says how much memory answers, full fine-tuning and adapters will take, before anything is loaded.
 
-    Plain torch stands beside coserve's engine. Nothing of this is a formula: the programs themselves run on
-    tensors without data, and every allocation is counted.
+    Compares plain torch with coserve's engine. There are no formulas: the programs run on tensors without
+    data, and every allocation is counted.
     """
     check_writable("--plot", plot)
     subject = _subject(model, dtype)
@@ -93,7 +93,7 @@ def plan(
 
 
 def _subject(model: str, dtype: str) -> "Subject":
-    """Finds the model that `model` names. Raises ConfigError or ModelNotFound where it names none."""
+    """Finds the model called `model`. Raises ConfigError or ModelNotFound."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

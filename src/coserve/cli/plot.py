@@ -8,7 +8,8 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row and co
 
 
 def curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Draws a curve as `height` lines of `width` characters, the first value left, the largest at the top.
+    """Draws a curve as `height` lines of `width` characters, from left to right, with the largest value at
+    the top.
 
     More values than there are columns of dots are averaged; fewer leave the right side empty.
     """

@@ -26,7 +26,7 @@ class Progress(Protocol):
         ...
 
     def pause(self) -> None:
-        """Frees the terminal for other output until the next `show`."""
+        """Releases the terminal for other output until the next `show`."""
         ...
 
 

@@ -174,7 +174,7 @@ def serve(
 
 
 def _check_model(model: str) -> None:
-    """Raises ConfigError for a folder that is missing: the hub would call that a malformed name."""
+    """Raises ConfigError for a folder that is missing: the hub would report it as a malformed name."""
     if not Path(model).exists() and not HUB_NAME.fullmatch(model):
         raise ConfigError(f"there is no model folder {model}")
 

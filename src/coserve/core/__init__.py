@@ -1,1 +1,1 @@
-"""The nouns of coserve: requests, sequences, plans. Standard library only."""
+"""Data types of coserve: requests, sequences, plans. Standard library only."""

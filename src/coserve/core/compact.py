@@ -1,4 +1,4 @@
-"""Measured figures as compact JSON whose diffs are readable: a row a line, four significant digits."""
+"""Compact JSON of measured figures with readable diffs: one row a line, four significant digits."""
 
 import json
 from typing import Any, Final
@@ -9,10 +9,10 @@ _SECTIONS: Final = 2  # levels whose rows always have a line each: the whole, an
 
 
 def compact_json(figures: dict[str, Any]) -> str:
-    """The figures as JSON: floats to four significant digits, whole numbers as they are, nothing indented.
+    """The figures as JSON: floats to four significant digits, integers exact, without indentation.
 
-    Each entry of the whole and of its sections has a line; what lies deeper is opened only where it would
-    make a line of over 2,000 characters.
+    Each entry of the top two levels has a line; deeper levels are split only where a line would exceed 2,000
+    characters.
     """
     return _lines(rounded(figures), 0) + "\n"
 

@@ -1,9 +1,9 @@
-"""Containment: work for one tenant that fails ends with an error of its own, whatever it raises.
+"""Containment: turns any exception in work for one tenant into an error of that work.
 
-`contained` is called where such work is run, and nowhere else: `engine.background` (reading on threads),
-`engine.worker` (commands), `engine.jobs` and `engine.training` (a job between two steps), `train.shortage`
-(a job's rows in a step), `adapters.paging.reader` (weights), and the server's `training.controller` (news
-of a job). A step that computes for all of them at once is no such place: what it raises ends the process.
+`contained` is called only where such work runs: `engine.background` (reading on threads), `engine.worker`
+(commands), `engine.jobs` and `engine.training` (a job between two steps), `train.shortage` (a job's rows in a
+step), `adapters.paging.reader` (weights), and the server's `training.controller` (news of a job). Exceptions
+of a step, which computes for all tenants, end the process.
 """
 
 import logging
@@ -15,10 +15,11 @@ _LONGEST = 200  # characters of what an unforeseen error says
 
 
 def contained(error: BaseException, what: str, kind: type[CoserveError] = InternalError) -> CoserveError:
-    """A deliberate error as it is; any other one as a `kind` that names it, with its traceback in the log.
+    """Returns a deliberate error unchanged; any other one as a `kind` that names it, with its traceback in
+    the log.
 
-    Raises what is meant for the process: the end of the interpreter, or of a coroutine. Errors of libraries
-    written in Rust are no `Exception` when they panic, so `what` is run under `except BaseException`.
+    Raises exceptions for the process: the end of the interpreter, or of a coroutine. Panics of Rust libraries
+    are no `Exception`, so callers use `except BaseException`.
     """
     if isinstance(error, CoserveError):
         return error

@@ -1,4 +1,4 @@
-"""Events: outcomes of a step for requests and jobs. Plain data, no tensors."""
+"""Events: outcomes of a step for requests and jobs, without tensors."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,8 @@ from coserve.errors import CoserveError
 class TokenEvent:
     """A sequence's next token. `token` is None where a step only scored part of a prompt.
 
-    `prompt_logprobs` continue where the last event of this sequence stopped: a position is reported
-    once, even if a preemption made it run twice. The answer's first token tells how many tokens of the prompt
-    were found in the cache, as `cached`.
+    `prompt_logprobs` continue those of the sequence's last event: each position is reported once, even if a
+    preemption made it run twice. The answer's first token has the number of `cached` prompt tokens.
     """
 
     key: int
@@ -28,9 +27,9 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence ended between two steps: it was cancelled, or a stop string was found in its text.
+    """A sequence ended between two steps: by cancellation, or a stop string in its text.
 
-    Exactly one event of each sequence carries a finish reason, its last.
+    Only the last event of a sequence has a finish reason.
     """
 
     key: int
@@ -40,7 +39,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A sequence ended with an error; this event takes the place of its `Finished`."""
+    """A sequence ended with an error, instead of a `Finished`."""
 
     key: int
     request_id: str
@@ -49,8 +48,8 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """Rows of one job passed layers. `rows` counts a row that passed half of the layers as one half, and one
-    that passed the tail as one layer's."""
+    """Rows of one job passed layers. In `rows` a row that passed half of the layers counts as half a row, and
+    the tail as one layer."""
 
     job: str
     micro_batch: int
@@ -68,7 +67,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """A job cannot go on and has left the schedule."""
+    """A job failed and has left the schedule."""
 
     job: str
     error: CoserveError

@@ -6,7 +6,7 @@ from typing import Final
 
 
 class JobStatus(StrEnum):
-    """A job waits, trains, rests with a checkpoint to go on from, or is over."""
+    """Status of a job: queued, running, paused with a checkpoint, or final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -17,11 +17,11 @@ class JobStatus(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Tells whether a job in this state is over."""
+        """Tells whether the job is over."""
         return self in FINAL
 
     def may_become(self, after: "JobStatus") -> bool:
-        """Tells whether a job in this state may move to another one, or stay in it."""
+        """Tells whether the status may change to `after`, or is `after`."""
         return after is self or after in _MOVES[self]
 
 

@@ -1,4 +1,4 @@
-"""Plans, which the scheduler gives to an executor, and results, which come back. Plain data, no tensors."""
+"""Plans, from the scheduler to an executor, and results, from the executor to the scheduler. No tensors."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,12 +10,12 @@ from coserve.errors import CoserveError
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """Describes a sequence, once, to an executor that holds no state of it.
+    """Describes a sequence to an executor, once, in the first plan that has it.
 
-    `output` are the tokens of the answer that are known already. Its block table begins with `shared` pages
-    that it only reads; they and the beginning of its first own page hold the `virtual` tokens of its adapter
-    version and the first `computed` of its own. That beginning is a copy of page `template`, or is that very
-    page. Only sequences of one `scope` share pages with their own tokens.
+    `output` are the answer's known tokens. The block table begins with `shared` read-only pages; they and the
+    beginning of its first own page hold the `virtual` tokens of its adapter version and the first `computed`
+    of its own. That beginning is to be copied from page `template`, unless that is the page itself. Only
+    sequences of one `scope` share pages with own tokens.
     """
 
     key: int
@@ -34,9 +34,9 @@ class SequenceStart:
 class InferenceSegment:
     """Rows of one sequence through the whole model: one for decode, many for prefill.
 
-    They are its own tokens `start` to `start + length` and attend to the `context` positions before them,
-    virtual ones included. `tail_rows` of them pass the final norm and the head: the one that is sampled, and
-    those whose log-probabilities are asked for. `new_pages` are appended to the sequence's block table.
+    They are its own tokens [start, start + length) and attend to the `context` positions before them, virtual
+    ones included. `tail_rows` of them pass the final norm and the head: the sampled one, and those with
+    requested log-probabilities. `new_pages` are appended to the sequence's block table.
     """
 
     key: int
@@ -50,12 +50,12 @@ class InferenceSegment:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchStart:
-    """Describes a micro-batch, once, to an executor.
+    """Describes a micro-batch to an executor, once, in the first plan that has it.
 
     `lengths` are the rows of its examples, those of the adapter's prompt first and `padding` rows last;
-    `layers` is the model's depth. `tokens` and `labels` are those of all rows; label -100 is none, and each
-    belongs to the row that predicts it. The loss is the mean over `step_labels`, the labels of the whole
-    optimizer step. `dropout_seed` decides what dropout drops.
+    `layers` is the model's depth. `tokens` and `labels` have an entry for each row; label -100 is none, and
+    labels are shifted to the rows that predict them. The loss is the mean over `step_labels`, the labels of
+    the whole optimizer step. `dropout_seed` seeds dropout.
     """
 
     key: int
@@ -74,7 +74,7 @@ class MicroBatchStart:
 class TrainingSegment:
     """A window of one micro-batch through the layers of `span`, of the model's `layers`.
 
-    Rows `start` to `start + length`; they attend to `pairs` (row, earlier row) pairs. A micro-batch has
+    Rows [start, start + length), with `pairs` (query, key) pairs of attention. A micro-batch has
     TRAIN_FORWARD segments, LOGPROBS ones where its loss couples tokens, LOSS ones, then BACKWARD ones. The
     tail, which LOGPROBS and LOSS span, is the layer after the last.
     """
@@ -92,8 +92,8 @@ class TrainingSegment:
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
-    """Ends a job's optimizer step: the gradients of its micro-batches, clipped to `max_grad_norm` (None does
-    not clip), move its weights, which become the next version."""
+    """Ends a job's optimizer step: updates its weights by the gradients of its micro-batches, clipped to
+    `max_grad_norm` (None: not clipped), and publishes the next version."""
 
     job: str
     learning_rate: float = 0.0
@@ -102,10 +102,10 @@ class OptimStep:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Pages of an adapter version's virtual tokens, for every sequence that uses it to read.
+    """Pages of an adapter version's virtual tokens, shared by its sequences.
 
-    They hold `tokens` tokens, the last page perhaps only a part. The last `rows` of these pass through the
-    model; keys and values of those before are the adapter's own.
+    They hold `tokens` tokens; the last page may be partial. The last `rows` of these pass through the model;
+    the adapter gives keys and values of the others.
     """
 
     adapter: str
@@ -125,19 +125,18 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step's work: ids, token ids, pages and spans, nothing that changes or is shared with the scheduler.
+    """One step's work: ids, token ids, pages and spans, immutable and independent of the scheduler's objects.
 
-    `sequences` and `micro_batches` are those that this plan is the first to name.
-    `prefixes` have got their pages just now and are filled before any sequence is looked at.
-    `updates` are optimizer steps, taken after the segments have run; `released` are keys of sequences
-    and micro-batches that ended since the last plan, whose device state the executor drops before anything
-    else. `predicted` is what the cost model expects, in seconds. `split` is the share of the machine that
-    inference has, beside training in a lane of its own; None fuses them. A step does not wait for training
-    beside its inference: that may go on through further steps, as long as they are split and bring no other.
-    `idle` is how long nothing runs although somebody waits, seconds. `pausable` says that training in this
-    plan stops at the next boundary between layers when `Executor.pause_training` is called. `pauses` counts
-    the results that told of such a stop before this plan was made: what a plan that was made before the last
-    stop wants to train is left out, for it goes on from where nothing has come.
+    `sequences` and `micro_batches` are those named for the first time. `prefixes` have new pages, which are
+    filled before any segment runs. `updates` are optimizer steps, taken after the segments; `released` are
+    keys of sequences and micro-batches that ended since the last plan, whose device state the executor drops
+    first. `predicted` is the cost model's estimate, seconds. `split` is the share of the machine for
+    inference, with training in a lane of its own; None fuses them. A step does not wait for training beside
+    its inference, which may go on through further split steps without other training. `idle` is how long
+    nothing runs although requests wait, seconds. `pausable`: `Executor.pause_training` stops this plan's
+    training at the next boundary between layers. `pauses` counts the results with such a stop when this plan
+    was made: an executor skips the training of plans made before the last stop, as their positions are not
+    reached.
     """
 
     inference: tuple[InferenceSegment, ...] = ()
@@ -165,7 +164,7 @@ class Plan:
         return not (self.inference or self.training or self.updates or self.released)
 
     def without_training(self, jobs: Container[str] | None = None) -> "Plan":
-        """The plan without the training of these jobs, or of all."""
+        """The plan without the training of these jobs, or of all jobs."""
         gone = self.jobs if jobs is None else jobs
         return replace(
             self,
@@ -176,7 +175,7 @@ class Plan:
 
     @property
     def jobs(self) -> set[str]:
-        """Jobs that it trains."""
+        """Jobs that the plan trains."""
         running = {segment.job for segment in self.training} | {update.job for update in self.updates}
         return running | {batch.job for batch in self.micro_batches}
 
@@ -196,8 +195,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token sampled for one sequence. `prompt_logprobs` covers the prompt positions that this step
-    scored, in order (the first prompt token has none and is never in it)."""
+    """The token sampled for one sequence. `prompt_logprobs` are those of the prompt positions scored in this
+    step, in order, without the first prompt token."""
 
     token: int | None  # None where a prefill chunk ended before the prompt did
     logprobs: TokenLogprobs | None = None
@@ -207,7 +206,7 @@ class Sampled:
 @dataclass(frozen=True, slots=True)
 class Updated:
     """Outcome of one optimizer step: mean loss per label, its labels, the gradient's norm before clipping,
-    and how many rows passed there and back."""
+    and the rows that passed forward and backward."""
 
     step: int
     loss: float
@@ -220,12 +219,11 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The executor's answer. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
+    """Result of a plan. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
 
-    `trained` are the segments of training that have been done since the last answer, each with the layers it
-    really passed: what `pause_training` stopped has fewer than planned, or is not there, and the step is
-    `paused`. `lanes` are the seconds of the inference and of the training that a split machine did, 0 where
-    there was none or it is not done.
+    `trained` are the training segments done since the last result, each with the layers really passed:
+    segments stopped by `pause_training` have fewer than planned or are missing, and the step is `paused`.
+    `lanes` are the seconds of inference and of training in split lanes, 0 for none or unfinished.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""Requests: the text that a caller asks for, and how soon."""
+"""Requests for text, their sampling parameters and latency bounds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 class FinishReason(StrEnum):
-    """Reason that an answer ended, in OpenAI's words (`cancelled` is coserve's)."""
+    """Reason that an answer ended, in OpenAI's terms (`cancelled` is coserve's)."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,8 +23,8 @@ class FinishReason(StrEnum):
 class SLO:
     """Service-level objective: bounds on a request's waits, in seconds; None is no bound.
 
-    `deferral` is FineInfer's bound (algorithm 1): the sum of all delay that training may cause this
-    request, checked when it is admitted and while it runs.
+    `deferral` is FineInfer's bound (algorithm 1): the total delay that training may cause this request,
+    before admission and while it runs.
     """
 
     first_token: float | None = None
@@ -102,21 +102,21 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Text wanted from one base with at most one adapter version.
+    """A request for text from one base with at most one adapter version.
 
-    `prompt` are token ids; `adapter` is the key of an adapter *version* (`name@3`), resolved when the
-    request is made, so that it stays on the version it began with. `arrival` is on the engine's clock, in
-    seconds. `base` names the foundation model: one engine may hold several.
+    `prompt` are token ids; `adapter` is the key of an adapter *version* (`name@3`), resolved when the request
+    is made and fixed from then on. `arrival` is on the engine's clock, in seconds. `base` names the
+    foundation model: one engine may hold several.
 
-    An adapter may have `virtual` tokens: they stand before the prompt, at positions 0 to `virtual - 1`, and
-    count in nothing else here. The last `virtual_rows` of them have to pass through the model before they
-    can be attended to; keys and values of the others are given.
+    An adapter may have `virtual` tokens: they precede the prompt, at positions 0 to `virtual - 1`, and are
+    not counted in other fields. The last `virtual_rows` of them pass through the model first; keys and values
+    of the others are given.
 
-    Requests of one `scope` and one adapter version find what their prompts have in common in the cache; None
-    neither looks there nor leaves anything to be found. A server gives each tenant a scope of its own.
+    Requests of one `scope` and one adapter version share cached prefixes; None neither uses nor adds any. A
+    server gives each tenant its own scope.
 
-    A `newcomer` is a request of a tenant that has used less than its share: its first token goes before the
-    work of others (`schedule/newcomers.py`).
+    A `newcomer` is a request of a tenant below its fair share: its first token has priority
+    (`schedule/newcomers.py`).
     """
 
     id: str

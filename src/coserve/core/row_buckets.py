@@ -1,4 +1,4 @@
-"""Row counts that a device's steps use: few, so that what is made once for a shape is used again."""
+"""Row buckets: the few row counts of a device's steps, so that code cached by shape is reused."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,8 +6,8 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class RowBuckets:
-    """Counts that rows are filled up to: all up to `exact`, multiples of `fine` up to `middle`, multiples of
-    `coarse` beyond."""
+    """Row counts to pad to: any up to `exact`, multiples of `fine` up to `middle`, multiples of `coarse`
+    beyond."""
 
     exact: int = 0
     fine: int = 1
@@ -15,7 +15,7 @@ class RowBuckets:
     coarse: int = 1
 
     def pad_rows(self, rows: int) -> int:
-        """The next row count that is used, at least `rows`."""
+        """The smallest bucket of at least `rows` rows."""
         if rows <= self.exact:
             return rows
         grain = self.fine if rows <= self.middle else self.coarse
@@ -27,7 +27,7 @@ class RowBuckets:
 
     @property
     def most_padding(self) -> int:
-        """Rows that `pad_rows` adds at most."""
+        """The most rows that `pad_rows` adds."""
         return max(self.fine, self.coarse) - 1
 
 

@@ -1,11 +1,11 @@
-"""Tokens with progress. Progress is a number, not a phase.
+"""Sequences and micro-batches: tokens with their progress through the model.
 
-A `Sequence` is a prompt being answered: it has `computed` of its `length` tokens in pages, and whatever
-is left is what the next steps must pass through the model, one token (decode) or many (prefill).
+A `Sequence` is a prompt being answered: `computed` of its `length` tokens are in pages, and the next steps
+pass the rest through the model, one token (decode) or many (prefill).
 
-A `MicroBatch` is some training examples of one job, packed end to end into rows. It first travels forward
-(activations are stored), then through the tail to its loss, then back. Its unit of travel is a *window*
-of rows, which can be put down between any two layers and picked up again (FlexLLM 6.1, algorithm 2).
+A `MicroBatch` is some training examples of one job, packed end to end into rows. It passes the layers forward
+(activations are stored), then the tail and its loss, then backward, in *windows* of rows, which can pause
+between any two layers (FlexLLM 6.1, algorithm 2).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from coserve.core.request import FinishReason, Request
 
 
 class Direction(Enum):
-    """Direction in which a segment's rows pass the layers of its span."""
+    """Pass of a segment's rows through the layers of its span."""
 
     INFER = "infer"  # forward, keys and values into pages, nothing kept for a gradient
     TRAIN_FORWARD = "train_forward"  # forward, what the backward pass needs is stored
@@ -27,14 +27,14 @@ class Direction(Enum):
 
     @property
     def is_tail(self) -> bool:
-        """Tells whether rows pass the tail, and no layer."""
+        """Tells whether rows pass the tail instead of layers."""
         return self in (Direction.LOGPROBS, Direction.LOSS)
 
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """Loss of a micro-batch: its name in `train.losses`, and named `inputs` with a number for each row. A
-    loss that `couples` tokens passes the tail twice: log-probabilities first, then the loss."""
+    """Loss of a micro-batch: its name in `train.losses`, and named `inputs` with a number for each row. For a
+    loss that `couples` tokens rows pass the tail twice: for log-probabilities, then for the loss."""
 
     name: str = "cross_entropy"
     inputs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ CROSS_ENTROPY: Final = LossSpec()  # every label weighs one
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Layers `first` to `last`, the last one excluded."""
+    """Layers [first, last)."""
 
     first: int
     last: int
@@ -60,15 +60,15 @@ class Span:
 class Sequence:
     """A request being answered. `key` is unique in the engine's life; `pages` are in the order of positions.
 
-    `output` may begin with tokens that another engine gave out: they count like any other.
+    `output` may begin with tokens of another engine, which count like any others.
 
-    The first `shared` ones of its `pages` it only reads: they hold virtual tokens of the adapter version, and
-    tokens that were computed before (`schedule.prefixes`). What the sequence begins with may end within a
-    page: the first of its own then begins with a copy of what lies in page `template`, or is that very page,
-    where nobody else reads it. Of a sequence that waits, the `computed` tokens are those it would find.
+    The first `shared` of its `pages` are read-only: they hold virtual tokens of the adapter version and
+    cached tokens (`schedule.prefixes`). The cached beginning may end within a page: the first own page then
+    begins with a copy of page `template`, or is that page if it has no other reader. For a waiting sequence,
+    `computed` are the tokens found in the cache.
 
-    Plans that are under way count as done: their rows are `computed`, and the tokens that they will sample
-    are part of its `length`, as `unsampled` ones.
+    Plans under way count as done: their rows are `computed`, and the tokens that they will sample are counted
+    in `length` and `unsampled`.
     """
 
     key: int
@@ -101,12 +101,12 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens known, and those that plans under way will sample."""
+        """Known tokens, and those that plans under way will sample."""
         return self.known + self.unsampled
 
     @property
     def newest_at(self) -> float | None:
-        """When its newest token came, or is predicted to come; None before the first."""
+        """Time of its newest token, real or predicted; None before the first."""
         return self.expected_at if self.unsampled else self.last_token_at
 
     @property
@@ -116,19 +116,19 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that must pass through the model before the next one can be sampled; none where no other
-        follows those that will be sampled."""
+        """Tokens to pass through the model before the next one can be sampled; 0 where none follows the
+        unsampled ones."""
         is_last = self.unsampled and len(self.output) + self.unsampled >= self.request.sampling.max_tokens
         return 0 if is_last else self.length - self.computed
 
     @property
     def longest(self) -> int:
-        """Tokens this sequence can grow to; the last one sampled never enters the cache."""
+        """Most tokens of this sequence; the last one sampled never enters the cache."""
         return len(self.request.prompt) + max(self.request.sampling.max_tokens, 1)
 
     @property
     def steps_left(self) -> int:
-        """Tokens that it has yet to answer at most, one of them at least."""
+        """Most tokens still to be answered, at least one."""
         return max(self.request.sampling.max_tokens - len(self.output) - self.unsampled, 1)
 
     @property
@@ -136,7 +136,7 @@ class Sequence:
         return self.finish_reason is not None
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """Token ids at positions `start` to `start + length`."""
+        """Token ids at positions [start, start + length)."""
         prompt = self.request.prompt
         if start >= len(prompt):
             return self.output[start - len(prompt) : start - len(prompt) + length]
@@ -147,8 +147,8 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class PausedWindow:
-    """Rows [start, start + rows) that rest between two layers. Forward, `layer` is the next one to run;
-    going back, the next one is `layer - 1`."""
+    """Rows [start, start + rows) paused between two layers. Forward, `layer` runs next; backward, `layer -
+    1`."""
 
     start: int
     rows: int
@@ -160,26 +160,24 @@ Position = tuple[Direction, int, tuple[PausedWindow, ...], bool]
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """Training examples of one job packed end to end, on their way through the model and back.
+    """Training examples of one job packed end to end, and their progress forward and backward.
 
-    `lengths` are the examples' rows, with those of `padding` at the end: rows without a meaning that fill it
-    up (see `core.row_buckets`). `layers` is the model's depth. Forward, rows enter from the left: those
-    before `frontier` have set out. Then all pass the tail, from the left again and in pieces of their own:
-    with a large vocabulary one row's loss takes as long as several layers. Going back they enter from the
-    right: those from `frontier` on have set out.
+    `lengths` are the examples' rows, with `padding` rows at the end (see `core.row_buckets`). `layers` is the
+    model's depth. Forward, rows start from the left: those before `frontier` have started. Then all pass the
+    tail, again from the left and in windows of their own: with a large vocabulary one row's loss takes as
+    long as several layers. Backward, rows start from the right: those from `frontier` on have started.
 
-    `tokens` and `labels` are those of all rows, empty where nothing but their number matters. `step_labels`
-    counts the labels of the whole optimizer step, and `dropout_seed` decides what dropout drops.
+    `tokens` and `labels` have an entry for each row, or are empty where only counts matter. `step_labels`
+    counts the labels of the whole optimizer step, and `dropout_seed` seeds dropout.
 
-    An adapter's virtual tokens stand before every example: `prefix` of them as keys and values that are
-    given, then `prompt` as rows. Those rows are the first of `lengths`, here once for all examples.
+    An adapter's virtual tokens precede every example: `prefix` of them as given keys and values, then
+    `prompt` as rows. Those rows are the first of `lengths`, once for all examples.
 
-    Windows that stopped between two layers are in `paused`, the next one to go on with last. A window may be
-    *cut* there: the part that the other part depends on (the left one forward, the right one backward) goes
-    on, the rest stays where it is. So a window that was chosen while nobody waited never stands in the way
-    of one that must be short.
+    `paused` are the windows paused between two layers, the next one to run last. A paused window may be
+    *cut*: the part that the other depends on (the left one forward, the right one backward) goes on, the rest
+    stays. So a long window chosen in an idle moment never prevents short ones.
 
-    Plans that are under way count as done; what a pause kept from running is taken back by `rewind`.
+    Plans under way count as done; `rewind` takes back what a pause prevented.
     """
 
     key: int
@@ -205,11 +203,11 @@ class MicroBatch:
 
     @property
     def position(self) -> Position:
-        """How far it is."""
+        """The progress, to be restored by `rewind`."""
         return self.direction, self.frontier, tuple(self.paused), self.done
 
     def rewind(self, position: Position) -> None:
-        """Puts it back to where it was."""
+        """Restores an earlier `position`."""
         self.direction, self.frontier, paused, self.done = position
         self.paused = [*paused]
 
@@ -220,7 +218,7 @@ class MicroBatch:
 
     @property
     def is_paused(self) -> bool:
-        """Tells whether a window rests between two layers; the next one to run is part of it."""
+        """Tells whether a window is paused between two layers; the next window is part of it."""
         return bool(self.paused)
 
     @property
@@ -265,8 +263,7 @@ class MicroBatch:
             self._turn()
 
     def _next_whole(self) -> PausedWindow:
-        """The window that the next one is taken from: the last one paused, else the rows that have not set
-        out."""
+        """The window to take the next one from: the last paused one, else the rows that have not started."""
         if self.paused:
             return self.paused[-1]
         if self.direction is Direction.BACKWARD:
@@ -275,7 +272,7 @@ class MicroBatch:
         return PausedWindow(self.frontier, self.length - self.frontier, first)
 
     def _turn(self) -> None:
-        """Goes on to the next direction once all rows have passed: to the tail, back, or done."""
+        """Moves to the next direction once all rows have passed: to the tail, to backward, or to done."""
         if self.direction is Direction.TRAIN_FORWARD and self.loss.couples:
             self.direction, self.frontier = Direction.LOGPROBS, 0
         elif self.direction in (Direction.TRAIN_FORWARD, Direction.LOGPROBS):

@@ -1,4 +1,4 @@
-"""Numbers of bytes, as people write and read them."""
+"""Parses and formats sizes in bytes."""
 
 import re
 from typing import Final
@@ -10,7 +10,7 @@ _WRITTEN: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE
 
 
 def read_size(text: str) -> int:
-    """Bytes of "6GiB", "500 MB" or "1073741824": with an i powers of 1024, without one of 1000.
+    """Bytes of "6GiB", "500 MB" or "1073741824": binary prefixes with an i, decimal without.
 
     Raises ConfigError for anything else.
     """
@@ -22,10 +22,10 @@ def read_size(text: str) -> int:
 
 
 def read_memory(memory: str | int | float, name: str = "memory") -> int | float | None:
-    """`EngineConfig.memory`, or the field called `name`, as a number of bytes or as a share of all there is
-    (a float); None for "auto".
+    """`EngineConfig.memory`, or the field called `name`, as bytes (int) or a share of the device's memory
+    (float); None for "auto".
 
-    Shares may be written as 0.5 or as "50%". Raises ConfigError for what is none of these.
+    Shares may be written as 0.5 or as "50%". Raises ConfigError for anything else.
     """
     if memory == "auto":
         return None
@@ -44,7 +44,7 @@ def read_memory(memory: str | int | float, name: str = "memory") -> int | float 
 
 
 def show_size(nbytes: float) -> str:
-    """A number of bytes in the largest unit that it has one of: "1.25 GiB", "820 MiB"."""
+    """Bytes in the largest fitting unit: "1.25 GiB", "820 MiB"."""
     power = 0
     while abs(nbytes) >= 1024 and power < len(_POWERS) - 1:
         nbytes, power = nbytes / 1024, power + 1

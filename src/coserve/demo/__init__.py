@@ -1,1 +1,1 @@
-"""The main job, shown: conversations stream while two adapters are trained, and every figure is measured."""
+"""The demo: conversations stream while two adapters are trained, with all figures measured."""

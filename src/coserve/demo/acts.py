@@ -59,7 +59,7 @@ class ActRunner:
     ) -> Phase:
         """Runs an act for `seconds`, or until all of `jobs` have ended, and gives its figures.
 
-        It goes on until each job has made a step: where bounds leave training little, a short act had none.
+        The act lasts at least until each job has made a step, as tight bounds leave training little time.
         `slo` is the bound between tokens that each request states. Ctrl-C ends the act, not the figures.
         """
         engine, clients = self.engine, LoadGenerator(self.engine, source, slo)
@@ -114,7 +114,7 @@ class ActRunner:
 
 
 def time_left(jobs: Sequence[FineTuning], elapsed: float) -> float:
-    """Seconds until the slowest job is done at its pace so far; infinite where that cannot be told yet."""
+    """Seconds until the slowest job is done at its pace so far; infinite while unknown."""
     running = [job for job in jobs if job.status == "running"]
     if not running or not all(job.history for job in running):
         return float("inf")
@@ -140,7 +140,7 @@ def choose_dtype() -> tuple[str, str]:
 
 @torch.no_grad()
 def _product_seconds(dtype: torch.dtype) -> float:
-    """The best of a few runs of one linear of the size that the engine's steps have."""
+    """The shortest of a few runs of one linear of the engine's usual size."""
     x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
     return min(_timed(lambda: torch.nn.functional.linear(x, weight)) for _ in range(_TRIES))
 

@@ -12,7 +12,7 @@ WINDOW: Final = 3.0  # seconds that the rates on screen look back
 
 @dataclass(frozen=True, slots=True)
 class TokenRates:
-    """Tokens a second by kind. A training token counts once it has been there and back."""
+    """Tokens a second by kind. A training token counts after its forward and backward passes."""
 
     decode: float = 0.0
     prefill: float = 0.0
@@ -74,7 +74,7 @@ class Phase:
 
 
 def phase(latencies: Latencies, measured: TokenRates, seconds: float) -> Phase:
-    """Figures of an act that is over."""
+    """Figures of a finished act."""
     slo = latencies.slo
     return Phase(
         seconds=seconds,

@@ -1,4 +1,4 @@
-"""Latencies as callers see them: to the first token, and between two tokens."""
+"""Latencies of callers: to the first token, and between two tokens."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of all values do not exceed; None if there are none."""
+    """The `share` quantile of `values` (nearest rank); None if there are none."""
     if not values:
         return None
     return sorted(values)[max(math.ceil(share * len(values)), 1) - 1]
@@ -14,7 +14,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 @dataclass(slots=True)
 class _Waiting:
-    """One answer under way: when it was asked for, its newest token's time, and its slowest gap."""
+    """One answer under way: its arrival, its newest token's time, and its longest gap."""
 
     asked: float
     last: float | None = None

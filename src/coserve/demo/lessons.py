@@ -22,7 +22,7 @@ MOST_HELD_OUT: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A question that no adapter was trained on, the answer expected, and all of it as a training example."""
+    """A question that no adapter was trained on, its expected answer, and both as a training example."""
 
     prompt: Prompt
     answer: str
@@ -87,7 +87,7 @@ def from_file(path: Path, tokenizer: Tokenizer, questions: int, longest: int) ->
 
 
 def texts(lessons: Sequence[Lesson]) -> list[str]:
-    """All held-out questions, for filling prompts of which only the length is known."""
+    """All held-out questions, as text for prompts of given lengths."""
     return [question.text for lesson in lessons for question in lesson.held_out]
 
 

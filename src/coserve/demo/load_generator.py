@@ -39,7 +39,7 @@ class RequestSource(Protocol):
         ...
 
     def answered(self, request: DemoRequest, text: str) -> None:
-        """Takes in a complete answer."""
+        """Receives a complete answer."""
         ...
 
 
@@ -77,7 +77,7 @@ class Conversations:
             person.messages.append({"role": "assistant", "content": text})
 
     def _pupil(self, seat: int) -> DemoRequest:
-        """A held-out question to an adapter, whatever it has learned so far."""
+        """A held-out question to an adapter in training."""
         lesson = self._taught[seat]
         question = self._random.choice(lesson.held_out)
         sampling = SamplingParams(max_tokens=LONGEST_ANSWER)
@@ -141,7 +141,7 @@ class LoadGenerator:
             self.latencies.asked(key, handle.sequence.request.arrival)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Takes in the events of a step; tokens count at the time when the caller has them."""
+        """Takes in the events of a step; tokens are timed when the caller has them."""
         now = self._engine.clock()
         for event in events:
             if isinstance(event, TokenEvent) and event.token is not None and event.key in self._pending:

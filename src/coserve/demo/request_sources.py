@@ -22,7 +22,7 @@ class RequestSources(Protocol):
         ...
 
     def taught(self, lessons: Sequence[Lesson]) -> RequestSource:
-        """Requests of which some name the adapters of these lessons, which train meanwhile."""
+        """Requests, some of them for the adapters of these lessons while these train."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Held-out questions, asked and marked."""
+"""Scores a model on held-out questions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ class Score:
 def score_model(engine: Engine, step: Step, questions: Sequence[HeldOut], adapter: str | None) -> Score:
     """Greedy answers of the base or an adapter to all questions at once, and the loss of the right ones."""
     answers = ask_all(engine, step, [question.prompt for question in questions], adapter)
-    right = sum(matches(given, question.answer) for given, question in zip(answers, questions, strict=True))
+    right = sum(matches(answer, question.answer) for answer, question in zip(answers, questions, strict=True))
     loss = held_out_loss(engine, step, [question.example for question in questions], adapter)
     return Score(tuple(answers), right, loss)
 
 
-def matches(given: str, expected: str) -> bool:
-    """Tells whether an answer is the expected one, but for space around it."""
-    return given.strip() == expected.strip()
+def matches(answer: str, expected: str) -> bool:
+    """Tells whether an answer is the expected one, ignoring surrounding space."""
+    return answer.strip() == expected.strip()
 
 
 def ask_all(engine: Engine, step: Step, prompts: Sequence[Prompt], adapter: str | None) -> list[str]:

@@ -134,7 +134,7 @@ class Story:
             )
 
     def _score_base(self) -> None:
-        """Scores the base, whose answers untrained adapters would give, too."""
+        """Scores the base, which equals untrained adapters."""
         self.before = {lesson.adapter: self._score(lesson, None) for lesson in self.lessons}
         for lesson, learned in zip(self.lessons, self.report.adapters, strict=True):
             marks = self.before[lesson.adapter]
@@ -192,7 +192,7 @@ class Story:
         return all(lesson.exact for lesson in self.lessons)
 
     def _share(self, part: float) -> float:
-        """A length of time in proportion to the training's, seconds."""
+        """A duration in proportion to the training's, seconds."""
         return max(self.options.seconds / part, 1.0)
 
     def _lessons(self) -> list[Lesson]:
@@ -219,7 +219,7 @@ class Story:
         """Plans as many optimizer steps as fit into the time, at the pace of a rehearsal with throw-away
         adapters.
 
-        The number must be known beforehand, for the learning rate's schedule to end at zero.
+        The number must be known in advance, so that the learning rate's schedule ends at zero.
         """
         engine = self.stage.engine
         tried = [replace(lesson, adapter=f"try-{lesson.adapter}") for lesson in self.lessons]

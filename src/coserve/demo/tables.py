@@ -20,7 +20,7 @@ class Sheet:
 
 
 def closing(report: DemoReport) -> list[Sheet]:
-    """The figures of both acts side by side, then what the adapters learned; only what was measured."""
+    """The figures of both acts side by side, then the adapters' scores, as far as measured."""
     sheets = []
     phases = [p for p in (report.alone, report.training) if p is not None]
     if phases:
@@ -67,7 +67,7 @@ def short(text: str, most: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A duration as people read it."""
+    """A duration for people."""
     return f"{seconds * 1e3:.1f} ms"
 
 

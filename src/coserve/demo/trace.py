@@ -42,8 +42,7 @@ class TraceLoad:
 def read_load(path: Path, positions: int) -> TraceLoad:
     """Part of a trace, its lengths to be scaled to the model's positions. Raises DataError.
 
-    A recording begins slowly, and a demo is so short that it would see little else: what is taken begins
-    where the trace first is as busy as it is on average.
+    Recordings begin slowly, and a demo is short: the part begins where the trace first has its average rate.
     """
     most = min(positions, POSITIONS)
     prompt = int(most * PROMPT_SHARE)
@@ -55,14 +54,14 @@ def read_load(path: Path, positions: int) -> TraceLoad:
 
 
 def _busy_from(rows: Sequence[TraceRow]) -> int:
-    """The first request whose following ones come at the trace's average rate at least."""
+    """Index of the first request that is followed by at least the trace's average rate."""
     average = rows[-1].at / len(rows)
     last = len(rows) - _STRETCH
     return next((i for i in range(last) if rows[i + _STRETCH].at - rows[i].at <= _STRETCH * average), 0)
 
 
 def describe(scaled: ScaledTrace, load: TraceLoad, capacity: float) -> tuple[str, dict[str, Any]]:
-    """By how much the trace was scaled, as a sentence and as figures. `capacity` is in requests a second."""
+    """The scaling of the trace, as a sentence and as figures. `capacity` is in requests a second."""
     recorded = load.rows
     was, now = rate(recorded), rate(scaled.rows)
     said = (
@@ -78,7 +77,7 @@ def describe(scaled: ScaledTrace, load: TraceLoad, capacity: float) -> tuple[str
 
 
 def rate(rows: Sequence[TraceRow]) -> float:
-    """Requests a second on average: the last of n comes, on average, n / (n + 1) of the way."""
+    """Requests a second on average: the last of n arrives, on average, at n / (n + 1) of the duration."""
     return len(rows) / max(rows[-1].at * (len(rows) + 1) / len(rows), 1e-9)
 
 
@@ -90,8 +89,7 @@ def _mean(values: Iterator[int]) -> float:
 class _TraceSource:
     """Requests of a scaled trace, in order, and from the beginning again when they run out.
 
-    A trace holds lengths only: prompts are cut from `text`, and answers go on to the recorded length
-    whatever the model would like.
+    A trace has lengths only: prompts are cut from `text`, and answers have the recorded length.
     """
 
     def __init__(self, scaled: ScaledTrace, text: Sequence[int], adapters: Sequence[str] = ()) -> None:
@@ -143,7 +141,7 @@ class TraceArrivals(_TraceSource):
             yield self._next(at)
 
     def answered(self, request: DemoRequest, text: str) -> None:
-        """Arrivals do not depend on answers."""
+        """Does nothing, as arrivals do not depend on answers."""
 
     def _at(self) -> float:
         rounds, index = divmod(self._number, len(self._rows))

@@ -121,7 +121,7 @@ class PlainView(QuietView):
 
 
 class LiveView(PlainView):
-    """A panel that is redrawn twice a second: more would cost the answers time."""
+    """A panel that is redrawn twice a second, to take little time from the engine."""
 
     period = 0.5
 

@@ -1,1 +1,1 @@
-"""The loop and the Python API."""
+"""The engine: its step loop and the Python API."""

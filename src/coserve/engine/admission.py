@@ -1,8 +1,8 @@
 """Admission of fine-tuning jobs by bytes.
 
-A job reserves all it can come to need before anything of it is made. One that could not have that if it were
-alone is refused, with settings that would fit; one that cannot have it now waits, and starts when others have
-left. Jobs start in the order in which they came: a small one does not pass a large one for ever.
+A job reserves the most bytes it can need before any of it is allocated. A job that would not fit even alone
+is refused, with settings that would fit; a job that does not fit now waits until others have ended. Jobs
+start in order of arrival, so small jobs cannot starve a large one.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ _JOBS_UNTIL_RETURNED: Final = 16
 
 
 class Admission:
-    """Lets jobs in as far as bytes go. Everything happens between two steps."""
+    """Admits jobs as far as bytes allow. All methods run between two steps."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Admission:
         steps: Steps,
         start: Callable[[FineTuning], None],
     ) -> None:
-        """`start` begins a job that has waited; `steps` is what one may have under way at once."""
+        """`start` starts a job that has waited; `steps` limits what one job may have under way at once."""
         self._memory, self._executor, self._base, self._steps = memory, executor, base, steps
         self._ledger, self._start = memory.ledger, start
         self._waiting: dict[str, FineTuning] = {}  # the next one first
@@ -58,7 +58,7 @@ class Admission:
         return tuple(self._waiting)
 
     def check(self, name: str, size: JobSize) -> None:
-        """Raises OutOfMemory, with settings that would fit, where a job could not even run alone."""
+        """Raises OutOfMemory, with settings that would fit, for a job that would not fit even alone."""
         needs, room = size.needs(self._base, self._steps), self._memory.job_room()
         if needs.total <= room:
             return
@@ -80,8 +80,8 @@ class Admission:
         return False
 
     def shrink(self, name: str, config: TrainingConfig) -> None:
-        """A job goes on with leaner settings: the rest of what it had is free. Smaller micro-batches can be a
-        few rows more together; where not even these are free it keeps what it had."""
+        """Shrinks a job's reservation to that of leaner settings. Smaller micro-batches can add up to a few
+        more rows; where bytes for these are missing the reservation stays."""
         self._ledger.charge(job_owner(name), Account.ACTIVATIONS, 0)
         before = self._sizes[name]
         self._sizes[name] = replace(before, config=config)
@@ -92,7 +92,7 @@ class Admission:
             self.advance()
 
     def leave(self, name: str) -> None:
-        """A job is over, or nobody wants it any more; others may start now."""
+        """Frees the bytes of a job that has ended or was cancelled, and starts jobs that wait."""
         self._waiting.pop(name, None)
         self._sizes.pop(name, None)
         self._ledger.release(job_owner(name))
@@ -104,7 +104,7 @@ class Admission:
         self.advance()
 
     def advance(self) -> None:
-        """Starts those that wait, in their order, as far as bytes go."""
+        """Starts waiting jobs in their order, as far as bytes allow."""
         while self._waiting:
             name, job = next(iter(self._waiting.items()))
             if not self._take(name):
@@ -115,7 +115,7 @@ class Admission:
     # Inside
 
     def _take(self, name: str) -> bool:
-        """Reserves a job's bytes if they are free, or become so without stored adapters that nobody uses."""
+        """Reserves a job's bytes if they are free, or can be freed by evicting unused stored adapters."""
         if self._memory.make_room(lambda: self._ledger.missing(self._wanted(name))):
             return False
         self._waiting.pop(name, None)
@@ -127,8 +127,8 @@ class Admission:
         self._set_backward()
 
     def _wanted(self, name: str) -> dict[str, Bytes]:
-        """Bytes of a job, with those that training as such needs: weights laid out for the way back, and room
-        for the rows that go back at a time."""
+        """Bytes of a job, with those that any training needs: weights laid out for backward, and the rows of
+        one backward pass."""
         size, held = self._sizes[name], self._memory.held()
         return {
             job_owner(name): size.needs(self._base, self._steps).own,
@@ -141,12 +141,13 @@ class Admission:
         return {name: size for name, size in self._sizes.items() if name not in self._waiting}
 
     def _backward(self, jobs: Iterable[JobSize]) -> int:
-        """Windows of several jobs go back together, with no more rows than one may have."""
+        """Bytes of one backward pass over these jobs' windows: the largest job's, or those of a window
+        group."""
         shared = [job.needs(self._base, self._steps).shared for job in jobs]
         return max(max(shared, default=0), min(sum(shared), self._window_groups))
 
     def _set_backward(self) -> None:
-        """Reserves what the jobs that are there need together: never more than before, unless it was
+        """Reserves the backward bytes of all admitted jobs, and limits stored activations to what is
         reserved."""
         nbytes = self._backward(self._running.values())
         self._ledger.reserve({_BACKWARD: {Account.WORKSPACES: nbytes}})
@@ -167,6 +168,6 @@ class Admission:
 
 
 def _listed(needs: JobNeeds) -> str:
-    """Lists what bytes are needed for, most first."""
+    """Bytes by purpose as text, largest first."""
     parts = {**{account.value: n for account, n in needs.own.items()}, Account.WORKSPACES.value: needs.shared}
     return ", ".join(f"{name} {show_size(n)}" for name, n in sorted(parts.items(), key=lambda item: -item[1]))

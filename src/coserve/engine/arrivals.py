@@ -1,4 +1,4 @@
-"""Callers that bring work while a step runs: its training pauses for them."""
+"""Pauses a step's training while callers wait to hand over new work."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from coserve.executors.executor import Executor
 
 
 class Arrivals:
-    """Counts callers that bring work while a step runs, and pauses training as long as one of them waits.
+    """Counts callers that wait for the step under way to end; training is paused while there are any.
 
     `announce` and `taken` are called by any thread, `before_step` and `give_way` by the one that steps.
     """
@@ -19,20 +19,20 @@ class Arrivals:
         self._changed = threading.Condition()
 
     def announce(self) -> None:
-        """Somebody waits until the step under way is over."""
+        """Counts a caller that waits for the end of the step, and pauses its training."""
         with self._changed:
             self._coming += 1
             self._executor.pause_training()
 
     def taken(self) -> None:
-        """Withdraws an announcement: it has reached the scheduler."""
+        """Withdraws an announcement: the caller's work has reached the scheduler."""
         with self._changed:
             self._coming -= 1
             self._changed.notify_all()
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """`announce` before the block and `taken` after it."""
+        """Calls `announce` before the block and `taken` after it."""
         self.announce()
         try:
             yield
@@ -40,7 +40,7 @@ class Arrivals:
             self.taken()
 
     def before_step(self) -> None:
-        """Lets training go on if nobody waits any more."""
+        """Resumes training if no caller waits."""
         with self._changed:
             if not self._coming:
                 self._executor.resume_training()

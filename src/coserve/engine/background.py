@@ -1,4 +1,4 @@
-"""Work that is not part of a step: done on a thread; its outcome is taken in between two steps."""
+"""Background work: runs on a thread; the loop handles its outcome between two steps."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,22 +15,21 @@ Outcome: TypeAlias = _T | CoserveError
 
 
 class Background:
-    """A few threads whose results come back through the inbox."""
+    """A thread pool whose results return through the inbox."""
 
     def __init__(self, inbox: Inbox, threads: int = 4, name: str = "aside") -> None:
         self._inbox = inbox
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def another(self, threads: int, name: str) -> "Background":
-        """Threads of their own, for work that is not to wait for other work; the same inbox."""
+        """A separate pool with the same inbox, for work that must not queue behind other work."""
         return Background(self._inbox, threads, name)
 
     def do(self, what: str, work: Callable[[], _T], then: Callable[[Outcome[_T]], None]) -> None:
-        """Runs `work` soon; the loop calls `then` with what it returned, or with what it failed with: `what`
-        says to people whose work that was.
+        """Runs `work` on a thread; the loop then calls `then` with its result or its error, whose text names
+        the work as `what`.
 
-        Where `then` itself fails with a result it is called once more, with that error; then it only has to
-        give the work up.
+        If `then` raises on a result it is called once more with that error, to clean up.
         """
         self._pool.submit(work).add_done_callback(
             lambda future: self._inbox.put(Done(partial(_finish, what, future, then)))

@@ -1,4 +1,4 @@
-"""Measures what a step costs on this machine, by running steps that answer nobody."""
+"""Measures the seconds of steps on this machine by running synthetic ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,10 +31,10 @@ _KEYS = count(-1, -1)  # never a scheduler's
 
 
 def measure(executor: Executor, base: Base, page_size: int, pages: int) -> list[Sample]:
-    """(features, seconds) of decode, prefill, training and mixed steps; nothing of them remains.
+    """(features, seconds) of decode, prefill, training and mixed steps, which leave no state behind.
 
-    Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Runs
-    before the engine serves anybody, because it writes into the pages it likes.
+    Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Must run
+    before the engine serves requests: it writes into arbitrary pages.
     """
     probe = _Probe(executor, base, page_size)
     limit = min(pages * page_size, base.max_positions) - 2
@@ -43,10 +43,10 @@ def measure(executor: Executor, base: Base, page_size: int, pages: int) -> list[
 
 
 def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) -> tuple[float, float] | None:
-    """Measures how many times as long decode steps take on half of the machine, beside training on the other
-    half, as alone on all of it, and the training there. Like `measure`; two seconds on 255M parameters.
+    """Measures slowdown factors (decode, training) with each in a lane on half of the machine, relative to
+    the whole machine alone. Takes two seconds on 255M parameters; see `measure`.
 
-    None where there is no room for it, or the executor does one thing after the other.
+    None where pages are too few, or the executor runs no lanes side by side.
     """
     probe, positions = _Probe(executor, base, page_size), base.max_positions
     batch, context, rows = _BESIDE
@@ -91,14 +91,14 @@ class _Probe:
 
 @contextmanager
 def _next_half(micro_batch: MicroBatch, rows: int) -> Iterator[TrainingSegment]:
-    """The next half of the layers, or the tail; done when left."""
+    """The next segment of a micro-batch: half of the layers, or the tail; counted as done on exit."""
     span = micro_batch.next_span(micro_batch.layers // 2)
     yield training_segment(micro_batch, 0, rows, micro_batch.direction, span)
     micro_batch.advance(0, rows, span)
 
 
 def _beside(probe: _Probe, window: TrainingSegment) -> tuple[list[float], float]:
-    """Seconds of each decode step beside a window, and of the window; zeros where nothing is beside."""
+    """Seconds of each decode step beside a window, and of the window; zeros where none ran beside."""
     with _decoding(probe) as steps:
         result = probe.executor.run(replace(next(steps), training=(window,), split=0.5))
         answering = [result.lanes[0]]
@@ -120,7 +120,7 @@ def _decoding(probe: _Probe) -> Iterator[Iterator[Plan]]:
 
 
 def _next_tokens(answers: list[Sequence]) -> Plan:
-    """A row of each, which counts as answered."""
+    """One decode row of each, counted as answered."""
     plan = inference_plan((answer, answer.length - 1, 1) for answer in answers)
     for answer in answers:
         answer.output.append(0)
@@ -151,7 +151,7 @@ def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
 
 @contextmanager
 def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
-    """The one micro-batch of a job's only step, `batch` examples of `rows` tokens."""
+    """The only micro-batch of a job's only step: `batch` examples of `rows` tokens."""
     executor = probe.executor
     examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
     training = TrainingConfig(batch_size=batch)
@@ -166,7 +166,8 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
 
 
 def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int) -> Iterator[Sample]:
-    """One window forward in two spans, the first beside a decoding sequence, the tail, and back in two."""
+    """One window forward in two spans (the first beside a decoding sequence), the tail, and backward in
+    two."""
     answer = probe.sequence(64, 1, 0)
     depth = probe.base.depth
     inference = inference_plan([(answer, 63, 1)])

@@ -1,4 +1,4 @@
-"""Checks whether a job could ever run here, before it is taken on."""
+"""Checks that a job can run on this engine, before it is accepted."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -25,8 +25,8 @@ _FIRST: Final = 512  # examples that are looked at: a job needs at least the byt
 
 
 def read_beginning(engine: Engine, spec: JobSpec) -> PreparedJob:
-    """The job with the first examples of its data. Takes no lock: steps go on meanwhile. Raises DataError,
-    AdapterError or ConfigError."""
+    """Reads the job with only the first examples of its data. Takes no lock: steps go on meanwhile. Raises
+    DataError, AdapterError or ConfigError."""
     if (text := engine.text) is None:
         raise ConfigError("training on text needs a tokenizer, and the engine was given none")
 
@@ -44,8 +44,8 @@ def prepare_job(
     read: Callable[[TrainingConfig], Prepared],
     resume: TrainingState | None = None,
 ) -> PreparedJob:
-    """Reads what a job trains `adapter` from and, by `read`, on. Takes no lock: steps go on meanwhile. Raises
-    AdapterError, ConfigError, and what `read` does."""
+    """Reads a job's start for `adapter` and, by `read`, its data. Takes no lock: steps go on meanwhile.
+    Raises AdapterError, ConfigError, and what `read` does."""
     config, methods = convert(spec.options, TrainingConfig, "options"), settings_of(spec.method)
     start = None if resume is None else resume.adapter
     if start is None and spec.start_from is not None:
@@ -61,8 +61,8 @@ def prepare_job(
 def _foresee(
     engine: Engine, first: AdapterVersion, training: TrainingConfig, fresh: tuple[object, ...] | None
 ) -> None:
-    """Finds out which activations are kept of a job that begins with an adapter, `first`, or a `fresh` one of
-    these methods, of which `first` are the shapes: most of a second, once for each shape of layers. Takes no
+    """Traces which activations of a job will be stored: most of a second, once for each shape of layers.
+    `first` is the adapter it starts from; for a fresh one only its shapes, and `fresh` its methods. Takes no
     lock: steps go on meanwhile."""
     foresee(engine.base, first, training.keep)  # for whoever counts its bytes, here
     if fresh is None:

@@ -1,4 +1,4 @@
-"""Requests whose grammar is not compiled yet: a thread does that, and no step waits for it."""
+"""Compiles grammars on threads while their requests wait outside the scheduler; steps go on."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class _Compiling:
 
 
 class Compiling:
-    """Keeps requests until their grammar is compiled; all but the compiling itself runs on the loop's thread.
+    """Holds requests until their grammar is compiled. Only the compiling runs on other threads.
 
     `submit` takes on a request whose grammar is there, with its arrival on the engine's clock; `refuse` ends
     one whose grammar cannot be compiled.
@@ -56,7 +56,7 @@ class Compiling:
         return any(compiling.waiting for compiling in self._under_way.values())
 
     def keep(self, command: Submit, arrival: float) -> bool:
-        """Keeps a request whose grammar is not compiled, and tells whether it did."""
+        """Holds a request if its grammar is not compiled; True if so."""
         text = command.sampling.grammar
         if text is None or self._grammars is None or self._grammars.find(text) is not None:
             return False
@@ -71,18 +71,18 @@ class Compiling:
         return True
 
     def cancel(self, id: str) -> None:
-        """Nobody wants this request any more."""
+        """Drops a request."""
         for compiling in self._under_way.values():
             compiling.waiting.pop(id, None)
 
     def clear(self) -> None:
-        """Nobody wants any of them any more."""
+        """Drops all requests."""
         for compiling in self._under_way.values():
             compiling.waiting.clear()
 
     def end_overdue(self) -> None:
-        """Refuses those whose grammar takes too long. Its thread goes on until the compiler gives up, and
-        whoever asks for the same meanwhile is refused as well."""
+        """Refuses requests whose grammar has compiled for more than `SECONDS`. The thread goes on until the
+        compiler gives up; requests for the same grammar are refused until then."""
         latest = time.monotonic() - SECONDS
         for compiling in self._under_way.values():
             if compiling.began is not None and compiling.began < latest:
@@ -91,7 +91,7 @@ class Compiling:
     # Inside
 
     def _compile(self, grammars: Grammars, text: str, compiling: _Compiling) -> Grammar | None:
-        """On a thread; None where nobody waits any more."""
+        """Compiles on a background thread; None if no request waits for the grammar."""
         if not compiling.waiting:
             return None
         compiling.began = time.monotonic()
@@ -100,7 +100,7 @@ class Compiling:
         return grammar
 
     def _compiled(self, text: str, compiling: _Compiling, outcome: Outcome[Grammar | None]) -> None:
-        """Holds the grammar until each request holds it itself."""
+        """Submits or refuses the waiting requests. The frame holds the grammar until each request does."""
         del self._under_way[text]
         if isinstance(outcome, CoserveError):
             self._refuse_all(compiling, outcome)

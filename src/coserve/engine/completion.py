@@ -1,7 +1,7 @@
-"""An answer as its caller has it while it is under way.
+"""A handle to one request's answer.
 
-Iterating a handle drives the engine where nobody else does; handles of one engine can be iterated in
-turn or from several threads.
+Iterating a handle steps the engine unless another thread does; handles of one engine can be iterated in turn
+or from several threads.
 """
 
 from collections import deque
@@ -27,8 +27,8 @@ class Delta:
 
 
 class Completion:
-    """One request's answer. Iterate it for deltas, or ask for its `result`; both raise what made it fail: its
-    adapter could not be loaded, then `error` says why."""
+    """One request's answer. Iterate it for deltas, or call `result`; both raise the `error` of a request that
+    failed because its adapter could not be loaded."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class Completion:
         return self
 
     def cancel(self) -> None:
-        """Ends the answer; everything it held is free after one step."""
+        """Ends the answer; its resources are free after one step."""
         self._cancel()
 
     def skip(self, tokens: Iterable[int]) -> bool:
-        """Reads over tokens that the caller has; True if a stop string was among them."""
+        """Skips tokens that the caller has already; True if they contain a stop string."""
         if self._stream is None:
             return False
         for token in tokens:
@@ -85,7 +85,7 @@ class Completion:
         return self._stream.stopped
 
     def take(self, event: TokenEvent) -> bool:
-        """Takes a token in; True if a stop string was found, which ends the answer."""
+        """Appends a token; True if it completes a stop string, which ends the answer."""
         self.prompt_logprobs += event.prompt_logprobs
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
@@ -96,7 +96,7 @@ class Completion:
         return self._stream is not None and self._stream.stopped
 
     def finish(self, reason: FinishReason, error: CoserveError | None = None) -> None:
-        """No more tokens will come, because of `error` if there is one."""
+        """Marks the answer as ended, by `error` if it failed."""
         if self._stream is not None:
             self._add(Delta(self._stream.finish()))
         self.finish_reason, self.error = reason, error

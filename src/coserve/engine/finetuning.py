@@ -1,4 +1,4 @@
-"""A fine-tuning job as its caller has it: what it trains on and begins with, and the handle."""
+"""A fine-tuning job's prepared inputs, and its caller's handle."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from coserve.train.state import TrainingState
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Which states of a job are worth keeping: after every `every` optimizer steps, and after the last.
+    """Checkpointing of a job: its state after every `every` optimizer steps and after the last.
 
-    `take` gets them between two steps, so it should only pass them on.
+    `take` receives the states between two steps and must return quickly.
     """
 
     every: int
@@ -34,9 +34,8 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A fine-tuning job with all that was read for it. `methods` are the settings of its adapter's methods;
-    `start` is the version that training begins with, None for a fresh one; `resume` where the same job stood
-    before."""
+    """A fine-tuning job with its data read. `methods` are the settings of its adapter's methods; `start` is
+    the version that training begins with, None for a fresh one; `resume` is the state to resume from."""
 
     job: str
     adapter: str
@@ -47,21 +46,21 @@ class PreparedJob:
     resume: TrainingState | None = None
 
     def first(self, base: Base) -> AdapterVersion:
-        """The adapter that training begins with; of a fresh one the shapes alone."""
+        """The adapter that training begins with; a fresh one without values."""
         if self.start is not None:
             return self.start
         return sketch_adapter(base, self.adapter, self.methods, self.config.seed)
 
 
 class Trainer(Protocol):
-    """The engine as a job's handle needs it."""
+    """The engine's methods that a job's handle calls."""
 
     def drive(self) -> bool:
         """Steps the engine once; False where there is nothing to do."""
         ...
 
     def end(self, job: str, status: JobStatus) -> None:
-        """Ends a job that has not ended; all it held is free."""
+        """Ends a job that has not ended, and frees its resources."""
         ...
 
     def state(self, job: str) -> TrainingState:
@@ -78,8 +77,8 @@ class FineTuning:
     it fail.
 
     `truncated` examples lost their ends to a maximum length; `dropped` ones had no label left. `status` is
-    queued (then `reason` says what it waits for), running, and in the end succeeded, failed, cancelled or
-    paused. `notes` tell of what went otherwise than was asked for.
+    queued (`reason` says what it waits for), running, and in the end succeeded, failed, cancelled or paused.
+    `notes` name deviations from the request.
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class FineTuning:
                 return
 
     def result(self) -> "FineTuning":
-        """Runs the engine until the job has ended; raises what made it fail, or OutOfMemory where it waits
-        for bytes that nothing under way will free."""
+        """Runs the engine until the job has ended; raises the error of a failed job, or OutOfMemory where it
+        waits for bytes that nothing under way will free."""
         while self.is_under_way and self._trainer.drive():
             pass
         self._raise()
@@ -118,7 +117,7 @@ class FineTuning:
 
     @property
     def is_under_way(self) -> bool:
-        """Tells whether the job trains, or is going to."""
+        """Tells whether the job is queued or running."""
         return self.status in (JobStatus.QUEUED, JobStatus.RUNNING)
 
     def cancel(self) -> None:
@@ -126,7 +125,7 @@ class FineTuning:
         self._trainer.end(self.job, JobStatus.CANCELLED)
 
     def pause(self) -> TrainingState:
-        """Stops the job, to be resumed from the state returned: `train.checkpoint` keeps it on disk."""
+        """Stops the job and returns the state to resume from; `train.checkpoint` writes it to disk."""
         state = self._trainer.state(self.job)
         self._trainer.end(self.job, JobStatus.PAUSED)
         return state
@@ -142,20 +141,20 @@ class FineTuning:
             keeping.take(self._trainer.state(self.job))
 
     def wait(self, reason: str) -> None:
-        """The job cannot begin yet."""
+        """Notes why the queued job waits."""
         self.reason = reason
 
     def begin(self) -> None:
-        """The job trains from now on."""
+        """Marks the job as running."""
         self._move(JobStatus.RUNNING)
 
     def end(self, status: JobStatus) -> None:
-        """The job is over; who was told of its states need not be any more."""
+        """Marks the job as ended with `status`; no more states are passed on."""
         self._move(status)
         self._keeping = None
 
     def fail(self, error: CoserveError) -> None:
-        """The job cannot go on."""
+        """Marks the job as failed with `error`."""
         self.end(JobStatus.FAILED)
         self.error = error
 

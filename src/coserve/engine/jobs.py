@@ -1,9 +1,9 @@
-"""Fine-tuning jobs as a server gives them: from a file, into a folder, resumed after anything.
+"""Fine-tuning jobs of a server: read from a file, written to a folder, resumable after a crash.
 
-Whatever takes long and is not a step (reading data, writing checkpoints) is done aside, and what it led to is
-taken in between two steps. What happens to a job becomes numbered news, kept until a server has written it
-down. A checkpoint is news once it is on disk and, where there is a validation file, its loss is known. The
-end of a job comes after the news of all its checkpoints.
+Reading data and writing checkpoints run in the background; their outcomes are handled between two steps.
+Events of a job are numbered and kept until a server acknowledges that it has stored them. A checkpoint is
+reported once it is on disk and, where there is a validation file, its loss is known. The end of a job is
+reported after all its checkpoints.
 """
 
 from collections import deque
@@ -46,7 +46,7 @@ def fault_of(error: CoserveError) -> Fault:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """All that was read for a job. `checkpoint` is the one it goes on from."""
+    """Everything read for a job. `checkpoint` is the one it resumes from."""
 
     prepared: PreparedJob
     validation: tuple[Example, ...]
@@ -55,7 +55,7 @@ class _Ready:
 
 @dataclass(slots=True, eq=False)
 class _PendingCheckpoint:
-    """A checkpoint that is not news yet."""
+    """A checkpoint that is not reported yet."""
 
     scoring: Scoring | None
     written: Checkpoint | None = None
@@ -67,9 +67,9 @@ class _PendingCheckpoint:
 
 @dataclass(slots=True, eq=False)
 class _ServedJob:
-    """A job, and how far the server was told of it. `handle` is there once it trains or waits for bytes,
-    which `waits` says; `noted` of its notes are told. `ending` is its last news but for the checkpoints
-    before it; `again` is what to start it with after that."""
+    """A job, and which of its events are reported. `handle` is set once it trains or waits for bytes
+    (`waits`); `noted` of its notes are reported. `ending` is its last event, reported after its checkpoints;
+    `again` restarts it after that."""
 
     spec: JobSpec
     last: float  # when its last step was, on the engine's clock
@@ -105,11 +105,11 @@ class Jobs:
 
     @property
     def waiting(self) -> dict[str, str]:
-        """Why jobs wait that are read and cannot begin."""
+        """Reasons, by job, of jobs that are read and wait to start."""
         return {name: job.handle.reason for name, job in self._jobs.items() if job.handle and job.waits}
 
     def start(self, command: StartJob) -> None:
-        """Begins to read what the job needs; nothing happens to one that runs already."""
+        """Starts reading a job's files; ignored for a job that runs already."""
         spec = command.spec
         job = self._jobs.get(spec.job)
         if job is not None:
@@ -122,7 +122,7 @@ class Jobs:
         self._background.do("reading the job", partial(_read, self._engine, spec), partial(self._begin, job))
 
     def stop(self, name: str, keep: bool) -> None:
-        """Ends a job's training, with a checkpoint of where it stands or without."""
+        """Ends a job's training; with `keep` after a checkpoint of its state."""
         job = self._jobs.get(name)
         if job is None:
             return
@@ -144,13 +144,13 @@ class Jobs:
             self._end(job, JobStatus.PAUSED if keep else JobStatus.CANCELLED)
 
     def fail(self, name: str, error: CoserveError) -> None:
-        """Ends a job for a reason that did not come up in its training."""
+        """Fails a job for an error outside its training."""
         job = self._jobs.get(name)
         if job is not None:
             self._give_up(job, error)
 
     def stop_all(self) -> None:
-        """Stops all jobs with checkpoints, so that they can go on later."""
+        """Stops all jobs with checkpoints to resume from."""
         for name in self.names:
             try:
                 self.stop(name, keep=True)
@@ -167,23 +167,23 @@ class Jobs:
             self._engine.training.set_weight(name, weight)
 
     def acknowledge(self, number: int) -> None:
-        """Forgets news up to this number."""
+        """Drops events up to this number."""
         while self._unacknowledged and self._unacknowledged[0].number <= number:
             self._unacknowledged.popleft()
 
     # What the loop does
 
     def repeat_news(self) -> None:
-        """A new server hears all that was not acknowledged."""
+        """Queues all unacknowledged events again, for a new server."""
         self._fresh = list(self._unacknowledged)
 
     def take_news(self) -> tuple[Numbered, ...]:
-        """News since the last time."""
+        """Events since the last call."""
         fresh, self._fresh = tuple(self._fresh), []
         return fresh
 
     def after_step(self, events: list[Event]) -> None:
-        """Takes in what a step did for the jobs."""
+        """Handles a step's events of jobs."""
         for event in events:
             if isinstance(event, StepDone) and (job := self._jobs.get(event.job)):
                 self._stepped(job, event.updated)
@@ -205,14 +205,14 @@ class Jobs:
         self._settle(job)
 
     def _give_up(self, job: _ServedJob, error: CoserveError) -> None:
-        """The job has failed, wherever it was: it trains no more, and the checkpoints it has stay."""
+        """Fails a job at any stage; its checkpoints stay."""
         _leave_unscored(job)
         if job.handle is not None and job.handle.is_under_way:
             job.handle.cancel()
         self._end(job, JobStatus.FAILED, error)
 
     def _begin(self, job: _ServedJob, outcome: Outcome[_Ready]) -> None:
-        """The data is read: training starts, or goes on."""
+        """Starts or resumes training once the data is read."""
         if isinstance(outcome, CoserveError):
             self._give_up(job, outcome)
             return
@@ -238,8 +238,7 @@ class Jobs:
             self._begun(job, job.handle, ready)
 
     def _follow(self, job: _ServedJob) -> None:
-        """Tells the server if a job that waited for bytes has begun, and what went otherwise than asked
-        for."""
+        """Reports the start of a job that waited for bytes, and its new notes."""
         handle = job.handle
         if handle is None:
             return
@@ -255,7 +254,7 @@ class Jobs:
         job.noted = len(handle.notes)
 
     def _begun(self, job: _ServedJob, handle: FineTuning, ready: _Ready) -> None:
-        """Tells the server that a job's first step is under way."""
+        """Reports that a job's first step is under way."""
         name = job.spec.job
         job.last = self._engine.clock()
         if handle.status == JobStatus.RUNNING:
@@ -290,7 +289,7 @@ class Jobs:
             self._end(job, JobStatus.FAILED, job.handle.error)
 
     def _keep(self, job: _ServedJob, state: TrainingState) -> None:
-        """Between two steps: the state is copied already, and is written aside."""
+        """Writes a state in the background. The state is a copy already."""
         if state.step == job.kept:  # stopped just after one was due: two threads would write one folder
             return
         job.kept = state.step
@@ -301,7 +300,7 @@ class Jobs:
         self._background.do("writing the checkpoint", write, partial(self._written, job, pending))
 
     def _scoring(self, job: _ServedJob) -> Scoring | None:
-        """Scores the version that the job has just published."""
+        """Starts scoring the version that the job has just published."""
         if job.ready is None or not job.ready.validation:
             return None
         version = self._engine.bank.look(_adapter_of(job.spec.job))
@@ -324,7 +323,7 @@ class Jobs:
         self._settle(job)
 
     def _settle(self, job: _ServedJob) -> None:
-        """Tells of checkpoints, in order, and then of the job's end."""
+        """Reports checkpoints in order, and then the job's end."""
         name = job.spec.job
         while job.pending and job.pending[0].is_complete:
             pending = job.pending.popleft()
@@ -349,7 +348,7 @@ class Jobs:
             self.start(job.again)
 
     def _is_over(self, name: str) -> bool:
-        """Tells whether there is news that the job has ended for good."""
+        """Tells whether an unacknowledged event ends the job for good."""
         ends = [n.news for n in self._unacknowledged if isinstance(n.news, JobEnded) and n.news.job == name]
         return bool(ends) and ends[-1].status != JobStatus.PAUSED
 
@@ -361,7 +360,7 @@ class Jobs:
 
 
 def _leave_unscored(job: _ServedJob) -> None:
-    """Stops scoring a job's checkpoints: they become news as soon as they are written."""
+    """Stops scoring a job's checkpoints, so that they are reported as soon as they are written."""
     for pending in job.pending:
         if pending.scoring is not None:
             pending.scoring.cancel()
@@ -369,7 +368,7 @@ def _leave_unscored(job: _ServedJob) -> None:
 
 
 def _adapter_of(job: str) -> str:
-    """Name of a job's adapter while it trains; servers name durable versions only."""
+    """Name of a job's adapter while it trains; a server refers to durable versions only."""
     return f"training:{job}"
 
 
@@ -390,7 +389,7 @@ def _started(job: str, step: int, steps: int, prepared: PreparedJob) -> JobStart
 
 
 def _read(engine: Engine, spec: JobSpec) -> _Ready:
-    """Reads all that a job needs, while steps go on."""
+    """Reads everything a job needs; steps go on meanwhile."""
     name, base = _adapter_of(spec.job), engine.base
     checkpoint = newest_checkpoint(Path(spec.folder))
     resume = None

@@ -1,8 +1,8 @@
-"""The engine's end of the socket: one server at a time, and nothing it does or fails to do stalls a step.
+"""The engine's end of the socket: one server at a time, which can never stall a step.
 
-A frame is the length of its body, four bytes, the most significant first, and the body: msgpack, by
-`wire.codec`. A thread reads each connection and a thread writes it; what they learn goes into the inbox
-that the loop reads between two steps. A new connection takes the place of the old one.
+A frame is its body's length (four bytes, big-endian) and the body, msgpack by `wire.codec`. Each connection
+has a reading and a writing thread, which post to the inbox that the loop reads between two steps. A new
+connection replaces the old one.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ _BACKLOG: Final = 64 << 20  # bytes not yet taken by a server; then it counts as
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A server has connected; whoever was connected before is not any more."""
+class Connected:
+    """A server has connected, in place of any earlier one."""
 
     connection: "Connection"
 
@@ -44,7 +44,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A connection has ended, and for what reason."""
+    """A connection has ended for `reason`."""
 
     connection: "Connection"
     reason: str
@@ -52,24 +52,24 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The process was asked to finish what it does for its server, and leave."""
+    """The process was asked to finish its work for the server and exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Something that was done aside is over: `then` runs between two steps."""
+    """Background work has ended: `then` runs between two steps."""
 
     then: Callable[[], None]
 
 
-Item = Opened | Received | Closed | Drained | Done
+Item = Connected | Received | Closed | Drained | Done
 
 
 class Inbox:
-    """Queue of what has come for the loop between two steps, in order. Any thread may `put`.
+    """Queue of items for the loop to handle between two steps, in order. Any thread may `put`.
 
-    Training of the step under way pauses for an item that somebody waits for: any work that is done, and any
-    command but an Acknowledge, of which a server sends one for each optimizer step.
+    An item pauses the training of the step under way if a caller waits for it: finished work, and any command
+    but an Acknowledge (a server sends one for each optimizer step).
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Inbox:
         self._arrivals: Arrivals | None = None
 
     def pauses(self, arrivals: Arrivals) -> None:
-        """Names whom to tell of items from now on."""
+        """Sets the `arrivals` that items are announced to."""
         self._arrivals = arrivals
 
     def put(self, item: Item) -> None:
@@ -87,7 +87,7 @@ class Inbox:
         self._items.put((item, told))
 
     def get(self, block: bool = True, timeout: float | None = None) -> Item:
-        """The next item; raises queue.Empty where there is none in time."""
+        """The next item; raises queue.Empty after `timeout` seconds."""
         item, told = self._items.get(block, timeout)
         if told is not None:
             told.taken()
@@ -101,7 +101,7 @@ def _is_urgent(item: Item) -> bool:
 
 
 class Connection:
-    """One server. `send` returns at once; `close` may be called by anybody, more than once."""
+    """One server. `send` returns at once; `close` may be called from any thread and repeatedly."""
 
     def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
         self._socket, self._inbox = sock, inbox
@@ -116,7 +116,7 @@ class Connection:
         self._reader.start()
 
     def send(self, answer: Answer) -> None:
-        """Queues a message. A server that has let 64 MiB pile up is cut off."""
+        """Queues a message. A server with 64 MiB unread is disconnected."""
         body = encode_answer(answer)
         frame = _HEADER.pack(len(body)) + body
         with self._lock:
@@ -128,7 +128,7 @@ class Connection:
             self._frames.put(frame)
 
     def finish(self, seconds: float) -> None:
-        """Waits until what was sent is out, at most so long, and closes."""
+        """Waits until all messages are sent, at most `seconds`, and closes."""
         self._frames.put(None)
         self._sender.join(seconds)
         self.close()
@@ -174,7 +174,7 @@ class Connection:
 
 
 class Link:
-    """Listens on a Unix socket. Each connection shows in the inbox as Opened, Received…, Closed.
+    """Listens on a Unix socket. Each connection posts Connected, Received…, Closed to the inbox.
 
     Raises ConfigError where it cannot listen at `path`.
     """
@@ -196,7 +196,7 @@ class Link:
         self._thread.start()
 
     def close(self) -> None:
-        """Takes no more connections; the current one stays."""
+        """Accepts no more connections; the current one stays."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -210,5 +210,5 @@ class Link:
             if self._current is not None:
                 self._current.close()
             self._current = Connection(sock, self._inbox)
-            self._inbox.put(Opened(self._current))
+            self._inbox.put(Connected(self._current))
             self._current.start()

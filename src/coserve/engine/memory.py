@@ -1,7 +1,7 @@
-"""Bytes of an engine: the ledger of its device, and what adapters take of it.
+"""Memory of an engine: the ledger of its device, and the share of adapters.
 
-The base, the pages and what a step needs have theirs for good. Jobs reserve theirs through
-`engine.admission`; stored adapters have what is left, or what was set for them.
+The base, the pages and a step's workspace are reserved for good. Jobs reserve through `engine.admission`;
+stored adapters have a set limit, or the rest.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ _LIBRARIES: Final = "libraries"
 
 
 class EngineMemory:
-    """The ledger of one engine. Everything happens between two steps."""
+    """The ledger of one engine. All methods run between two steps."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Made before the model is loaded: what is free then is what there is to be had. Raises ConfigError
-        where the device cannot be used."""
+        """Must run before the model is loaded: the bytes free then are the capacity. Raises ConfigError where
+        the device cannot be used."""
         device = usable_device(config.device)
         bound_compiled_shapes()
         self.meter = make_meter(device)
@@ -44,7 +44,7 @@ class EngineMemory:
         self._limit = _limit_of(config, self.ledger.budget)
 
     def open(self, executor: Executor, base: Base, cache: AdapterCache, config: SchedulerConfig) -> None:
-        """Enters what is there for good. Raises ConfigError where that is more than the budget."""
+        """Enters the base, the pages and the workspace. Raises ConfigError where they exceed the budget."""
         self._executor, self._base, self._cache = executor, base, cache
         weights, pages = self.held().base, executor.spec.cache_nbytes
         workspace = step_bytes(base, config, pages)
@@ -70,11 +70,10 @@ class EngineMemory:
             self.ledger.reserve(asked)
 
     def count_process(self, grown: int | None = None) -> None:
-        """Counts what libraries took and will take beside the model, in a process that has nothing else to
-        do. What it holds beyond its imports stays within the budget then: freed memory that the C library
-        keeps goes back to the system where it would not. On a GPU none of this is in its memory. `grown` is
-        what loading took beside the model, where this process does not tell. Raises ConfigError where there
-        is no room."""
+        """Counts bytes that libraries took and will take beside the model, in a process of the engine's own.
+        What the process holds beyond its imports then stays within the budget: freed memory is returned to
+        the system where needed. Nothing is counted on a GPU. `grown` is what loading took beside the model
+        where it cannot be measured in this process. Raises ConfigError where there is no room."""
         if self._base.device.type != "cpu":
             return
         nbytes = (self._executor.spec.grown if grown is None else grown) + BUILT_BYTES
@@ -89,7 +88,7 @@ class EngineMemory:
     # Adapters
 
     def load(self, adapter: AdapterVersion) -> None:
-        """Makes sure that there is room for a version that is to be published. Raises OutOfMemory."""
+        """Raises OutOfMemory where there is no room for a version to be published."""
 
         def short() -> int:
             held = self.ledger.of(_ADAPTERS)
@@ -102,14 +101,14 @@ class EngineMemory:
             )
 
     def stored_room(self) -> int:
-        """Bytes that stored adapters in memory may have together: what was set, or what nobody else has."""
+        """Bytes that all stored adapters may take in memory: the set limit, or all that is free."""
         if self._limit is not None:
             return self._limit
         self.count_adapters()
         return self.ledger.free + self.ledger.of(_STORED)
 
     def fit(self, name: str, cost: int) -> None:
-        """Raises OutOfMemory for a stored adapter that would never fit, if it were alone."""
+        """Raises OutOfMemory for a stored adapter that would not fit even alone."""
         most = self.job_room() if self._limit is None else self._limit
         if cost > most:
             raise OutOfMemory(
@@ -120,7 +119,7 @@ class EngineMemory:
     # What there is
 
     def audit(self) -> dict[Account, int]:
-        """Charges what is held in fact; bytes by account then."""
+        """Charges the bytes that are really held; returns bytes by account."""
         held = self.held()
         self.count_adapters()
         self.ledger.charge("base", Account.BASE, held.base)
@@ -132,16 +131,17 @@ class EngineMemory:
         return self.ledger.accounts()
 
     def job_room(self) -> int:
-        """Bytes that a job could have if it were alone, with no adapter loaded."""
+        """Bytes available to a job that runs alone with no adapter loaded."""
         fixed, held = sum(map(self.ledger.of, ("pages", "steps", _LIBRARIES))), self.held()
         return self.ledger.budget - fixed - (self._limit or 0) - held.base - held.base_to_train
 
     def held(self) -> DeviceMemory:
-        """Bytes that the device holds in fact."""
+        """Bytes that the device really holds."""
         return self._executor.call(ReadMemory())
 
     def count_adapters(self) -> None:
-        """Versions that no job counts as its own: loaded ones, finished ones, and those that answers hold."""
+        """Counts versions outside of jobs' reservations: loaded ones, finished ones, and those that answers
+        hold."""
         held = self.held()
         nbytes = self._cache.nbytes(held.slots)
         own = sum(accounts[Account.ADAPTERS] for accounts in held.sessions.values())
@@ -149,10 +149,10 @@ class EngineMemory:
         self.ledger.charge(_ADAPTERS, Account.ADAPTERS, nbytes.resident - own)
 
     def make_room(self, missing: Callable[[], int]) -> int:
-        """Has stored adapters that nobody uses leave, if that is enough for the `missing` bytes; returns what
-        is missing then. What was set for them is theirs.
+        """Evicts unused stored adapters if that frees the `missing` bytes; returns the bytes still missing.
+        Evicts nothing where stored adapters have a limit of their own.
 
-        The slot of one that left may stay for the next one: then more have to leave.
+        An evicted adapter's slot may stay allocated for the next one; then more are evicted.
         """
         self.count_adapters()
         before = -1
@@ -164,7 +164,7 @@ class EngineMemory:
 
 
 def _limit_of(config: EngineConfig, budget: int) -> int | None:
-    """Bytes that are set for stored adapters, None where nothing is."""
+    """Configured limit of stored adapters in bytes; None without one."""
     match read_memory(config.adapter_memory, "adapter_memory"):
         case float() as share:
             return int(share * budget)
@@ -173,7 +173,7 @@ def _limit_of(config: EngineConfig, budget: int) -> int | None:
 
 
 def device_capacity(device: torch.device) -> Capacity:
-    """Bytes that a device has, and those that are free."""
+    """Total and free bytes of a device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Capacity(total, free)
@@ -181,5 +181,5 @@ def device_capacity(device: torch.device) -> Capacity:
 
 
 def job_owner(job: str) -> str:
-    """Name of a job in the ledger, where it stands beside the base and the pages."""
+    """A job's owner name in the ledger."""
     return f"job {job}"

@@ -1,4 +1,4 @@
-"""Requests and the adapters that they need: who is let in, and what is brought in for whom."""
+"""Blocks requests until their adapters are in memory, and has these loaded."""
 
 from typing import Final
 
@@ -12,12 +12,13 @@ _PATIENT: Final = 4  # steps that a prompt from afar leaves to others, at most
 
 
 class PagedAdapters:
-    """The stored adapters of one engine. Everything happens between two steps, under the engine's lock.
+    """Loads the stored adapters of one engine for its requests. All methods run between two steps, under the
+    engine's lock.
 
-    A request for one that is not in memory is kept back from the scheduler until it is, and holds it from
-    then until it ends. Reading begins when the request is queued. Requests for others never notice: those
-    that were kept back enter one by one, and not in a step in which others begin, as long as that does not
-    take long. (Two prompts in a step are what its tokens wait for longest.)
+    A request is blocked in the scheduler until its adapter is in memory, and pins the adapter until the
+    request ends. Reading starts when the request is queued. To keep steps short (two prompts in one delay its
+    tokens most), blocked requests enter one at a time, and for up to `_PATIENT` steps not beside other new
+    requests.
     """
 
     def __init__(self, cache: AdapterCache, scheduler: Scheduler, reads: Reads) -> None:
@@ -26,20 +27,21 @@ class PagedAdapters:
         self._left_out = 0  # steps that nobody has entered in since somebody was ready
 
     def came(self, sequence: Sequence) -> None:
-        """A request for an adapter has been queued; it is kept back if the adapter is a stored one."""
+        """Handles a queued request for an adapter: unblocks it if the adapter is in memory, else has that
+        read."""
         if not self._acquire(sequence):
             self._ask()
         elif sequence in self._scheduler.blocked_on_adapter:
             self._scheduler.unblock(sequence)
 
     def pin(self, key: str, pinned: bool) -> None:
-        """Has a version brought in when there is room and kept, or no longer. Raises what `AdapterCache.pin`
-        does."""
+        """Pins a version in memory, to be loaded when there is room, or unpins it. Raises what
+        `AdapterCache.pin` does."""
         self._cache.pin(key, pinned)
         self._ask()
 
     def advance(self) -> None:
-        """Takes in what has been read, lets in who waited for it, and has the next ones read. Once a step."""
+        """Notes loaded adapters, unblocks requests for them, and has the next ones read. Runs once a step."""
         for stored, outcome in self._reads.take():
             self._cache.loaded(stored.key, outcome)
             if isinstance(outcome, CoserveError):
@@ -52,7 +54,8 @@ class PagedAdapters:
         return self._cache.acquire(_key(sequence), sequence.key)
 
     def _ask(self) -> list[Sequence]:
-        """Has what is not there read for those who are kept back; returns those who hold theirs."""
+        """Has missing adapters of blocked requests read; returns the requests whose adapters are in
+        memory."""
         ready, wanted = [], []
         for sequence in self._scheduler.blocked_on_adapter:
             if self._acquire(sequence):
@@ -64,7 +67,8 @@ class PagedAdapters:
         return ready
 
     def _let_in(self, ready: list[Sequence]) -> None:
-        """The most urgent of those who are ready, if nobody else begins now; all if that holds up nobody."""
+        """Unblocks the most urgent of the `ready` unless other requests begin now; all of them on an idle
+        engine."""
         newest = max((sequence.key for sequence in self._scheduler.waiting), default=0)
         others_begin, self._newest = newest > self._newest, max(newest, self._newest)
         if ready and others_begin and self._left_out < _PATIENT:
@@ -76,14 +80,14 @@ class PagedAdapters:
             self._scheduler.unblock(sequence)
 
     def _fail(self, key: str, error: CoserveError) -> None:
-        """Ends the requests that wait for this version, and no others."""
+        """Fails the requests blocked on this version."""
         for sequence in self._scheduler.blocked_on_adapter:
             if _key(sequence) == key:
                 self._scheduler.fail(sequence.key, error)
 
 
 def _key(sequence: Sequence) -> str:
-    """Key of the version that a sequence which is kept back is for."""
+    """Key of the adapter version of a blocked sequence."""
     key = sequence.request.adapter
     assert key is not None, "only what an adapter is for is kept back"
     return key

@@ -1,14 +1,14 @@
-"""The engine's process, which `coserve.wire.launch` starts and a supervisor feeds.
+"""The engine's process, started by `coserve.wire.launch` and controlled by a supervisor.
 
-Its imports take seconds and its model more, so a supervisor keeps one of these that has done the first and
-waits for its `wire.control.EngineStart`. The loop is: commands, a step, a report. Without work it sleeps
-until a message comes.
+Imports take seconds and loading a model more, so a supervisor keeps a standby process that has done its
+imports and waits for `wire.control.EngineStart`. The loop is: commands, a step, a report. Without work it
+sleeps until a message comes.
 
-It ends with status 0 after a drain, with status 1 where its model cannot be loaded or a bug showed, and at
-once when its standard input closes, that is, when the supervisor is gone. A drain is what the server asks
-for, or SIGTERM once no server is connected: whoever stops a service may signal all its processes, and the
-server may have requests that are still to come here. Before it is ready, SIGTERM ends it at once. It may be
-killed at any moment: nothing that was reported is lost.
+The process exits with status 0 after a drain, with status 1 where its model cannot be loaded or a bug showed,
+and at once when its standard input closes because the supervisor is gone. A drain begins on the server's
+command, or on SIGTERM once no server is connected: a service manager may signal all processes while the
+server still has requests to pass on. Before the model is ready, SIGTERM exits at once. Killing the process
+loses nothing that was reported.
 """
 
 import logging
@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from coserve.core.size import show_size
 from coserve.engine.background import Background
 from coserve.engine.engine import Engine
-from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Item, Link, Opened, Received
+from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Item, Link, Received
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.worker import Worker
 from coserve.errors import CoserveError
@@ -50,7 +50,7 @@ _MEASURING: Final = "measuring what steps cost on this machine (some seconds, th
 
 
 def main(pipes: SupervisorPipes) -> None:
-    """Waits to be told what to load, loads, serves."""
+    """Waits for a start command, loads the model, serves."""
     threading.excepthook = lambda args: sys.excepthook(
         args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
     )
@@ -91,8 +91,8 @@ def main(pipes: SupervisorPipes) -> None:
 
 
 class Loop:
-    """Commands, a step, a report, until a drain is over. `beat` is called each time round, and twice a second
-    while there is nothing to do."""
+    """Runs commands, a step and a report in turn until a drain is over. `beat` is called once a turn, and
+    twice a second while idle."""
 
     def __init__(self, worker: Worker, inbox: Inbox, beat: Callable[[], object]) -> None:
         self._worker, self._inbox, self._beat = worker, inbox, beat
@@ -110,7 +110,7 @@ class Loop:
             self._server.finish(_FLUSH)
 
     def _take_in(self) -> None:
-        """Takes in all that has come; without work it waits for something, at most until the next beat."""
+        """Handles all items of the inbox; without work waits for one until the next beat."""
         item = self._next(wait=not self._worker.has_work and not self._worker.is_drained)
         while item is not None:
             self._take(item)
@@ -125,7 +125,7 @@ class Loop:
 
     def _take(self, item: Item) -> None:
         match item:
-            case Opened():
+            case Connected():
                 self._server = item.connection
                 self._server.send(self._worker.connected())
             case Received() if item.connection is self._server:
@@ -155,8 +155,8 @@ class Loop:
 
 
 def know_costs(engine: Engine, costs: CostFile | None, measuring: Callable[[], None]) -> None:
-    """Makes the engine know what its steps cost: from the file, or by measuring, which the file then
-    remembers. `measuring` is called before that, for it takes seconds."""
+    """Gives the engine its step costs: from the file, or measured and then written to it. `measuring` is
+    called before measuring, which takes seconds."""
     found = None if costs is None else costs.read()
     if found is not None:
         engine.scheduler.cost.recall(found)
@@ -168,7 +168,7 @@ def know_costs(engine: Engine, costs: CostFile | None, measuring: Callable[[], N
 
 
 def _load(start: EngineStart) -> Engine:
-    """The engine, which knows nothing of what its steps cost yet."""
+    """Loads the engine, without step costs."""
     if start.threads is not None:
         torch.set_num_threads(start.threads)
     scheduler = {**start.config.scheduler, "interruptible": True}  # by what comes into the inbox
@@ -176,7 +176,7 @@ def _load(start: EngineStart) -> Engine:
 
 
 def _cost_file(start: EngineStart, engine: Engine) -> CostFile | None:
-    """The file that remembers what is measured; None where nothing is."""
+    """The file of measured costs; None where costs are not measured."""
     if start.calibration is None or not start.config.calibrate:
         return None
     return CostFile(Path(start.calibration), circumstances(engine.base, engine.config))
@@ -205,13 +205,13 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
 
 
 def _describe(hello: Hello) -> str:
-    """The engine in a few words, for people."""
+    """One line about the engine for the log."""
     size = f"{hello.parameters / 1e6:.0f}M parameters"
     kept = hello.dtype if hello.quantize == "none" else f"{hello.dtype} over {hello.quantize} weights"
     return f"{size}, {kept} on {hello.device}, cache of {hello.cache_tokens} tokens"
 
 
 def _memory(engine: Engine) -> str:
-    """Describes the budget, and what comes on top of it."""
+    """One line about the memory budget and the bytes outside of it."""
     memory = engine.memory
     return f"{show_size(memory.ledger.budget)} of memory, beside {show_size(memory.imports)} of imports"

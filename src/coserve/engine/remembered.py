@@ -1,8 +1,8 @@
-"""Costs of steps, remembered from one start to the next: a start that finds them need not measure.
+"""Stores step costs on disk, so that a restart need not measure them.
 
-The file says under which circumstances its costs were learned. Under any others it is as good as none, and
-so is a damaged one: the engine measures, and writes another. A file that cannot be written costs the next
-start some seconds and nothing else, so that stops nobody.
+The file names the circumstances under which its costs were learned. A file of other circumstances or a
+damaged one is ignored: the engine measures and writes a new one. Failure to write is ignored too; the next
+start measures again, which takes seconds.
 """
 
 import logging
@@ -39,8 +39,7 @@ class CostFile:
         self._circumstances = dict(circumstances)
 
     def read(self) -> Costs | None:
-        """Reads what is remembered; None where there is no file, a damaged one, or one of other
-        circumstances."""
+        """Reads the costs; None where the file is missing, damaged, or of other circumstances."""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Remembered)
         except FileNotFoundError:
@@ -59,7 +58,7 @@ class CostFile:
         return found.costs
 
     def write(self, costs: Costs) -> None:
-        """Puts `costs` in the file's place. The rename is what counts: a reader finds the old or the new."""
+        """Replaces the file atomically, by a rename."""
         partial = self.path.with_name(f".{self.path.name}")
         text = msgspec.json.encode(_Remembered(self._circumstances, costs))
         try:
@@ -70,10 +69,9 @@ class CostFile:
 
 
 def circumstances(base: Base, config: EngineConfig) -> Circumstances:
-    """Everything that costs of steps depend on, as far as one can know it: weights and code, machine,
-    settings.
+    """Everything known that step costs depend on: weights, code, machine, settings.
 
-    How a scheduler uses steps is not part of it.
+    Scheduling settings are not part of it.
     """
     return {
         "coserve": _version(),
@@ -104,7 +102,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name() -> str:
-    """The processor's name in the system; where it has none, the kind of machine."""
+    """The processor's name as the system reports it, or else the machine type."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # elsewhere than Linux

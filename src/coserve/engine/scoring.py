@@ -1,9 +1,9 @@
-"""The loss of an adapter version on examples that nobody trains on.
+"""Validation loss of an adapter version.
 
 Each example is a request that only scores its prompt (`max_tokens=0`). So validation is ordinary inference:
-it shares steps with answers and training, obeys the bounds of those who stated one, and its rows are read
-by the version that they belong to, however many have been published since. A few examples are under way at
-a time, so that a long validation file never fills the running line.
+it shares steps with answers and training, respects other requests' latency bounds, and uses the given
+version, whatever has been published since. A few examples are under way at a time, so that a long validation
+file never takes all running slots.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0, ignore_eos=True)
 
 
 def check_lengths(engine: Engine, examples: Sequence[Example], virtual: int) -> None:
-    """Raises DataError for an example that could never be scored by an adapter of so many virtual tokens."""
+    """Raises DataError for an example too long to be scored by an adapter with `virtual` virtual tokens."""
     size = engine.config.page_size
     template = virtual % size > 0  # a page of the adapter's that no sequence reads as it is
     most = min(engine.base.max_positions, (engine.config.pages - template) * size) - virtual
@@ -45,7 +45,7 @@ class Scoring:
         self.advance()
 
     def advance(self) -> bool:
-        """Takes in what is through and sends in what is next; True once the loss is known."""
+        """Collects finished examples and submits the next; True once the loss is known."""
         if self.loss is not None:
             return True
         for example, completion in self._under_way:
@@ -64,7 +64,7 @@ class Scoring:
         return True
 
     def cancel(self) -> None:
-        """Ends it without a loss."""
+        """Stops scoring; there is no loss."""
         if self.loss is None:
             self._waiting.clear()
             for _, completion in self._under_way:
@@ -72,7 +72,7 @@ class Scoring:
             self._engine.cache.release(self._version, self)
 
     def _count(self, example: Example, completion: Completion) -> None:
-        """The log-probability of token i + 1 belongs to the label of row i."""
+        """Adds an example's loss: the log-probability of token i + 1 is that of the label of row i."""
         for label, logprobs in zip(example.labels[:-1], completion.prompt_logprobs, strict=True):
             if label != IGNORED:
                 self._sum -= logprobs.chosen

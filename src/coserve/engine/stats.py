@@ -9,8 +9,7 @@ from coserve.wire.messages import EngineStats
 
 
 def count(scheduler: Scheduler, memory: EngineMemory, pages: PagePool, cache: AdapterCache) -> EngineStats:
-    """Counters since the engine's start, and where things stand now. Whoever calls holds the engine's
-    lock."""
+    """Counters since the engine's start, and its current state. The caller holds the engine's lock."""
     stats = scheduler.stats
     return EngineStats(
         steps=stats.steps,

@@ -1,4 +1,4 @@
-"""All fine-tuning on one engine: jobs that wait for bytes, jobs that train, and what becomes of them."""
+"""All fine-tuning jobs of one engine, from admission to their end."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,9 +37,9 @@ from coserve.train.supervised import SupervisedSteps, count_steps
 
 
 class Training:
-    """Starts jobs, feeds the scheduler, and takes in what happened. Whoever calls `deliver` or asks
-    `refuse_while_trained` holds `lock`, the engine's; the other methods take it themselves. `drive` steps the
-    engine once, `save` writes an adapter's files.
+    """Starts jobs, feeds the scheduler, and handles its events. Callers of `deliver` and
+    `refuse_while_trained` hold `lock`, the engine's; the other methods take it. `drive` steps the engine
+    once, `save` writes an adapter's files.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Training:
         self._steps: dict[str, SupervisedSteps] = {}  # of jobs that train
 
     def check(self, prepared: PreparedJob) -> JobSize:
-        """Returns how large a job is. Raises what makes it impossible: AdapterError, DataError, and
-        OutOfMemory where it could not run even if it were alone."""
+        """Returns a job's size. Raises AdapterError, DataError, or OutOfMemory where the job would not fit
+        even alone."""
         with self._lock:
             size = self._size(prepared)
             check_room(prepared.data.examples, self._base.max_positions, size.adapter.virtual.count)
@@ -72,7 +72,7 @@ class Training:
             return size
 
     def start(self, prepared: PreparedJob, keeping: Keeping | None = None) -> FineTuning:
-        """A job that trains at once, or waits for bytes. Raises what `check` does, and JobError."""
+        """Starts a job, or queues it until its bytes are free. Raises what `check` does, and JobError."""
         with self._lock:
             check_name(prepared.adapter)
             self.refuse_while_trained(prepared.adapter)
@@ -99,13 +99,13 @@ class Training:
             self._scheduler.training.set_weight(job, weight)
 
     def refuse_while_trained(self, adapter: str) -> None:
-        """Raises JobError if a job trains the adapter, or is going to."""
+        """Raises JobError if a job that runs or is queued trains the adapter."""
         busy = [job for job, handle in self.jobs.items() if handle.adapter == adapter]
         if busy:
             raise JobError(f"adapter {adapter!r} is being trained by {busy[0]}")
 
     def deliver(self, event: StepDone | JobFailed) -> None:
-        """Takes in what a step did for a job."""
+        """Handles a step's event for a job."""
         if (handle := self.jobs.get(event.job)) is None:
             return
         try:
@@ -149,7 +149,7 @@ class Training:
     # Inside
 
     def _size(self, prepared: PreparedJob) -> JobSize:
-        """Without the memory of an adapter that is not there yet."""
+        """The job's size; a fresh adapter is counted by its shapes."""
         lengths = [len(example) for example in prepared.data.examples]
         return JobSize(prepared.first(self._base), lengths, prepared.config, self._rank(prepared))
 
@@ -168,7 +168,7 @@ class Training:
         return Rank(rank, at)
 
     def _start(self, handle: FineTuning, prepared: PreparedJob) -> None:
-        """Begins a job that has its bytes."""
+        """Starts a job whose bytes are reserved."""
         try:
             self._open(prepared)
         except BaseException:
@@ -182,7 +182,7 @@ class Training:
             raise
 
     def _start_admitted(self, handle: FineTuning) -> None:
-        """Begins a job that has waited for its bytes, or fails it."""
+        """Starts a job that has waited for bytes; fails it where that raises."""
         assert handle.prepared is not None, "a job that waits"
         try:
             self._open(handle.prepared)
@@ -191,7 +191,7 @@ class Training:
             self._fail(handle.job, contained(error, f"job {handle.job}", JobError))
 
     def _open(self, prepared: PreparedJob) -> None:
-        """Opens a job's session, which its first step is ready for."""
+        """Opens a job's training session."""
         virtual, data, resume = prepared.first(self._base).virtual, prepared.data, prepared.resume
         version = self._bank.next_version(prepared.adapter)
         steps = SupervisedSteps(
@@ -232,7 +232,7 @@ class Training:
         self._scheduler.training.add(job, micro_batches, weight, update)
 
     def _goes_on_smaller(self, event: JobFailed) -> bool:
-        """Has a job that ran out of memory do its step again with less, once, and tells whether it does."""
+        """Repeats the step of a job that ran out of memory with leaner settings, once; True if it does."""
         steps, handle = self._steps[event.job], self.jobs[event.job]
         if not isinstance(event.error, OutOfMemory) or handle.notes or not steps.is_under_way:
             return False
@@ -252,7 +252,7 @@ class Training:
             self._forget(job)
 
     def _forget(self, job: str) -> None:
-        """Frees all a job held, its handle too unless its caller has it; its published version stays."""
+        """Frees a job's resources and drops its handle; its published version stays."""
         self._executor.call(CloseSession(job))
         self._scheduler.training.remove(job)
         self._steps.pop(job, None)

@@ -1,4 +1,4 @@
-"""The engine's worker for a server: commands in, one report a step out."""
+"""Executes a server's commands on the engine and sends one report per step."""
 
 import time
 from dataclasses import replace
@@ -53,10 +53,10 @@ _REMEMBER_EVERY = 60.0  # seconds
 
 
 class Worker:
-    """Answers one server at a time on one engine. All of it runs on the loop's thread.
+    """Serves one server at a time on one engine, all on the loop's thread.
 
-    Requests and replies belong to the server that is connected; jobs and their news to whichever comes.
-    `costs` is where to remember what steps cost, as it is corrected while they run.
+    Requests and replies belong to the connected server; jobs and their events outlive the connection. `costs`
+    stores step costs as they are corrected.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Worker:
     # The server
 
     def connected(self) -> Hello:
-        """A server is there; all that it is told at once."""
+        """Greets a server that has just connected; requests of the one before are cancelled."""
         self.disconnected()
         self._jobs.repeat_news()
         return Hello(
@@ -92,7 +92,7 @@ class Worker:
         )
 
     def disconnected(self) -> None:
-        """Nobody waits for the answers any more."""
+        """Cancels all requests: their server is gone."""
         for name in list(self._answers):
             self._cancel(name)
         self._compiling.clear()
@@ -102,7 +102,7 @@ class Worker:
         self._stale, self._told = True, 0.0
 
     def take(self, command: Command) -> None:
-        """Does what a server asks for, or begins to. What fails goes back as a fault, whatever it raised."""
+        """Executes a command, or starts to. Any exception is reported to the server as a fault."""
         try:
             self._obey(command)
         except BaseException as error:
@@ -140,7 +140,7 @@ class Worker:
                 self.drain()
 
     def drain(self) -> None:
-        """No new work; jobs stop with a checkpoint, answers under way go on to their ends."""
+        """Refuses new work, stops jobs with a checkpoint, and finishes answers under way."""
         self.draining = True
         self._jobs.stop_all()
 
@@ -157,7 +157,7 @@ class Worker:
         return self.draining and not self._jobs.names and not self._answers and not self._compiling
 
     def step(self) -> None:
-        """One step of the engine, and what it means for the server."""
+        """Runs one step of the engine and records its events for the report."""
         events = self._engine.step()
         self._stale = True  # also where a step only takes back what a cancelled answer held
         for event in events:
@@ -167,15 +167,14 @@ class Worker:
             self._remember(self._costs)
 
     def until_report(self) -> float:
-        """Seconds until the server has to hear something, be it only that nothing is new."""
+        """Seconds until the next report is due, even an empty one."""
         due = self._spoke + _SPEAK_EVERY
         if self._stale:
             due = min(due, self._told + _STATS_EVERY)
         return max(due - time.monotonic(), 0.0)
 
     def report(self) -> Report | None:
-        """Collects all that is new for the server; None where nothing is, and it has heard something of
-        late."""
+        """The report for the server; None where it would be empty and is not due."""
         self._compiling.end_overdue()
         tokens, replies, news = tuple(self._tokens), tuple(self._replies), self._jobs.take_news()
         if not (tokens or replies or news or self.is_drained or self.until_report() == 0.0):
@@ -191,13 +190,13 @@ class Worker:
     # Inside
 
     def _remember(self, costs: CostFile) -> None:
-        """Writes down what steps cost by now; nobody waits for the file."""
+        """Stores the current step costs in the background."""
         self._remembered = time.monotonic()
         write = partial(costs.write, self._engine.scheduler.cost.learned)
         self._background.do("remembering what steps cost", write, lambda _: None)
 
     def _fail(self, command: Command, error: BaseException) -> None:
-        """Ends what a command asked for, and nothing else."""
+        """Ends the request, job or call of a command that failed."""
         match command:
             case Submit():
                 fault = fault_of(contained(error, "the request"))
@@ -241,8 +240,8 @@ class Worker:
         self._ids[completion.sequence.key] = command.id
 
     def _fitting(self, command: Submit) -> SamplingParams:
-        """Sampling as asked for, no longer than the adapter's virtual tokens leave room: the server, which
-        checked the rest, does not know of them."""
+        """Sampling parameters with `max_tokens` cut to what the adapter's virtual tokens leave; the server
+        does not know of these."""
         if command.adapter is None or command.sampling.max_tokens == 0:
             return command.sampling
         virtual = self._engine.bank.look(command.adapter).virtual.count
@@ -322,8 +321,8 @@ class Worker:
         self._background.do("checking the settings", partial(settings_of, command.method), checked)
 
     def _checked(self, ref: int, connection: int, outcome: Outcome[PreparedJob]) -> None:
-        """Tells the server what adapter and memory say about a job, and what nobody foresaw: anything else is
-        told when the job has been taken on."""
+        """Reports errors about a job's adapter, its memory, and bugs; others are reported once the job is
+        accepted."""
         error: CoserveError | None = outcome if isinstance(outcome, CoserveError) else None
         try:
             if isinstance(outcome, PreparedJob):

@@ -9,14 +9,14 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import InferenceSegment
-from coserve.model.batch import FusedRows, LayerCalls, Part
+from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 
 
 @dataclass(slots=True)
 class InferenceBatch:
     """Inference rows of one pass, segment by segment; `hidden` [1, rows, width] is their state so far."""
 
-    part: Part
+    part: BatchPart
     segments: Sequence[InferenceSegment]
     counts: Sequence[int]  # of rows each segment has here
     hidden: Tensor

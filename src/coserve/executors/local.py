@@ -37,7 +37,7 @@ from coserve.executors.sampler import Sampler
 from coserve.executors.sequence_table import SequenceTable
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
-from coserve.model.batch import FusedRows, LayerCalls, Part
+from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.model.together import linears_together
 from coserve.train.backward import BackwardWindow, backward_windows
 from coserve.train.micro_batch import MicroBatchState
@@ -283,7 +283,7 @@ class LocalExecutor(Executor):
     def _compose(self, there: Sequence[InferenceBatch | ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
         inference = next((one for one in there if isinstance(one, InferenceBatch)), None)
         windows = [one for one in there if isinstance(one, ForwardWindow)]
-        parts: list[Part] = [] if inference is None else [inference.part]
+        parts: list[BatchPart] = [] if inference is None else [inference.part]
         training: list[AdapterRows] = []
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]

@@ -1,1 +1,1 @@
-"""Fine-tuning data. No torch here."""
+"""Fine-tuning data, without torch."""

@@ -1,4 +1,4 @@
-"""Reading training data: what a line may be, and what is wrong with it if it is none of that.
+"""Reads and validates training data.
 
 A `.txt` file is a corpus: paragraphs between blank lines. Any other file is JSONL in UTF-8, where a line
 is one of
@@ -8,9 +8,8 @@ is one of
     {"question": ..., "answer": ...}        a chat of two turns
     {"text": ...}
 
-and further keys are left alone, but for `tools` and `functions`, which would change what the chat means.
-Files are read line by line and never held as a whole: a line has at most `LONGEST` bytes, a paragraph as many
-characters.
+and other keys are ignored, except `tools` and `functions`, which would change the chat and are refused. Files
+are read line by line: a line has at most `LONGEST` bytes, a paragraph as many characters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +48,7 @@ class ChatRecord:
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """A prompt and what should follow it."""
+    """A prompt and its completion."""
 
     prompt: str
     completion: str
@@ -57,7 +56,7 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True)
 class TextRecord:
-    """Text to be learned as it is."""
+    """Plain text to be learned."""
 
     text: str
 
@@ -67,9 +66,9 @@ Source = str | Path | Iterable[Mapping[str, Any]]
 
 
 def read(source: Source, name: str | None = None) -> Iterator[Record]:
-    """Records of a file, or of dicts as its lines would hold them; DataError at the first bad one.
+    """Records of a file, or of dicts in the form of its lines. Raises DataError at the first invalid one.
 
-    `name` is what messages call the source, else the file's name or "data".
+    `name` is the source's name in errors, by default the file's name or "data".
     """
     if isinstance(source, str | Path):
         path = Path(source)
@@ -85,8 +84,7 @@ def read(source: Source, name: str | None = None) -> Iterator[Record]:
 
 
 def parse(value: object) -> Record:
-    """The record that one decoded line holds. Raises DataError, without a place, that says what was
-    expected."""
+    """The record of one decoded line. Raises DataError, without a place, naming what was expected."""
     if not isinstance(value, Mapping):
         raise DataError(f"expected {EXPECTED}; found {_kind(value)}")
     for key in ("tools", "functions"):

@@ -1,1 +1,1 @@
-"""Multi-adapter computation and attention: one operation a file, each fast path beside its plain twin."""
+"""Multi-adapter computation and attention: one operation a file, each tested against `reference.py`."""

@@ -1,9 +1,9 @@
-"""Attention whose bits depend on a query's position and keys, and on nothing else.
+"""Batch-invariant attention: a query's bits depend on its position and keys alone.
 
 Queries are computed in *tiles*: the one that starts at position `start`, a multiple of `QUERIES`, has a row
-for each of the positions `start` to `start + QUERIES - 1`, zeros where no query is asked for, over `reach`
-keys. So the query at a position is always the same row of products of the same shape, whether it comes alone
-(decode), among others (a prompt) or once more (after its pages were lost).
+for each of the positions `start` to `start + QUERIES - 1`, zeros where there is no query, over `reach` keys.
+So the query at a position is always the same row of products of the same shape, in decode, in a prompt, or
+recomputed after a preemption.
 """
 
 import torch
@@ -16,12 +16,12 @@ _KEYS = 64  # `reach` is a multiple of it: larger attends more for nothing, smal
 
 
 def reach(start: int) -> int:
-    """Keys that a tile is computed over, from position 0 on; those after a query are masked."""
+    """Number of keys of a tile, from position 0 on; those after a query are masked."""
     return -(-(start + QUERIES) // _KEYS) * _KEYS
 
 
 def tile_bias(start: int, window: int | None, device: torch.device) -> Tensor:
-    """[QUERIES, reach]: 0 where a query of the tile may look, -inf elsewhere."""
+    """Additive mask [QUERIES, reach]: 0 where a query of the tile attends, -inf elsewhere."""
     age = torch.arange(start, start + QUERIES, device=device)[:, None] - torch.arange(
         reach(start), device=device
     )
@@ -33,7 +33,7 @@ def attend_tile(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionSp
     """Attention of q [heads, QUERIES, dk] over k [groups, reach, dk] and v [groups, reach, dv], with the
     tile's bias.
 
-    Returns [heads, QUERIES, dv]. Keys and values must be finite behind the mask too. No graph.
+    Returns [heads, QUERIES, dv]. Masked keys and values must be finite, too. Without a graph.
     """
     heads, queries, dk = q.shape
     groups, keys, _ = k.shape

@@ -1,13 +1,12 @@
-"""Causal attention over rows whose keys start earlier than they do.
+"""Causal attention of queries that are the last rows of their keys.
 
 In every function the queries are the *last* positions of the keys: query row `i` of `t` stands at position
 `length - t + i`. Grouped-query attention is implied by the head counts: `heads` is a multiple of `groups`.
-The plain twin is `reference.attention`; the fast paths are torch's flash attention where the
-model asks for nothing it lacks (soft-capping, sinks), `blocked` where that is faster, and one batched
-product for decode.
+The plain twin is `reference.attention`; the fast paths are torch's flash attention (without soft-capping and
+sinks), `blocked` where that is faster, and one batched product for decode.
 
-Going back takes queries, keys, values, the output and the log-sum-exp of each query's scores, never the
-weights; who has kept output and log-sum-exp does not compute them again.
+Backward uses queries, keys, values, the output and the log-sum-exp of each query's scores, not the weights;
+saved outputs and log-sum-exps are not computed again.
 """
 
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from coserve.kernels.cpu import multiplies_bfloat16
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
     """Settings of a layer's attention: `scale` of the scores, sliding `window` in positions (None is
-    unlimited), `softcap` of the scores (Gemma 2), `sinks` [heads], a learnt logit that every softmax adds
-    (GPT-OSS). Where it `reads` another layer's keys and values (Gemma 4) it is given none of its own."""
+    unlimited), `softcap` of the scores (Gemma 2), `sinks` [heads], a learned logit in every softmax
+    (GPT-OSS). A layer that `reads` another's keys and values (Gemma 4) has none of its own."""
 
     scale: float
     window: int | None = None
@@ -39,7 +38,7 @@ class AttentionSpec:
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys] bool, True where a query may look."""
+    """Mask [queries, keys] bool, True where a query attends."""
     age = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     allowed = age >= 0
     return allowed if window is None else allowed & (age < window)
@@ -47,7 +46,7 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
 
 class Attended(NamedTuple):
     """Output of attention: out [batch, heads, t, dv] and lse [batch, heads, t], in at least float32 (zeros on
-    a GPU, where going back computes both again)."""
+    a GPU, where backward recomputes both)."""
 
     out: Tensor
     lse: Tensor
@@ -57,8 +56,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kept: Attended 
     """Attention of q [batch, heads, t, dk] over k [batch, groups, length, dk] and v [batch, groups, length,
     dv].
 
-    Returns [batch, heads, t, dv]: in a graph, if there is one, what was `kept` where it was. Rows beyond an
-    example's end (right padding) see only what precedes them, so padding needs no mask.
+    Returns [batch, heads, t, dv], in the current graph if any; `kept` is used instead of computing where
+    given. Padding on the right needs no mask, as attention is causal.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         out, lse = (None, None) if kept is None else kept
@@ -76,7 +75,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kept: Attended 
 
 
 def attend_keeping(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Attended:
-    """As `attend`, without a graph, and with what going back needs."""
+    """As `attend`, without a graph, and with the log-sum-exp for backward."""
     window = _felt(k, spec)
     if _is_blocked(q, spec):
         return Attended(*blocked.forward(q, k, v, spec.scale, window, with_lse=True))
@@ -91,8 +90,8 @@ def attend_keeping(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Atte
 def attend_back(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Attended, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for q, k and v, given that for the output, [batch, heads, t, dv], and what
-    `attend_keeping` gave."""
+    """Gradients for q, k and v from that of the output [batch, heads, t, dv] and the result of
+    `attend_keeping`."""
     window = _felt(k, spec)
     given = grad, q, k, v, kept.out, kept.lse
     if _is_blocked(q, spec):
@@ -110,7 +109,7 @@ def attend_back(
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps q, k, v, the output and the log-sum-exp, which may be given."""
+    """Saves q, k, v, the output and the log-sum-exp (computed or given)."""
 
     @staticmethod
     def forward(
@@ -135,7 +134,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """torch's own, with whichever kernel it chooses."""
+    """torch's attention, with the kernel that it chooses."""
     mask, is_causal = _flash_mask(q, k, _felt(k, spec))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -143,7 +142,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def _felt(k: Tensor, spec: AttentionSpec) -> int | None:
-    """The window, where there are keys beyond it."""
+    """The window, None unless keys exceed it."""
     return spec.window if spec.window is not None and spec.window < k.shape[2] else None
 
 
@@ -152,7 +151,7 @@ def _is_blocked(q: Tensor, spec: AttentionSpec) -> bool:
 
 
 def _flash_mask(q: Tensor, k: Tensor, window: int | None) -> tuple[Tensor | None, bool]:
-    """Masking arguments for torch's attention: a mask, or that it is causal."""
+    """Masking arguments for torch's attention: a mask, or `is_causal`."""
     queries, keys = q.shape[2], k.shape[2]
     if window is None and (queries == 1 or queries == keys):
         return None, queries > 1
@@ -162,9 +161,9 @@ def _flash_mask(q: Tensor, k: Tensor, window: int | None) -> tuple[Tensor | None
 def attend_decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionSpec) -> Tensor:
     """One query per sequence: q [batch, heads, dk] over k and v [groups, batch, length, dk and dv].
 
-    `bias` [batch, 1, length] is 0 where a query may look and -inf elsewhere. Returns [batch, heads, dv].
-    Keys lie group by group so that each product reads them where they lie: 0.24 ms against 0.47 ms for
-    flash attention at 16 x 288 tokens, 8 groups of 2 heads of 64, bfloat16, two cores.
+    `bias` [batch, 1, length] is 0 where a query attends and -inf elsewhere. Returns [batch, heads, dv]. Keys
+    are stored group by group so that products read them in place: 0.24 ms against 0.47 ms for flash attention
+    at 16 x 288 tokens, 8 groups of 2 heads of 64, bfloat16, two cores.
     """
     batch, heads, dk = q.shape
     groups = k.shape[0]

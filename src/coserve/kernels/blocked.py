@@ -21,16 +21,16 @@ _CAUSAL_BIAS = torch.full((_BLOCK, _BLOCK), float("-inf"), dtype=torch.float32).
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """q [batch, heads, t, dk] over k [batch, groups, length, dk], v [batch, groups, length, dv], where the
-    queries are the last `t` positions; returns [batch, heads, t, dv]. Without a graph."""
+    """q [batch, heads, t, dk] over k [batch, groups, length, dk], v [batch, groups, length, dv], with queries
+    at the last `t` positions; returns [batch, heads, t, dv]. Without a graph."""
     return forward(q, k, v, scale, window)[0]
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, with_lse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and the log-sum-exp of each query's scores in float32, [batch, heads, t], where it is
-    wanted (empty otherwise)."""
+    """`attention`, and with `with_lse` the log-sum-exp of each query's scores in float32, [batch, heads, t]
+    (else empty)."""
     t, missing = q.shape[2], _missing(q)
     if missing:
         q, k, v = (_filled(x, missing) for x in (q, k, v))
@@ -61,8 +61,8 @@ def backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for q, k and v, given that for the output and what `forward` gave. The log-sum-exp makes
-    weights of scores in one pass; a row's products with the gradient sum up to that of its output."""
+    """Gradients for q, k and v from that of the output and the results of `forward`. The log-sum-exp turns
+    scores into weights in one pass; the softmax correction of a row is out · grad."""
     t, missing = q.shape[2], _missing(q)
     if missing:
         grad, q, k, v, out = (_filled(x, missing) for x in (grad, q, k, v, out))
@@ -96,7 +96,7 @@ def _missing(q: Tensor) -> int:
 
 
 def _filled(x: Tensor, missing: int) -> Tensor:
-    """Pads keys with positions after the last one: no real query sees them."""
+    """Pads keys after the last position, where no query attends."""
     return F.pad(x, (0, 0, 0, missing))
 
 
@@ -108,8 +108,8 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _empty(q: Tensor, k: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Room for [batch, heads, t, width], rows outermost in memory as models want them, and the same as
-    `_grouped` would give it."""
+    """An empty [batch, heads, t, width] with rows outermost in memory, as models use it, and its view as by
+    `_grouped`."""
     batch, heads, t, _ = q.shape
     groups = k.shape[1]
     room = q.new_empty(t, batch, groups, heads // groups, width).permute(1, 2, 3, 0, 4)
@@ -117,12 +117,12 @@ def _empty(q: Tensor, k: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[n, heads of a group, rows, width] as the rows of one product, [n, heads * rows, width]."""
+    """[n, heads of a group, rows, width] as [n, heads * rows, width], the rows of one product."""
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def _blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that any of its rows may see."""
+    """Blocks of queries, each with the range of keys that any of its rows attends to."""
     offset = keys - queries
     for start in range(0, queries, _BLOCK):
         end = min(start + _BLOCK, queries)
@@ -133,7 +133,7 @@ def _blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice
 def _scores(
     queries: Tensor, keys: Tensor, rows: slice, seen: slice, scale: float, window: int | None
 ) -> Tensor:
-    """Scores [n, heads of a group * rows, keys seen] of one block, in float32; -inf where nobody looks."""
+    """Scores [n, heads of a group * rows, keys seen] of one block, in float32; -inf where masked."""
     count = rows.stop - rows.start
     scores = torch.bmm(_rows(queries), keys.transpose(1, 2)).float().mul_(scale)
     by_row = scores.view(scores.shape[0], -1, count, scores.shape[-1])

@@ -20,5 +20,5 @@ def multiplies_bfloat16(tensor: Tensor) -> bool:
 
 
 def row_buckets(device: torch.device) -> RowBuckets:
-    """Row counts that steps on a device are filled up to: oneDNN's on a CPU, any elsewhere."""
+    """Row counts that steps on a device are padded to: oneDNN's on a CPU, any elsewhere."""
     return ONEDNN if device.type == "cpu" else EXACT

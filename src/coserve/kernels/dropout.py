@@ -1,4 +1,4 @@
-"""Counter-based dropout: the mask of a row depends on what the row is, not on how it was batched."""
+"""Counter-based dropout: the mask of a row depends on its identity, not on batching."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ _BLOCK = 64  # rows drawn at once; a window that starts inside a block draws the
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Dropout with probability `p` for rows [start, start + rows) of what `key` names.
+    """Dropout with probability `p` for rows [start, start + rows) of the sequence of rows identified by
+    `key`.
 
-    `key` must tell apart everything that should draw differently (job seed, step, micro-batch, linear).
+    `key` must differ wherever masks should differ (job seed, step, micro-batch, linear).
     """
 
     p: float

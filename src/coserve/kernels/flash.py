@@ -1,6 +1,6 @@
-"""torch's flash attention on a CPU, by its parts: forward with the log-sum-exp, backward from what was kept.
+"""torch's flash attention on a CPU: forward with the log-sum-exp, and backward from saved outputs.
 
-`F.scaled_dot_product_attention` is made of these, and hides what they give beside the output.
+`F.scaled_dot_product_attention` uses these operators, and hides the log-sum-exp.
 """
 
 from typing import Final
@@ -12,7 +12,7 @@ _ATEN: Final = torch.ops.aten
 
 
 def takes(q: Tensor, v: Tensor) -> bool:
-    """Tells whether it does these queries [.., dk] and values [.., dv]."""
+    """Tells whether these queries [.., dk] and values [.., dv] are supported."""
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 

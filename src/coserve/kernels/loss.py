@@ -1,4 +1,5 @@
-"""Cross-entropy and its gradient in one pass over a chunk of logits; both halves alone for other losses."""
+"""Cross-entropy and its gradient in one pass over a chunk of logits; for other losses log-probabilities and
+their VJP."""
 
 import torch
 from torch import Tensor
@@ -7,8 +8,8 @@ from torch import Tensor
 def cross_entropy(logits: Tensor, labels: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """(summed loss [], weight x its gradient [rows, vocabulary] in the logits' dtype).
 
-    logits [rows, vocabulary], labels [rows] (every one a token: rows without a label never get here).
-    One float32 buffer is reused for exponentials and gradient; the twin is `reference.cross_entropy`.
+    logits [rows, vocabulary], labels [rows], all valid token ids. One float32 buffer is reused for
+    exponentials and gradient; the twin is `reference.cross_entropy`.
     """
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     rows = torch.arange(len(labels), device=labels.device)
@@ -29,8 +30,8 @@ def target_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def logprob_vjp(logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient [rows, vocabulary] for logits, in their dtype, of what has `gradient` [rows] by the
-    labels' log-probabilities."""
+    """The gradient [rows, vocabulary] for logits, in their dtype, from `gradient` [rows] for the labels'
+    log-probabilities."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     rows = torch.arange(len(labels), device=labels.device)
     exact.sub_(exact.amax(dim=-1, keepdim=True)).exp_()

@@ -1,4 +1,4 @@
-"""The plain twins: what each fast path must equal, written to be read."""
+"""Plain reference implementations that each fast path must equal."""
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ def attention_backward(
     allowed: Tensor,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for q, k and v, given that for the output and what `attention_forward` gave. Sinks are in
-    the log-sum-exp."""
+    """Gradients for q, k and v from that of the output and the results of `attention_forward`. The
+    log-sum-exp includes sinks."""
     heads, groups = q.shape[1], k.shape[1]
     capped = _capped(_scores(q, k, scale), softcap)
     weights = (capped.masked_fill(~allowed, float("-inf")) - lse[..., None]).exp()
@@ -103,7 +103,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shrink(x: Tensor, a: Tensor, layout: Layout) -> Tensor:
-    """x [rows, in] with each row's own ranks of a [ranks, in]: [rows, ranks], zero outside the layout's
+    """x [rows, in] times each row's ranks of a [ranks, in]: [rows, ranks], zero outside the layout's
     blocks."""
     h = x.new_zeros(len(x), len(a))
     for rows, ranks in layout:
@@ -112,7 +112,7 @@ def shrink(x: Tensor, a: Tensor, layout: Layout) -> Tensor:
 
 
 def expand(h: Tensor, b: Tensor, layout: Layout) -> Tensor:
-    """The blocks of h [rows, ranks] by b [ranks, out]: [rows, out]."""
+    """The blocks of h [rows, ranks] times b [ranks, out]: [rows, out]."""
     y = h.new_zeros(len(h), b.shape[1])
     for rows, ranks in layout:
         y[rows] = h[rows, ranks] @ b[ranks]
@@ -120,8 +120,8 @@ def expand(h: Tensor, b: Tensor, layout: Layout) -> Tensor:
 
 
 def outer(h: Tensor, x: Tensor, layout: Layout) -> Tensor:
-    """The blocks of hᵀ [ranks, rows] by x [rows, in]: [ranks, in], which is what B's and A's gradients
-    are."""
+    """The blocks of hᵀ [ranks, rows] times x [rows, in]: [ranks, in], the form of the gradients of A and
+    B."""
     found = x.new_zeros(h.shape[1], x.shape[1])
     for rows, ranks in layout:
         found[ranks] += h[rows, ranks].T @ x[rows]
@@ -129,14 +129,14 @@ def outer(h: Tensor, x: Tensor, layout: Layout) -> Tensor:
 
 
 def multi_lora(x: Tensor, y: Tensor, a: Tensor, b: Tensor, layout: Layout) -> Tensor:
-    """y with each row's own x Aᵀ B added; x [rows, in], y [rows, out], a [ranks, in], b [ranks, out] (B
-    transposed, times its adapter's scale)."""
+    """y plus each row's x Aᵀ B; x [rows, in], y [rows, out], a [ranks, in], b [ranks, out] (B transposed,
+    times its adapter's scale)."""
     return y + expand(shrink(x, a, layout), b, layout)
 
 
 def multi_lora_backward(
     grad: Tensor, x: Tensor, a: Tensor, b: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for x, a and b, given that for `multi_lora` [rows, out]."""
+    """Gradients for x, a and b from that of the result of `multi_lora` [rows, out]."""
     between = shrink(grad, b, layout)
     return expand(between, a, layout), outer(between, x, layout), outer(shrink(x, a, layout), grad, layout)

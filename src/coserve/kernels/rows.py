@@ -1,4 +1,4 @@
-"""Batches of rows made of several parts. A single part is neither copied nor given a step in the graph."""
+"""Concatenates and splits rows. A single part is not copied and adds no node to the graph."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def concat_rows(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The parts one after the other along `dim`."""
+    """Concatenates parts along `dim`."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 

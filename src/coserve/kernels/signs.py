@@ -1,4 +1,4 @@
-"""Signs of values, a bit each: all that a ReLU's derivative asks of its input (FlexLLM 5.2)."""
+"""Signs of values in one bit each, which suffice for a ReLU's derivative (FlexLLM 5.2)."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ _PLACES: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def pack(x: Tensor) -> Tensor:
-    """x [rows, n] to bits [rows, ceil(n / 8)], uint8."""
+    """Packs x > 0, [rows, n], into bits [rows, ceil(n / 8)], uint8."""
     positive = F.pad((x > 0).to(torch.uint8), (0, -x.shape[-1] % 8))
     places = torch.tensor(_PLACES, dtype=torch.uint8, device=x.device)
     eights = positive.view(*positive.shape[:-1], -1, 8)
@@ -18,6 +18,6 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """1 where the value was positive, 0 elsewhere: bits [rows, ceil(n / 8)] to [rows, n]."""
+    """Unpacks bits [rows, ceil(n / 8)] to [rows, n]: 1 where the value was positive, 0 elsewhere."""
     places = torch.tensor(_PLACES, dtype=torch.uint8, device=bits.device)
     return (bits[..., None] & places).ne(0).flatten(-2)[..., :n].to(dtype)

@@ -1,1 +1,1 @@
-"""Memory: pages, budgets, the ledger of who owns which bytes."""
+"""Memory: pages, budgets, and the ledger of bytes by owner."""

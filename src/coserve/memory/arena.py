@@ -1,11 +1,10 @@
-"""Memory that is used again instead of given back.
+"""An arena of tensors that are reused instead of freed.
 
-The activations of a micro-batch are hundreds of megabytes that live until it has come back. Taken from the
-system each time, every 4 KiB of them costs a page fault: on the machine this was measured on, the first write
-to 640 MB took 0.7 s, as long as a quarter of the micro-batch's forward pass.
+The activations of a micro-batch are hundreds of megabytes. Allocated anew each time, every 4 KiB of them
+costs a page fault: the first write to 640 MB took 0.7 s, a quarter of the micro-batch's forward pass.
 
-Micro-batches differ in their rows, and a piece that fits one may fit no other. So that what waits does not
-pile up beyond what activations were promised, an arena has a limit.
+Micro-batches differ in their rows, and a tensor that fits one may fit no other. A limit keeps unused tensors
+within the bytes reserved for activations.
 """
 
 from bisect import bisect_left
@@ -16,8 +15,8 @@ from torch import Tensor
 
 
 class Arena:
-    """Hands out tensors and takes them back. What waits goes back to the system only where it would, with
-    what is out, exceed `limit` bytes; None keeps everything."""
+    """Hands out tensors and takes them back. Unused ones are freed only where they and those in use exceed
+    `limit` bytes; None keeps all."""
 
     def __init__(self, limit: int | None = None) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}  # flat, smallest first
@@ -41,7 +40,7 @@ class Arena:
         return flat[:count].view(*shape)
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
-        """Takes back tensors that `take` gave; nobody may use them any more."""
+        """Takes back tensors from `take`; the caller must not use them afterwards."""
         for tensor in tensors:
             flat = tensor.new_empty(0).set_(tensor.untyped_storage())
             self._out -= flat.nbytes
@@ -50,21 +49,21 @@ class Arena:
         self._trim()
 
     def set_limit(self, limit: int | None) -> None:
-        """Changes the limit; what waits beyond it goes back to the system at once."""
+        """Changes the limit, and frees unused tensors beyond it at once."""
         self._limit = limit
         self._trim()
 
     def empty(self) -> None:
-        """Gives all that waits back to the system."""
+        """Frees all unused tensors."""
         self._free.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait to be used again."""
+        """Bytes of unused tensors."""
         return sum(tensor.nbytes for free in self._free.values() for tensor in free)
 
     def _trim(self, more: int = 0) -> None:
-        """Gives back what waits, the largest first, until `more` bytes fit under the limit."""
+        """Frees unused tensors, largest first, until `more` bytes fit under the limit."""
         if self._limit is None:
             return
         excess = self._out + self.nbytes + more - self._limit

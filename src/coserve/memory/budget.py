@@ -1,4 +1,4 @@
-"""Memory budgets: bytes that there are, and how many of them an engine may use."""
+"""Memory budgets: the bytes of a device, and how many of them an engine may use."""
 
 import os
 import resource
@@ -15,14 +15,14 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes of a device: all that this process could ever have, and those that are free now."""
+    """Bytes of a device: those this process can have at most, and those that are free now."""
 
     total: int
     free: int
 
 
 def budget_of(memory: str | int | float, capacity: Capacity) -> int:
-    """Bytes that `EngineConfig.memory` allows on a device. Raises ConfigError for what cannot be read."""
+    """Bytes that `EngineConfig.memory` allows on a device. Raises ConfigError for invalid text."""
     match read_memory(memory):
         case None:
             return int(SHARE * capacity.free)
@@ -33,7 +33,7 @@ def budget_of(memory: str | int | float, capacity: Capacity) -> int:
 
 
 def process_capacity() -> Capacity:
-    """Bytes that the system's memory, the process's control group and its own limits leave it."""
+    """Bytes left to this process by the system's memory, its control group and its own limits."""
     pairs = [*_system(), *_control_group(), *_own_limits()]
     assert pairs, "some system tells how much memory it has"
     return Capacity(min(total for total, _ in pairs), max(min(free for _, free in pairs), 0))
@@ -49,7 +49,7 @@ def _system() -> Iterator[tuple[int, int]]:
 
 
 def _control_group() -> Iterator[tuple[int, int]]:
-    """Limits of the group and of all above it, in both versions of the interface."""
+    """Limits of the process's control group and its ancestors (cgroup v1 and v2)."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -72,7 +72,7 @@ def _control_group() -> Iterator[tuple[int, int]]:
 
 
 def _number(file: Path) -> int | None:
-    """Number in a file of the control group; None where it is not there or sets no limit."""
+    """Number in a file of the control group; None where the file is missing or sets no limit."""
     try:
         text = file.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Telling that memory ran out from everything else that can go wrong."""
+"""Recognises out-of-memory errors."""
 
 from typing import Final
 

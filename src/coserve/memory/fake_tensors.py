@@ -1,9 +1,8 @@
 """Runs code on tensors that hold no data, and counts the bytes they would take.
 
-The program is the real one: torch's fake tensors have shapes, types, storages and lifetimes, and everything
-below them (which kernels run, what autograd saves, when it lets go) goes as it would. So what is counted here
-is what a device's allocator would be asked for, for any model, method and engine, with no formula about any
-of them.
+The program is the real one: torch's fake tensors have shapes, types, storages and lifetimes, and all below
+them (kernel choice, tensors saved by autograd, their release) behaves as with data. So the count is what a
+device's allocator would be asked for, for any model and method, without formulas.
 """
 
 import weakref
@@ -21,10 +20,10 @@ from torch.utils._pytree import tree_iter
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of all storages that are alive, and the most there ever were.
+    """Bytes of all live storages, and their peak.
 
-    Only tensors of `mode` count: what others make without data in between, to trace something, takes none
-    where the program runs with data either.
+    Only tensors of `mode` count: fake tensors made by nested tracing take no memory in the real program
+    either.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -80,7 +79,7 @@ def fake_tensors() -> Iterator[Allocations]:
 
 
 class _Blank(TorchFunctionMode):
-    """Gives zeros for tensors that become numpy arrays."""
+    """Returns zeros for tensors that become numpy arrays."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +90,7 @@ class _Blank(TorchFunctionMode):
 
 
 def _number(tensor: Tensor) -> bool | int | float:
-    """Value read from a tensor without data: zero, which is finite and a valid token id; True for a check."""
+    """Value read from a fake tensor: zero, which is finite and a valid token id; True for a bool."""
     if tensor.dtype == torch.bool:
         return True
     return 0.0 if tensor.is_floating_point() else 0
@@ -109,7 +108,7 @@ def _same(tensor: Tensor, *_: Any) -> Tensor:
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """Experts' products, in any type: torch's own answer on tensors without data is bfloat16's alone."""
+    """Experts' grouped product in any type; torch's fake implementation has bfloat16 only."""
     if a.ndim == b.ndim == 2:
         assert offs is not None, "groups of both"
         shape = (len(offs), a.shape[0], b.shape[1])

@@ -1,11 +1,11 @@
-"""One budget of bytes, and who has how many of them.
+"""The ledger: one budget of bytes, by owner and account.
 
-An owner (the base, the pages, a job, an adapter version) *reserves* what it may come to hold, before it
-allocates anything: either all of it is free, or nothing changes and the refusal says how many bytes were
-missing. What it turns out to hold is *charged*. An entry counts with the larger of the two, so that whoever
-holds more than was reserved leaves less for those who come later.
+An owner (the base, the pages, a job, an adapter version) *reserves* the most it may hold before it allocates:
+either all of it is free, or nothing changes and the error says how many bytes are missing. The bytes it
+really holds are *charged*. An entry counts with the larger of the two, so an owner that holds more than it
+reserved leaves less for later ones.
 
-Plain numbers: what is measured is `memory.measured`'s business.
+The ledger only counts; `memory.measured` measures.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from coserve.errors import OutOfMemory
 
 
 class Account(StrEnum):
-    """Accounts: what bytes are for."""
+    """Accounts: the purposes of bytes."""
 
     BASE = "base"  # the frozen weights, in whatever layouts they are held
     PAGES = "pages"  # keys and values of all sequences
@@ -51,16 +51,16 @@ class Ledger:
 
     @property
     def used(self) -> int:
-        """Bytes that are promised or held."""
+        """Bytes that are reserved or held."""
         return sum(entry.counted for entries in self._entries.values() for entry in entries.values())
 
     @property
     def free(self) -> int:
-        """Bytes that are neither promised nor held; negative where more is held than the budget allows."""
+        """Bytes neither reserved nor held; negative where more is held than the budget allows."""
         return self.budget - self.used
 
     def accounts(self) -> dict[Account, int]:
-        """Bytes by account, all owners together."""
+        """Bytes by account over all owners."""
         return {account: sum(self.of(owner, account) for owner in self._entries) for account in Account}
 
     def of(self, owner: str, account: Account | None = None) -> int:
@@ -68,38 +68,37 @@ class Ledger:
         entries = self._entries.get(owner, {})
         return sum(e.counted for a, e in entries.items() if account is None or a is account)
 
-    def missing(self, wanted: Mapping[str, Bytes]) -> int:
-        """Bytes that are missing for these owners to have that much in place of what they have; 0 where there
-        are enough."""
+    def missing(self, reservations: Mapping[str, Bytes]) -> int:
+        """Bytes missing to reserve that much for these owners; 0 where there are enough."""
         more = sum(
             max(nbytes - self.of(owner, account), 0)
-            for owner, accounts in wanted.items()
+            for owner, accounts in reservations.items()
             for account, nbytes in accounts.items()
         )
         return max(more - self.free, 0) if more else 0
 
-    def reserve(self, wanted: Mapping[str, Bytes]) -> None:
-        """Promises all of these owners that much, in place of what was promised them in these accounts.
+    def reserve(self, reservations: Mapping[str, Bytes]) -> None:
+        """Sets the reservations of these owners in these accounts.
 
-        Raises OutOfMemory, with nothing changed, where it is not all free.
+        Raises OutOfMemory, with nothing changed, where bytes are missing.
         """
-        if missing := self.missing(wanted):
-            needed = sum(sum(accounts.values()) for accounts in wanted.values())
+        if missing := self.missing(reservations):
+            needed = sum(sum(accounts.values()) for accounts in reservations.values())
             raise OutOfMemory(
-                f"{', '.join(wanted)}: {show_size(needed)} are needed, and {show_size(missing)} of that are "
-                f"missing: {show_size(max(self.free, 0))} of {show_size(self.budget)} are free"
+                f"{', '.join(reservations)}: {show_size(needed)} are needed, and {show_size(missing)} "
+                f"of that are missing: {show_size(max(self.free, 0))} of {show_size(self.budget)} are free"
             )
-        for owner, accounts in wanted.items():
+        for owner, accounts in reservations.items():
             entries = self._entries.setdefault(owner, {})
             for account, nbytes in accounts.items():
                 entries.setdefault(account, _LedgerEntry()).reserved = nbytes
 
     def charge(self, owner: str, account: Account, nbytes: int) -> None:
-        """Notes the bytes that an owner holds in fact. Never refused: they are allocated already."""
+        """Sets the bytes that an owner really holds. Never refused: they are allocated already."""
         self._entries.setdefault(owner, {}).setdefault(account, _LedgerEntry()).charged = nbytes
 
     def release(self, owner: str) -> int:
-        """Forgets an owner; the bytes that this frees."""
+        """Removes an owner; returns the bytes freed."""
         freed = self.of(owner)
         self._entries.pop(owner, None)
         return freed

@@ -1,4 +1,4 @@
-"""Peak memory as the device reports it: the ledger's figures are held against it."""
+"""Peak memory as the device reports it, to check the ledger's figures."""
 
 import threading
 from pathlib import Path
@@ -15,11 +15,11 @@ _PERIOD: Final = 0.002  # seconds between two samples where the system does not 
 
 
 class Meter(Protocol):
-    """The peak of one device's memory, over what was in use when the meter was made."""
+    """Peak memory of one device, relative to the use when the meter was made."""
 
     @property
     def name(self) -> str:
-        """Describes what exactly is measured."""
+        """Describes the measured quantity."""
         ...
 
     def reset(self) -> None:
@@ -32,7 +32,7 @@ class Meter(Protocol):
 
 
 def make_meter(device: torch.device) -> Meter:
-    """The best there is for a device. Its baseline is what the process uses now."""
+    """The most exact meter for a device. Its baseline is the current use."""
     if device.type == "cuda":
         return AllocatorMeter(device)
     return ResidentMeter() if _can_clear() else SamplingMeter()
@@ -55,7 +55,7 @@ class AllocatorMeter:
 
 
 class ResidentMeter:
-    """The kernel's high-water mark of the resident size, which may be reset on Linux."""
+    """The kernel's high-water mark of the resident size, resettable on Linux."""
 
     name = "peak resident size (VmHWM) over that before the model was loaded"
 
@@ -70,10 +70,9 @@ class ResidentMeter:
 
 
 class SamplingMeter:
-    """A thread that looks at the resident size while the meter is open: use it in a `with`.
+    """A thread that samples the resident size while the meter is open: use it in a `with`.
 
-    For systems that keep no high-water mark, or let nobody reset it; what is shorter than two milliseconds
-    may go unnoticed.
+    For systems without a resettable high-water mark; may miss peaks shorter than two milliseconds.
     """
 
     name = "peak of the resident size, sampled, over that before the model was loaded"

@@ -1,9 +1,9 @@
-"""The page pool: who reads which page of the key-value cache, and what lies in those that nobody reads.
+"""The page pool: readers and contents of the key-value cache's pages.
 
-A page holds the keys and values of `page_size` consecutive tokens. It is read by *owners*, any hashable
-values: for now the keys of sequences, whose pages cover every layer. A page may have a *name*, which says
-what lies in it; who looks for that name reads the page too instead of computing the same again. A page with a
-name is never written.
+A page holds the keys and values of `page_size` consecutive tokens. Its readers are *owners*, any hashable
+values: here keys of sequences, whose pages cover every layer. A page may have a *name* that identifies its
+contents; an owner that finds the name reads the page instead of computing it again. A page with a name is
+never written.
 """
 
 from collections import OrderedDict
@@ -14,10 +14,9 @@ from types import MappingProxyType
 class PagePool:
     """Hands out `pages` pages of `page_size` tokens each; every operation is O(1) per page.
 
-    A page without readers is free. If it has a name it stays findable until it is handed out anew, and those
-    found least recently go first; before them goes whatever has no name, what was freed last first, so that
-    a small load keeps to pages that are warm in the device's caches. The pool knows numbers only; the tensors
-    behind them live elsewhere.
+    A page without readers is free; with a name it can be found until it is handed out again. Unnamed pages
+    are handed out first (last freed first, to stay warm in the device's caches), then named ones, least
+    recently found first. The pool holds page numbers only; the tensors live elsewhere.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -33,17 +32,17 @@ class PagePool:
 
     @property
     def free_count(self) -> int:
-        """Pages without readers, whether or not their contents can still be found."""
+        """Number of pages without readers, findable or not."""
         return len(self._blank) + len(self._idle)
 
     @property
     def cached_count(self) -> int:
-        """Free pages whose contents can still be found."""
+        """Number of free pages whose contents can be found."""
         return len(self._idle)
 
     @property
     def owners(self) -> Mapping[Hashable, list[int]]:
-        """Every owner with its pages: what it shared first, then in the order they were allocated."""
+        """Every owner's pages: shared ones first, then in order of allocation."""
         return MappingProxyType(self._owned)
 
     def pages_for(self, tokens: int) -> int:
@@ -55,9 +54,9 @@ class PagePool:
         return self._readers[page]
 
     def allocate(self, owner: Hashable, count: int, shared: Sequence[int] = ()) -> list[int] | None:
-        """`count` further pages for `owner` alone, which reads those in `shared` as well from now on.
+        """Allocates `count` pages for `owner`, and makes it a reader of those in `shared`.
 
-        None, and nothing taken, when fewer are free. Pages given out may hold anything.
+        None, with nothing changed, when fewer are free. Allocated pages hold arbitrary data.
         """
         assert owner is not None and count >= 0, "pages are given to somebody, and not taken back here"
         if count > self.free_count - sum(not self._readers[page] for page in shared):
@@ -71,9 +70,9 @@ class PagePool:
         return taken
 
     def free(self, owner: Hashable) -> int:
-        """Takes back all pages of `owner`; returns how many it had.
+        """Frees all pages of `owner`; returns their number.
 
-        The last ones go first when they are needed: without what comes before it a page is of no use.
+        Its last pages are reused first: a page is useless without those before it.
         """
         pages = self._owned.pop(owner, [])
         for page in reversed(pages):
@@ -86,24 +85,24 @@ class PagePool:
     # Names
 
     def find(self, name: Hashable) -> int | None:
-        """The page of this name, if there still is one."""
+        """The page of this name, None if there is none."""
         return self._found.get(name)
 
     def name(self, page: int, name: Hashable) -> None:
-        """Names the contents of a page that has readers. If another page has the name, that one keeps it."""
+        """Names the contents of a page with readers. A page that has the name already keeps it."""
         assert self._readers[page] and page not in self._names, f"page {page} cannot be given a name"
         if self._found.setdefault(name, page) == page:
             self._names[page] = name
 
     def forget(self, page: int) -> None:
-        """Takes a page's name away, so that it is no longer found by it; its readers keep the page."""
+        """Removes a page's name, so that it is not found; its readers keep it."""
         del self._found[self._names.pop(page)]
         if not self._readers[page]:
             del self._idle[page]
             self._lay_down(page)
 
     def is_named(self, page: int) -> bool:
-        """Tells whether a page can be found, and so must not be written."""
+        """Tells whether a page has a name, and so must not be written."""
         return page in self._names
 
     def _lay_down(self, page: int) -> None:

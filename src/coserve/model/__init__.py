@@ -1,1 +1,1 @@
-"""The base, unmodified, and its seams."""
+"""The base model, unmodified, and the loop that drives its layers."""

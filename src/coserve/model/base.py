@@ -1,8 +1,8 @@
-"""The frozen base, driven: prologue and tail are the model's own, the loop over its layers is ours.
+"""The frozen base: the model's own prologue and tail around coserve's loop over its layers.
 
-`Base.prologue` runs the model with its layers standing aside and notes what each would have been called
-with; `Base.chain` runs them; `Base.tail` is final norm, head and whatever else the model does to
-its logits. Design decision 1: drive, do not patch.
+`Base.prologue` runs the model with its layers bypassed and records each layer's arguments; `Base.chain` runs
+the layers; `Base.tail` is final norm, head and further changes to the logits. Design decision 1: drive, do
+not patch.
 """
 
 import threading
@@ -32,7 +32,8 @@ from coserve.model.parameters import held_bytes, parameters_of
 
 
 class Base:
-    """One frozen foundation model. Built by `coserve.model.load`, which also proves it is driven right.
+    """One frozen foundation model. Built by `coserve.model.load`, which proves that it gives the model's own
+    results.
 
     Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path, `sites` where
     adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones
@@ -179,7 +180,7 @@ class Base:
 
 
 class _Elsewhere(KVSharingDict):  # type: ignore[misc]
-    """Stand-in for the dict in which layers leave keys and values for others, which read pages instead."""
+    """Replaces the dict in which layers leave keys and values for other layers; these read pages instead."""
 
     def __setitem__(self, key: str, item: Any) -> None:
         pass
@@ -193,13 +194,13 @@ _ELSEWHERE = _Elsewhere()  # one for all, so that layers which are called alike 
 
 
 def _reading_pages(call: Call) -> Call:
-    """The call without state that is handed from layer to layer."""
+    """The call without state passed from layer to layer."""
     args, kwargs = call
     return args, {k: _ELSEWHERE if isinstance(v, KVSharingDict) else v for k, v in kwargs.items()}
 
 
 def _distinct(calls: list[Call]) -> LayerCalls:
-    """Layers that were called with the very same objects share one entry."""
+    """Deduplicates calls: layers called with the same objects share one entry."""
     seen: dict[tuple[int, ...], int] = {}
     distinct: list[Call] = []
     index = []
@@ -217,9 +218,9 @@ def attention_function(
 ) -> Callable[..., tuple[Tensor, None]]:
     """The function a base's attention modules call in place of transformers' own.
 
-    It hands queries, keys and values to whichever rows are running, and notes each layer's cache shape, which
-    is how `load` learns them: a layer that is given the very keys of another reads that one's. As
-    transformers' own it gives [1, rows, heads, dv] in one piece.
+    Passes queries, keys and values to the rows in `cell`, and records each layer's cache shape for `load`: a
+    layer given the keys of another reads that layer's cache. Returns [1, rows, heads, dv], contiguous as
+    transformers' own.
     """
     given: dict[int, weakref.ref[Tensor]] = {}  # keys, while it is learnt who reads whose
 

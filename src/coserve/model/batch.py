@@ -1,8 +1,8 @@
-"""Which rows are in a run, whose they are, and what each layer is called with.
+"""The rows of a run, their adapters, and the arguments of each layer.
 
-All rows of a run travel as one `[1, rows, hidden]` batch. They come in *parts* (the inference rows, one
-training window, another), and each part knows its own keys and values; adapters lie over ranges of rows.
-A linear or an attention never learns of this through keyword arguments: it asks the base's `BatchCell`.
+All rows of a run travel as one `[1, rows, hidden]` batch. They come in *parts* (the inference rows, training
+windows), each with its own keys and values; adapters cover ranges of rows. Linears and attention get this
+from the base's `BatchCell`, not through arguments.
 """
 
 import threading
@@ -22,24 +22,24 @@ from coserve.model.placement import Placement
 
 
 class Rows(Protocol):
-    """The rows of a run, as the modules of a base ask for them."""
+    """The rows of a run, as called by the modules of a base."""
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
-        """The frozen linear at `path` with everybody's bypasses; x [..., in]."""
+        """The frozen linear at `path` with all rows' bypasses: x [..., in] to [..., out]."""
         ...
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
-        """Adds everybody's bypasses to another module's output; x and y [1, rows, ...]."""
+        """Adds all rows' bypasses to another module's output; x and y [1, rows, ...]."""
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv], rotary already in them;
-        returns [1, rows, heads, dv]."""
+        """Attention of q [1, heads, rows, dk] with new k [1, groups, rows, dk], v [1, groups, rows, dv],
+        after rotary embedding; returns [1, rows, heads, dv]."""
         ...
 
 
 class BatchCell(threading.local):
-    """Holds the rows of the run that is under way on one base, None between runs; each thread has its own."""
+    """Holds the rows of the run under way on one base, thread-local; None between runs."""
 
     def __init__(self) -> None:
         self.rows: Rows | None = None
@@ -55,20 +55,20 @@ class BatchCell(threading.local):
 
 
 class Keeper(Protocol):
-    """Sees what frozen linears give to some rows, [rows, out], on its way through."""
+    """Receives the outputs of frozen linears, [rows, out], for some rows."""
 
     def keep(self, path: str, product: Tensor) -> None:
-        """Before any bypass."""
+        """Receives the product without bypasses."""
         ...
 
     def keep_sum(self, path: str, y: Tensor) -> None:
-        """Sees the product with all bypasses added."""
+        """Receives the product with all bypasses added."""
         ...
 
 
-class Part(Protocol):
-    """A contiguous range of rows that shares its way of attending. `keeper` is who keeps of them what going
-    back needs: nobody, where they infer."""
+class BatchPart(Protocol):
+    """A contiguous range of rows that attend alike. `keeper` saves activations for backward; None for
+    inference."""
 
     @property
     def count(self) -> int: ...
@@ -82,7 +82,7 @@ class Part(Protocol):
 
 
 class FusedRows(GroupRows):
-    """Parts side by side in one forward run without a graph, adapters over their ranges of rows one by one,
+    """Parts side by side in one forward run without a graph. `adapters` are applied one by one to their rows,
     those of `lora` together.
 
     Each adapter reads and writes its own rows only, so a NaN in one never reaches another.
@@ -90,13 +90,13 @@ class FusedRows(GroupRows):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[BatchPart],
         adapters: Sequence[tuple[slice, Bypasses]],
         lora: LoraBatch | None = None,
     ) -> None:
         super().__init__()
         self._adapters, self._lora = adapters, None if lora is None or lora.is_empty else lora
-        self._parts: list[tuple[slice, Part]] = []
+        self._parts: list[tuple[slice, BatchPart]] = []
         start = 0
         for part in parts:
             self._parts.append((slice(start, start + part.count), part))
@@ -161,7 +161,7 @@ class FusedRows(GroupRows):
         return changed
 
     def _add(self, bypass: Bypass, rows: slice, x: Tensor, y: Tensor) -> None:
-        """Over some of all rows, in place."""
+        """Applies a bypass to a range of rows, in place."""
         bypass.add_(x[rows], y[rows])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -187,10 +187,10 @@ class LayerCalls:
 
 
 class RowArguments:
-    """Knows which tensors among a layer's arguments have a dimension that counts rows.
+    """The dimensions of a layer's tensor arguments that count rows.
 
-    Found by looking, not by name: the prologue is run for two different numbers of rows, and a
-    dimension that changed with them counts rows.
+    Found by experiment, not by name: the prologue is run for two numbers of rows, and a dimension that
+    differs counts rows.
     """
 
     def __init__(self, fewer: LayerCalls, more: LayerCalls) -> None:

@@ -1,8 +1,8 @@
-"""A block: one decoder layer, at its place in the chain; and what is at the chain's two ends.
+"""Blocks: decoder layers at their places in the chain; and the chain's two ends.
 
 The module tree stays as it was (names, attributes and state dict are the model's own); only the bound
-`forward` of the layer is replaced, on this one instance: the layer stands aside while the model runs its own
-prologue or tail.
+`forward` of this instance is replaced, so that the layer is bypassed while the model runs its own prologue or
+tail.
 """
 
 import threading
@@ -21,18 +21,18 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Residence(Protocol):
-    """Keeps the parameters of a part between visits: in memory (`Resident`), or anywhere else."""
+    """Location of a part's parameters between visits: memory (`Resident`), or elsewhere."""
 
     def enter(self, direction: Direction) -> None:
-        """Has the parameters be there until `leave`; `direction` is where the pass goes on from here."""
+        """Makes the parameters available until `leave`; `direction` is that of the pass."""
         ...
 
     def leave(self) -> None:
-        """Nobody uses the parameters any more."""
+        """Releases the parameters."""
         ...
 
     def outside(self, tensor: Tensor) -> Tensor:
-        """A parameter, in a visit, as it may be used after it: itself, or a copy."""
+        """A parameter read in a visit, for use after it: itself, or a copy."""
         ...
 
 
@@ -40,18 +40,18 @@ class Resident:
     """Parameters that are always in memory."""
 
     def enter(self, direction: Direction) -> None:
-        """They are there."""
+        """Does nothing."""
 
     def leave(self) -> None:
-        """They stay."""
+        """Does nothing."""
 
     def outside(self, tensor: Tensor) -> Tensor:
-        """Itself."""
+        """Returns the tensor itself."""
         return tensor
 
 
 class ModelPart(ABC):
-    """Part of a model. All use of its frozen parameters lies within a `visit`."""
+    """Part of a model. All use of its frozen parameters is within a `visit`."""
 
     def __init__(self) -> None:
         self.residence: Residence = Resident()
@@ -60,11 +60,12 @@ class ModelPart(ABC):
 
     @abstractmethod
     def parameters(self) -> dict[str, ModuleParameters]:
-        """All that is frozen in the part, by module: linears, norms, experts, embeddings, tables."""
+        """All frozen parameters of the part by module: linears, norms, experts, embeddings, tables."""
 
     @contextmanager
     def visit(self, direction: Direction) -> Iterator[None]:
-        """Has the part's parameters be there. Visits nest: the outermost one brings them in."""
+        """Context in which the part's parameters are available. Visits nest: the outermost one brings them
+        in."""
         with self._visiting:
             if not self._visits:
                 self.residence.enter(direction)
@@ -79,7 +80,7 @@ class ModelPart(ABC):
 
 
 class Block(ModelPart):
-    """One decoder layer, callable directly; to the model's own forward it answers what it is told to.
+    """One decoder layer. `run` computes it; within the model's own forward it returns a preset answer.
 
     `path` is its name in the model, `module` the layer, `returns_tuple` whether this model's layers wrap
     their hidden state.
@@ -105,7 +106,7 @@ class Block(ModelPart):
         return hidden
 
     def answer_with(self, answer: Callable[[Tensor, Call], Tensor] | None) -> None:
-        """Sets what the model gets for this layer from now on; None is the layer's own output."""
+        """Sets the layer's answer within the model's own forward; None is its real output."""
         self._answer = answer
 
     def _stand_aside(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +118,7 @@ class Block(ModelPart):
 
 
 class Ends(ModelPart):
-    """What lies before the first block and behind the last: embeddings, the final norm, the head."""
+    """The parts before the first block and behind the last: embeddings, the final norm, the head."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
         super().__init__()
@@ -129,14 +130,14 @@ class Ends(ModelPart):
 
 
 class VisitedWeights:
-    """A part's frozen linear for whoever stands beside it: asked outside of a pass, it visits the part."""
+    """A part's frozen linear for bypasses: each use visits the part."""
 
     def __init__(self, part: ModelPart, weights: Weights) -> None:
         self._part, self._weights = part, weights
 
     @property
     def bias(self) -> Tensor | None:
-        """[out], None where the linear has none; for use in a visit."""
+        """Bias [out], None where the linear has none; for use in a visit."""
         return self._weights.bias
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model's blocks in their order, and every way through them: the only loops over layers that compute."""
+"""The chain: a model's blocks in order, and all loops that compute layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
@@ -12,11 +12,11 @@ from coserve.model.block import Block, Ends, ModelPart
 
 
 class Traveller(Protocol):
-    """Rows on their way up through consecutive layers."""
+    """Rows that pass consecutive layers forward."""
 
     @property
     def layers(self) -> range:
-        """The layers they pass; may become fewer on the way."""
+        """The layers that the rows pass; the range may shrink on the way."""
         ...
 
     def input(self, layer: int) -> Tensor:
@@ -24,7 +24,7 @@ class Traveller(Protocol):
         ...
 
     def take(self, layer: int, hidden: Tensor) -> None:
-        """Takes what the layer made of them, [1, rows, width]."""
+        """Receives the layer's output, [1, rows, width]."""
         ...
 
 
@@ -33,8 +33,8 @@ Composed = tuple[Rows, LayerCalls]  # whose rows these are, and what the layers 
 
 
 class Chain:
-    """The blocks of one model, and its `ends`. `on_layer` is called before each block, in either direction: a
-    sign of life in the longest of steps."""
+    """The blocks of one model, and its `ends`. `on_layer` is called before each block, in either direction,
+    as a heartbeat during long steps."""
 
     def __init__(self, blocks: Sequence[Block], ends: Ends, cell: BatchCell) -> None:
         self.blocks, self.ends = tuple(blocks), ends
@@ -54,7 +54,7 @@ class Chain:
     def layer(
         self, index: int, hidden: Tensor, calls: LayerCalls, direction: Direction = Direction.INFER
     ) -> Tensor:
-        """One layer on hidden [1, rows, width]; the rows in the base's cell say whose they are."""
+        """One layer on hidden [1, rows, width], within a visit; the base's cell holds the rows."""
         self.on_layer()
         with self.blocks[index].visit(direction):
             return self.blocks[index].run(hidden, calls[index])
@@ -69,34 +69,34 @@ class Chain:
         self,
         travellers: Sequence[T],
         compose: Callable[[Sequence[T]], Composed],
-        passed: Callable[[int, Sequence[T]], object] = lambda layer, there: None,
+        passed: Callable[[int, Sequence[T]], object] = lambda layer, active: None,
     ) -> None:
-        """Takes travellers up: each joins at its first layer and leaves after its last, and those that are at
-        a layer pass it in one run. `compose` is asked again whenever others are there than at the layer
-        before; `passed` is told of each layer, and who has passed it."""
+        """Runs travellers forward: each joins at its first layer and leaves after its last; those at one
+        layer share its run. `compose` is called whenever the set of travellers changes; `passed` after each
+        layer, with those that passed it."""
         together: list[T] = []
         composed: Composed | None = None
         for layer in range(len(self)):
-            there = [traveller for traveller in travellers if layer in traveller.layers]
-            if not there:
+            active = [traveller for traveller in travellers if layer in traveller.layers]
+            if not active:
                 continue
-            if composed is None or list(map(id, there)) != list(map(id, together)):
-                together, composed = there, compose(there)
+            if composed is None or list(map(id, active)) != list(map(id, together)):
+                together, composed = active, compose(active)
             rows, calls = composed
-            inputs = [traveller.input(layer) for traveller in there]
+            inputs = [traveller.input(layer) for traveller in active]
             with self._cell.set(rows):
                 hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
                 out = self.layer(layer, hidden, calls)
             # Rows that only fill up a batch are part of what the first traveller entered with.
             parts = torch.split(out, [x.shape[1] for x in inputs], 1)
-            for traveller, part in zip(there, parts, strict=True):
+            for traveller, part in zip(active, parts, strict=True):
                 traveller.take(layer, part)
-            passed(layer, there)
+            passed(layer, active)
 
-    def backward(self, top: int, go: Callable[[int], bool]) -> None:
-        """Visits layers from `top` down; `go` takes whoever is there back through the layer, and says whether
-        to go on below."""
+    def backward(self, top: int, layer_backward: Callable[[int], bool]) -> None:
+        """Visits layers from `top` down; `layer_backward` computes one, and returns whether to continue
+        below."""
         for layer in range(top, -1, -1):
             with self.blocks[layer].visit(Direction.BACKWARD):
-                if not go(layer):
+                if not layer_backward(layer):
                     break

@@ -1,10 +1,10 @@
-"""Rows whose bits do not depend on what else is in the batch: every pass has the same number of them.
+"""Batch-invariant inference: every pass has the same number of rows.
 
-Products, norms and activations may give a row other last bits when the *number* of rows changes: the kernel,
-its blocking, or the few elements at the end of an array that are not computed as vectors. At one fixed number
-of rows, its place among them does not matter; `prove_fixed` tries that on the machine at hand. So in the
-deterministic mode everything inference does with the model, from the embeddings to the head, happens in
-passes of exactly `ROWS` rows, the last of them filled up.
+A row's last bits may change with the *number* of rows in a product, norm or activation: through the kernel,
+its blocking, or the elements at an array's end that are not vectorized. At a fixed number of rows its place
+among them does not matter; `prove_fixed` tests that on the machine. So in the deterministic mode everything
+inference does with the model, from the embeddings to the head, happens in passes of exactly `ROWS` rows, the
+last of them filled up.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Ranged = tuple[slice, Bypasses]  # the rows of one adapter
 
 
 class FixedRows(FusedRows):
-    """A pass of `ROWS` rows in which each adapter multiplies all rows and keeps its own."""
+    """A pass of `ROWS` rows in which each adapter computes all rows, of which its own are kept."""
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         if x.numel() != ROWS * x.shape[-1]:
@@ -67,13 +67,12 @@ def logits(base: Base, hidden: Tensor, adapters: Sequence[Ranged] = ()) -> Tenso
 
 
 def _part_of(span: slice, start: int) -> slice:
-    """The part of a range of rows that falls into the pass that begins at `start`, as that pass counts
-    them."""
+    """The part of a range of rows in the pass that begins at `start`, relative to `start`."""
     return slice(min(max(span.start - start, 0), ROWS), min(max(span.stop - start, 0), ROWS))
 
 
 class _Selfish:
-    """Rows that each see themselves only, so that nothing but their place and their neighbours can matter."""
+    """Rows that attend to themselves only, so that only their place and their neighbours can matter."""
 
     count = ROWS
     keeper = None
@@ -107,7 +106,7 @@ def prove_fixed(base: Base) -> None:
 
 @torch.no_grad()
 def _run(base: Base, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Last hidden state and logits, [ROWS, width + vocabulary], of rows that see only themselves."""
+    """Last hidden state and logits, [ROWS, width + vocabulary], of rows that attend to themselves only."""
     hidden, calls = embed(base, tokens, positions)
     with base.cell.set(FixedRows([_Selfish()], [])):
         hidden = base.chain.run(hidden, calls)

@@ -1,10 +1,10 @@
-"""Answers that must match a grammar: which tokens may come next, by llguidance.
+"""Grammar-constrained answers: the tokens allowed next, by llguidance.
 
-Grammars are llguidance's own text, such as `LLMatcher.grammar_from_json_schema` gives it. A matcher follows
-one answer; it knows when the answer is complete, and then allows nothing but an end of text.
+Grammars are llguidance's text format, as from `LLMatcher.grammar_from_json_schema`. A matcher follows one
+answer; once the answer is complete it allows only an end of text.
 
-Compiling takes about 2 ms for each KiB of a grammar, during which the interpreter is free for other threads,
-and the result 65 KB of memory for each. So the engine's loop has a thread do it (`engine/compiling.py`).
+Compiling takes about 2 ms and 65 KB of memory for each KiB of a grammar, without the interpreter lock. So the
+engine compiles on a thread (`engine/compiling.py`).
 """
 
 import threading
@@ -27,7 +27,7 @@ _KEPT_BYTES: Final = 256 << 10
 
 
 class Grammar:
-    """One that is compiled; nothing is written into it."""
+    """A compiled grammar, immutable."""
 
     __slots__ = ("__weakref__", "matcher", "text")
 
@@ -38,7 +38,7 @@ class Grammar:
 class Grammars:
     """Compiles grammars for one tokenizer and a head of `vocab` tokens, of which `eos_ids` end an answer.
 
-    Any thread may call any method. A grammar is not compiled again while somebody holds it.
+    Thread-safe. A grammar is not compiled again while any reference to it exists.
     """
 
     def __init__(self, tokenizer: Any, vocab: int, eos_ids: Sequence[int]) -> None:
@@ -51,14 +51,14 @@ class Grammars:
         self._bytes = 0  # of the texts of the newest ones
 
     def find(self, text: str) -> Grammar | None:
-        """The grammar, if it is compiled."""
+        """The compiled grammar, None if there is none."""
         with self._lock:
             if (found := self._compiled.get(text)) is not None:
                 self._keep(found)
             return found
 
     def compile(self, text: str) -> Grammar:
-        """The grammar. Raises RequestError where it cannot be compiled."""
+        """Compiles a grammar. Raises RequestError where it is invalid."""
         if (found := self.find(text)) is not None:
             return found
         matcher = LLMatcher(self._view(), text, log_level=0)
@@ -70,21 +70,21 @@ class Grammars:
             return found
 
     def check(self, text: str, output: Sequence[int] = ()) -> Grammar:
-        """The grammar; RequestError where it cannot be compiled, or `output` does not begin a match."""
+        """Compiles a grammar. Raises RequestError where it is invalid or `output` does not begin a match."""
         grammar = self.compile(text)
         if not grammar.matcher.deep_copy().consume_tokens(list(output)):
             raise RequestError("the answer so far does not match the grammar")
         return grammar
 
     def matcher(self, grammar: str, output: Sequence[int] = ()) -> "Matcher":
-        """A matcher at the end of `output`; both were checked."""
+        """A matcher after `output`; both must have passed `check`."""
         found = Matcher(self.compile(grammar).matcher.deep_copy(), self._eos_ids)
         for token in output:
             found.advance(token)
         return found
 
     def _keep(self, grammar: Grammar) -> None:
-        """Remembers this one as the newest, and forgets the oldest ones where that is too many."""
+        """Caches a grammar as the newest, and evicts the oldest ones beyond the limit."""
         if self._newest.pop(grammar.text, None) is None:
             self._bytes += len(grammar.text)
         self._newest[grammar.text] = grammar
@@ -107,7 +107,7 @@ class Grammars:
 class Matcher:
     """State of one answer in its grammar.
 
-    llguidance gives up on an answer whose parsing outgrows its limits: such an answer ends there.
+    An answer whose parsing exceeds llguidance's limits ends there.
     """
 
     def __init__(self, matcher: LLMatcher, eos_ids: Sequence[int]) -> None:
@@ -125,7 +125,7 @@ class Matcher:
         return mask.to(device)
 
     def advance(self, token: int) -> None:
-        """Takes the next token of the answer, one of those that were allowed."""
+        """Advances by the answer's next token, which must be allowed."""
         self._matcher.consume_token(token)
 
 

@@ -1,4 +1,4 @@
-"""Rows of one or several adapters in a graph."""
+"""Rows of one or several adapters in an autograd graph."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -20,7 +20,7 @@ from coserve.model.placement import Placement
 
 class GraphRows(GroupRows):
     """Rows in a graph where everything but bypasses is frozen: the first `sizes[0]` rows have the bypasses
-    `adapters[0]`, and so on for all rows. Nothing attends here."""
+    `adapters[0]`, and so on for all rows. Has no attention."""
 
     def __init__(self, adapters: Sequence[Bypasses], sizes: Sequence[int]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class GraphRows(GroupRows):
         raise AssertionError("nothing attends outside of the layers")
 
     def _segments(self, path: str, x: Tensor) -> tuple[Tensor | None, LoraSegments | None]:
-        """What stands for the frozen product of x [..., in], and the low-rank bypasses beside it."""
+        """The stand-in for the frozen product of x [..., in] if any, and its low-rank bypasses."""
         kept, is_added = self._kept(path, x)
         return kept, self._lora.segments(path, is_added)
 
@@ -70,12 +70,12 @@ class GraphRows(GroupRows):
         return kept, lambda: bypassed(x, None, segments, zeros)
 
     def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, Sequence[bool]]:
-        """Returns what stands for the frozen product of x [..., in], which is then not computed, or None; and
-        for each adapter whether what its plain low-rank bypass adds is in there, or needed by nobody."""
+        """Returns the stand-in for the frozen product of x [..., in], which is then not computed, or None;
+        and for each adapter whether its plain low-rank bypass is in the stand-in or not needed."""
         return None, [False] * len(self.sizes)
 
     def _summed(self, path: str, y: Tensor) -> Tensor:
-        """Returns what takes the place in the graph of y [..., out], the product with its bypasses."""
+        """Returns the graph's stand-in for y [..., out], the product with its bypasses."""
         return y
 
     def _added(self, bypasses: Sequence[Bypass | None], x: Tensor, y: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def stand_in(place: Tensor, value: Tensor) -> Tensor:
-    """`value` in the place that another tensor of its shape has in the graph, if there is one."""
+    """`value`, whose gradient goes to `place`, a tensor of the same shape, if that is in a graph."""
     if torch.is_grad_enabled() and place.requires_grad:
         found: Tensor = _StandIn.apply(place, value)  # type: ignore[no-untyped-call]
         return found

@@ -1,8 +1,8 @@
-"""Groups: frozen linears that are asked in one call, whose answer comes later.
+"""Groups: frozen linears computed by one asynchronous call.
 
-A linear that is computed elsewhere costs a round trip. Linears that are given the same input (query, key and
-value; gate and up) share one: whichever is asked first asks for all of them. What bypasses make of the input
-alone is computed while the answer is under way, forward and backward.
+A linear that is computed elsewhere costs a round trip. Linears with the same input (query, key and value;
+gate and up) share one: the first that is called launches all. Bypasses' work on the input alone is computed
+meanwhile, forward and backward.
 """
 
 from abc import ABC, abstractmethod
@@ -16,29 +16,29 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Protocol[T_co]):
-    """An answer that comes later; a `concurrent.futures.Future` is one."""
+    """A future result, such as a `concurrent.futures.Future`."""
 
     def result(self) -> T_co:
-        """Waits for the answer. Raises what kept it from coming."""
+        """Waits for the result; raises the call's error."""
         ...
 
 
 class Group(ABC):
-    """Linears that are given the same input, or one alone. `outputs` are their widths by path."""
+    """Linears with the same input, or a single one. `outputs` are their widths by path."""
 
     outputs: Mapping[str, int]
 
     @abstractmethod
     def launch(self, x: Tensor, paths: Sequence[str]) -> Pending[Sequence[Tensor]]:
-        """Asks for the products of x [..., in] at these linears, biases included: contiguous tensors of the
-        caller's own."""
+        """Starts the products of x [..., in] at these linears, biases included; the results are new
+        contiguous tensors."""
 
     @abstractmethod
     def launch_backward(self, grads: Mapping[str, Tensor]) -> Pending[Tensor]:
-        """Asks for the gradient of the input [..., in], given those of what these linears gave."""
+        """Starts the gradient of the input [..., in], given those of these linears' outputs."""
 
     def joined(self, others: Sequence[Self]) -> "Group | None":
-        """The group of these and all others; None where that would not be one call."""
+        """This group merged with the others; None where that would not be one call."""
         return None
 
 
@@ -49,13 +49,13 @@ Answer = tuple[Tensor, Tensor | None]  # the product, and that sum
 
 
 class GroupRows(ABC):
-    """The side of a run that asks groups, and hands each linear its own answer."""
+    """Rows that call groups, and give each linear its own result."""
 
     def __init__(self) -> None:
         self._answers: dict[str, tuple[Tensor, Answer]] = {}  # and what was given for them
 
     def _ask(self, path: str, group: Group, x: Tensor) -> Answer:
-        """The answer for the linear at `path`; x [..., in] has the bypasses at its input in it already."""
+        """The result for the linear at `path`; x [..., in] includes the bypasses at its input."""
         if path not in self._answers or self._answers[path][0] is not x:
             is_own = self._is_changed(path)
             paths = [path] if is_own else [p for p in group.outputs if not self._is_changed(p)]
@@ -65,16 +65,16 @@ class GroupRows(ABC):
 
     @abstractmethod
     def _is_changed(self, path: str) -> bool:
-        """Tells whether bypasses change what the linear at `path` is given."""
+        """Tells whether bypasses change the input of the linear at `path`."""
 
     @abstractmethod
     def _prepared(self, path: str, x: Tensor, outputs: int) -> Prepared:
-        """What is there without an answer, for a linear that is given x [..., in]."""
+        """The linear's product where it need not be computed, and its low-rank bypasses, for x [..., in]."""
 
 
 def ask(group: Group, x: Tensor, prepared: Mapping[str, Prepared]) -> dict[str, Answer]:
-    """One call for those of these linears whose product nothing stands for; in the current graph, if there is
-    one, where one call goes back for all of them that a gradient comes to."""
+    """One call for those of a group's linears without a stand-in for their product; in the current graph, if
+    any, with one backward call for all that receive a gradient."""
     missing = [path for path, (kept, _) in prepared.items() if kept is None]
     call = _Call(group, list(prepared))
     in_graph = torch.is_grad_enabled() and x.requires_grad
@@ -89,7 +89,7 @@ def ask(group: Group, x: Tensor, prepared: Mapping[str, Prepared]) -> dict[str, 
 
 
 class _Call:
-    """A call in a graph, and the gradient that it waits for on its way back."""
+    """A call in a graph, and its pending gradient in backward."""
 
     def __init__(self, group: Group, paths: Sequence[str]) -> None:
         self.group, self.paths = group, paths
@@ -97,8 +97,8 @@ class _Call:
 
 
 class _Awaited(torch.autograd.Function):
-    """The input of a call. Made before all else that sees the input, it goes back after that: only then its
-    gradient is waited for."""
+    """The input of a call. Created before all other uses of the input, so backward reaches it last: only then
+    the gradient is waited for."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Call) -> Tensor:
@@ -111,7 +111,8 @@ class _Awaited(torch.autograd.Function):
 
 
 class _Asked(torch.autograd.Function):
-    """The products of a call. Its way back begins once the last gradient of any of them has come."""
+    """The products of a call. Backward launches the call once the gradients of all used products are
+    there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Call, *products: Tensor) -> tuple[Tensor, ...]:

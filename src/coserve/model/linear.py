@@ -1,4 +1,4 @@
-"""Frozen linears: where each one runs is its placement's business, nobody else's.
+"""Frozen linears, computed by their placements.
 
 A frozen linear's backward needs its weights and nothing else (`grad @ W`): it stores neither its input
 nor its output. That is FlexLLM's pruning of frozen-weight gradients (5.2) at the smallest grain.
@@ -15,7 +15,7 @@ from coserve.model.placement import Placed, Placement
 
 
 class _Frozen(torch.autograd.Function):
-    """A placement in a graph. `kept` [..., out] stands for the product where it is stored."""
+    """A placement in a graph. `kept` [..., out] is the product if it was stored."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: Placement, kept: Tensor | None) -> Tensor:
@@ -36,9 +36,9 @@ def frozen(x: Tensor, placement: Placement, kept: Tensor | None = None) -> Tenso
 
 
 class _Bypassed(torch.autograd.Function):
-    """A placement and low-rank bypasses beside it, in a graph: the gradient of what they are given comes of
-    one product, to which those of the bypasses are added. `matrices` are those of the segments, A then B.
-    Without a placement the bypasses are alone."""
+    """A placement and its low-rank bypasses in a graph: the input's gradient is one product, to which the
+    bypasses' gradients are added. `matrices` are those of the segments, A then B. Without a placement only
+    the bypasses."""
 
     @staticmethod
     def forward(
@@ -74,18 +74,18 @@ class _Bypassed(torch.autograd.Function):
 def bypassed(
     x: Tensor, placement: Placement | None, segments: LoraSegments, kept: Tensor | None = None
 ) -> Tensor:
-    """The placement's product of x [..., in], or what was kept of it, with low-rank bypasses over its rows;
-    in the current graph, which there is. Without a placement no gradient of x comes of `kept`."""
+    """The placement's product of x [..., in], or `kept`, with low-rank bypasses added; requires a graph.
+    Without a placement `kept` gives x no gradient."""
     weights = segments.weights
     y: Tensor = _Bypassed.apply(x, placement, kept, segments, *weights.a, *weights.b)  # type: ignore[no-untyped-call]
     return y
 
 
 class FrozenLinear(Placed):
-    """Stands where a linear of the base stood; `path` is that linear's name in the model.
+    """Replaces a linear of the base; `path` is its name in the model.
 
-    During a run the rows in the base's cell decide what else happens to the product: bypasses of
-    adapters are added, and what training wants of it is kept.
+    During a run the rows in the base's cell add their adapters' bypasses to the product, and save what
+    training needs.
     """
 
     def __init__(self, path: str, placement: Placement, shape: tuple[int, int], cell: BatchCell) -> None:
@@ -97,7 +97,7 @@ class FrozenLinear(Placed):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight [out, in]; model code asks a linear for its dtype or device now and then."""
+        """The dense weight [out, in]; model code sometimes reads its dtype or device."""
         return self.placement.weight()
 
     def forward(self, x: Tensor) -> Tensor:

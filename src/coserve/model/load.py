@@ -1,7 +1,7 @@
-"""Loads a folder or hub name as a driven, proven base.
+"""Loads a folder or hub name as a base, and verifies it.
 
-Loading ends with a proof (`model/probe.py`): the driven model must give what the model's own `forward` gives.
-What does not agree, and what fails in any way, is refused with the reason, never served approximately.
+Loading ends with a proof (`model/probe.py`): the driven model must reproduce the model's own `forward`. A
+model that differs or fails in any way is refused with the reason.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ from coserve.model.placing import place_linears
 from coserve.model.probe import ProbeRows, drive, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
-from coserve.model.seam import Seam
+from coserve.model.site_hook import SiteHook
 from coserve.model.together import join_siblings
 
 
@@ -43,7 +43,7 @@ def load_base(
     device: str | torch.device = "cpu",
     quantize: str = "none",
 ) -> Base:
-    """Loads, freezes, fits with seams and probes a causal language model.
+    """Loads, freezes, hooks and probes a causal language model.
 
     `model` is a local folder, a hub name, or a model object, which is taken over. `quantize` is "none",
     "8bit" or "4bit". Raises ModelError (with ModelNotFound and UnsupportedModel) or, for a device or a
@@ -61,7 +61,7 @@ def load_base(
 
 
 def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base:
-    """The model taken over, and proven."""
+    """Takes the model over, and proves it."""
     _refuse_unsupported(loaded.config, loaded)
     loaded = loaded.eval().requires_grad_(False)
     layers = decoder_layers(loaded)
@@ -143,8 +143,8 @@ def _refuse_unsupported(config: Any, model: PreTrainedModel | None = None) -> No
 
 
 def _refuse_encoder(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
-    """Said by its modules, not left to the probe: in a model that was hardly trained, looking ahead changes
-    less than low precision does."""
+    """Raises UnsupportedModel for bidirectional attention, judged by its modules: in a model with little
+    training, attending ahead changes less than low precision, so the probe might miss it."""
     for path, layer in layers.items():
         for name, module in layer.named_modules():
             if getattr(module, "is_causal", True) is False:
@@ -161,7 +161,7 @@ def _fit(
     masks: Masks,
     returns_tuple: bool,
 ) -> Base:
-    """Seams in place: slots, attention, frozen linears."""
+    """Puts the layers' hooks, attention and frozen linears in place."""
     text = model.config.get_text_config()
     positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
     slots = [Block(path, layer, returns_tuple) for path, layer in layers.items()]
@@ -173,7 +173,7 @@ def _fit(
     model.set_attn_implementation(name)
     place_linears(model, cell, lambda _, weight, bias: place_locally(weight, bias))
     base.linears = {p: module for p, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    _put_seams(base)
+    _hook_sites(base)
     base.learn_arguments()
     _learn_caches(base, caches)
     looking = _look(base)
@@ -184,10 +184,10 @@ def _fit(
     return base
 
 
-def _put_seams(base: Base) -> None:
+def _hook_sites(base: Base) -> None:
     for path, site in base.sites.items():
         if site.kind is not Kind.LINEAR:
-            Seam(site, base.model.get_submodule(path), base.cell)
+            SiteHook(site, base.model.get_submodule(path), base.cell)
 
 
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
@@ -202,7 +202,7 @@ def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
 
 
 class _Looking(FusedRows):
-    """Notes which modules are given and give all rows, in their order, and what linears give."""
+    """Records modules whose inputs and outputs have all rows, in order, and the outputs of linears."""
 
     def __init__(self, part: ProbeRows) -> None:
         super().__init__([part], [])
@@ -212,7 +212,7 @@ class _Looking(FusedRows):
 
     @property
     def written(self) -> set[str]:
-        """Linears whose output the model has written to, or to a view of it."""
+        """Linears whose output the model has modified in place."""
         return {path for path, y, version in self._given if y._version > version}
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ class _Looking(FusedRows):
 
 @torch.no_grad()
 def _look(base: Base) -> _Looking:
-    """One pass through the whole model."""
+    """Runs one pass through the whole model."""
     part = ProbeRows(11)  # unlike any count of heads
     rows = _Looking(part)
     places = torch.arange(part.count, device=base.device)
@@ -242,13 +242,14 @@ def _look(base: Base) -> _Looking:
 
 
 def _keep_sites_of_rows(base: Base, looking: _Looking) -> None:
-    """Elsewhere, such as in a norm of heads that come before rows, nobody could tell whose rows these are."""
+    """Drops sites whose tensors do not lead with rows, such as norms over heads: rows could not be
+    assigned."""
     base.sites = {path: site for path, site in base.sites.items() if path in looking.seen}
 
 
 def _hand_over_copies(base: Base, looking: _Looking) -> None:
-    """Where the model writes to what a linear gives (Llama 4 adds experts to it, OLMo clips it) a graph has
-    a tensor of its own: what stands for a product there is a view, of what was stored or of a zero."""
+    """Has linears return copies in a graph where the model modifies their output in place (Llama 4 adds
+    experts, OLMo clips): stand-ins for products are views of stored activations or of a zero."""
     for path in looking.written:
         base.linears[path].register_forward_hook(_copied_in_a_graph)
 
@@ -258,7 +259,7 @@ def _copied_in_a_graph(linear: nn.Module, inputs: tuple[Tensor, ...], y: Tensor)
 
 
 class _Other(FusedRows):
-    """Rows whose embeddings are not the embedding's."""
+    """Rows whose input embeddings are changed."""
 
     def __init__(self) -> None:
         super().__init__([], [])
@@ -268,8 +269,8 @@ class _Other(FusedRows):
 
 
 def _keep_sites_that_layers_see(base: Base) -> None:
-    """Layers that are called with something else that was made of the embeddings (Gemma 4's inputs of each
-    layer) are called with what the base alone gives in training: nothing may stand at the embedding."""
+    """Drops the embedding's site where layers get further arguments made of the embeddings (Gemma 4's
+    per-layer inputs): training computes these from the base alone."""
     one = torch.zeros(1, dtype=torch.long, device=base.device)
     (_, own), (_, other) = base.prologue(one, one), base.prologue(one, one, _Other())
     if not same_arguments(own, other):
@@ -277,8 +278,8 @@ def _keep_sites_that_layers_see(base: Base) -> None:
 
 
 def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
-    """Attention here goes by what each layer passes on, never by a mask, and the probe's prompts are shorter
-    than most windows: a window (or chunk) that lives in the masks alone would go unnoticed."""
+    """Raises UnsupportedModel for windows that are in masks alone. Masks are not used here, and the probe's
+    prompts are shorter than most windows, so it would miss them."""
     attended = {_felt(cache.window, base.max_positions) for cache in base.caches}
     asked = {_felt(window, base.max_positions) for window in masked}
     if not attended <= asked or not asked - {None} <= attended:
@@ -290,8 +291,8 @@ def _refuse_other_masks(base: Base, masked: set[int | None]) -> None:
 
 
 def _refuse_shorter_cache(base: Base) -> None:
-    """Moshi's layers attend to all rows, and transformers generates with a cache of the last ones: what such
-    a model answers depends on how it is called."""
+    """Raises UnsupportedModel where transformers generates with a shorter cache than layers attend to
+    (Moshi): answers would depend on how the model is called."""
     for cache, generates in zip(base.caches, DynamicCache(config=base.model.config).layers, strict=False):
         attended = _felt(cache.window, base.max_positions)
         kept = _felt(getattr(generates, "sliding_window", None), base.max_positions)
@@ -303,5 +304,5 @@ def _refuse_shorter_cache(base: Base) -> None:
 
 
 def _felt(window: int | None, positions: int) -> int | None:
-    """The window, or None where no sequence is long enough to feel it; 0 is how some models say none."""
+    """The window, None where it is 0 (unlimited) or exceeds all sequences."""
     return window if window and window < positions else None

@@ -1,8 +1,8 @@
-"""Attention masks that a model would make for its layers, and whether they say what its layers pass on.
+"""Attention masks that a model would make, checked against its layers' windows.
 
-Driven layers attend by what they pass on (a sliding window, or none), never by a mask, so masks are not made.
-While they are `checked` they are, and each layer's must be that of its own window: a window, a chunk or a
-bias that lives in the masks alone would otherwise go unnoticed until a sequence is longer than it.
+Driven layers attend by the sliding window that they pass to attention, so masks are not made, except while
+they are `checked`: then each layer's mask must be that of its window. A window, chunk or bias in the masks
+alone would otherwise be missed until a sequence is longer than it.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from coserve.kernels.attention import causal_mask
 
 
 class Masks:
-    """`windows` are those of all masks that the model has asked for; None is unlimited."""
+    """`windows` are those of all masks that the model has requested; None is unlimited."""
 
     def __init__(self) -> None:
         self.windows: set[int | None] = set()
@@ -34,7 +34,7 @@ class Masks:
             self._checked = False
 
     def make(self, *args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-        """Makes a mask for transformers, with the arguments of its `sdpa_mask`."""
+        """Mask for transformers, with the arguments of its `sdpa_mask`."""
         self.windows.add(local_size)
         if not self._checked:
             return None
@@ -43,8 +43,8 @@ class Masks:
         return mask
 
     def check(self, layer: int, mask: Tensor | None, window: int | None) -> None:
-        """Raises UnsupportedModel where a layer is given a mask [..., queries, keys] that is not that of its
-        window over all keys."""
+        """Raises UnsupportedModel where a layer's mask [..., queries, keys] is not that of its window over
+        all keys."""
         if mask is None:
             return
         if not self._checked:

@@ -1,7 +1,7 @@
 """Counter-based randomness: noise that is a pure function of (request seed, position, token).
 
-The hash is splitmix64 (Steele, Lea and Flood, 2014) in int64 tensors, whose products wrap around as
-unsigned ones do. What shares a batch, restarts and retries therefore change nothing.
+The hash is splitmix64 (Steele, Lea and Flood, 2014) in int64 tensors, whose products wrap around as unsigned
+ones do. So results do not depend on batching, restarts or retries.
 """
 
 from torch import Tensor
@@ -13,7 +13,7 @@ _ALMOST_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
 
 
 def _xor_shifted(x: Tensor, bits: int) -> None:
-    """`x ^= x >>> bits` in place; torch shifts in copies of the sign, which the mask takes away."""
+    """`x ^= x >>> bits` in place; torch's shift is arithmetic, so a mask clears the sign bits."""
     x ^= (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

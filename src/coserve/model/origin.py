@@ -1,4 +1,4 @@
-"""Facts of a model from before anything in it was replaced."""
+"""Facts about a model, taken before any module is replaced."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from coserve.adapters.sites import Site, find_sites
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """`parameters` counts tied ones once, `quantized` ("none", "8bit" or "4bit") is how weights will be kept,
-    `device` where; `fingerprint` is a content hash of configuration, weights, and how they are kept."""
+    """`parameters` counts tied ones once, `quantized` ("none", "8bit" or "4bit") is how weights will be
+    stored, `device` where; `fingerprint` is a content hash of configuration, weights and storage."""
 
     sites: dict[str, Site]
     parameters: int
@@ -27,7 +27,7 @@ class Origin:
     def of(
         model: PreTrainedModel, layers: Mapping[str, nn.Module], quantized: str, device: torch.device
     ) -> "Origin":
-        """Facts of a model in which nothing was replaced."""
+        """Reads the facts of an unmodified model."""
         return Origin(
             find_sites(model, layers),
             model.num_parameters(),
@@ -39,8 +39,8 @@ class Origin:
 
 
 def _fingerprint(model: PreTrainedModel, quantized: str) -> str:
-    """Content hash of the configuration and the first values of every tensor: it keys everything that is
-    cached, and tells bases apart."""
+    """Content hash of the configuration and the first values of every tensor: it identifies the base, and
+    keys caches."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())

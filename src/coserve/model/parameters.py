@@ -1,4 +1,4 @@
-"""The frozen parameters of a model or of one of its blocks: what lies where, and who computes with it."""
+"""The frozen parameters of a model or of one of its blocks: tensors by module, and their placements."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,16 +10,15 @@ from coserve.model.placement import Placed, Placement
 
 @dataclass(frozen=True, slots=True)
 class ModuleParameters:
-    """What one module holds on this device, buffers included, by name: `tensors` in the layout of the
-    `placement` that computes with them, or of the module itself where that is None. A placement that computes
-    elsewhere holds nothing here."""
+    """Tensors of one module on this device, buffers included, by name: in the layout of its `placement`, or
+    of the module itself where that is None. A remote placement holds none here."""
 
     tensors: Mapping[str, Tensor]
     placement: Placement | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it, those shared with other modules included."""
+        """Bytes of all tensors, shared ones included."""
         return held_bytes([self])
 
 
@@ -41,7 +40,7 @@ def held_bytes(parameters: Iterable[ModuleParameters]) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identity of a tensor's memory. Packed tensors have no storage that torch could name."""
+    """Identity of a tensor's memory; packed tensors have no torch storage."""
     if tensor.is_mkldnn:
         return id(tensor)
     pointer: int = tensor.untyped_storage()._cdata  # there for tensors without data, too

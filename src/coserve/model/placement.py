@@ -15,7 +15,7 @@ from coserve.model.group import Group
 
 
 class Offer(Enum):
-    """What a placement may offer beside its product, and who needs it."""
+    """Optional operations of a placement, and their users."""
 
     BACKWARD = "the gradient for its input, which training needs"
     ROW_NORMS = "the norms of its weight's rows, which DoRA needs"
@@ -23,11 +23,10 @@ class Offer(Enum):
 
 
 class Placement(ABC):
-    """Computes a frozen linear of the base, wherever its weight is. The product is always offered, the rest
-    where `offers` has it; anything else raises NotOffered. `bias` is [out], None where the linear has none.
-    One that answers later belongs to a `group`: rows ask that one, and `forward` and `backward` wait.
-    `nbytes_to_train` are bytes that it will hold beside the present ones once a gradient has come through it;
-    0 from then on."""
+    """Computes a frozen linear of the base, wherever its weight is. The product is always offered, other
+    operations if in `offers`; they raise NotOffered otherwise. `bias` is [out], None where the linear has
+    none. An asynchronous placement belongs to a `group`, which rows call; its `forward` and `backward` block.
+    `nbytes_to_train` are further bytes that the first backward will allocate; 0 after that."""
 
     bias: Tensor | None
     offers: frozenset[Offer] = frozenset(Offer)
@@ -51,13 +50,13 @@ class Placement(ABC):
         raise self._lacks(Offer.ROW_NORMS)
 
     def expect(self, offer: Offer, path: str) -> None:
-        """Raises NotOffered, about the linear at `path`, where the placement does not have the offer."""
+        """Raises NotOffered, naming the linear at `path`, where the placement lacks the offer."""
         if offer not in self.offers:
             raise self._lacks(offer, path)
 
     @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors that it holds on this device, by name; none where all are elsewhere."""
+        """Tensors on this device, by name; none of a remote placement."""
 
     @property
     def nbytes(self) -> int:
@@ -65,11 +64,11 @@ class Placement(ABC):
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """A dense weight [out, in] as this kind of placement would hold it."""
+        """A dense weight [out, in], rounded as this kind of placement would store it."""
         return weight
 
     def release_backward(self) -> None:  # noqa: B027
-        """Gives back what only `backward` needs; the next one makes it again."""
+        """Frees tensors that only `backward` needs; the next one makes them again."""
 
     def _lacks(self, offer: Offer, path: str = "a linear") -> NotOffered:
         kind = type(self).__name__
@@ -77,13 +76,13 @@ class Placement(ABC):
 
 
 class Placed(nn.Module):
-    """A module of a base whose weights are its placement's business."""
+    """A module of a base whose weights its placement holds."""
 
     placement: Placement
 
 
 class PlainPlacement(Placement):
-    """The weight as it was loaded, [out, in]."""
+    """A dense weight [out, in], as loaded."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self.bias = weight, bias
@@ -105,12 +104,11 @@ class PlainPlacement(Placement):
 
 
 class PackedPlacement(Placement):
-    """The weight reordered once into the layout oneDNN's bfloat16 product reads.
+    """A weight packed once into the layout of oneDNN's bfloat16 product.
 
-    torch's own linear reorders it in every call, which is most of what a decode step costs: at 1 / 16 / 64
-    rows of a 2816x1024 linear on two cores, 0.09 / 0.19 / 0.45 ms packed against 0.30 / 0.41 / 0.74 ms.
-    The results are bit for bit the same. The transposed weight is packed when training first needs it; a
-    server that never trains never pays for it.
+    torch's own linear packs it in every call, most of the cost of a decode step: at 1 / 16 / 64 rows of a
+    2816x1024 linear on two cores, 0.09 / 0.19 / 0.45 ms packed against 0.30 / 0.41 / 0.74 ms. Results are bit
+    for bit the same. The transposed weight is packed when training first needs it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -146,7 +144,7 @@ class PackedPlacement(Placement):
 
 
 def present(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """Those of some tensors that are there, by name."""
+    """The tensors that are not None, by name."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 

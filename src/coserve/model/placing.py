@@ -1,4 +1,4 @@
-"""Frozen linears in the place of a model's own."""
+"""Replaces a model's linears by frozen linears."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ Choose = Callable[[str, Tensor, Tensor | None], Placement | None]  # of path, we
 
 
 def place_linears(model: PreTrainedModel, cell: BatchCell, choose: Choose) -> None:
-    """Replaces those linears for which a placement is chosen, one after the other: each weight is let go
-    before the next one is placed.
+    """Replaces linears for which `choose` gives a placement, one at a time: each weight is freed before the
+    next is placed.
 
     Exact types only: some routers subclass nn.Linear and behave otherwise (design decision 5).
     """
@@ -34,8 +34,8 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def leave_file(model: nn.Module) -> None:
-    """Copies what is left of a model that was mapped from a file into memory of its own: as long as one norm
-    is read from the file, all of the file counts as memory in use."""
+    """Copies a model's remaining memory-mapped tensors: while one norm is mapped, the whole file counts as
+    memory in use."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
 

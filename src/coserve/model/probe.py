@@ -1,10 +1,10 @@
-"""Proof that a base is driven right: what its layers give is what the model's own forward gives.
+"""Proves that a base reproduces the model's own forward, layer by layer.
 
 Two comparisons. *Near*: prompts side by side, in pages, one of them decoded and one continued in a second
 batch, against transformers' own attention and a forward of each prompt alone. *Far*: a few rows at the last
 positions that the model has, and behind its windows, against the model's own forward when its cache says that
-so many tokens precede. There both sides do the same arithmetic, so next to nothing may differ: a temperature,
-a table or a mask that begins at some position shows although it changes little.
+so many tokens precede. There both sides do the same arithmetic, so tolerances are tight: temperatures, tables
+or masks that begin at some position show although they change little.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from coserve.attention.batched import BatchedBackend
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.base import Base
-from coserve.model.batch import FusedRows, LayerCalls, Part
+from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.model.masks import Masks
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_rows
 
@@ -38,9 +38,9 @@ _SAME: Final = 1e-5  # relative difference of two forwards that do the same arit
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Results of the model's own forward on the probe's prompts, one by one: `hidden` [1, rows, width] behind
-    each layer, `logits` [rows, vocabulary], and what its routers chose. `returns_tuple` says whether its
-    layers wrap their hidden state."""
+    """Results of the model's own forward on each of the probe's prompts: `hidden` [1, rows, width] behind
+    each layer, `logits` [rows, vocabulary], and its routers' choices. `returns_tuple` says whether its layers
+    wrap their hidden state."""
 
     prompts: list[Tensor]
     hidden: list[list[Tensor]]
@@ -50,7 +50,7 @@ class Own:
 
 
 def draw(model: PreTrainedModel, *lengths: int) -> list[Tensor]:
-    """Prompts of random tokens, always the same ones."""
+    """Prompts of random tokens from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return [
@@ -60,7 +60,7 @@ def draw(model: PreTrainedModel, *lengths: int) -> list[Tensor]:
 
 @torch.no_grad()
 def own_forward(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Own:
-    """Before the model is changed in any way."""
+    """Runs the model's own forward, before any module is replaced."""
     outputs: list[Any] = []
     prompts = draw(model, *_LENGTHS)
     hidden, logits, choices = [], [], []
@@ -78,8 +78,8 @@ def own_forward(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Own:
 
 
 class ProbeRows:
-    """One sequence in windows: earlier keys and values are simply held. With `before`, as many random ones
-    stand before its first row."""
+    """One sequence in windows; earlier keys and values are kept in tensors. `before` random ones precede its
+    first row."""
 
     keeper = None
 
@@ -108,7 +108,7 @@ def _random(seed: int, like: Tensor, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def drive(base: Base, parts: Sequence[Part], tokens: Tensor, positions: Tensor) -> Tensor:
+def drive(base: Base, parts: Sequence[BatchPart], tokens: Tensor, positions: Tensor) -> Tensor:
     """Logits [rows, vocabulary] of parts side by side in one batch, whose tokens and positions are [rows]."""
     hidden, calls = base.prologue(tokens, positions)
     with base.cell.set(FusedRows(parts, [])):
@@ -124,7 +124,7 @@ def prove(base: Base, own: Own, masks: Masks) -> None:
 
 
 def _prove_near(base: Base, own: Own) -> None:
-    """The first prompt but its last token beside the beginning of the second; then that token, decoded,
+    """Runs the first prompt without its last token beside the start of the second; then that token, decoded,
     beside the rest of the second."""
     one, two = map(len, own.prompts)
     pages = -(-max(one, two) // _PAGE)
@@ -143,8 +143,8 @@ def _compare(
     spans: Sequence[slice],
     num_decodes: int = 0,
 ) -> None:
-    """Drives these rows of each prompt, and expects its own numbers for every one of them, layer by layer:
-    each is given what the model's own gave, so that rounding does not add up over the layers."""
+    """Runs these rows of each prompt layer by layer and expects the model's own results. Each layer gets the
+    model's own input, so that rounding does not add up over layers."""
     positions = torch.cat([torch.arange(span.start, span.stop, device=base.device) for span in spans])
     query_lens, seq_lens = [span.stop - span.start for span in spans], [span.stop for span in spans]
     common = CommonAttentionMetadata(block_table, positions, query_lens, seq_lens, num_decodes)
@@ -167,8 +167,8 @@ def _compare(
 
 
 def _far_positions(base: Base, masks: Masks) -> list[int]:
-    """Positions where far probes begin: behind the longest window that can be felt, and as far as the model
-    goes."""
+    """First positions of far probes: behind the longest window in effect, and at the model's last
+    positions."""
     windows = masks.windows | {cache.window for cache in base.caches}
     end = min(base.max_positions, _FARTHEST) - _FAR_ROWS
     felt = [window + 1 for window in windows if window and window + 1 < end]
@@ -177,7 +177,7 @@ def _far_positions(base: Base, masks: Masks) -> list[int]:
 
 @torch.no_grad()
 def _prove_far(base: Base, masks: Masks, first: int) -> None:
-    """Rows from position `first` on. Whose keys and values stand before them is the same for both."""
+    """Compares rows from position `first` on, with the same earlier keys and values on both sides."""
     (tokens,) = draw(base.model, _FAR_ROWS)
     positions = torch.arange(first, first + _FAR_ROWS, device=base.device)
     before = min(_BEFORE, first)
@@ -191,8 +191,8 @@ def _prove_far(base: Base, masks: Masks, first: int) -> None:
 
 
 def _expect_same_arguments(base: Base, far: Tensor) -> None:
-    """Rows beside others that are far away are treated as they are alone: tables of rotary scaling may depend
-    on the farthest position in the batch."""
+    """Raises UnsupportedModel where rows' arguments depend on far positions in the batch, as tables of rotary
+    scaling may."""
     near = torch.arange(_FAR_ROWS, device=base.device)
     zeros = torch.zeros_like(near)
     _, alone = base.prologue(zeros, near)
@@ -205,14 +205,13 @@ def _expect_same_arguments(base: Base, far: Tensor) -> None:
 
 
 def same_arguments(one: LayerCalls, other: LayerCalls) -> bool:
-    """Tells whether layers are called with the very same numbers."""
+    """Tells whether layers are called with the same values."""
     pairs = zip(tree_leaves(one.calls), tree_leaves(other.calls), strict=True)
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
 
 
 class _Preceding(DynamicCache):  # type: ignore[misc]
-    """A cache that says how many tokens precede, and holds nothing: what their keys and values are is known
-    to who attends."""
+    """A cache that reports how many tokens precede, and holds none: attention has their keys and values."""
 
     def __init__(self, config: PreTrainedConfig, length: int) -> None:
         super().__init__(config=config)
@@ -231,7 +230,7 @@ class _Preceding(DynamicCache):  # type: ignore[misc]
 
 
 def _expect(base: Base, got: Tensor, want: Tensor, allowed: Tensor, positions: Tensor, what: str) -> None:
-    """Every row of `got` [rows, width] as near to its own of `want` as is `allowed` [rows]."""
+    """Raises UnsupportedModel unless each row of `got` [rows, width] is within `allowed` [rows] of `want`."""
     errors = (got.float() - want.float()).norm(dim=-1).nan_to_num(torch.inf)
     worst = int((errors - allowed).argmax())
     if not bool((errors <= allowed).all()):

@@ -1,4 +1,4 @@
-"""Whatever goes wrong while a model is loaded or proven is a reason to refuse it."""
+"""Turns errors during loading and proof of a model into refusals."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

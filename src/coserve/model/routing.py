@@ -1,9 +1,9 @@
-"""Which experts a router chose, noted in one forward and kept to in another.
+"""Records routers' expert choices in one forward, and replays them in another.
 
-Two computations of one row differ in their last bits. A router whose scores are as good as equal may choose
-another expert for that, and the rest of the row is then another number altogether. So the probe at load time
-lets the driven model choose as the model's own forward did wherever the scores are a tie. A choice that
-differs although the scores do not tie is left as it is, and shows.
+Two computations of one row differ in their last bits. With nearly equal scores a router may therefore choose
+another expert, and the rest of the row differs entirely. So where scores tie, the probe at load time makes
+the driven model choose as the model's own forward did. Choices that differ without a tie stay, and fail the
+probe.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _TOP_K: Final = (torch.topk, Tensor.topk)  # how transformers' routers choose
 
 
 class NotedChoices(TorchFunctionMode):
-    """Notes the indices that each `topk` under it gave, in their order."""
+    """Records the indices of each `topk` call in its context, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +33,12 @@ class NotedChoices(TorchFunctionMode):
 
 
 class TiesAsBefore(TorchFunctionMode):
-    """Lets each `topk` under it choose as `noted`, in the rows where the scores of both choices differ by no
-    more than `tie` times the row's largest score.
+    """Makes each `topk` call choose as `noted`, in rows where both choices' scores differ by at most `tie`
+    times the row's largest score.
 
-    The largest score, not the spread of all: where logits are as good as equal their softmax gives every
-    expert nearly the same score, and the difference is the rounding of the logits."""
+    The largest score, not the spread of all: with nearly equal logits the softmax gives every expert nearly
+    the same score, and the scores' differences are the logits' rounding.
+    """
 
     def __init__(self, noted: Sequence[Tensor], tie: float) -> None:
         super().__init__()
@@ -67,8 +68,8 @@ class TiesAsBefore(TorchFunctionMode):
 
 
 def of_rows(whole: Sequence[Sequence[Tensor]], spans: Sequence[slice]) -> list[Tensor]:
-    """Choices noted for sequences that were forwarded one by one, as one batch of some rows of each would
-    have noted them: call by call, rows end to end. Empty where the calls differ, or do not count rows."""
+    """Joins choices noted for single sequences into those of one batch of some rows of each: call by call,
+    rows end to end. Empty where the calls differ, or have no row dimension."""
     if len({len(calls) for calls in whole}) != 1:
         return []
     joined = []
@@ -82,7 +83,7 @@ def of_rows(whole: Sequence[Sequence[Tensor]], spans: Sequence[slice]) -> list[T
 
 
 def of_window(whole: Sequence[Tensor], rows: int, span: slice) -> list[Tensor]:
-    """Choices noted for all of `rows`, cut to those of a window. Empty where they do not count rows."""
+    """Choices noted for `rows` rows, cut to a window. Empty where they have no row dimension."""
     dims = [[d for d in range(chosen.ndim) if chosen.shape[d] == rows] for chosen in whole]
     if any(len(found) != 1 for found in dims):
         return []

@@ -1,15 +1,15 @@
-"""Choosing the next token for many rows at once.
+"""Samples the next token of many rows at once.
 
-A step samples for any mix of requests; what they asked for lies in a `SamplingTable`. Where no slot asks
-for anything beyond the likeliest token, `sample` is one argmax.
+A step samples for any mix of requests, with their parameters in a `SamplingTable`. If all are greedy,
+`sample` is one argmax.
 
-The order is transformers': bias, penalties, tokens held back, then temperature, top-k, top-p, min-p.
+The order is transformers': bias, penalties, suppressed tokens, then temperature, top-k, top-p, min-p.
 
-The draw adds to every logit a Gumbel noise that is hashed from (request seed, position, token) and takes
-the largest sum, which is an exact draw from the softmax. Inverting the cumulative distribution would be
-the textbook way, but there a last-bit change of one logit can swap two neighbours of the sorted order or
-shift every later border. Here it changes the answer only if the two largest sums are that close. It needs
-no sort, and the noise of a token does not depend on which other tokens or rows were considered.
+The draw adds to every logit a Gumbel noise that is hashed from (request seed, position, token) and takes the
+largest sum, which is an exact draw from the softmax. When the cumulative distribution is inverted instead, a
+last-bit change of one logit can swap two neighbours of the sorted order or shift every later border. Here it
+changes the answer only if the two largest sums are that close. It needs no sort, and the noise of a token
+does not depend on which other tokens or rows were considered.
 """
 
 from typing import NamedTuple
@@ -29,8 +29,8 @@ ROWS_AT_ONCE = 32  # rows drawn together; bounds the temporaries, about 24 bytes
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTable) -> Tensor:
     """The next token of every row, [B] int64.
 
-    `logits` [B, V] are the model's own and stay untouched; `slots` [B] say whose the rows are, and
-    `positions` [B] where in its sequence (prompt and answer) the wanted token will stand.
+    `logits` [B, V] are the model's own and stay untouched; `slots` [B] are the rows' slots in `table`, and
+    `positions` [B] those of the sampled tokens in their sequences (prompt and answer).
     """
     logits = table.adjusted(logits.float(), slots, positions)
     tokens = logits.argmax(dim=-1)
@@ -56,7 +56,7 @@ def _draw(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTable
 
 
 def narrowed(logits: Tensor, slots: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
-    """(scores, token ids), both [R, C]: the candidates of each row, -inf for those that are dropped."""
+    """(scores, token ids), both [R, C]: the candidates of each row, with -inf for dropped ones."""
     scores = logits / table.temperature[slots, None]
     top_k, width = table.top_k[slots], table.vocab
     if table.limited:
@@ -79,7 +79,7 @@ def narrowed(logits: Tensor, slots: Tensor, table: SamplingTable) -> tuple[Tenso
 
 
 def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
-    """Drops what is below the k-th score of each row; `top_k` [R], 0 keeps all."""
+    """Drops scores below the k-th of each row; `top_k` [R], 0 keeps all."""
     widest = min(int(top_k.amax()), scores.shape[1])
     if widest == 0:
         return scores

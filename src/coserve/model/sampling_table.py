@@ -1,8 +1,8 @@
 """Sampling parameters of each request, as columns of device buffers.
 
-One column per slot, so that a batch is served by indexing and never by a loop over its rows. What only a
-few ask for (biases, tokens held back, penalties) is kept only for them, and the host knows who they are:
-where nobody asks, nothing is computed.
+One column per slot, so that a batch is served by indexing and never by a loop over its rows. Rare parameters
+(biases, suppressed tokens, penalties) are stored only for their slots, which the host knows: without such
+slots nothing is computed.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ NO_ROW = -1
 
 
 class _Entries:
-    """A ragged set of (slot, token, value), for what few slots have: biases and tokens held back."""
+    """A ragged set of (slot, token, value): biases and suppressed tokens."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class _Entries:
         return bool(self._of)
 
     def put(self, slot: int, entries: list[tuple[int, float]]) -> None:
-        """Replaces what `slot` has; nothing where `entries` is empty."""
+        """Replaces the entries of `slot`."""
         if not entries and slot not in self._of:
             return
         self._of.pop(slot, None)
@@ -54,10 +54,9 @@ class _Entries:
 class SamplingTable:
     """Sampling parameters of `capacity` slots, on `device`; a slot is free, or belongs to one request.
 
-    Every buffer has shape [capacity]; `tail` is 1 - top_p, or negative without a top-p. Token counts, [V]
-    per slot, are kept for penalised slots only.
-    `eos_ids` end an answer of this base and are held back below `min_tokens`, unless they are ignored.
-    `grammars` compiles those that answers must match; None where there is no tokenizer.
+    Every buffer has shape [capacity]; `tail` is 1 - top_p, or negative without a top-p. Token counts, [V] per
+    slot, are kept for penalised slots only. `eos_ids` end an answer of this base and are suppressed below
+    `min_tokens`, unless ignored. `grammars` compiles answers' grammars; None without a tokenizer.
     """
 
     def __init__(
@@ -92,13 +91,13 @@ class SamplingTable:
 
     @property
     def is_plain(self) -> bool:
-        """Tells whether the logits of every slot stand as they are: nothing added, penalised or held back."""
+        """Tells whether no slot changes its logits: no bias, penalty or suppressed token."""
         return not (self._biases or self._held or self._rows or self._matchers)
 
     def set(
         self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int], output: Sequence[int] = ()
     ) -> None:
-        """Gives `slot` to a request. `output` are tokens it has already answered (after a preemption)."""
+        """Gives `slot` to a request. `output` are its answer's tokens so far (after a preemption)."""
         assert 0 <= slot < self.capacity, f"sampling slot {slot} is not one of {self.capacity}"
         check_sampling(params, self.vocab, self.grammars)
         self.clear(slot)
@@ -122,7 +121,7 @@ class SamplingTable:
             self.logprobs[slot] = params.logprobs
 
     def clear(self, slot: int) -> None:
-        """Frees `slot` and what it kept."""
+        """Frees `slot` and its parameters."""
         for kind in (self.drawing, self.limited, self.nucleus, self.floored):
             kind.discard(slot)
         self.logprobs.pop(slot, None)
@@ -135,7 +134,7 @@ class SamplingTable:
         self.count_row[slot] = NO_ROW
 
     def record(self, slots: Tensor, tokens: Tensor) -> None:
-        """Counts `tokens` [B] as answered by `slots` [B]; without penalties or grammars that is nothing."""
+        """Records `tokens` [B] as output of `slots` [B], for penalties and grammars."""
         if self._matchers:
             for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
                 if slot in self._matchers:
@@ -148,8 +147,8 @@ class SamplingTable:
         self._generated.index_put_((rows[counted], tokens[counted]), one, accumulate=True)
 
     def adjusted(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """`logits` [B, V] with bias, penalties and tokens held back, those that no grammar allows among them;
-        a copy where anything changes."""
+        """`logits` [B, V] with bias, penalties, and suppressed tokens (including those a grammar forbids); a
+        copy if changed."""
         if self.is_plain:
             return logits
         logits = logits.clone()
@@ -192,7 +191,7 @@ class SamplingTable:
             self.floored.add(slot)
 
     def _count(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> int:
-        """The row of counts now kept for `slot`; rows are doubled when none is free."""
+        """Allocates the row of token counts for `slot`; rows are doubled when none is free."""
         if not self._free_rows:
             old, more = len(self._generated), max(len(self._generated), 1)
             self._generated = torch.cat([self._generated, self._generated.new_zeros(more, self.vocab)])
@@ -211,9 +210,9 @@ class SamplingTable:
 def check_sampling(
     params: SamplingParams, vocabulary: int, grammars: Grammars | None, output: Sequence[int] = ()
 ) -> Grammar | None:
-    """Raises ConfigError where the request names tokens that a model of `vocabulary` tokens does not have,
-    RequestError where its grammar cannot be compiled or the answer so far, `output`, does not match it. Any
-    thread may call it. Returns the grammar, which is not compiled again as long as somebody holds it."""
+    """Raises ConfigError where the request names tokens outside of `vocabulary`, RequestError where its
+    grammar is invalid or does not match the answer so far, `output`. Thread-safe. Returns the grammar, which
+    is not compiled again while a reference to it exists."""
     grammar = None
     if params.grammar is not None:
         if grammars is None:
@@ -231,5 +230,5 @@ def _is_penalised(params: SamplingParams) -> bool:
 
 
 def _signed(seed: int) -> int:
-    """`seed` modulo 2**64 as int64 holds it."""
+    """`seed` modulo 2**64 as int64."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -1,7 +1,7 @@
-"""Which linears are given the same input: found by looking, as models do not say.
+"""Finds linears that get the same input, by running the model.
 
-Adapters of linears that see one tensor (queries, keys and values; gate and up) can share their first product,
-and linears that are computed elsewhere one call.
+Adapters of linears with one input (queries, keys and values; gate and up) can share their first product, and
+remote linears one call.
 """
 
 import torch
@@ -15,7 +15,7 @@ Together = tuple[tuple[str, ...], ...]  # paths of linears, in the order in whic
 
 
 class _Watched:
-    """Rows that each see themselves only, and note who is given what."""
+    """Rows that attend to themselves only, and record each linear's input."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Tensor, list[str]]] = []
@@ -36,7 +36,7 @@ class _Watched:
 
 
 def join_siblings(base: Base) -> None:
-    """Has linears that share their input be asked in one call, where their placements can be."""
+    """Puts linears with the same input into one group, where their placements allow."""
     if all(linear.placement.group is None for linear in base.linears.values()):
         return
     for paths in linears_together(base):
@@ -50,7 +50,7 @@ def join_siblings(base: Base) -> None:
 
 @torch.no_grad()
 def linears_together(base: Base) -> Together:
-    """The linears of all layers, those that share their input together; one row passes the layers for it."""
+    """The linears of all layers, grouped by input; runs one row through the layers."""
     hidden, calls = base.prologue(
         torch.zeros(1, dtype=torch.long, device=base.device),
         torch.zeros(1, dtype=torch.long, device=base.device),

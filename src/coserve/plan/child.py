@@ -19,8 +19,8 @@ from coserve.wire.control import decode_line, encode_line
 def main() -> None:
     """Answers one `MeasureOrder` with one line, a `Measured`.
 
-    On a CPU the C library is made to return freed memory to the system, also where the engine would have it
-    kept, so that the resident size is the memory in use.
+    On a CPU the C library returns freed memory to the system, unlike in the engine, so that the resident size
+    is the memory in use.
     """
     order = decode_line(sys.stdin.readline(), MeasureOrder)
     device = torch.device(order.device)
@@ -46,8 +46,7 @@ def _peaks_of(order: MeasureOrder, device: torch.device, meter: Meter) -> dict[S
 
 
 def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Runs a small model once, so that buffers that libraries set up at first use are not counted as a
-    model's."""
+    """Runs a small model once, so that buffers that libraries allocate on first use are not counted."""
     network = nn.Sequential(nn.Embedding(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())
     network.to(device, dtype)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)

@@ -1,5 +1,5 @@
-"""Runs programs by the engine: answers without a graph, training by stored activations and windows, by its
-own executor."""
+"""Runs programs on the engine's executor: inference without a graph, training by stored activations and
+windows."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -34,8 +34,8 @@ _NO_LIMIT: Final = 1 << 60  # bytes; what is planned for need not fit here
 class EngineRun:
     """`Program`s of the engine.
 
-    All prompts are read in one step, and windows are whole micro-batches: the most that a scheduler may ask
-    for. A job has as many micro-batches under way as the engine lets it have by default.
+    All prompts pass in one step, and windows are whole micro-batches: the largest plans of a scheduler. A job
+    has as many micro-batches under way as the engine lets it have by default.
     """
 
     def __init__(self, subject: Subject, program: Program, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class EngineRun:
         )
 
     def job(self) -> tuple[list[Example], TrainingConfig]:
-        """Examples of two optimizer steps, and how they are trained on."""
+        """Examples of two optimizer steps, and their training settings."""
         load = self._program.load
         examples = [Example((0,) * load.length, (0,) * load.length)] * (2 * load.batch)
         keep = save_policy(self._program.keep)
@@ -117,8 +117,8 @@ class EngineRun:
 
 def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True) -> str:
     """Error with which a server's engine with `memory` bytes refuses the program, with settings that would
-    fit; empty where it accepts it. The engine itself is asked, on tensors without data. On a CPU code that
-    libraries compile counts against the same bytes."""
+    fit; empty where it accepts it. Uses the engine itself on tensors without data. On a CPU code that
+    libraries compile counts, too."""
     run = EngineRun(subject, program, torch.device("cpu"))
     with fake_tensors():
         try:

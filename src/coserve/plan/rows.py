@@ -25,8 +25,8 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A program and its bytes. `measured` are its peaks in fresh processes, where they were measured;
-    `refused` is why it does not fit into the budget, empty where it does."""
+    """A program and its bytes. `measured` are its peaks in fresh processes, if measured; `refused` is why it
+    does not fit into the budget, else empty."""
 
     program: Program
     estimate: Estimate
@@ -62,8 +62,7 @@ class Row:
 
 
 def make_programs(load: ProgramSize, recipes: Recipes, keep: str | int) -> Iterator[Program]:
-    """Answers alone, everything trained, and each of the adapters, by plain torch and by the engine, which
-    trains no whole models."""
+    """Inference, full fine-tuning (plain torch only), and each adapter, by plain torch and by the engine."""
     for system in System:
         yield Program("inference", system, load, trains=False)
         if system is System.TORCH:
@@ -95,19 +94,19 @@ class PlanRequest:
             )
 
 
-def make_plan(subject: Subject, asked: PlanRequest, tell: Tell = lambda _: None) -> dict[str, Any]:
+def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: None) -> dict[str, Any]:
     """The whole plan, for JSON. `tell` is called with progress messages. Raises ModelError or AdapterError
     for programs that no engine could run, and ServerError where measuring fails."""
     imports = resident_bytes()  # so far they are all that there is
-    check_length(subject, asked.length)
-    rows = list(plan_rows(subject, list(asked.programs()), asked.budget, asked.device, tell))
+    check_length(subject, request.length)
+    rows = list(plan_rows(subject, list(request.programs()), request.budget, request.device, tell))
     return {
         "model": subject.name,
         "dtype": str(subject.dtype).removeprefix("torch."),
-        "length": asked.length,
-        "loss": asked.loss.value,
-        "cache_tokens": asked.cache_tokens,
-        "budget": asked.budget,
+        "length": request.length,
+        "loss": request.loss.value,
+        "cache_tokens": request.cache_tokens,
+        "budget": request.budget,
         "built": BUILT_BYTES,
         "imports": imports,
         "measure": next((row.how for row in rows if row.how), None),
@@ -117,8 +116,8 @@ def make_plan(subject: Subject, asked: PlanRequest, tell: Tell = lambda _: None)
 
 
 def check_length(subject: Subject, length: int) -> None:
-    """Raises UnsupportedModel for a model that coserve does not drive, PromptTooLong where its sequences are
-    not that long."""
+    """Raises UnsupportedModel for a model that coserve does not support, PromptTooLong beyond its
+    positions."""
     with fake_tensors():
         positions = load_base(subject.build()).max_positions
     if length > positions:
@@ -126,11 +125,15 @@ def check_length(subject: Subject, length: int) -> None:
 
 
 def plan_rows(
-    subject: Subject, asked: Sequence[Program], budget: int, device: str | None, tell: Tell = lambda _: None
+    subject: Subject,
+    programs: Sequence[Program],
+    budget: int,
+    device: str | None,
+    tell: Tell = lambda _: None,
 ) -> Iterator[Row]:
     """Rows one by one. With a `device` programs are measured, too; None only estimates."""
     on_cpu = device is None or torch.device(device).type == "cpu"
-    for program in asked:
+    for program in programs:
         tell(f"estimating {program.system}, {program.name}")
         estimate = estimate_peaks(subject, program)
         if program.system is System.COSERVE:
@@ -145,6 +148,6 @@ def plan_rows(
 
 
 def largest_error(rows: Sequence[Row]) -> float | None:
-    """The largest of all errors; None where nothing was measured."""
+    """The largest error of all rows; None without measurements."""
     errors = [error for row in rows for error in row.errors.values()]
     return max(errors) if errors else None

@@ -1,7 +1,7 @@
-"""Programs and their stages: the memory that each stage of a program adds is told apart.
+"""Programs and their stages, by which a program's memory is split.
 
-These are the measurements of the multi-LoRA report (4.2.2): weights, a pass without gradients, a pass with
-them, there and back; and an optimizer's step after that.
+These are the measurements of the multi-LoRA report (4.2.2): weights, a pass without gradients, a forward and
+a backward pass with gradients; and an optimizer step after these.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class System(StrEnum):
 
 class PlainLoss(StrEnum):
     """Scalar whose gradient plain torch computes: the model's own loss of labels, or the sum of all logits,
-    with which the report measured."""
+    as in the report."""
 
     LABELS = "labels"
     SUM = "sum"
@@ -71,12 +71,12 @@ Peaks = Mapping[Stage, int]  # the most bytes in use until a stage was reached; 
 
 class Run(Protocol):
     """A program on a device, or on tensors without data. `cache` are the bytes of keys and values that it
-    holds, `optimizer` those of what trains beside the model: AdamW's moments and, in the engine, an adapter's
-    versions, master weights and gradients. Both are told as far as it has come."""
+    holds, `optimizer` those of AdamW's moments and, in the engine, of an adapter's versions, master weights
+    and gradients. Both are those at the stage reached."""
 
     cache: int
     optimizer: int
 
     def go(self) -> Iterator[Stage]:
-        """Runs the program and yields each stage when it is reached."""
+        """Runs the program and yields each stage when reached."""
         ...

@@ -72,7 +72,7 @@ class TorchRun:
 
 
 class _Plain:
-    """A model with an adapter beside it, by hooks."""
+    """A model with an adapter added by hooks."""
 
     def __init__(self, model: PreTrainedModel, parts: Sequence[Any]) -> None:
         self._model: Any = model
@@ -96,8 +96,8 @@ class _Plain:
         return [] if self._adapter is None else list(self._adapter.parameters().values())
 
     def logits(self, ids: Tensor, labels: Tensor | None = None, cached: bool = False) -> Any:
-        """The model's answer to ids [batch, length], with its loss where there are labels, and with keys and
-        values where they are to be cached."""
+        """The model's output for ids [batch, length], with the loss if there are labels, and with keys and
+        values if `cached`."""
         given: dict[str, Any] = {"input_ids": ids}
         virtual = None if self._adapter is None else self._adapter.virtual
         if virtual is not None and virtual.prompt_count:
@@ -114,7 +114,7 @@ class _Plain:
         return self._model(**given, labels=labels, use_cache=cached)
 
     def loss(self, ids: Tensor, loss: PlainLoss) -> Tensor:
-        """Scalar that the backward pass starts from, as `loss` says."""
+        """The scalar of `loss` that the backward pass starts from."""
         out: Tensor = (
             self.logits(ids, ids).loss if loss is PlainLoss.LABELS else self.logits(ids).logits.sum()
         )
@@ -122,7 +122,7 @@ class _Plain:
 
 
 class _ModelFrame(WholeModel):
-    """A whole model that tells the shapes of its keys and values, too."""
+    """A `WholeModel` with the shapes of its keys and values."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -145,7 +145,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
 
 
 def _hook(frame: _ModelFrame, place: Place, bypass: Bypass) -> None:
-    """Lets a bypass stand at its side of a module."""
+    """Adds a bypass to its side of a module."""
     module: nn.Module = frame.model.get_submodule(place.path)
     if place.side is Side.INPUT:
         module.register_forward_pre_hook(partial(_before, bypass))
@@ -169,8 +169,8 @@ def _after(bypass: Bypass, sees_input: bool, module: nn.Module, args: tuple[Any,
 
 
 def _without_masks(model: PreTrainedModel) -> None:
-    """Lets causal attention run without a mask tensor. transformers leaves it out, too, except on tensors
-    without data, whose padding it cannot inspect."""
+    """Makes causal attention run without a mask tensor, as transformers does, except on tensors without data,
+    whose padding it cannot inspect."""
     if model.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
@@ -179,7 +179,7 @@ def _without_masks(model: PreTrainedModel) -> None:
 
 
 def _mask(*_: Any, q_length: int = 0, kv_length: int = 0, device: Any = None, **__: Any) -> Tensor | None:
-    """Attention mask: None where queries are all the keys there are; [1, 1, rows, tokens] behind earlier
+    """Attention mask: None where there are as many queries as keys; [1, 1, rows, tokens] after earlier
     keys."""
     if kv_length <= q_length or q_length == 1:
         return None

@@ -1,1 +1,1 @@
-"""Decides what runs next. Knows numbers of tokens, layers, pages and seconds, and no tensor."""
+"""Scheduling: numbers of tokens, layers, pages and seconds, and no tensors."""

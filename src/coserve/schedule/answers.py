@@ -1,4 +1,4 @@
-"""Takes sampled tokens into their sequences."""
+"""Appends sampled tokens to their sequences."""
 
 from coserve.core.events import TokenEvent
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
@@ -10,9 +10,9 @@ from coserve.schedule.config import SchedulerConfig
 def record(
     sequence: Sequence, segment: InferenceSegment, sampled: Sampled | None, now: float
 ) -> TokenEvent | None:
-    """Takes in a segment that ran, and the token it led to.
+    """Records a segment that ran and the token sampled from it.
 
-    The event has no finish reason yet, and is None where there is nothing to tell.
+    Returns the event, without a finish reason; None where there is no token or score to report.
     """
     ends = segment.start + segment.length == sequence.known
     sequence.under_way -= 1
@@ -36,7 +36,7 @@ def record(
 
 
 def stop_reason(sequence: Sequence, config: SchedulerConfig, read: int = 0) -> FinishReason | None:
-    """Why the answer so far is all of it, if it is; `read` of its tokens have passed the model."""
+    """Finish reason of a complete answer, else None; `read` of its tokens have passed the model."""
     sampling = sequence.request.sampling
     if len(sequence.output) > sampling.min_tokens:
         token = sequence.output[-1]
@@ -50,7 +50,7 @@ def stop_reason(sequence: Sequence, config: SchedulerConfig, read: int = 0) -> F
 
 
 def _fresh(sequence: Sequence, segment: InferenceSegment, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
-    """The prompt positions scored that were not reported before a preemption."""
+    """Scores of the segment's prompt positions, without those reported before a preemption."""
     end = min(segment.start + segment.length, len(sequence.request.prompt) - 1)
     fresh = end - max(segment.start, sequence.reported)
     if sequence.request.sampling.prompt_logprobs is None or fresh <= 0:

@@ -17,7 +17,7 @@ SET_BY_ENGINE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits and bounds of one scheduler. Times are in seconds, rows are tokens in one step."""
+    """Limits of one scheduler. Times are in seconds, rows are tokens in one step."""
 
     layers: int  # depth of the base model
     max_positions: int  # longest prompt and answer together, tokens

@@ -1,8 +1,8 @@
 """Cost model: how long a plan will take, FlexLLM's latency estimate f(c, s) (section 6.2), in more detail.
 
-The seconds of a step are a weighted sum of what is in it. The features come from the plan alone, the
-weights are measured at start-up (`fit`) and corrected after every step (`observe`). Everything that
-decides about a latency bound asks this model and nothing else; `margin` says how far to trust it.
+The seconds of a step are a weighted sum of what is in it. The features come from the plan alone, the weights
+are measured at start-up (`fit`) and corrected after every step (`observe`). All decisions about latency
+bounds use this model alone; `margin` is its safety margin.
 """
 
 from collections.abc import Iterable, Mapping
@@ -66,7 +66,7 @@ _OUTLIER = 4.0  # a step this many times slower or faster teaches no more than o
 
 
 class Features:
-    """Features of a step, counted as it is put together. `values` follows `NAMES`."""
+    """Features of a step, counted as its plan is built. `values` follows `NAMES`."""
 
     __slots__ = ("_adapters", "_covered", "_fills", "_returned", "answers", "trains", "values")
 
@@ -81,7 +81,7 @@ class Features:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """The features of a plan that has not been applied yet (whether a row is sampled shows only then)."""
+        """The features of a plan that has not been applied yet (only then its sampled rows are known)."""
         features = cls.of_segments(plan.inference, plan.training)
         for prefix in plan.prefixes:
             features.add_fill(prefix.tokens - prefix.rows, prefix.rows)
@@ -102,7 +102,7 @@ class Features:
         return features
 
     def copy(self) -> "Features":
-        """A copy of the counts, to try something on."""
+        """An independent copy of the counts."""
         twin = Features.__new__(Features)
         twin.values = self.values.copy()
         twin.trains, twin.answers = self.trains, self.answers
@@ -117,11 +117,11 @@ class Features:
         return dict(zip(NAMES, self.values, strict=True))
 
     def add(self, segment: InferenceSegment) -> None:
-        """Counts a segment of a sequence in."""
+        """Adds a segment of a sequence."""
         self.add_inference(segment.context, segment.length, segment.tail_rows, segment.adapter)
 
     def add_inference(self, start: int, rows: int, tail: int, adapter: str | None) -> None:
-        """Counts in `rows` rows after `start` cached ones, `tail` of which go through the head."""
+        """Adds `rows` rows after `start` cached ones, `tail` of which go through the head."""
         self.answers = True
         values = self.values
         values[_FORWARD_LAYERS] = 1.0 + self._fills
@@ -136,7 +136,7 @@ class Features:
             self._add_adapter(adapter, 1.0)
 
     def add_fill(self, given: int, rows: int) -> None:
-        """Counts in a pass of `rows` virtual tokens after `given` ones that have their keys and values."""
+        """Adds a pass of `rows` virtual tokens after `given` ones whose keys and values are given."""
         if rows:
             self._fills += 1
             self.values[_FORWARD_LAYERS] += 1.0
@@ -144,7 +144,7 @@ class Features:
             self.values[_FORWARD_ATTENTION] += causal_pairs(given, rows)
 
     def add_training(self, segment: TrainingSegment) -> None:
-        """Counts a window of a micro-batch in."""
+        """Adds a window of a micro-batch."""
         self.trains = True
         values, rows, span, depth = self.values, segment.length, segment.span, segment.layers
         if segment.direction.is_tail:
@@ -164,8 +164,8 @@ class Features:
         self._add_adapter(segment.adapter, part)
 
     def _read_again(self, job: str, span: Span) -> int:
-        """Layers whose weights one more window of a job going back takes another pass over: those that no
-        window of another job passes, or one of its own does already."""
+        """Number of layers whose weights a further backward window of a job reads again: those that no window
+        of another job passes, or that a window of its own passes already."""
         layers = (1 << span.last) - (1 << span.first)
         own, others = self._returned.get(job, 0), 0
         for other, passed in self._returned.items():
@@ -174,12 +174,13 @@ class Features:
         return (layers & (own | ~others)).bit_count()
 
     def add_update(self) -> None:
-        """Counts an optimizer step in."""
+        """Adds an optimizer step."""
         self.trains = True
         self.values[_UPDATES] += 1.0
 
     def _add_adapter(self, key: str, part: float) -> None:
-        """Counts an adapter in that rows pass for `part` of the depth; rows of the same one share it."""
+        """Adds an adapter that rows pass for `part` of the depth; counted once for all rows of the same
+        one."""
         known = self._adapters.get(key, 0.0)
         if part > known:
             self._adapters[key] = part
@@ -188,10 +189,10 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Parameters that a cost model has learned, plain enough for JSON.
+    """Learned parameters of a cost model, as JSON types.
 
-    `measured` and `weights` are seconds per unit of each feature, as they were measured and as steps have
-    corrected them since; `factors` are those of the kinds of work, `error` is the running error.
+    `measured` and `weights` are seconds per unit of each feature, as measured and as corrected by later
+    steps; `factors` are those of the kinds of work, `error` is the running error.
     """
 
     measured: Mapping[str, float]
@@ -202,7 +203,7 @@ class Costs:
 
     @property
     def is_sound(self) -> bool:
-        """Tells whether a model could have learned this: exactly its names, and numbers that can be costs."""
+        """Tells whether names are complete and all numbers are valid costs."""
         named = (self.measured.keys(), set(NAMES)), (self.weights.keys(), set(NAMES))
         if any(found != wanted for found, wanted in (*named, (self.factors.keys(), set(_KIND_OF)))):
             return False
@@ -240,7 +241,7 @@ class CostModel:
         return seconds
 
     def predict_iteration(self, batches: Iterable[MicroBatch]) -> float:
-        """Seconds of an optimizer step on these micro-batches, from its beginning: FineInfer's t_f."""
+        """Seconds of a whole optimizer step on these micro-batches: FineInfer's t_f."""
         features = Features()
         features.add_update()
         for batch in batches:
@@ -251,14 +252,14 @@ class CostModel:
         return self.predict_features(features)
 
     def margin(self, config: SchedulerConfig, trains: bool) -> float:
-        """Relative margin to add to the prediction of a step that trains, or does not."""
+        """Relative margin for predictions of steps with or without training."""
         return min(self.misses.covering(config.reliability, trains), config.max_margin)
 
     def fit(self, samples: Iterable[tuple[Plan | Features, float]]) -> None:
-        """Measures the weights anew: non-negative least squares on the relative error.
+        """Refits the weights by non-negative least squares on the relative error.
 
-        `samples` are what was run (plans that have not been applied, or features) and its seconds. A
-        feature that no sample has keeps the weight it had.
+        `samples` are (plan not yet applied or features, seconds). Features without a sample keep their
+        weight.
         """
         rows = [(_features(work).values, seconds) for work, seconds in samples if seconds > 0]
         if not rows:
@@ -272,11 +273,11 @@ class CostModel:
     def observe(self, work: Plan | Features, seconds: float) -> None:
         """Learns from one step that took `seconds`.
 
-        Each kind of work has a factor, which follows what its steps take: a busier machine, or more kept for
-        backward than when it was measured. Kinds that a step has little of learn little from it, and those it
-        has none of nothing. Weights within a kind move slowly (a normalised gradient step in proportion
-        to the square of what each contributed) and stay within a range of what was measured: a long stretch
-        of one kind of step must not teach what others cost.
+        Each kind of work has a factor that follows recent steps: a busier machine, or more activations stored
+        than when it was measured. A kind learns from a step in proportion to its share of it. Weights within
+        a kind move slowly (a normalised gradient step in proportion to the square of each contribution) and
+        stay within a range of the measured ones, so that a long run of one kind of step cannot distort the
+        costs of others.
         """
         if seconds <= 0:
             return
@@ -294,7 +295,7 @@ class CostModel:
         self._apply_factors()
 
     def observe_lanes(self, plan: Plan, result: StepResult) -> None:
-        """Learns from a step of a split machine what each lane takes more than it would alone."""
+        """Learns each lane's slowdown from a step with split lanes."""
         inference, training = result.lanes
         if plan.inference and inference:
             self.misses.observe(inference / max(plan.predicted, 1e-9), trains=True)
@@ -306,7 +307,7 @@ class CostModel:
 
     @property
     def learned(self) -> Costs:
-        """Parameters learned about the machine; what steps took of late (`misses`) is not part of it."""
+        """Parameters learned about the machine, without the recent prediction errors (`misses`)."""
         return Costs(
             dict(zip(NAMES, self._measured, strict=True)),
             dict(zip(NAMES, self._weights, strict=True)),
@@ -316,7 +317,7 @@ class CostModel:
         )
 
     def recall(self, costs: Costs) -> None:
-        """Goes on from what another model had learned, which must be sound."""
+        """Restores parameters that another model has learned; they must be sound."""
         assert costs.is_sound, "no model has learned this"
         self._start([costs.measured[name] for name in NAMES])
         self._weights = [costs.weights[name] for name in NAMES]
@@ -363,7 +364,7 @@ def _features(work: Plan | Features) -> Features:
 
 
 def _solve(rows: list[list[float]]) -> dict[int, float]:
-    """Weights w >= 0 that bring `rows @ w` nearest to one, by column; columns of zeros are left out."""
+    """Weights w >= 0 by column that minimise |rows @ w - 1|; columns of zeros are left out."""
     import numpy as np  # here, as they take half a second to import, and only a first start measures
     from scipy.optimize import nnls
 

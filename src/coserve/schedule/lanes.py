@@ -1,4 +1,4 @@
-"""Costs of lanes: how much longer each kind of work takes beside the other than on the whole machine."""
+"""Costs of lanes: slowdown of inference and training beside each other, relative to the whole machine."""
 
 from typing import Final
 
@@ -9,8 +9,8 @@ _RANGE: Final = 4.0  # a step this many times slower or faster teaches no more t
 class LaneCosts:
     """Factors on what the cost model predicts, learned from steps of a split machine.
 
-    With everything shared evenly each is two. Work that cannot use a whole machine (small products, the
-    overhead between them) loses less: a little less is assumed until steps have shown it.
+    An even split of everything gives two. Work that cannot use a whole machine (small products, the overhead
+    between them) is slowed less, so the initial factors are a little lower.
     """
 
     UNKNOWN: Final = (1.8, 1.8)
@@ -19,21 +19,20 @@ class LaneCosts:
         self.inference, self.training = self.UNKNOWN
 
     def start(self, inference: float, training: float) -> None:
-        """Takes over factors that were measured."""
+        """Sets measured factors."""
         self.inference, self.training = _within(inference), _within(training)
 
     @property
     def gain(self) -> float:
-        """Work that both lanes do beside each other beyond what they do one after the other, as a share of
-        what the machine does."""
+        """Relative throughput gain of both lanes side by side over one after the other."""
         return 1 / self.inference + 1 / self.training - 1
 
     def observe_inference(self, factor: float) -> None:
-        """Takes in what a step's inference took beside training, relative to what it takes alone."""
+        """Records the slowdown of a step's inference beside training."""
         self.inference += _MEMORY * (_within(factor) - self.inference)
 
     def observe_training(self, factor: float) -> None:
-        """Takes in how long training took beside inference."""
+        """Records the slowdown of training beside inference."""
         self.training += _MEMORY * (_within(factor) - self.training)
 
 

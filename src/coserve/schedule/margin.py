@@ -1,4 +1,4 @@
-"""Margin of predicted times: a high quantile of what the newest steps took beyond it."""
+"""Safety margin of predicted times: a high quantile of recent prediction errors."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,33 +14,33 @@ _UNKNOWN: Final = 0.5  # margin until then
 
 
 class Margin:
-    """Relative misses of the newest steps, and the margin that covers nearly all.
+    """Relative prediction errors of recent steps, and the margin that covers nearly all of them.
 
-    Steps that train miss by more than others, so each kind is judged by its own. What is no longer tried is
-    forgotten: a kind that had few steps of late is judged by all, or training that was cut short while the
-    machine was busy would never find out that it is not any more.
+    Steps that train have larger errors, so each kind has its own. A kind with few recent steps uses the
+    errors of all: otherwise training that was cut back on a busy machine would never get the steps that show
+    that the machine is free again.
     """
 
     def __init__(self) -> None:
         self._newest: deque[tuple[bool, float]] = deque(maxlen=WINDOW)
 
     def observe(self, ratio: float, trains: bool) -> None:
-        """Takes in one step: what it took, over what was predicted."""
+        """Records one step's measured over its predicted time."""
         self._newest.append((trains, ratio))
 
     def covering(self, share: float, trains: bool) -> float:
-        """Relative margin with which `share` of all such steps take no longer than predicted."""
+        """Relative margin within which `share` of such steps stay."""
         alike = [ratio for kind, ratio in self._newest if kind is trains]
         known = alike if len(alike) >= _FEWEST else [ratio for _, ratio in self._newest]
         return max(quantile(known, share) - 1.0, 0.0) if len(known) >= _FEWEST else _UNKNOWN
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all exceed not, also where so few are known that none is that rare.
+    """Upper quantile of `values`; above a threshold an exponential tail, so few samples suffice.
 
-    The rare long step decides whether whole answers keep a bound. So the tail is not read off but extended:
-    what lies beyond a high threshold is close to exponential (Pickands; Balkema and de Haan), and its mean
-    is known better than its end.
+    Rare long steps decide whether whole answers keep their bound. So the tail is extrapolated: excesses over
+    a high threshold are nearly exponential (Pickands; Balkema and de Haan), and their mean is better known
+    than their maximum.
     """
     ordered = sorted(values)
     usual = min(int(len(ordered) * min(_BODY, share)), len(ordered) - 1)

@@ -1,12 +1,11 @@
-"""Names for what lies in a page: where names are equal, so are keys and values.
+"""Content names of pages: equal names mean equal keys and values.
 
 The keys and values of a token depend on every token before it, on the base and on the adapter version. So a
-page's name is a digest of the name before it and of the page's own tokens, and the first of these digests
-stands for all that is not tokens. The requester's scope is part of it: what one tenant's prompts have left in
-the cache would tell another one, by how soon an answer comes, what they were.
+page's name is a digest of the previous page's name and its own tokens; the first digest (`root`) covers base,
+adapter version and scope. The scope keeps tenants from learning each other's prompts by timing cache hits.
 
-Sixteen bytes of BLAKE2b: whoever looks for two texts of one name has some 2^64 to try. A prompt of 1,000
-tokens in pages of 16 takes 0.24 ms.
+Sixteen bytes of BLAKE2b: finding a collision takes some 2^64 trials. A prompt of 1,000 tokens in pages of 16
+takes 0.24 ms.
 """
 
 from array import array
@@ -19,7 +18,7 @@ _BYTES = 16
 
 
 def root(request: Request) -> bytes:
-    """What the first of a request's own tokens follow."""
+    """The name before a request's first own page."""
     digest = blake2b(digest_size=_BYTES)
     for part in (request.scope or "", request.base, request.adapter or "", str(request.virtual)):
         encoded = part.encode()
@@ -29,7 +28,7 @@ def root(request: Request) -> bytes:
 
 
 def page_name(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a page of these tokens that follows the one called `before`."""
+    """The name of a page with these tokens that follows the page named `before`."""
     return blake2b(before + array("q", tokens).tobytes(), digest_size=_BYTES).digest()
 
 

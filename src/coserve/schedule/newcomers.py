@@ -1,9 +1,9 @@
-"""A newcomer's first token goes before others' work: its tenant has used less than its share of the machine.
+"""Newcomers: requests of tenants below their fair share, whose first token has priority.
 
-A step that has its prompt holds no training, and of others' next tokens only as many as keep the step within
-`SLOWER` times what the prompt takes alone: those that were held back longest come first. A newcomer enters at
-once, at the cost of whoever else came last. So its first token takes at most `SLOWER` times as long as alone,
-and what was left of the step under way when it came.
+A step with a newcomer's prompt has no training, and only as many of the others' decode rows (longest delayed
+first) as keep the step within `SLOWER` times the prompt's own time. A newcomer enters at once and preempts
+the latest others. So its first token takes at most `SLOWER` times as long as alone, after the step under way
+on arrival.
 """
 
 from collections.abc import Iterable
@@ -19,12 +19,12 @@ LATELY: Final = 60.0  # seconds in which another newcomer is expected: training 
 
 
 def is_new(sequence: Sequence) -> bool:
-    """Tells whether this is a newcomer that waits for its first token."""
+    """Tells whether the sequence is a newcomer's and has no first token yet."""
     return sequence.request.newcomer and sequence.newest_at is None
 
 
 def step_limit(running: Iterable[Sequence], cost: CostModel, config: SchedulerConfig) -> float:
-    """Seconds that others' rows may make a step last; infinite where no newcomer waits."""
+    """Limit of a step's seconds with others' rows in it; infinite without newcomers."""
     features, left = Features(), config.max_prefill_rows
     for sequence in filter(is_new, running):
         rows = min(sequence.remaining, left)
@@ -34,9 +34,9 @@ def step_limit(running: Iterable[Sequence], cost: CostModel, config: SchedulerCo
 
 
 def decoding(running: Iterable[Sequence], cost: CostModel, config: SchedulerConfig) -> list[Sequence]:
-    """Running sequences that have their next token in this step: newcomers, then the others as they came.
+    """Running sequences to decode in this step: newcomers, then the others in order of arrival.
 
-    Who needs pages takes them from the last in this order, never from one whose row is in the step.
+    Pages are taken from the last in this order, never from a sequence whose row is in the step.
     """
     running = list(running)
     ready = sorted((one for one in running if one.remaining == 1), key=lambda one: not one.request.newcomer)
@@ -61,5 +61,5 @@ def _add(features: Features, sequence: Sequence, rows: int, config: SchedulerCon
 
 
 def _held_longest(sequence: Sequence) -> tuple[bool, float, int]:
-    """Newcomers that are being answered first, then by how long ago the last token came."""
+    """Sort key: newcomers first, then by time since the last token."""
     return (not sequence.request.newcomer, sequence.newest_at or sequence.request.arrival, sequence.key)

@@ -1,9 +1,8 @@
-"""Pace of steps while prompts wait: between two bounds, the smaller relative violation counts.
+"""Step length while prompts wait: balances the bound on first tokens and that between tokens.
 
-A step that is short enough for the next tokens of those who are being answered takes few prompt rows, and
-prompts pile up (Sarathi-Serve's trade-off). While every prompt still meets its bound on the first token that
-is as it should be. Where some cannot, the step grows until the worst it does to a token, relative to its
-bound, equals the worst it does to a first token, relative to that one's.
+Steps short enough for the bound between tokens have few prompt rows, and prompts pile up (Sarathi-Serve's
+trade-off). That is accepted while every prompt still meets its bound on the first token. Otherwise the step
+grows until the largest relative violation between tokens equals the largest of a first token.
 """
 
 from collections.abc import Sequence as Ordered
@@ -20,7 +19,7 @@ _HALVINGS = 12  # of the range between the shortest and the longest step: to som
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A prompt that has no first token yet: seconds it waited, its bound, and rows up to its end."""
+    """A prompt without its first token: seconds waited, its bound, and rows left."""
 
     waited: float
     bound: float
@@ -28,7 +27,7 @@ class _Prompt:
 
 
 def step_limit(builder: PlanBuilder, margin: float, violation: float = 1.0) -> float:
-    """Seconds the step may take so that no token in it comes later than `violation` times its bound."""
+    """Seconds the step may take so that every token in it comes within `violation` times its bound."""
     limit = INFINITE
     for sequence in builder.answering:
         if sequence.newest_at is not None:
@@ -53,7 +52,7 @@ def prefill_limit(
     longest = decode + config.max_prefill_rows * row
 
     def late(step: float) -> float:
-        """The worst first token if all steps took so long, relative to its bound."""
+        """Largest delay of a first token relative to its bound, if every step took `step` seconds."""
         pace = max(step - decode, config.min_prefill_rows * row) / row  # rows a step
         seconds = max(step, decode + config.min_prefill_rows * row) * (1 + margin)
         return max(((p.waited + p.rows / pace * seconds) / p.bound for p in prompts), default=0.0)
@@ -71,7 +70,7 @@ def prefill_limit(
 
 
 def _row_seconds(builder: PlanBuilder, sequence: Sequence, cost: CostModel, config: SchedulerConfig) -> float:
-    """Seconds that a prompt row of the first in line adds to the step."""
+    """Seconds that each prompt row of the first waiting sequence adds to the step."""
     rows = min(sequence.remaining, config.max_prefill_rows)
     features = builder.features.copy()
     start = sequence.virtual + sequence.computed
@@ -80,7 +79,7 @@ def _row_seconds(builder: PlanBuilder, sequence: Sequence, cost: CostModel, conf
 
 
 def _prompts(now: float, line: Ordered[Sequence], config: SchedulerConfig) -> list[_Prompt]:
-    """Those who wait for a first token; who states no bound has the patience of the waiting line."""
+    """Prompts without a first token; without a bound the waiting line's default deadline applies."""
     found, rows = [], 0
     for sequence in line[: config.max_running]:
         rows += sequence.remaining

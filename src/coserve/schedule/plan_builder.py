@@ -1,4 +1,4 @@
-"""A plan that is being put together."""
+"""A plan under construction."""
 
 from dataclasses import dataclass, field
 
@@ -10,9 +10,9 @@ from coserve.schedule.segments import inference_segment
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """The segments chosen so far and what is in them; `now` is when the planning began, seconds.
+    """The segments chosen so far and their features; `now` is when planning began, seconds.
 
-    `split` gives training a lane of its own, whose features are in `beside`; None has all in one pass.
+    `split` gives training a lane of its own, with its features in `beside`; None puts all in one pass.
     """
 
     now: float
@@ -26,11 +26,11 @@ class PlanBuilder:
 
     @property
     def trained(self) -> Features:
-        """Features in which training is counted."""
+        """Features that training is added to."""
         return self.features if self.split is None else self.beside
 
     def predict(self, cost: CostModel) -> float:
-        """Seconds of the step; beside inference it does not wait for training in a lane of its own."""
+        """Seconds of the step, without training in a lane of its own beside inference."""
         if self.split is None:
             return cost.predict_features(self.features)
         updates = cost.weights["updates"] * len(self.updates)  # on the whole machine, after everything else
@@ -41,8 +41,7 @@ class PlanBuilder:
         return (cost.predict_features(self.beside) - updates) * cost.lanes.training + updates
 
     def add(self, sequence: Sequence, rows: int, filled: int = 0) -> None:
-        """Takes the next `rows` of a sequence in, before which its adapter's last `filled` virtual tokens
-        pass."""
+        """Adds the next `rows` of a sequence, preceded by its adapter's last `filled` virtual tokens."""
         segment = inference_segment(sequence, sequence.computed, rows)
         self.answering.append(sequence)
         self.inference.append(segment)

@@ -1,18 +1,17 @@
-"""Prefix sharing: what sequences have in common at their beginnings, and the pages it lies in once.
+"""Prefix sharing: pages with the common beginnings of sequences.
 
-It is of two kinds. *Virtual tokens* belong to an adapter version; whichever of its sequences comes first has
-them filled. *Found tokens* are a sequence's first ones, where others like them have been computed before: in
-another prompt, in an answer that the prompt goes on from, or in the sequence's own life before it lost its
-pages. Sequences read full pages of either kind where they are.
+Two kinds of tokens are shared. *Virtual tokens* belong to an adapter version; its first sequence fills them.
+*Found tokens* are a sequence's first ones that were computed before: in another prompt, in an answer that the
+prompt continues, or in the sequence itself before it lost its pages. Sequences share full pages of either
+kind.
 
-A sequence goes on after what it has in common with others, and that need not be the end of a page: virtual
-tokens may fill half of one, and of a prompt that is found whole the last token is computed again, for
-somebody has to say what follows it. A page with a name is never written. So the sequence's own first page
-begins with a copy of the common one; or that one loses its name and is the sequence's own, where nobody else
-reads it.
+A sequence's own tokens need not start at a page boundary: virtual tokens may fill half a page, and the last
+token of a fully found prompt is computed again for its logits. A page with a name is never written. So the
+sequence's own first page begins with a copy of the shared one; or the shared one, if it has no other reader,
+loses its name and becomes the sequence's own.
 
-Keys of versions must not come again with other weights (`AdapterBank.next_version` sees to that): what was
-computed with them can be found until its page is needed.
+Version keys must never be reused for other weights (`AdapterBank.next_version` ensures that): pages computed
+with them can be found until they are reused.
 """
 
 from coserve.core.plan import Prefix
@@ -23,8 +22,7 @@ from coserve.schedule.naming import page_name, root, virtual_names
 
 
 class Prefixes:
-    """Pages of sequences, those that they share with others included. Without `sharing` these are only the
-    pages of virtual tokens."""
+    """Pages of sequences, shared ones included. Without `sharing` only virtual tokens are shared."""
 
     def __init__(self, pages: PagePool, sharing: bool) -> None:
         self._pages = pages
@@ -32,18 +30,18 @@ class Prefixes:
         self._unfilled: list[Prefix] = []
 
     def pages_for(self, virtual: int, tokens: int) -> int:
-        """Pages that a sequence of `tokens` tokens needs after the full ones of `virtual` virtual ones."""
+        """Pages that `tokens` tokens need after the full pages of `virtual` virtual ones."""
         return self._pages.pages_for(virtual + tokens) - virtual // self._pages.page_size
 
     def rows(self, request: Request) -> int:
-        """Rows to pass through the model before a sequence of this request can run."""
+        """Rows of virtual tokens to compute before a sequence of this request can run."""
         return request.virtual_rows if self._virtual_pages(request) is None else 0
 
     def look_up(self, sequence: Sequence) -> None:
-        """Counts the tokens that a waiting sequence would find as computed.
+        """Counts the tokens found in the cache for a waiting sequence as computed.
 
-        It looks on from where it stopped the last time, so that each page is looked for once; what has gone
-        meanwhile before the last one found shows only when the sequence enters.
+        Continues where the last call stopped, so each page is looked up once; pages evicted since then are
+        noticed only when the sequence enters.
         """
         if not self._takes_part(sequence) or self._most(sequence) <= 0:
             return
@@ -56,9 +54,9 @@ class Prefixes:
         sequence.computed = self._usable(sequence, hits)
 
     def enter(self, sequence: Sequence, tokens: int) -> bool:
-        """Gives a sequence pages for `tokens` tokens after its version's virtual ones, or nothing at all.
+        """Gives a sequence pages for `tokens` tokens after its version's virtual ones; all or nothing.
 
-        What it found of them counts as computed.
+        Tokens found in the cache count as computed.
         """
         request, pages = sequence.request, self._pages
         first = request.virtual // pages.page_size  # page with a token of its own
@@ -85,12 +83,12 @@ class Prefixes:
         return True
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes back all pages of a sequence; those with names can be found until they are needed."""
+        """Frees all pages of a sequence; named ones can be found until they are reused."""
         self._pages.free(sequence.key)
         sequence.pages, sequence.shared, sequence.named, sequence.template = [], 0, 0, None
 
     def record(self, sequence: Sequence) -> None:
-        """Names the pages of a running sequence that tokens have filled which are known and computed."""
+        """Names the pages of a running sequence that are full of known, computed tokens."""
         size = self._pages.page_size
         full = (sequence.virtual + min(sequence.computed, sequence.known)) // size
         if self._takes_part(sequence):
@@ -100,14 +98,14 @@ class Prefixes:
         sequence.named = max(sequence.named, full)
 
     def take_unfilled(self) -> tuple[Prefix, ...]:
-        """Virtual tokens that have got their pages since this was last asked."""
+        """Virtual tokens that got pages since the last call and have to be filled."""
         unfilled, self._unfilled = tuple(self._unfilled), []
         return unfilled
 
     # Virtual tokens
 
     def _virtual_pages(self, request: Request) -> list[int] | None:
-        """Those of the request's version; None where they are to be filled, for the first time or again."""
+        """Pages of the request's version; None where they have to be filled (again)."""
         found = [self._pages.find(name) for name in self._virtual_names(request)]
         pages = [page for page in found if page is not None]
         return pages if len(pages) == len(found) else None
@@ -131,7 +129,7 @@ class Prefixes:
         return self._sharing and sequence.request.scope is not None
 
     def _most(self, sequence: Sequence) -> int:
-        """Tokens that it may find at most: one row is left to say what follows, and all that are scored."""
+        """Most tokens it may find: all but the last one and those to be scored."""
         request = sequence.request
         scored = len(request.prompt) - 1
         if request.sampling.prompt_logprobs is not None and sequence.reported < scored:
@@ -139,12 +137,12 @@ class Prefixes:
         return sequence.length - 1
 
     def _usable(self, sequence: Sequence, hits: int) -> int:
-        """Tokens of its own that `hits` pages spare it."""
+        """Own tokens that `hits` found pages cover."""
         size = self._pages.page_size
         return max(min(hits * size - sequence.virtual % size, self._most(sequence)), 0)
 
     def _find(self, sequence: Sequence) -> list[int]:
-        """Pages with its first tokens, as far as they can be found."""
+        """Cached pages with its first tokens."""
         found: list[int] = []
         if self._takes_part(sequence):
             while (page := self._found(sequence, len(found))) is not None:
@@ -152,14 +150,14 @@ class Prefixes:
         return found
 
     def _found(self, sequence: Sequence, index: int) -> int | None:
-        """The page of the name that its page `index` will have; pages count from the first with a token."""
+        """The cached page with the name of its page `index`; index 0 is the first page with an own token."""
         size = self._pages.page_size
         if (index + 1) * size - sequence.virtual % size > sequence.known:
             return None
         return self._pages.find(self._name(sequence, index))
 
     def _name(self, sequence: Sequence, index: int) -> bytes:
-        """The name of a page whose tokens are known; worked out once, one after the other."""
+        """The name of a page whose tokens are known; computed once, in order."""
         names, size = sequence.names, self._pages.page_size
         at = sequence.virtual % size  # virtual tokens in the first of the pages
         while len(names) <= index:

@@ -1,5 +1,4 @@
-"""Request queues: who waits, who runs, and their pages; and who is kept back until somebody else lets it
-in."""
+"""Request queues: waiting, running and blocked sequences, and the pages of running ones."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ def _age(sequence: Sequence) -> tuple[float, int]:
 
 
 class RequestQueues:
-    """The waiting line, the running sequences, and the pages that only the running ones hold."""
+    """The waiting line, the running sequences with their pages, and the blocked ones."""
 
     def __init__(self, config: SchedulerConfig, pages: PagePool) -> None:
         self.blocked_on_adapter: list[
@@ -37,9 +36,9 @@ class RequestQueues:
         yield from self.waiting
 
     def urgency(self, sequence: Sequence) -> tuple[bool, bool, float, float, int]:
-        """Order of the waiting line: newcomers, who was preempted, then by deadline for the first token.
+        """Sort key of the waiting line: newcomers, preempted sequences, then by deadline for the first token.
 
-        Who states no deadline has one all the same, so that a stream of urgent ones cannot pass forever.
+        Requests without a deadline get a default one, so that urgent ones cannot starve them.
         """
         bound = sequence.request.slo.first_token
         wait = self._config.patience if bound is None else bound
@@ -51,7 +50,7 @@ class RequestQueues:
         )
 
     def check(self, request: Request) -> None:
-        """Raises if the request could never run to its end."""
+        """Raises RequestError if the request could never run to its end."""
         prompt, answer = len(request.prompt), request.sampling.max_tokens
         if prompt == 0:
             raise EmptyPrompt(f"request {request.id} has an empty prompt; it needs at least one token")
@@ -70,28 +69,28 @@ class RequestQueues:
             )
 
     def room(self, prompt: int, virtual: int) -> int:
-        """Tokens that an answer to `prompt` tokens after `virtual` virtual ones can have at most; less than
-        one where the prompt does not fit."""
+        """Most tokens of an answer to `prompt` tokens after `virtual` virtual ones; less than one where the
+        prompt does not fit."""
         size = self._pages.page_size
         template = virtual % size > 0
         cached = (self._pages.pages - template) * size - virtual - prompt
         return min(self._config.max_positions - virtual - prompt, cached + 1)
 
     def join(self, sequence: Sequence) -> None:
-        """Puts a sequence into the waiting line."""
+        """Adds a sequence to the waiting line."""
         insort(self.waiting, sequence, key=self.urgency)
 
     def block(self, sequence: Sequence) -> None:
-        """Keeps a sequence out of the waiting line: no policy sees it, and nothing is planned for it."""
+        """Keeps a sequence out of the waiting line, invisible to policies, until `unblock`."""
         insort(self.blocked_on_adapter, sequence, key=self.urgency)
 
     def unblock(self, sequence: Sequence) -> None:
-        """Puts a sequence that was kept back into the waiting line."""
+        """Moves a blocked sequence to the waiting line."""
         self.blocked_on_adapter.remove(sequence)
         self.join(sequence)
 
     def enter(self, sequence: Sequence, now: float) -> bool:
-        """Lets a waiting sequence run, if there are pages for its tokens and the next one."""
+        """Starts a waiting sequence if there are pages for its tokens and the next one."""
         if len(self.running) >= self._config.max_running:
             return False
         tokens = min(sequence.length + 1, sequence.longest - 1)
@@ -106,9 +105,9 @@ class RequestQueues:
         return True
 
     def make_way(self, now: float) -> list[Sequence]:
-        """Lets newcomers run before anything else of a step, at the cost of those who came last; who entered.
+        """Starts newcomers ahead of a step's other work, preempting the latest others; returns those started.
 
-        One for whom all pages of others would not be enough waits, and takes nobody's.
+        A newcomer that would not fit in all others' pages waits and preempts none.
         """
         entered = []
         for sequence in [one for one in self.waiting if is_new(one) and not one.under_way]:
@@ -123,16 +122,15 @@ class RequestQueues:
         return entered
 
     def look_up(self) -> None:
-        """Counts what those who are next in the waiting line would find as computed."""
+        """Counts cached tokens of the next sequences in the waiting line as computed."""
         for sequence in self.waiting[: self._config.max_running]:
             self.prefixes.look_up(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Makes room for all tokens of a running sequence, at the cost of whoever came last, or of newcomers
-        where nobody else is left.
+        """Allocates pages for all tokens of a running sequence, preempting the latest others, newcomers last.
 
-        False if that was the sequence itself. The first newcomer, or else the one that came first, always
-        gets its pages: it may take everybody's, and `check` saw to it that those are enough.
+        False if the sequence itself was preempted. The first newcomer, or else the earliest sequence, always
+        gets its pages: it may take all, and `check` ensured that all are enough.
         """
         missing = self._pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
         while missing > 0:
@@ -147,14 +145,14 @@ class RequestQueues:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages; it will pass all its tokens through the model again."""
+        """Takes a running sequence's pages; its tokens will be computed again."""
         self._leave(sequence)
         sequence.computed = 0
         sequence.preemptions += 1
         self.join(sequence)
 
     def retire(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence, wherever it is."""
+        """Ends a waiting, running or blocked sequence."""
         sequence.finish_reason = reason
         if sequence.pages:
             self._leave(sequence)

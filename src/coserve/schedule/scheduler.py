@@ -1,8 +1,8 @@
 """Decides, step by step, what the executor does next.
 
-Plain and deterministic: no clock of its own, no tensors. The caller alternates `plan`, the executor, and
-`apply`; everything else is called between two steps. `plan_ahead` gives further plans before the results of
-those under way are there, in which these count as done.
+Deterministic, without a clock of its own or tensors. The caller alternates `plan`, the executor, and `apply`;
+all other methods are called between two steps. `plan_ahead` makes further plans before the results of those
+under way are known, which count as done.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ _NAP: Final = 0.001  # seconds between two looks at whether somebody who is kept
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A plan under way, and when it is expected to end; where its micro-batches stood before it, by key."""
+    """A plan under way and its expected end, with the positions of its micro-batches before it, by key."""
 
     plan: Plan
     ends: float

@@ -1,4 +1,4 @@
-"""Descriptions of sequences and micro-batches in plans; the objects stay the scheduler's own."""
+"""Descriptions of sequences and micro-batches for plans, as immutable data."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 
 
 def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSegment:
-    """Rows [start, start + rows) of a sequence's own tokens, without its pages: `announce` adds them."""
+    """Rows [start, start + rows) of a sequence's own tokens; `announce` adds the pages."""
     request, end = sequence.request, start + rows
     tail = 1 if end == sequence.length else 0
     if request.sampling.prompt_logprobs is not None:
@@ -19,7 +19,8 @@ def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSeg
 def training_segment(
     batch: MicroBatch, start: int, rows: int, direction: Direction, span: Span, pairs: int | None = None
 ) -> TrainingSegment:
-    """Rows [start, start + rows) of a micro-batch through the layers of `span`; `pairs` if they are known."""
+    """Rows [start, start + rows) of a micro-batch through the layers of `span`; `pairs` of attention if
+    known."""
     if pairs is None:
         pairs = window_pairs(batch, start, rows)
     return TrainingSegment(
@@ -30,8 +31,8 @@ def training_segment(
 def announce(
     segments: Iterable[InferenceSegment], sequences: Mapping[int, Sequence]
 ) -> tuple[tuple[SequenceStart, ...], tuple[InferenceSegment, ...]]:
-    """Completes a plan's segments: (sequences that it is the first to name, segments with the pages that
-    the executor does not know yet). Notes in each sequence what the executor knows from now on."""
+    """Completes a plan's segments: (starts of sequences not named before, segments with their new pages).
+    Notes in each sequence what the executor knows."""
     starts, completed = [], []
     for segment in segments:
         sequence = sequences[segment.key]
@@ -46,7 +47,7 @@ def announce(
 
 
 def note_planned(sequence: Sequence, segment: InferenceSegment, expected_at: float) -> None:
-    """Counts a segment of a plan that is launched as done; its token is expected at this time."""
+    """Counts a launched segment as done; its token is expected at `expected_at`."""
     sequence.under_way += 1
     sequence.computed += segment.length
     if sequence.computed == sequence.length and sequence.request.sampling.max_tokens > 0:
@@ -55,7 +56,7 @@ def note_planned(sequence: Sequence, segment: InferenceSegment, expected_at: flo
 
 
 def inference_plan(rows: Iterable[tuple[Sequence, int, int]]) -> Plan:
-    """A step of nothing but (sequence, start, rows), for whoever measures or checks an executor."""
+    """A plan of (sequence, start, rows) alone, for measuring and testing executors."""
     chosen = list(rows)
     segments = [inference_segment(*one) for one in chosen]
     starts, completed = announce(segments, {sequence.key: sequence for sequence, _, _ in chosen})
@@ -79,7 +80,7 @@ def _start(sequence: Sequence) -> SequenceStart:
 
 
 def announce_batches(batches: Iterable[MicroBatch]) -> tuple[MicroBatchStart, ...]:
-    """Starts of micro-batches that no plan has named, for the plan that does so first."""
+    """Starts of the micro-batches that no plan has named yet."""
     fresh = [batch for batch in batches if not batch.told]
     for batch in fresh:
         batch.told = True
@@ -103,13 +104,13 @@ def batch_start(batch: MicroBatch) -> MicroBatchStart:
 
 
 def causal_pairs(start: int, rows: int) -> int:
-    """(row, row it attends to) pairs of rows [start, start + rows) of one sequence, each row's own in it."""
+    """Number of (query, key) pairs of rows [start, start + rows) of one sequence, the diagonal included."""
     return rows * start + rows * (rows + 1) // 2
 
 
 def window_pairs(batch: MicroBatch, start: int, rows: int) -> int:
-    """Counts pairs in a window of a micro-batch; its examples see what is virtual and nothing of each
-    other."""
+    """Number of (query, key) pairs in a window of a micro-batch; examples see virtual tokens and
+    themselves."""
     pairs, begin, end = 0, 0, start + rows
     for length in batch.lengths:
         low, high = max(start, begin), min(end, begin + length)

@@ -1,7 +1,7 @@
-"""Slack: how much training the requests can bear, FlexLLM's SLO (6.2) and FineInfer's deferral bound (3.2).
+"""Slack: how much training latency bounds allow, FlexLLM's SLO (6.2) and FineInfer's deferral bound (3.2).
 
-Both are one question here, how many seconds the rest of the world may take out of a request's time, and
-the answer of a step is the smallest answer of its requests.
+Both bounds become one number, the seconds by which a request may be delayed; a step's slack is the smallest
+of its requests'.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Slack:
-    """Seconds of a step's inference, and of the training it can bear (see `policies.base.View`); seconds."""
+    """Seconds of a step's inference, and of the training that its requests' bounds allow
+    (`policies.base.View`)."""
 
     inference: float
     training: float
@@ -26,7 +27,7 @@ class Slack:
 
 
 def measure(builder: PlanBuilder, queues: RequestQueues, cost: CostModel, config: SchedulerConfig) -> Slack:
-    """The slack of a step whose inference is complete, with a margin for what is mispredicted."""
+    """The slack of a step whose inference is planned, less a margin for prediction errors."""
     margin = cost.margin(config, trains=True)
     step = cost.predict_features(builder.features) if builder.inference else 0.0
     planned = {segment.key: segment.length for segment in builder.inference}
@@ -52,8 +53,8 @@ def measure(builder: PlanBuilder, queues: RequestQueues, cost: CostModel, config
 def limits(
     sequence: Sequence, now: float, ahead: float, step: float, margin: float
 ) -> list[tuple[float, float]]:
-    """Seconds that each bound that still applies leaves for training, in this step and in all to come
-    together, when the next token is `ahead` seconds off."""
+    """Seconds that each bound in force leaves for training, in this step and in total, with the next token
+    `ahead` seconds away."""
     slo, arrival = sequence.request.slo, sequence.request.arrival
     found: list[float] = []
     shared: list[tuple[float, float]] = []
@@ -85,7 +86,7 @@ def _is_bound(sequence: Sequence) -> bool:
 def _pass(
     sequence: Sequence, start: int, rows: int, queues: RequestQueues, cost: CostModel, config: SchedulerConfig
 ) -> float:
-    """Seconds to bring `rows` rows through in as many steps as that takes, as if all were the sequence's.
+    """Seconds for `rows` rows of the sequence in as many steps as needed.
 
     They attend to the `start` tokens before its own, and every step pays for reading its adapter.
     """

@@ -8,7 +8,7 @@ from coserve.core.sequence import Sequence
 
 @dataclass(slots=True)
 class Stats:
-    """Totals since the start. Training rows count a row that passed half of the layers as one half."""
+    """Totals since the start. A training row that passed half of the layers counts as half a row."""
 
     steps: int = 0
     fused_steps: int = 0  # inference and training in one step
@@ -26,13 +26,13 @@ class Stats:
     slo_missed: int = 0
 
     def count_entered(self, sequence: Sequence) -> None:
-        """Counts a prompt that begins to run; one that comes again was counted before."""
+        """Counts a sequence that begins to run; a preempted one only the first time."""
         if not sequence.preemptions:
             self.asked_tokens += len(sequence.request.prompt)
             self.found_tokens += sequence.cached or 0
 
     def count_finished(self, sequence: Sequence, now: float) -> None:
-        """Counts an answer that ended at `now`; whoever cancelled was not served, in time or otherwise."""
+        """Counts an answer that ended at `now`, unless it was cancelled."""
         self.finished += 1
         slo = sequence.request.slo
         stated = (slo.first_token, slo.between_tokens, slo.end_to_end, slo.deferral)

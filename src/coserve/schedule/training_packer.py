@@ -1,4 +1,4 @@
-"""Fills a step with training, as much as the budget holds (FlexLLM, 6.2), in rows and layers."""
+"""Packs training into a step within its budget, by rows and layers (FlexLLM, 6.2)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -43,8 +43,8 @@ class TrainingPacker:
         return True
 
     def window_group(self, first: MicroBatch, others: Iterable[MicroBatch]) -> bool:
-        """Adds whole windows of several jobs, the first one's and of as many others as are at the same layer
-        and fit: they go through layers together, in a pass over the weights for all."""
+        """Adds a window group: the whole windows of the first job and of as many others at the same layer as
+        fit, which share each layer's pass over the weights."""
         most = self._allowance.rows
         if not most or self._allowance.job is not None or self._config.training_window is not None:
             return False
@@ -67,17 +67,17 @@ class TrainingPacker:
         return True
 
     def _is_beside(self, chosen: Sequence[MicroBatch], other: MicroBatch) -> bool:
-        """Tells whether it is another job's, on the same way and at the same layer."""
+        """Tells whether `other` belongs to another job, with the same direction and layer."""
         if other.direction is not chosen[0].direction or other.job in (batch.job for batch in chosen):
             return False
         return other.next_span(1) == chosen[0].next_span(1)
 
     def has(self, batch: MicroBatch) -> bool:
-        """Tells whether a piece of a micro-batch is in the step already."""
+        """Tells whether the step has a window of this micro-batch."""
         return any(segment.key == batch.key for segment in self._builder.training)
 
     def window(self, batch: MicroBatch) -> bool:
-        """Adds the next piece of a micro-batch: as much as fits, or its smallest part within the minimum."""
+        """Adds the next window of a micro-batch: as much as fits, or its smallest part within the minimum."""
         if self._allowance.rows == 0 or not self._may_train(batch.job):
             return False
         minimum, sizes = self._pop_minimum(), self._sizes(batch)
@@ -93,12 +93,13 @@ class TrainingPacker:
         return self._allowance.job in (None, job)
 
     def _pop_minimum(self) -> float:
-        """The minimum is for the first piece in turn only."""
+        """Returns the minimum once: it is for the first window only."""
         minimum, self._minimum = self._minimum, 0.0
         return minimum
 
     def _sizes(self, batch: MicroBatch) -> list[int]:
-        """Rows that the next window may have, most first; what lies put down can be cut to any of them."""
+        """Row counts that the next window may have, largest first; a paused window can be cut to any of
+        them."""
         # A row's head and loss may take as long as several of its layers.
         share = 4 if batch.direction.is_tail else 1
         if self._config.training_window is not None:
@@ -119,8 +120,8 @@ class TrainingPacker:
     def _largest(self, batch: MicroBatch, sizes: Iterable[int], budget: float) -> tuple[int, int] | None:
         """(rows, layers) within `budget`: as many rows as get through one layer, then as many layers.
 
-        Fewer rows may fill the budget better, but each part of a window that was cut reads the weights of all
-        layers that are left once more.
+        Fewer rows may fill the budget better, but each part of a cut window reads the weights of all
+        remaining layers again.
         """
         for rows in sizes:
             layers = self._layers([batch], rows, budget)
@@ -140,7 +141,7 @@ class TrainingPacker:
         return low
 
     def _seconds(self, batches: Iterable[MicroBatch], rows: int, layers: int) -> float:
-        """Seconds that a piece of each would add to the step."""
+        """Seconds that a window of each micro-batch would add to the step."""
         features = self._builder.trained.copy()
         for batch in batches:
             features.add_training(self._segment(batch, rows, layers))
@@ -154,7 +155,7 @@ class TrainingPacker:
         self._spend(seconds)
 
     def _segment(self, batch: MicroBatch, rows: int, layers: int) -> TrainingSegment:
-        """The next window of at most so many rows, through at most so many layers."""
+        """The next window, of at most `rows` rows through at most `layers` layers."""
         start, rows = batch.next_window(rows)
         window = batch.key, start, rows
         if window not in self._pairs:
@@ -168,5 +169,5 @@ class TrainingPacker:
 
 
 def in_order(segments: list[TrainingSegment]) -> tuple[TrainingSegment, ...]:
-    """Windows that ride forward, then losses and windows going back: the order in which a step runs them."""
+    """Orders segments as a step runs them: forward windows, then losses and backward windows."""
     return tuple(sorted(segments, key=lambda segment: segment.direction is not Direction.TRAIN_FORWARD))

@@ -1,4 +1,4 @@
-"""Which training is there, whose turn it is, and how far it is."""
+"""The queue of training jobs: their order and progress."""
 
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
@@ -25,18 +25,18 @@ class QueueEntry:
 
     @property
     def is_due(self) -> bool:
-        """Tells whether all micro-batches are done, or will be by plans under way, and no plan has the
-        optimizer step."""
+        """Tells whether all micro-batches are done or under way to their end, and the optimizer step is not
+        planned."""
         return self.is_open and not self.is_stepping and all(batch.done for batch in self.micro_batches)
 
     @property
     def is_waiting(self) -> bool:
-        """Tells whether the job has something to plan."""
+        """Tells whether the job has work to plan."""
         return self.is_due or not all(batch.done for batch in self.micro_batches)
 
 
 class TrainingQueue:
-    """All jobs. Turns go by weighted fair queueing: least virtual time first."""
+    """All jobs, ordered by weighted fair queueing: least virtual time first."""
 
     def __init__(self, in_flight: int) -> None:
         self.released: list[int] = []  # keys whose device state the next plan drops
@@ -51,7 +51,7 @@ class TrainingQueue:
 
     @property
     def has_work(self) -> bool:
-        """Tells whether some job has something to run, or under way."""
+        """Tells whether any job has work to plan or under way."""
         return any(job.is_open for job in self._jobs.values())
 
     def add(
@@ -63,8 +63,8 @@ class TrainingQueue:
     ) -> None:
         """Gives a job the micro-batches of its next optimizer step, which `update` ends. They pass in order.
 
-        Jobs get rows in proportion to their weights. One that had nothing to run meanwhile starts level with
-        the others instead of catching up.
+        Jobs get rows in proportion to their weights. A job that was idle starts at the virtual time of the
+        others instead of catching up.
         """
         update = update or OptimStep(name)
         job = self._jobs.setdefault(name, QueueEntry(name, weight, update))
@@ -78,17 +78,17 @@ class TrainingQueue:
         job.served_at = None
 
     def set_weight(self, name: str, weight: float) -> None:
-        """Changes a job's weight; what it was served before stays as it was counted."""
+        """Changes a job's weight; its virtual time so far stays."""
         self._jobs[name].weight = weight
 
     def remove(self, name: str) -> None:
-        """Forgets a job; the executor is told to drop what it holds for it."""
+        """Removes a job; the next plan releases its micro-batches."""
         job = self._jobs.pop(name, None)
         if job is not None:
             self.released.extend(batch.key for batch in job.micro_batches)
 
     def turns(self, now: float, starvation: float | None) -> tuple[list[QueueEntry], bool]:
-        """Jobs with something to run, first in turn first, and whether that one is starving."""
+        """Jobs with work to plan in their order, and whether the first is starving."""
         jobs = [job for job in self._jobs.values() if job.is_waiting]
         if not jobs:
             return [], False
@@ -104,23 +104,23 @@ class TrainingQueue:
         return [*starving, *(job for job in jobs if job not in starving)], bool(starving)
 
     def find(self, segment: TrainingSegment) -> MicroBatch | None:
-        """The micro-batch of a window; None where its job has ended, or begun anew."""
+        """The micro-batch of a window; None where its job has ended or restarted."""
         job = self._jobs.get(segment.job)
         batches = () if job is None else job.micro_batches
         return next((batch for batch in batches if batch.key == segment.key), None)
 
     def ready(self, job: QueueEntry) -> list[MicroBatch]:
-        """A job's micro-batches that may travel now, in order."""
+        """A job's micro-batches that may run now, in order."""
         return list(islice((batch for batch in job.micro_batches if not batch.done), self._in_flight))
 
     def level(self, first: QueueEntry, jobs: Iterable[QueueEntry]) -> list[MicroBatch]:
-        """Micro-batches that may travel with those of the job whose turn it is: of jobs that are ahead of it
-        by no more than it gets itself meanwhile, so that weights hold in the long run."""
+        """Micro-batches that may run in a group with those of the first job: of jobs ahead of it by no more
+        than it gets itself in that time, so that weights hold in the long run."""
         reach = first.progress + self.ready(first)[0].length / first.weight
         return [batch for job in jobs if job.progress <= reach for batch in self.ready(job)]
 
     def planned(self, plan: Plan, now: float) -> None:
-        """Counts the training of a plan that is launched as done; it was made at `now`."""
+        """Counts the training of a plan launched at `now` as done."""
         self._advance(plan.training)
         for update in plan.updates:
             self._jobs[update.job].is_stepping = True
@@ -130,9 +130,9 @@ class TrainingQueue:
     def paused(
         self, positions: Mapping[int, Position], ran: Iterable[TrainingSegment], unbegun: Container[int]
     ) -> None:
-        """Takes back what plans under way were to train: micro-batches are where they stood when these were
-        made (`positions`, by key), and after what `ran` all the same. Those in `unbegun` were first named in
-        a plan that trains nothing, and are named again."""
+        """Rewinds training that plans under way will not run: micro-batches return to their `positions` (by
+        key), advanced by the segments that `ran`. Those in `unbegun` were first named in a plan that trains
+        nothing, and are named again."""
         for job in self._jobs.values():
             job.is_stepping = False
             for batch in job.micro_batches:
@@ -149,7 +149,7 @@ class TrainingQueue:
                 batch.under_way += 1
 
     def ran(self, batch: MicroBatch, rows: float) -> None:
-        """Counts a segment of a micro-batch that has run: `rows` rows through the whole depth."""
+        """Adds `rows` rows through the whole depth to the progress of a micro-batch's job."""
         job = self._jobs[batch.job]
         job.progress += rows / job.weight
         batch.under_way -= 1
@@ -165,8 +165,8 @@ class TrainingQueue:
 
 
 def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:
-    """Rows that passed a part of the depth, in rows that passed all of it; the tail is one layer.
+    """Rows through part of the depth, as equivalent rows through all of it; the tail counts as one layer.
 
-    Padding counts for nothing: it lies at the end, but every window is charged its share.
+    Padding is not counted: each window is charged its share of the real rows.
     """
     return rows * layers / batch.layers * (1 - sum(batch.padding) / batch.length)

@@ -1,1 +1,1 @@
-"""The server: OpenAI's API for answers and fine-tuning, its processes, and what it keeps. Never torch."""
+"""The server: OpenAI's API for answers and fine-tuning, its processes and its store. Never imports torch."""

@@ -1,4 +1,4 @@
-"""The server as one ASGI application: routes, what happens around each of them, and their documentation."""
+"""The server's ASGI application: routes, middleware and their documentation."""
 
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +26,7 @@ STREAMED = ("/v1/chat/completions", "/v1/completions")  # requests for text
 
 
 def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
-    """The application over a state whose parts are running. `clock`, in seconds, is that of rates."""
+    """The application over a running `state`. `clock` (seconds) is used for rate limits."""
     summary = "OpenAI's API for answers and fine-tuning."
     # FastAPI's own pages run scripts from elsewhere; `routes/docs.py` has none.
     app = FastAPI(title="coserve", version=_version(), summary=summary, docs_url=None, redoc_url=None)
@@ -64,7 +64,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's OpenAPI document, without the 422 that never comes, and with streams where there are some."""
+    """FastAPI's OpenAPI document, without the unused status 422, and with streams."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         for operations in document["paths"].values():

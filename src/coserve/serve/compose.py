@@ -1,4 +1,4 @@
-"""Puts a server's parts together, and takes them apart again."""
+"""Assembles a server's parts, and closes them."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,11 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[State]:
-    """A running server's state: its store is open, and its link looks for the engine at `socket`.
+    """Context with a running server's state: its store is open, and its link connects to the engine at
+    `socket`.
 
-    A bug in the link or the job controller ends the block with an exception, and with it the process: the
-    supervisor starts another one.
+    A bug in the link or the job controller ends the block with an exception and so the process, which the
+    supervisor restarts.
     """
     text = await asyncio.to_thread(_text, settings)
     quotas = Quotas(settings.max_files_tenant, settings.max_bytes_tenant, settings.max_jobs_tenant)
@@ -54,8 +55,8 @@ def _text(settings: ServerSettings) -> Text:
 
 
 async def _check_keys(settings: ServerSettings, store: Store) -> None:
-    """Raises ConfigError for a server that is reachable from other machines, has no key, and was not told to
-    serve without."""
+    """Raises ConfigError for a server that is reachable from other machines without a key, unless that is
+    configured."""
     if not await store.tenants.any_keys() and not await store.tenants.is_open():
         log.warning(
             "every API key has been revoked, and the server answers nobody: `coserve keys create` makes one, "
@@ -70,7 +71,7 @@ async def _check_keys(settings: ServerSettings, store: Store) -> None:
 
 
 async def _wire(state: State) -> None:
-    """Connects new engines and job events with everything that listens to them beside the job controller."""
+    """Registers all listeners of new engines and job events, except the job controller."""
     link, news = state.link, state.link.news
     write_down = news.on_news
 
@@ -119,7 +120,7 @@ async def _wire(state: State) -> None:
 
 @asynccontextmanager
 async def _running(link: EngineLink) -> AsyncIterator[None]:
-    """The link's task for the time of the block; if it ends by itself, so does the block."""
+    """Context in which the link's task runs; its failure ends the block."""
     body = asyncio.current_task()
     assert body is not None
     task = asyncio.create_task(link.run(), name="engine-link")
@@ -147,9 +148,9 @@ async def _running(link: EngineLink) -> AsyncIterator[None]:
 
 
 async def _name_adapters(state: State) -> None:
-    """Shares the adapters that the settings name with everybody, and no others of an earlier start.
+    """Shares the configured adapters with all tenants, and unshares those of earlier starts.
 
-    Their keys are digests of their contents: a folder that has changed since is another version.
+    Their keys are digests of their contents, so a changed folder is another version.
     """
     shared = []
     for name, path in state.settings.adapters.items():

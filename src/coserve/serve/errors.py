@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API shapes them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Errors in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 import errno
 import logging
@@ -62,10 +62,10 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """An answer other than success. `param` names the part of the request at fault, if one is.
+    """An error response. `param` names the part of the request at fault, if any.
 
     429 and 503 bring `Retry-After` (1 second unless given, a minute for quotas); 409 and quotas tell clients
-    not to try again by themselves.
+    not to retry automatically.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: errors.CoserveError) -> "ApiError":
-        """The answer for a deliberate error; 500 for one that no request can bring about."""
+        """The response to a deliberate error; 500 for one that no request can cause."""
         for kind, status, code in _STATUSES:
             if isinstance(error, kind):
                 return cls(status, str(error), code=code)
@@ -100,7 +100,7 @@ class ApiError(Exception):
 
 
 class Refusal(HTTPException):
-    """An ApiError that is found out while a body is read: FastAPI makes a 400 of all others there."""
+    """An ApiError raised while a body is read, where FastAPI turns all others into 400."""
 
     def __init__(self, told: ApiError) -> None:
         super().__init__(told.status, told.message)
@@ -108,7 +108,7 @@ class Refusal(HTTPException):
 
 
 def not_found(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The answer for what does not exist, and for what belongs to another tenant."""
+    """The response for a resource that does not exist or belongs to another tenant."""
     return ApiError(404, message, param=param, code=code)
 
 
@@ -126,7 +126,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Makes an app answer in this shape whatever went wrong."""
+    """Installs handlers that give all errors this format."""
 
     @app.exception_handler(ApiError)
     async def _api(request: Request, error: ApiError) -> JSONResponse:
@@ -168,7 +168,7 @@ def install(app: FastAPI) -> None:
 
 
 def _validation(error: RequestValidationError) -> ApiError:
-    """The most telling of FastAPI's complaints, as a person would say it."""
+    """The most specific of FastAPI's validation errors, as a sentence."""
     complaints = [_Complaint.of(found, error.body) for found in error.errors()]
     told = _most_telling(complaints)
     param, message, code = told.place, told.message, "invalid_value"
@@ -191,7 +191,7 @@ def _validation(error: RequestValidationError) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class _Complaint:
-    """One thing that pydantic dislikes. `place` is where in the request, as `messages.0.role`."""
+    """One validation error of pydantic's. `place` is its path in the request, as `messages.0.role`."""
 
     kind: str
     field: tuple[str | int, ...]  # the parameter at the top that this is about
@@ -208,8 +208,7 @@ class _Complaint:
 
     @property
     def is_mismatch(self) -> bool:
-        """Tells whether this is another kind of value than was expected, rather than a wrong one of its
-        kind."""
+        """Tells whether the value is of a wrong type, rather than a wrong value of the right type."""
         return self.kind == "literal_error" or self.kind.endswith(("_type", "_from_float"))
 
     @property
@@ -218,7 +217,7 @@ class _Complaint:
 
 
 def _in_body(loc: Sequence[str | int], body: Any, is_missing: bool) -> list[str | int]:
-    """Path to a value in the body. pydantic's paths name types and tags as well, which no body holds."""
+    """Path of a value in the body, without the type names and tags in pydantic's paths."""
     way: list[str | int] = []
     for number, part in enumerate(loc, 1):
         is_item = isinstance(body, list) and isinstance(part, int)
@@ -231,8 +230,8 @@ def _in_body(loc: Sequence[str | int], body: Any, is_missing: bool) -> list[str 
 
 
 def _most_telling(complaints: Sequence[_Complaint]) -> _Complaint:
-    """Picks one complaint about the first field. One that takes several kinds of values brings a complaint
-    for each, and all but one are about kinds that were not meant."""
+    """Picks one error about the first field. A union field has an error for each of its types, of which one
+    is relevant."""
     rivals = [complaint for complaint in complaints if complaint.field == complaints[0].field]
     meant = next((complaint for complaint in rivals if not complaint.is_mismatch), None)
     if meant is not None:
@@ -245,7 +244,7 @@ def _most_telling(complaints: Sequence[_Complaint]) -> _Complaint:
 
 
 def _said(text: str) -> str:
-    """Text of a request as an answer quotes it: shortened, and valid Unicode."""
+    """Text of a request as quoted in errors: shortened, and valid Unicode."""
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     return shown.encode(errors="backslashreplace").decode()
 

@@ -1,7 +1,7 @@
 """The API's process, which `coserve.wire.launch` starts.
 
 Its first line in is an `ApiStart`; its lines out are `Status`. SIGTERM drains: no new work, running answers
-get `drain_seconds`, jobs write checkpoints and their news is written down. Exit status 0 after that.
+get `drain_seconds`, jobs write checkpoints and their events are stored. Exit status 0 after that.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
-    """Serves until SIGTERM or SIGINT, and returns when everything is in order."""
+    """Serves until SIGTERM or SIGINT, and returns after the drain."""
     began = time.monotonic()
     settings = start.settings
     stop = asyncio.Event()
@@ -68,7 +68,7 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
 
 
 async def _beat(pipes: SupervisorPipes) -> None:
-    """Tells the supervisor that this event loop goes round, and the log when the supervisor falls silent."""
+    """Sends heartbeats to the supervisor, and logs when the supervisor is silent."""
     was_silent = said = False
     while True:
         pipes.beat()
@@ -114,7 +114,7 @@ async def drain(state: State) -> None:
 
 
 def _allow_files(wanted: int) -> None:
-    """Lets this process have so many files open, as far as the system allows: each connection is one."""
+    """Raises the limit of open files to `wanted` as far as the system allows: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

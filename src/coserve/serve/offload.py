@@ -1,4 +1,4 @@
-"""Threads for work that would stop the event loop; they do one piece of a tenant at a time."""
+"""Threads for work that would block the event loop, one piece per tenant at a time."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,16 +12,16 @@ Given = TypeVarTuple("Given")
 
 
 class Offload:
-    """A few threads. A tenant's next piece of work begins when its last one has ended: a tenant that sends
-    many large requests waits for itself, and others find a free thread. For one event loop."""
+    """A thread pool that runs one piece of work of each tenant at a time, so that a tenant with many large
+    requests does not block others. For one event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, name)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def run(self, tenant: str, work: Callable[[*Given], T], *given: *Given) -> T:
-        """Runs `work` in a thread and returns its result, or raises its error. A caller that is cancelled
-        does not end work that has begun, and the tenant's turn lasts until that has ended."""
+        """Runs `work` in a thread and returns its result, or raises its error. Cancelling the caller does not
+        stop work that has begun, which holds the tenant's turn until it ends."""
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         await turn.acquire()
         loop = asyncio.get_running_loop()

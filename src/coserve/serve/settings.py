@@ -1,4 +1,4 @@
-"""Settings of a server. Frozen, and plain enough to travel to its processes as one line of JSON."""
+"""Settings of a server: frozen, and passed to its processes as one line of JSON."""
 
 import hashlib
 import ipaddress
@@ -36,10 +36,10 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """One server: what it serves, where, to whom, and how much at once.
+    """Settings of one server: models, address, access and limits.
 
-    `adapters` are PEFT folders by the name they are served under from the start. `slo` holds all three
-    service tiers; what a given mapping leaves out keeps its default. Raises ConfigError, which names the key.
+    `adapters` are PEFT folders by the name under which they are served. `slo` holds all three service tiers;
+    missing entries keep their defaults. Raises ConfigError, naming the key.
     """
 
     model: str  # folder or hub name
@@ -129,14 +129,14 @@ class ServerSettings:
         object.__setattr__(self, "slo", {**DEFAULT_SLO, **self.slo})
 
     def _check_policy(self) -> None:
-        """Checks the policy before the engine's process would, which loads its model first."""
+        """Checks the policy early: the engine's process would load its model first."""
         try:
             make_policy(self.engine.policy, **self.engine.policy_options)
         except ConfigError as error:
             raise ConfigError(f"engine.policy: {error}") from error
 
     def _check_scheduler(self) -> None:
-        """Checks the scheduler's settings, with those that the model sets as in the smallest one."""
+        """Checks the scheduler's settings, assuming the smallest model for those that depend on it."""
         told = self.engine.scheduler_settings
         if taken := SET_BY_ENGINE & told.keys():
             raise ConfigError(f"engine.scheduler.{min(taken)} follows from the model or another setting")
@@ -183,18 +183,18 @@ class ServerSettings:
 
     @property
     def scratch(self) -> Path:
-        """Folder for what is too large for engines' memory; nothing in it has to outlive them."""
+        """Folder for data too large for engines' memory, not needed after they end."""
         return self.state / "scratch"
 
     @property
     def calibration(self) -> Path:
-        """File in which engines remember what steps cost on this machine."""
+        """File of measured step costs of this machine."""
         return self.state / "calibration.json"
 
     @property
     def socket(self) -> Path:
-        """Path of the engine's socket: in the state folder, or in a short one of this user's own if that path
-        is longer than a socket's may be."""
+        """Path of the engine's socket: in the state folder, or in a short private one if that path is too
+        long for a socket."""
         path = self.state.absolute() / "engine.sock"
         if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
             return path
@@ -205,7 +205,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Tells whether an address, without brackets, or a name is always this machine's own."""
+    """Tells whether an address (without brackets) or a name is a loopback one."""
     if host == "localhost":
         return True
     try:
@@ -217,9 +217,9 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ApiStart:
-    """Start line of the API's process: the settings, and an inherited socket that listens already.
+    """Start line of the API's process: the settings, and an inherited listening socket.
 
-    The supervisor owns the socket, so connections wait while the API starts again, and the port stays.
+    The supervisor owns the socket, so connections wait while the API restarts, and the port stays.
     """
 
     settings: ServerSettings

@@ -1,4 +1,4 @@
-"""Shared state of the routes: one object, made when the server starts."""
+"""Shared state of the routes: one object per server."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class State:
-    """The parts of a running server. Lies in `app.state.coserve`."""
+    """The parts of a running server, stored in `app.state.coserve`."""
 
     settings: "ServerSettings"
     store: "Store"
@@ -52,7 +52,7 @@ def state_of(request: Request) -> State:
 
 
 async def _shared(request: Request) -> State:
-    """FastAPI's dependency for `State`; it runs those that are no coroutines in a thread each."""
+    """FastAPI's dependency for `State`; a coroutine, as FastAPI runs others in threads."""
     return state_of(request)
 
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back, without torch: prompts, chats, answers as they come."""
+"""Tokenizing of prompts and chats, and streaming detokenizing of answers; without torch."""
 
 from coserve.text.text import Text
 

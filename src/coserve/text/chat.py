@@ -1,13 +1,12 @@
 """Chats to tokens, with a mask of those that the assistant wrote.
 
-A template with `{% generation %}` marks says so itself. For others, growing prefixes of the chat are
-rendered: what the chat with the assistant's turn has beyond the chat that asks for it (the prefix with
-`add_generation_prompt`) is the assistant's. That needs each rendered prefix to begin the next one; a
-template that rewrites earlier turns is refused.
+Templates with `{% generation %}` marks give the mask. For others, growing prefixes of the chat are rendered:
+the assistant's part is the text that its turn adds to the prefix with `add_generation_prompt`. Each rendered
+prefix must begin the next one; a template that rewrites earlier turns is refused.
 
-A tokenizer without a template gets `plain_chat`. What a request asks with (`encode_request`) is what
-training would have before the answer (`encode_chat`). Control tokens are the template's: a message that
-spells one is text, in requests and in training, unless `allow_special_tokens` says otherwise.
+A tokenizer without a template gets `plain_chat`. A request's tokens (`encode_request`) equal those before the
+answer in training (`encode_chat`). Only templates produce control tokens: a message that spells one is text,
+in requests and in training, unless `allow_special_tokens`.
 """
 
 import re
@@ -32,14 +31,14 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def plain_chat(turns: Turns, add_generation_prompt: bool) -> str:
-    """The format for tokenizers without a template: a line "role: content" for each turn, and "assistant:"
-    to ask for an answer."""
+    """The format for tokenizers without a template: a line "role: content" for each turn, and "assistant:" as
+    the generation prompt."""
     text = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns)
     return text + "assistant:" if add_generation_prompt else text
 
 
 def encode_request(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: bool = False) -> list[int]:
-    """Tokens of a chat that asks for the assistant's next turn; DataError if the template refuses it."""
+    """Tokens of a chat with the generation prompt. Raises DataError if the template refuses it."""
     for number, turn in enumerate(turns, 1):
         if not {"role", "content"} <= turn.keys():
             raise DataError(f"expected message {number} to have a role and a content, not {sorted(turn)}")
@@ -73,8 +72,8 @@ def encode_chat(
 
 
 def _only_text(turns: Turns, tokenizer: Tokenizer, allowed: bool) -> tuple[Turns, ControlTokens | None]:
-    """The turns with the control tokens that they spell hidden, and what shows them again; None where they
-    spell none, or may."""
+    """The turns with spelled control tokens hidden, and the object that restores them; None where there are
+    none, or they are allowed."""
     control = control_tokens(tokenizer)
     texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]  # templates judge others
     if allowed or not any(map(control.spelled_in, texts)):
@@ -91,7 +90,7 @@ def _encoder(tokenizer: Tokenizer, control: ControlTokens | None) -> Encode:
 
 @contextmanager
 def _refusals(control: ControlTokens | None) -> Iterator[None]:
-    """Makes what a template raises a DataError."""
+    """Turns a template's errors into DataError."""
     try:
         yield
     except DataError:
@@ -130,7 +129,7 @@ def _encode_marked(turns: Turns, tokenizer: Tokenizer) -> tuple[list[int], list[
 
 
 def _encode_marked_text(turns: Turns, tokenizer: Tokenizer, encode: Encode) -> tuple[list[int], list[bool]]:
-    """`_encode_marked` for contents behind stand-ins, for which the tokenizer's own offsets are wrong."""
+    """`_encode_marked` for contents with stand-ins, for which the tokenizer's offsets are wrong."""
     with _RENDERING:
         texts, spans = render_jinja_template(
             [list(turns)],
@@ -157,7 +156,7 @@ def _encode_prefixes(
 
 
 def _masked(text: str, spans: Iterable[tuple[int, int]], encode: Encode) -> tuple[list[int], list[bool]]:
-    """The tokens of a chat, and whether each is within the assistant's stretches of its text."""
+    """The tokens of a chat, and whether each is within the assistant's spans of its text."""
     tokens = encode(text)
     mask = [False] * len(tokens)
     for start, end in spans:
@@ -185,7 +184,7 @@ def _spans(turns: Turns, text: str, render: Render, eos: str | None) -> Iterator
 
 
 def _common(one: list[int], two: list[int]) -> int:
-    """Number of leading tokens in which both agree."""
+    """Length of the common prefix."""
     for i, (a, b) in enumerate(zip(one, two, strict=False)):
         if a != b:
             return i

@@ -1,13 +1,13 @@
-"""Control tokens: templates write them, and text that only spells one stays text.
+"""Control tokens: written by templates only; text that spells one stays text.
 
-A tokenizer's special tokens (`<|end|>`, `</s>`) say who speaks and where a turn ends. A tokenizer finds their
-spelling wherever it stands, so a user could end their own turn and speak as the system. Therefore spellings
-in a message are hidden behind stand-ins while the template is rendered; what the rendered chat spells then is
-the template's own. A copy of the tokenizer, which takes special tokens for text, encodes the whole. The
-template's control tokens are guards there: added tokens whose names hold a secret of this process, so that
-no message spells them.
+A tokenizer's special tokens (`<|end|>`, `</s>`) mark speakers and ends of turns. A tokenizer recognises their
+spelling anywhere, so a user could end their own turn and speak as the system. Therefore spellings in a
+message are replaced by stand-ins while the template is rendered; those in the rendered chat are then the
+template's. A copy of the tokenizer that treats special tokens as text encodes the whole. In it the template's
+control tokens are guards: added tokens whose names contain a secret of this process, so that no message can
+spell them.
 
-Text without such a spelling never comes here: its tokens are those of the tokenizer itself.
+Text without such spellings is encoded by the tokenizer itself.
 """
 
 import re
@@ -34,7 +34,7 @@ def _secret() -> str:
 
 
 class ControlTokens:
-    """The special tokens of one tokenizer. Safe to use from several threads."""
+    """The special tokens of one tokenizer. Thread-safe."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -65,14 +65,14 @@ class ControlTokens:
         return self._renamed(text, self._stand_in)
 
     def show(self, text: str) -> str:
-        """`text` with what its stand-ins stand for."""
+        """`text` with its stand-ins replaced by the original spellings."""
         return self._hidden.sub(lambda found: self._special[self._ids[_number(found[1])]].content, text)
 
     def ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`, in which stand-ins are text, and spelled control tokens are control tokens.
+        """Token ids of `text`: stand-ins are text, and spelled control tokens are control tokens.
 
         `add_special_tokens` adds those that the tokenizer puts at the ends of every text. Raises DataError
-        where the tokenizer's own vocabulary makes a control token of a text that spells one.
+        where the vocabulary itself maps a spelling to a control token.
         """
         copy, guards = self._copied()
         written = self.show(self._renamed(text, self._guard))
@@ -89,12 +89,11 @@ class ControlTokens:
         return found
 
     def text_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text` that has no control tokens, whatever it spells."""
+        """Token ids of `text` without control tokens, whatever it spells."""
         return self.ids(self.hide(text), add_special_tokens)
 
     def prepare(self) -> None:
-        """Makes the copy of the tokenizer now, so that no request waits for it: a second for a vocabulary of
-        128,000."""
+        """Makes the copy of the tokenizer in advance: a second for a vocabulary of 128,000."""
         if self._special:
             self._copied()
 
@@ -109,7 +108,7 @@ class ControlTokens:
 
     @cached_property
     def _copy(self) -> tuple[Any, dict[int, int]]:
-        """A tokenizer that takes special tokens for text; and the id of each guard's control token."""
+        """A tokenizer that treats special tokens as text; and the id of each guard's control token."""
         copy: Any = Backend.from_str(self._backend.to_str())
         copy.encode_special_tokens = True  # a tokenizer's state, so not for a moment in the shared one
         copy.no_truncation()
@@ -141,7 +140,8 @@ def control_tokens(tokenizer: Tokenizer) -> ControlTokens:
 
 
 def text_ids(tokenizer: Tokenizer, text: str, allow_special_tokens: bool = False) -> list[int]:
-    """`text` alone, no token added at either end. What spells a control token is text, unless allowed."""
+    """Token ids of `text`, without added tokens at its ends. Spelled control tokens are text, unless
+    allowed."""
     if not allow_special_tokens and (control := control_tokens(tokenizer)).spelled_in(text):
         return control.text_ids(text)
     return token_ids(tokenizer, text)

@@ -1,4 +1,4 @@
-"""Streaming detokenizer: emits neither half a character nor the beginning of a stop string."""
+"""Streaming detokenizer: emits whole characters, and holds back possible stop strings."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,7 +13,7 @@ _NO_CHARACTER: Final = "\ufffd"  # for bytes that are none
 
 
 class StopMatcher:
-    """Finds stop strings in text that comes in pieces.
+    """Finds stop strings in text that arrives in pieces.
 
     The first stop string to be *complete* ends the text (of several that are complete with the same
     character, the longest), and the text is cut before it. The outcome therefore does not depend on where
@@ -29,7 +29,7 @@ class StopMatcher:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text that is now certain not to belong to a stop string."""
+        """Adds a piece; returns the text that cannot belong to a stop string."""
         if self.stopped:
             return ""
         text = self._held + text
@@ -41,12 +41,12 @@ class StopMatcher:
         return text[: len(text) - undecided]
 
     def finish(self) -> str:
-        """Gives the text that was held back, at the end of the answer."""
+        """Returns the text held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> int | None:
-        """Start of the stop string that is complete first; None where none is."""
+        """Start of the first complete stop string; None if there is none."""
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
@@ -62,10 +62,9 @@ class StopMatcher:
 class TextStream:
     """The text of one answer, token by token.
 
-    All that `push` and `finish` return, joined, is what the tokenizer decodes all tokens to (special
-    tokens skipped, spaces left alone), cut before the first stop string. With `after`, the tokens that
-    stand before, it is what they add to the text of those: many tokenizers drop the space that a text
-    begins with, and only there.
+    All that `push` and `finish` return, joined, is what the tokenizer decodes all tokens to (special tokens
+    skipped, spaces left alone), cut before the first stop string. With `after`, the preceding tokens, the
+    text is what the answer adds to theirs: many tokenizers drop a space at the beginning of a text only.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
@@ -84,7 +83,7 @@ class TextStream:
 
     @property
     def length(self) -> int:
-        """Characters of all tokens so far, those held back for a stop string included."""
+        """Characters of all tokens so far, held-back ones included."""
         return self._decoded
 
     def push(self, token: int) -> str:
@@ -106,8 +105,8 @@ class TextStream:
         return text if self.stopped else text + self._matcher.finish()
 
     def _ending(self, after: Sequence[int]) -> list[int]:
-        """The last tokens of `after` that are whole characters; special ones are none, and a character may
-        take several. None where it ends within a character, which is not taken up again."""
+        """The last tokens of `after` that form whole characters (special tokens form none). None where it
+        ends within a character, which is not continued."""
         added = self._tokenizer.added_tokens_decoder
         kept = [token for token in after[-_ENDING:] if not (token in added and added[token].special)]
         for count in range(1, len(kept) + 1):

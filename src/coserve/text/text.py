@@ -12,9 +12,9 @@ from coserve.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class Text:
-    """Prompts and chats to token ids, and token ids to text. Safe to use from several threads.
+    """Prompts and chats to token ids, and token ids to text. Thread-safe.
 
-    What spells a control token in a prompt or a message is text, unless `allow_special_tokens`.
+    Spelled control tokens in prompts and messages are text, unless `allow_special_tokens`.
     """
 
     def __init__(self, tokenizer: Tokenizer, allow_special_tokens: bool = False) -> None:
@@ -38,23 +38,23 @@ class Text:
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Token ids of a prompt, with the beginning-of-text token where the tokenizer puts one.
 
-        Raises DataError for a control token's spelling that the tokenizer cannot take for text.
+        Raises DataError for a control token's spelling that the tokenizer cannot encode as text.
         """
         if not self.allow_special_tokens and (control := control_tokens(self.tokenizer)).spelled_in(prompt):
             return tuple(control.text_ids(prompt, add_special_tokens=True))
         return tuple(self.tokenizer(prompt, verbose=False)["input_ids"])
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of a chat that asks for the assistant's next turn, as training has them.
+        """Token ids of a chat with the generation prompt, as in training.
 
-        Messages have a "role" and a "content". Raises DataError for a chat that the template refuses.
+        Messages have "role" and "content". Raises DataError for a chat that the template refuses.
         """
         return tuple(encode_request(messages, self.tokenizer, self.allow_special_tokens))
 
     def stream(self, stops: Sequence[str] = (), after: Sequence[int] = ()) -> TextStream:
         """The text of one answer, token by token; it ends before the first of `stops`.
 
-        `after` are the tokens whose text it goes on with, if it does.
+        `after` are tokens that the answer continues, if any.
         """
         return TextStream(self.tokenizer, stops, after)
 

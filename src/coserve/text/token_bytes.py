@@ -1,4 +1,4 @@
-"""Bytes of single tokens, by which log-probabilities name them."""
+"""Bytes of single tokens, for log-probabilities."""
 
 import re
 from functools import cache
@@ -11,7 +11,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Maps tokens to bytes. A token may hold only a part of a character, which is not text by itself."""
+    """Maps tokens to bytes. A token may be a part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class TokenBytes:
         self._has_bytes = b'"ByteFallback"' in kinds  # tokens such as <0xE2> are bytes
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for an id that the tokenizer does not know."""
+        """The bytes that a token adds to a text; empty for an unknown id."""
         if token in self._added:
             return self._added[token].encode()
         name = self._tokenizer.convert_ids_to_tokens(token)

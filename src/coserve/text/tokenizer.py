@@ -9,7 +9,7 @@ from coserve.errors import ConfigError
 
 
 class Tokenizer(Protocol):
-    """Interface of a fast transformers tokenizer, as far as coserve uses it."""
+    """The methods of fast transformers tokenizers that coserve uses."""
 
     chat_template: Any
     eos_token: str | None
@@ -40,8 +40,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(model: str | Path) -> Tokenizer:
     """The tokenizer saved beside a model, in a folder or on the hub; raises ConfigError.
 
-    It is the model's tokenizer.json as it stands. transformers' AutoTokenizer would look at the model's
-    configuration first, and that loads torch.
+    Reads the model's tokenizer.json. transformers' AutoTokenizer would read the model's configuration first,
+    which loads torch.
     """
     try:
         found: Tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model), trust_remote_code=False)
@@ -52,12 +52,12 @@ def load_tokenizer(model: str | Path) -> Tokenizer:
 
 
 def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of `text` alone: no token is added at either end."""
+    """Token ids of `text` without added tokens at its ends."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def first_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The beginning-of-text token, if the tokenizer puts one before every text."""
+    """The beginning-of-text tokens that the tokenizer puts before every text."""
     ids = tokenizer("a")["input_ids"]
     return [ids[0]] if tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id else []
 

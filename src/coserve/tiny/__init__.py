@@ -1,7 +1,7 @@
 """coserve-tiny: a five-million-parameter chat model that ships inside the package.
 
-It exists so that the server can be started, tested and shown without downloading anything. Importing this
-module costs nothing: neither torch nor transformers is loaded until a caller loads the weights itself.
+With it the server can be started, tested and shown without downloads. Importing this module loads neither
+torch nor transformers.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ WEIGHTS: Path = Path(__file__).resolve().parent / "weights"
 
 
 def path() -> Path:
-    """Folder to hand to ``AutoModelForCausalLM.from_pretrained``; raises if the weights were not shipped."""
+    """Folder to hand to ``AutoModelForCausalLM.from_pretrained``; raises if the weights are missing."""
     if not (WEIGHTS / "model.safetensors").is_file():
         rebuild = "python -m coserve_benchmarks.tiny.build"
         raise FileNotFoundError(f"no weights in {WEIGHTS}; rebuild them in a checkout with: {rebuild}")

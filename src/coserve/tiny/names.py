@@ -1,7 +1,7 @@
-"""Invented names, and the rule that decides which of them the model may see while it is trained.
+"""Invented names, and their split into training and held-out ones.
 
-A name is built from syllables, so a held-out name is made of familiar pieces in an order the model has
-never met: the only way to write it in an answer is to copy it from the question.
+Names are built from syllables, so a held-out name has known pieces in an unseen order: the model can only
+copy it from the question.
 """
 
 # ruff: noqa: SIM905 - long lists of words read better as text

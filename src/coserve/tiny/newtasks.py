@@ -1,4 +1,4 @@
-"""Tasks the base model has never met, for showing what a small LoRA adapter learns in a minute or two.
+"""Tasks unknown to the base model, which a small LoRA adapter learns in a minute or two.
 
 Every task uses the names, the words and the splits of the world, but asks for answers in a form that is in no
 training document. All but ``tickets`` copy from the question, so held-out names must really be copied.
@@ -23,7 +23,7 @@ def json_task(rng: Random, split: Split) -> Question:
 
 
 def pirate_task(rng: Random, split: Split) -> Question:
-    """An ordinary question that the base answers plainly, answered by a pirate."""
+    """An ordinary question, answered in a pirate's style."""
     (name,), (home,) = people(rng, split, 1), places(rng, split, 1)
     job = rng.choice(JOBS)
     text = f"{name} lives in {home} and works as a {job}."

@@ -25,12 +25,12 @@ _LONGEST: Final = 500  # characters of an exception in a status line
 class SupervisorPipes:
     """The pipes of a child process.
 
-    Take it before anything else writes to stdout: from then on what is printed goes to stderr, so that no
-    library can break the status lines.
+    Create it before anything writes to stdout: printed output then goes to stderr, so that no library can
+    break the status lines.
 
-    A thread ends the process as soon as stdin is at its end, which is when the supervisor is gone. Until the
-    child says that it is `ready` the same thread beats: a start waits for disks and networks, and there is no
-    loop yet that could. From then on the child's own loop calls `beat`, so that a loop that hangs is silent.
+    A thread ends the process at the end of stdin, when the supervisor is gone. Until the child's status is
+    `ready` this thread also sends heartbeats, as the start waits for disks and networks. From then on the
+    child's own loop calls `beat`, so that a hanging loop is silent.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class SupervisorPipes:
 
     @property
     def supervisor_silence(self) -> float:
-        """Seconds since the supervisor was heard; it says something twice a second."""
+        """Seconds since the supervisor's last line; it sends one twice a second."""
         return time.monotonic() - self._heard
 
     def start_line(self, kind: type[T]) -> T:
-        """Waits for the line that says what to do; the process ends quietly if none comes.
+        """Waits for the start line; the process exits if stdin ends first.
 
         Raises ConfigError on a malformed one.
         """
@@ -65,16 +65,16 @@ class SupervisorPipes:
         return decode_line(line, kind)
 
     def say(self, status: Status) -> None:
-        """Sends a status to the supervisor; a supervisor that does not listen is no error."""
+        """Sends a status to the supervisor; ignored if the supervisor does not read."""
         if status.state in ("ready", "draining", "drained"):
             self._starting = False
         with self._lock:
             self._write(encode_line(status).encode() + b"\n")
 
     def beat(self) -> None:
-        """Tells the supervisor that the loop goes on; at most twice a second, and 0.1 us otherwise.
+        """Sends a heartbeat at most twice a second; other calls take 0.1 us.
 
-        A beat for which the pipe has no room is dropped.
+        Dropped if the pipe is full.
         """
         now = time.monotonic()
         if now - self._beaten < BEAT_SECONDS:
@@ -89,8 +89,8 @@ class SupervisorPipes:
                 self._lock.release()
 
     def own_crashes(self) -> None:
-        """From now on an uncaught exception ends the process at once with status 1 and is reported to the
-        supervisor. Its traceback goes to stderr."""
+        """Installs a hook: an uncaught exception is reported to the supervisor, its traceback goes to stderr,
+        and the process exits at once with status 1."""
         sys.excepthook = self._crash
 
     def _crash(
@@ -141,7 +141,7 @@ def describe_exception(
 
 
 def _read_line(stream: BinaryIO) -> bytes:
-    """One line, byte by byte: what follows belongs to the watch."""
+    """Reads one line byte by byte, leaving further input to the watching thread."""
     line = bytearray()
     while byte := stream.read(1):
         if byte == b"\n":

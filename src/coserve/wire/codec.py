@@ -1,4 +1,4 @@
-"""Messages to bytes and back. Each end decodes only what the other may send."""
+"""Encodes and decodes messages. Each end decodes only the other's types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +21,8 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def pack_command(command: Command) -> msgspec.Raw:
-    """One command, for `encode_commands`. Raises RequestError for one that holds what no message can, such as
-    a whole number beyond 64 bits: alone, so that those beside it go out."""
+    """Encodes one command for `encode_commands`. Raises RequestError for one that cannot be encoded, such as
+    an integer beyond 64 bits; others are not affected."""
     try:
         return msgspec.Raw(_encoder.encode(command))
     except (ValueError, OverflowError, TypeError, RecursionError, NotImplementedError) as error:
@@ -34,7 +34,7 @@ def encode_commands(commands: Sequence[Command | msgspec.Raw]) -> bytes:
 
 
 def decode_commands(data: bytes) -> tuple[Command, ...]:
-    """Raises msgspec.DecodeError on anything that no server sends."""
+    """Decodes a server's commands. Raises msgspec.DecodeError."""
     return _commands.decode(data)
 
 
@@ -43,5 +43,5 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Raises msgspec.DecodeError on anything that no engine sends."""
+    """Decodes an engine's answer. Raises msgspec.DecodeError."""
     return _answers.decode(data)

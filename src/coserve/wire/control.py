@@ -1,9 +1,8 @@
 """The protocol between the supervisor and its children: lines of JSON on a child's stdin and stdout.
 
-A child's first line in says what it has to do (`EngineStart`, or the server's `ApiStart`). Its stdin stays
-open for as long as the supervisor lives, which then sends an empty line twice a second; end of file means
-that it is gone, and the child ends at once. Lines out are `Status`. Logging goes to stderr, which the
-supervisor keeps in a file.
+A child's first input line is its start order (`EngineStart`, or the server's `ApiStart`). Then the supervisor
+sends an empty line twice a second; at end of file the supervisor is gone, and the child exits at once. Output
+lines are `Status`. Logging goes to stderr, which the supervisor writes to a file.
 """
 
 from collections.abc import Mapping
@@ -21,9 +20,9 @@ BEAT_SECONDS: Final = 0.5  # between two heartbeats, at least
 
 class EngineStart(msgspec.Struct, frozen=True):
     """Start order of an engine's process: the model to load, and the path of the Unix socket to listen on (a
-    file there is replaced). `threads` are torch's; None is its own choice. `calibration` is the file that
-    remembers what steps cost; without one they are measured at every start. `crash` is how the engine before
-    this one brought itself down, in words; empty where there was none, or it was ended from outside."""
+    file there is replaced). `threads` are torch's; None is its default. `calibration` is the file of measured
+    step costs; without one they are measured at every start. `crash` describes how the previous engine
+    crashed; empty where there was none, or it was ended from outside."""
 
     model: str
     socket: str
@@ -37,12 +36,11 @@ class EngineStart(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True, omit_defaults=True):
     """Status of a child.
 
-    `standby`: everything is imported, waiting for the line that says what to load. `loading`, then
-    `measuring` where the machine's speed is not known yet (`text` says so to people), then `ready`:
-    listening, with `text` for people and `seconds` since the start was asked for. `draining`: takes no new
-    work. `drained`: everything is in order, and it ends. `failed`: a deliberate error, named by its class
-    in `coserve.errors`; starting again will not help. `crashed`: a bug, whose exception `text` describes.
-    `alive` is a heartbeat, and changes nothing of where the child stands.
+    `standby`: imports are done, waiting for the start line. `loading`, then `measuring` where step costs are
+    unknown, then `ready`: listening, with `seconds` since the start order. `text` is for people. `draining`:
+    takes no new work. `drained`: done, and exiting. `failed`: a deliberate error, named by its class in
+    `coserve.errors`; a restart will not help. `crashed`: a bug, whose exception `text` describes. `alive`: a
+    heartbeat, which leaves the status unchanged.
     """
 
     state: Literal[
@@ -54,12 +52,12 @@ class Status(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def encode_line(message: Any) -> str:
-    """A message or settings as one line of JSON, without its end."""
+    """A message or settings as one line of JSON, without the newline."""
     return msgspec.json.encode(message, enc_hook=_plain).decode()
 
 
 def decode_line(line: str | bytes, kind: type[T]) -> T:
-    """Raises ConfigError on anything that `encode_line` does not write for this kind."""
+    """Decodes a line of `encode_line`. Raises ConfigError for an invalid one."""
     try:
         return msgspec.json.decode(line, type=kind, dec_hook=decode_path)
     except msgspec.MsgspecError as error:
@@ -67,7 +65,7 @@ def decode_line(line: str | bytes, kind: type[T]) -> T:
 
 
 def decode_path(kind: type, value: Any) -> Any:
-    """msgspec's hook for paths, which it does not know."""
+    """msgspec's decoding hook for paths."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise NotImplementedError(f"{kind.__name__} does not come from JSON")

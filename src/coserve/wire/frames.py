@@ -1,4 +1,4 @@
-"""Messages on a stream: each is its length in four bytes, big-endian, and then itself."""
+"""Messages on a stream: each with its length in four bytes, big-endian, before it."""
 
 import asyncio
 import socket
@@ -12,27 +12,27 @@ _ROOM: Final = 1 << 16  # bytes that are asked for at once: a plan or a result i
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next message that an engine sent. Raises IncompleteReadError (an EOFError) where the stream ends,
-    ConnectionError for a length that no message has."""
+    """Reads the next message. Raises IncompleteReadError (an EOFError) where the stream ends, ConnectionError
+    for an invalid length."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return await reader.readexactly(_checked(length, _MOST_REPORT))
 
 
 def write_frame(writer: asyncio.StreamWriter, body: bytes) -> None:
-    """Queues a message; the event loop sends it at once where the other end keeps up."""
+    """Queues a message for the event loop to send."""
     writer.write(_LENGTH.pack(len(body)) + body)
 
 
 def send_frame(sock: socket.socket, body: bytes) -> None:
-    """Sends one message; waits while the other end does not keep up. Raises OSError."""
+    """Sends one message, blocking while the socket's buffer is full. Raises OSError."""
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
 class FrameReader:
-    """Reads messages from a socket that nobody else reads from."""
+    """Reads messages from a socket; the socket's only reader."""
 
     def __init__(self, sock: socket.socket, patience: float = 0.0) -> None:
-        """`patience` is how long `read` waits, in seconds; 0 is for ever."""
+        """`patience` is the timeout of `read` in seconds; 0 is none."""
         self._socket = sock
         self._data = bytearray()  # that came, and was not taken
         whole, part = divmod(patience, 1.0)  # of the socket's own: a timeout of Python's would bound sending
@@ -40,13 +40,12 @@ class FrameReader:
 
     @property
     def has_begun(self) -> bool:
-        """Tells whether something has been received that no message was made of yet."""
+        """Tells whether part of a message has been received."""
         return bool(self._data)
 
     def read(self) -> bytes | None:
-        """Waits for the next message; None where the stream has ended. Raises TimeoutError where nothing has
-        come within its patience (the next call goes on), ConnectionError for bytes that are no message, and
-        OSError."""
+        """Waits for the next message; None at the end of the stream. Raises TimeoutError (the next call
+        continues), ConnectionError for invalid bytes, and OSError."""
         while (body := self._next()) is None:
             if not (data := self._receive()):
                 if self._data:
@@ -56,7 +55,7 @@ class FrameReader:
         return body
 
     def _next(self) -> bytes | None:
-        """The next message, if all of it has come."""
+        """The next message if it is complete, else None."""
         if len(self._data) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._data)

@@ -1,8 +1,8 @@
 """Starts a child of the supervisor: `python -m coserve.wire.launch [--low-priority] MODULE`.
 
-What has to hold from the first moment is done before the module is imported, which can take seconds: the
-process ends with its supervisor, beats, and leaves the stacks of its threads in its log when it is aborted.
-The module's `main` is then called with its pipes.
+Before the module is imported, which can take seconds, this sets up that the process ends with its supervisor,
+sends heartbeats, and logs the stacks of its threads on abort. Then it calls the module's `main` with the
+pipes.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Runs the module that is named last."""
+    """Runs the module named in the last argument."""
     module = arguments[-1]
     _die_with_parent()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes is no reason to end
@@ -39,8 +39,8 @@ def launch(arguments: Sequence[str]) -> None:
 def low_priority_import(modules: Sequence[str]) -> None:
     """Imports modules at the lowest priority, and returns at the usual one.
 
-    It is a thread that is given the low priority: only root may raise that of a process again. Where threads
-    have none of their own (elsewhere than Linux) this is an import like any other.
+    A thread gets the low priority, as only root may raise that of a process again. Where threads have no
+    priority of their own (outside of Linux) this is a plain import.
     """
 
     def work() -> None:
@@ -57,8 +57,8 @@ def low_priority_import(modules: Sequence[str]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Has Linux kill this process when its supervisor dies, also where it hangs or is stopped and could not
-    see its stdin close. Elsewhere that alone has to do."""
+    """Has Linux kill this process when its supervisor dies, even if it hangs or is stopped. Elsewhere only
+    the end of stdin ends the process."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,10 +1,10 @@
 """The messages between the server and the engine's process.
 
-The server sends `Command`s as they come; the engine answers with one `Report` a step, whatever happened in
-it. A connection begins with the engine's `Hello`. Requests belong to a connection: when it closes they are
-cancelled, and a server that comes back submits again what it still wants, with the tokens it already has.
-Jobs belong to the engine: they go on without a server. What happened to them is numbered and reported again
-on every new connection until the server has acknowledged it, that is, written it down.
+The server sends `Command`s at any time; the engine sends one `Report` a step. A connection begins with the
+engine's `Hello`. Requests belong to a connection: when it closes they are cancelled, and a server that
+reconnects submits its live requests again, with their tokens so far. Jobs belong to the engine and continue
+without a server. Their events are numbered, and reported on every new connection until the server has stored
+and acknowledged them.
 """
 
 from typing import Any
@@ -20,20 +20,19 @@ Options = dict[str, float | int | str | list[float] | None]  # fields of Trainin
 
 
 class WireMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base of all messages: msgpack maps that carry their type's name."""
+    """Base of all messages: msgpack maps tagged with their type's name."""
 
 
 # Server to engine
 
 
 class Submit(WireMessage, frozen=True):
-    """A request for text. `sampling.seed` is set, so that it can be continued elsewhere.
+    """A request for text. `sampling.seed` must be set, so that another engine can continue the answer.
 
-    `continued` are tokens of the answer that were given out before, by an engine that died: they count as
-    the answer's beginning (towards max_tokens too) and are not reported again. `adapter` is a version's key
-    that was loaded on this connection before. `age` is how many seconds ago the request arrived. Requests of
-    one `scope` share what their prompts have in common. The first token of a `newcomer` goes before others'
-    work.
+    `continued` are the answer's first tokens, from an engine that died: they count towards `max_tokens` and
+    are not reported again. `adapter` is the key of a version loaded on this connection before. `age` is the
+    seconds since the request arrived. Requests of one `scope` share prefixes. The first token of a `newcomer`
+    has priority.
     """
 
     id: str
@@ -48,16 +47,17 @@ class Submit(WireMessage, frozen=True):
 
 
 class Cancel(WireMessage, frozen=True):
-    """Ends a request: its client has gone, or the server found its stop string. Not reported back."""
+    """Cancels a request, as its client has disconnected or the server found a stop string. There is no
+    reply."""
 
     id: str
 
 
 class AddAdapter(WireMessage, frozen=True):
-    """Makes the adapter in a folder (PEFT's format) answer to `key`; a `Reply` with `ref` follows.
+    """Registers the adapter in a folder (PEFT's format) as `key`; a `Reply` with `ref` follows.
 
-    Its files are looked at now, and its weights read when a request asks for it; those of a `new` one are
-    looked through now. A key that is loaded already is a success.
+    Its files are checked now, with the weights of a `new` one; weights are loaded on the first request. A
+    known key is a success.
     """
 
     ref: int
@@ -67,14 +67,14 @@ class AddAdapter(WireMessage, frozen=True):
 
 
 class RemoveAdapter(WireMessage, frozen=True):
-    """Forgets an adapter version; answers under way keep it. A `Reply` with `ref` follows."""
+    """Removes an adapter version; answers under way keep it. A `Reply` with `ref` follows."""
 
     ref: int
     key: str
 
 
 class PinAdapter(WireMessage, frozen=True):
-    """Keeps an adapter that was loaded before in memory, or no longer. A `Reply` with `ref` follows."""
+    """Pins a known adapter in memory, or unpins it. A `Reply` with `ref` follows."""
 
     ref: int
     key: str
@@ -82,14 +82,14 @@ class PinAdapter(WireMessage, frozen=True):
 
 
 class CheckMethod(WireMessage, frozen=True):
-    """Tells whether these are settings of an adapter method; a `Reply` with `ref` follows."""
+    """Checks the settings of an adapter method; a `Reply` with `ref` follows."""
 
     ref: int
     method: MethodFields
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A fine-tuning job as it was asked for, in paths and settings.
+    """A requested fine-tuning job, as paths and settings.
 
     `data` and `validation` are checked JSONL or text files; checkpoints are written under `folder`, one after
     every `every` optimizer steps. `options` are fields of TrainingConfig, `method` of an adapter method's
@@ -107,10 +107,9 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CheckJob(WireMessage, frozen=True):
-    """Tells whether a job could ever run on this engine; a `Reply` with `ref` follows.
+    """Checks whether a job can run on this engine; a `Reply` with `ref` follows.
 
-    Of a long file only the beginning is read: what is refused for that is refused rightly, and what is not
-    may still fail when it starts.
+    Only the beginning of a long file is read, so a job that passes may still fail when it starts.
     """
 
     ref: int
@@ -118,15 +117,15 @@ class CheckJob(WireMessage, frozen=True):
 
 
 class StartJob(WireMessage, frozen=True):
-    """Trains an adapter, from the newest good checkpoint of the job if there is one. A job that runs already
-    goes on as it is. `weight` is its share among the jobs that train."""
+    """Trains an adapter, from the newest good checkpoint of the job if there is one. Ignored for a job that
+    runs already. `weight` is its share among the jobs that train."""
 
     spec: JobSpec
     weight: float = 1.0
 
 
 class StopJob(WireMessage, frozen=True):
-    """Ends a job's training. With `keep` it writes a checkpoint first, so that it can go on later."""
+    """Ends a job's training. With `keep` a checkpoint is written first, to resume from."""
 
     job: str
     keep: bool
@@ -140,13 +139,14 @@ class WeighJob(WireMessage, frozen=True):
 
 
 class Acknowledge(WireMessage, frozen=True):
-    """All job news up to this number are written down: the engine may forget them."""
+    """All job events up to this number are stored: the engine may drop them."""
 
     number: int
 
 
 class Drain(WireMessage, frozen=True):
-    """Take no new work; write a checkpoint of every job, report them stopped, and then `Drained`."""
+    """Orders the engine to take no new work, checkpoint every job, report them stopped, and report itself
+    drained."""
 
 
 Command = (
@@ -158,7 +158,7 @@ Command = (
 
 
 class Hello(WireMessage, frozen=True):
-    """The first message of a connection: which engine this is and what its model can do."""
+    """The first message of a connection: the engine's identity and its model's properties."""
 
     generation: str  # unique for each start of an engine
     model: str
@@ -188,9 +188,9 @@ class Fault(WireMessage, frozen=True):
 
 
 class Token(WireMessage, frozen=True):
-    """One more token of an answer, or its end. `token` is None where there is only an end to tell.
+    """A token of an answer, or its end alone (`token` is None).
 
-    The first token of an answer tells how many of its prompt's were `cached`.
+    The first token has the number of `cached` prompt tokens.
     """
 
     id: str
@@ -203,28 +203,28 @@ class Token(WireMessage, frozen=True):
 
 
 class Reply(WireMessage, frozen=True):
-    """Outcome of a command that carried a `ref`."""
+    """Outcome of a command with a `ref`."""
 
     ref: int
     fault: Fault | None = None
 
 
 class JobWaiting(WireMessage, frozen=True):
-    """A job is read and cannot begin: there is no memory for it now. `JobStarted` follows when there is."""
+    """A job is read and waits for memory; `JobStarted` follows."""
 
     job: str
     reason: str
 
 
 class JobNote(WireMessage, frozen=True):
-    """A remark about a job that goes on in another way than was asked for."""
+    """A note that a job deviates from its request."""
 
     job: str
     text: str
 
 
 class JobStarted(WireMessage, frozen=True):
-    """A job's data is ready and training goes on from optimizer step `step` of `steps`."""
+    """A job's data is read, and training starts from optimizer step `step` of `steps`."""
 
     job: str
     step: int
@@ -239,7 +239,8 @@ class JobStarted(WireMessage, frozen=True):
 
 
 class JobStep(WireMessage, frozen=True):
-    """One optimizer step. `tokens` have passed forward and back in it; `seconds` since the one before."""
+    """One optimizer step. `tokens` passed forward and backward in it; `seconds` is the time since the
+    previous one."""
 
     job: str
     step: int
@@ -253,7 +254,7 @@ class JobStep(WireMessage, frozen=True):
 
 
 class JobCheckpoint(WireMessage, frozen=True):
-    """A checkpoint is on disk for good. `path` holds the adapter in PEFT's format and what resuming needs."""
+    """A checkpoint is on disk. `path` holds the adapter in PEFT's format and the state for resuming."""
 
     job: str
     step: int
@@ -264,7 +265,7 @@ class JobCheckpoint(WireMessage, frozen=True):
 
 
 class JobEnded(WireMessage, frozen=True):
-    """A job left the engine: succeeded, failed, cancelled or paused (it can go on from its checkpoint)."""
+    """A job left the engine: succeeded, failed, cancelled or paused (resumable from its checkpoint)."""
 
     job: str
     status: JobStatus
@@ -276,14 +277,14 @@ JobNews = JobWaiting | JobStarted | JobNote | JobStep | JobCheckpoint | JobEnded
 
 
 class Numbered(WireMessage, frozen=True):
-    """One piece of job news with its place among all of this engine's; numbers start at 1."""
+    """A job event with its number among all of this engine's, from 1."""
 
     number: int
     news: JobNews
 
 
 class Paging(WireMessage, frozen=True):
-    """Adapters that lie on disk until a request needs them; counters are since the engine's start."""
+    """Statistics of stored adapters, loaded on demand; counters are since the engine's start."""
 
     known: int = 0
     resident: tuple[str, ...] = ()  # names of those in memory, the least recently used first
@@ -326,7 +327,7 @@ class EngineStats(WireMessage, frozen=True):
 
 
 class Report(WireMessage, frozen=True):
-    """All outcomes of one step that concern the server."""
+    """All outcomes of one step for the server."""
 
     tokens: tuple[Token, ...] = ()
     replies: tuple[Reply, ...] = ()

@@ -1,7 +1,7 @@
 """Plans and their results as bytes, for an executor in another process.
 
-What a plan names is ids, token ids, pages and spans; what comes back is tokens and numbers. So both are
-copied whole, and neither side can change what the other holds.
+Plans are ids, token ids, pages and spans; results are tokens and numbers. Both are copied, so neither side
+can change the other's objects.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def encode_plan(plan: Plan) -> bytes:
 
 
 def decode_plan(data: bytes) -> Plan:
-    """Raises msgspec.DecodeError on anything that no scheduler sends."""
+    """Decodes a plan. Raises msgspec.DecodeError."""
     return _plans.decode(data)
 
 
@@ -46,5 +46,5 @@ def encode_result(result: StepResult) -> bytes:
 
 
 def decode_result(data: bytes) -> StepResult:
-    """Raises msgspec.DecodeError on anything that no executor sends."""
+    """Decodes a result. Raises msgspec.DecodeError."""
     return _results.decode(data)

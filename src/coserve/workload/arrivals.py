@@ -1,4 +1,4 @@
-"""Arrival processes of requests: those of the papers; seeded, the same everywhere."""
+"""Arrival processes of requests: those of the papers, seeded."""
 
 import random
 from itertools import accumulate
@@ -42,7 +42,7 @@ def gamma_times(rate: float, seconds: float, variation: float, seed: int = 0) ->
 def spread_times(spread: float, seconds: float, seed: int = 0) -> list[float]:
     """FineInfer's arrivals (4.1): each comes at a random instant within `spread` seconds of the last one.
 
-    On average 2 / spread a second; here, unlike elsewhere, the number is left to chance as theirs was.
+    On average 2 / spread a second; here, as in the paper, the number is random.
     """
     check_positive(spread=spread, seconds=seconds)
     draw = random.Random(seed)

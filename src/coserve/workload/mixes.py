@@ -27,7 +27,7 @@ class WorkloadSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
-    """The fine-tuning beside a workload's requests: LoRA, on random tokens."""
+    """The fine-tuning jobs of a workload: LoRA, on random tokens."""
 
     batch: int = 4  # examples an optimizer step
     length: int = 512  # tokens an example
@@ -41,7 +41,7 @@ class TrainingSpec:
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapters:
-    """LoRA adapters that are there already, and how unevenly requests ask for them (synthetic)."""
+    """Existing LoRA adapters, and the skew of their popularity (synthetic)."""
 
     count: int = 0  # none: requests ask for the base
     rank: int = 8
@@ -54,7 +54,7 @@ class ServedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A class of service: which share of the requests is in it, and their bounds."""
+    """A class of service: its share of the requests, and their bounds."""
 
     name: str
     share: float
@@ -71,7 +71,7 @@ def make_workload(
     scale: str,
     exact: bool = False,
 ) -> Workload:
-    """A workload whose jobs are there from the beginning. `exact` makes prompts as long as their rows say."""
+    """A workload with jobs from the beginning. `exact` gives prompts the exact lengths of their rows."""
     jobs = tuple(make_job(settings, training, number) for number in range(len(training.weights)))
     requests = make_requests(settings, rows, adapters, exact)
     said = f"{scale}; {describe_adapters(adapters)}" if adapters.count else scale
@@ -97,8 +97,8 @@ def make_job(settings: WorkloadSettings, training: TrainingSpec, number: int, at
 def make_requests(
     settings: WorkloadSettings, rows: Sequence[TraceRow], adapters: ServedAdapters, exact: bool = False
 ) -> tuple[TimedRequest, ...]:
-    """A request for each row, in order. Texts that are shorter than a row asks for stay so, or with `exact`
-    are said again until they are long enough."""
+    """A request for each row, in order. Texts shorter than their row are kept, or with `exact` repeated to
+    its length."""
     draw = random.Random(settings.seed + 1)
     named = _named(adapters, len(rows), settings.seed)
     found = []
@@ -127,7 +127,7 @@ def uniform_rows(times: Sequence[float], prompt: int, answer: int) -> list[Trace
 
 
 def assign_tiers(classes: Sequence[Tier], count: int, seed: int) -> list[SLO]:
-    """The bounds of `count` requests: each tier's share of them, rounded so that they add up."""
+    """The bounds of `count` requests: each tier's share of them, rounded to a total of `count`."""
     total = sum(tier.share for tier in classes)
     if not classes or any(tier.share < 0 for tier in classes) or not total > 0:
         raise ConfigError("tiers need shares that are not negative, and one that is positive")
@@ -156,7 +156,7 @@ def describe_adapters(adapters: ServedAdapters) -> str:
 
 
 def describe_bounds(slo: SLO) -> str:
-    """Describes the bounds that are set."""
+    """Describes the bounds in force."""
     names = {
         "first_token": "first token",
         "between_tokens": "between tokens",

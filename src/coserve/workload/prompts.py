@@ -20,8 +20,8 @@ _EXPECTED: Final = 'expected an object with "prompt", "question", "text" or "mes
 def read_prompts(path: str | Path) -> list[str]:
     """Prompts of a `.csv` file with a column `prompt`, or of any other file as JSONL.
 
-    A line of JSONL has a field prompt, question, text or messages; of messages, what was said before the
-    assistant's last turn is the prompt. Raises DataError with file, line and what was expected.
+    A line of JSONL has a field prompt, question, text or messages; of messages, those before the assistant's
+    last turn are the prompt. Raises DataError with file, line and what was expected.
     """
     path = Path(path)
     try:
@@ -38,7 +38,7 @@ def read_prompts(path: str | Path) -> list[str]:
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> tuple[Tokens, ...]:
-    """Token ids of each text, cut after `longest`. DataError names a text of which no token is left."""
+    """Token ids of each text, cut after `longest`. Raises DataError for a text without tokens."""
     if longest < 1:
         raise ConfigError(f"the longest prompt has at least one token, not {longest}")
     found = tuple(tuple(tokenizer(text)[:longest]) for text in texts)
@@ -49,7 +49,7 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> 
 
 def word_tokenizer(vocabulary: int, seed: int = 0) -> Tokenizer:
     """A stand-in for the tokenizer of a model with random weights, which has none: each word's hash, below
-    `vocabulary`. Lengths and repetitions are a real text's; which ids they are means nothing."""
+    `vocabulary`. Lengths and repetitions are those of real text; the ids have no meaning."""
     if vocabulary < 1:
         raise ConfigError(f"a vocabulary has at least one token, not {vocabulary}")
     key = seed.to_bytes(8, "little", signed=True)
@@ -62,10 +62,10 @@ def word_tokenizer(vocabulary: int, seed: int = 0) -> Tokenizer:
 
 
 def draw_by_popularity(names: Sequence[str], count: int, exponent: float, seed: int = 0) -> list[str]:
-    """The adapters that `count` requests ask for: the k-th of `names` as often as k ** -exponent says.
+    """The adapters of `count` requests: the k-th of `names` with a weight of k ** -exponent.
 
-    No public trace says who asked for which adapter, so this is synthetic (S-LoRA does the same): 0 is
-    uniform, about 1 is what is usually seen where many choose.
+    No public trace has requests' adapters, so this is synthetic (as in S-LoRA): 0 is uniform, about 1 is
+    Zipf's law.
     """
     if not names or not 0 <= exponent < float("inf"):
         raise ConfigError(f"popularity needs adapters and an exponent >= 0, not {len(names)} and {exponent}")
@@ -100,7 +100,7 @@ def _jsonl_prompts(path: Path, file: Any) -> Iterator[str]:
 
 
 def _prompt(value: object, place: str) -> str:
-    """The prompt in what one line of JSONL holds."""
+    """The prompt of one line of JSONL."""
     if not isinstance(value, Mapping):
         raise DataError(f"{place}: {_EXPECTED}, got {type(value).__name__}")
     field = next((name for name in _FIELDS if name in value), None)

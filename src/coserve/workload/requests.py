@@ -1,4 +1,4 @@
-"""Workloads: requests and fine-tuning jobs with their tokens; seeded, the same on every machine."""
+"""Workloads: requests and fine-tuning jobs with their tokens; seeded."""
 
 import random
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A prompt, the tokens of its answer, and when it arrives: seconds after the load begins.
+    """A prompt, the number of its answer's tokens, and its arrival in seconds after the load begins.
 
-    `slo` are its own bounds: what a scheduler may know, and what it is judged by.
+    `slo` are its bounds, for scheduling and for evaluation.
     """
 
     at: float
@@ -47,8 +47,8 @@ class TimedJob:
 class Workload:
     """Requests and jobs of `seconds` seconds, and the adapters that exist from the start.
 
-    `served` are LoRA adapters (name, rank) that requests may name. `title` says in one line what it is and
-    whose, `scale` by how much it was changed to fit the machine.
+    `served` are LoRA adapters (name, rank) that requests may name. `title` describes it and its origin in one
+    line, `scale` its scaling to the machine.
     """
 
     name: str
@@ -80,7 +80,7 @@ def poisson_requests(
     seed: int = 0,
     slo: SLO = SLO(),
 ) -> list[TimedRequest]:
-    """Requests of one shape (`prompt` tokens in, `answer` out) that arrive as `poisson_times` says."""
+    """Requests of one shape (`prompt` tokens in, `answer` out) that arrive at `poisson_times`."""
     times = poisson_times(rate, seconds, seed)
     prompts = fixed_prompts(len(times), prompt, vocabulary, seed + 1)
     return [TimedRequest(at, tokens, answer, slo=slo) for at, tokens in zip(times, prompts, strict=True)]

@@ -1,6 +1,6 @@
 """Model shapes for measurements: weights from a seed, and lower bounds of bytes and operations.
 
-Importing this loads no torch; a model's configuration and its weights do.
+Importing this module loads no torch; making configurations and weights does.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class ModelShape:
         )
 
     def build(self) -> "PreTrainedModel":
-        """A fresh model; every call gives the same weights (seed 0) in storage of its own."""
+        """A fresh model; every call makes the same weights (seed 0) in new storage."""
         import torch
         from transformers import LlamaForCausalLM
 
@@ -89,14 +89,14 @@ class ModelShape:
         return _BYTES * (self.layer_weights + self.head_weights + cached)
 
     def prefill_flops(self, prompts: int, length: int) -> int:
-        """Operations to read prompts of `length` tokens; only their last rows pass the head."""
+        """Operations of prefill for prompts of `length` tokens; only their last rows pass the head."""
         linears = prompts * (length * self.layer_weights + self.head_weights)
         return 2 * linears + 2 * self._pairs(prompts, length)
 
     def train_flops(self, examples: int, length: int, rank: int, recompute: bool) -> int:
-        """Operations of a training step: forward and the input gradients of every frozen weight, an
-        adapter's forward and both its gradients, and attention (two products there, five back). With
-        `recompute` the layers' forward runs twice."""
+        """Operations of a training step: forward and the input gradients of every frozen weight, an adapter's
+        forward and both its gradients, and attention (two products forward, five backward). With `recompute`
+        the layers' forward runs twice."""
         rows = examples * length
         frozen = 2 * 2 * (self.layer_weights + self.head_weights)
         again = 2 * self.layer_weights if recompute else 0

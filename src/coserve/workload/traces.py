@@ -1,4 +1,4 @@
-"""Recorded traces: read, scaled to fit a machine and a model, and parts of them replayed as a whole."""
+"""Recorded traces: reading, scaling to a machine and a model, and replay of parts."""
 
 import csv
 import random
@@ -22,7 +22,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class ScaledTrace:
-    """A trace made to fit a machine, and by how much each of its dimensions was changed for that."""
+    """A trace scaled to a machine, and the factor of each dimension."""
 
     rows: tuple[TraceRow, ...]
     time_scale: float  # scaled seconds for each recorded one
@@ -39,7 +39,7 @@ class ScaledTrace:
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """Part of a trace replayed as a whole: which part, how much of it was kept, and how it was scaled."""
+    """A replayed part of a trace: its place, the share of requests kept, and its scaling."""
 
     scaled: ScaledTrace
     begin: float  # recorded seconds
@@ -90,9 +90,9 @@ def scale_trace(
 ) -> ScaledTrace:
     """The beginning of a trace at `rate` requests a second on average, for `seconds`.
 
-    Every gap is multiplied by one factor and every length by another, so that bursts and the shapes of
-    the distributions stay; lengths are never stretched, and none falls below one token. `longest_prompt`
-    and `longest_answer` are what the trace's longest ones become.
+    All gaps are multiplied by one factor and all lengths by another, which keeps bursts and the shapes of
+    distributions; lengths never grow, and are at least one token. The trace's longest ones become
+    `longest_prompt` and `longest_answer`.
     """
     if not trace:
         raise ConfigError("there is no trace to scale")
@@ -108,8 +108,8 @@ def scale_trace(
 def fit_trace(
     rows: Sequence[TraceRow], time_scale: float, longest_prompt: int, longest_answer: int
 ) -> ScaledTrace:
-    """Rows with every instant multiplied by `time_scale`, and lengths so that the longest ones become those
-    given; none is stretched, and none falls below one token."""
+    """Rows with every instant multiplied by `time_scale`, and lengths scaled to the given longest ones;
+    lengths never grow, and are at least one token."""
     prompt_scale = min(1.0, longest_prompt / max(1, *(row.prompt for row in rows)))
     answer_scale = min(1.0, longest_answer / max(1, *(row.answer for row in rows)))
     scaled = tuple(
@@ -132,8 +132,8 @@ def trace_part(
 ) -> TracePart:
     """`length` recorded seconds of a trace from `begin` on, replayed in `seconds` at `rate` a second.
 
-    Time is pressed together and requests are left out at random, all with the same chance, so that arrivals
-    rise and fall as they did. Lengths are scaled as `scale_trace` does. ConfigError if there are too few.
+    Time is compressed and requests are dropped at random with equal chance, which keeps the shape of
+    arrivals. Lengths are scaled as by `scale_trace`. Raises ConfigError if there are too few requests.
     """
     check_positive(rate=rate, seconds=seconds, length=length)
     check_positive(longest_prompt=longest_prompt, longest_answer=longest_answer)

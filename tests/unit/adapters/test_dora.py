@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Chain, Dense, Side
+from coserve.adapters.bypass import Dense, SequentialBypass, Side
 from coserve.adapters.dora import MAGNITUDE, DoRABypass, Norms
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.bitfit import BitFitBypass
@@ -138,7 +138,7 @@ def test_a_trained_bias_comes_after() -> None:
     """The rows' lengths change the product, never the bias; dropout passes through the chain."""
     bypass, weights = make()
     bias = BitFitBypass(drawn(OUTPUTS, seed=8), weights.bias)
-    chain = Chain((replace(bypass, dropout=0.5), bias), 0.5)
+    chain = SequentialBypass((replace(bypass, dropout=0.5), bias), 0.5)
     assert chain.parameters().keys() == {"lora_A", "lora_B", MAGNITUDE, "bias"}
     again = chain.with_parameters(chain.parameters())
     x = drawn(ROWS, INPUTS, seed=6)

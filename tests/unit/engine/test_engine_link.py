@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coserve.engine import link
-from coserve.engine.link import Closed, Connection, Inbox, Item, Link, Opened, Received
+from coserve.engine.link import Closed, Connected, Connection, Inbox, Item, Link, Received
 from coserve.errors import ConfigError
 from coserve.wire.codec import decode_answer, encode_commands
 from coserve.wire.messages import Acknowledge, Report, Token
@@ -37,7 +37,7 @@ def connect(path: Path) -> socket.socket:
 
 def opened(inbox: Inbox) -> Connection:
     item = inbox.get(timeout=60)
-    assert isinstance(item, Opened)
+    assert isinstance(item, Connected)
     return item.connection
 
 
@@ -88,7 +88,7 @@ def test_a_new_server_takes_the_place_of_the_old(path: Path, inbox: Inbox) -> No
     second = connect(path)
     items, _ = until_closed(inbox, old)
     assert first.recv(1) == b""
-    new = next(i for i in items if isinstance(i, Opened)).connection if items else opened(inbox)
+    new = next(i for i in items if isinstance(i, Connected)).connection if items else opened(inbox)
     old.send(Report(drained=True))  # says nothing to nobody
     new.send(Report(drained=True))
     assert received(second).drained

@@ -15,7 +15,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.core.plan import Plan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction
 from coserve.engine.arrivals import Arrivals
-from coserve.engine.link import Closed, Connection, Done, Drained, Inbox, Opened, Received
+from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Received
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.train.example import Example
 from coserve.train.pause import TrainingPause
@@ -190,7 +190,7 @@ def test_all_that_somebody_waits_for_pauses_training_until_it_is_taken() -> None
     inbox.put(Received(connection, (request,)))  # before the engine is there
     inbox.pauses(arrivals)
     items = [
-        Opened(connection), Received(connection, (news,)), Received(connection, (news, request, request)),
+        Connected(connection), Received(connection, (news,)), Received(connection, (news, request, request)),
         Done(int), Closed(connection, ""), Drained(),
     ]  # fmt: skip
     announced = []

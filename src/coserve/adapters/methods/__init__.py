@@ -1,5 +1,5 @@
-"""Adapter methods: one file each. A file in this folder that defines `METHOD` is a method; nothing else lists
-them, so adding one edits none."""
+"""Adapter methods: one file each. Each file in this folder that defines `METHOD` is registered as a
+method."""
 
 import importlib
 import pkgutil
@@ -20,14 +20,14 @@ def methods() -> Mapping[str, Method]:
 
 
 def method_named(name: object) -> Method:
-    """Raises AdapterError for a name that is none."""
+    """The method of this name. Raises AdapterError for an unknown one."""
     if not isinstance(name, str) or name not in methods():
         raise AdapterError(f"there is no adapter method {shown(name)}, only {', '.join(sorted(methods()))}")
     return methods()[name]
 
 
 def method_of(config: object) -> Method:
-    """The method whose settings these are; AdapterError."""
+    """The method of these settings. Raises AdapterError."""
     for method in methods().values():
         if type(config) is method.config:
             return method
@@ -35,7 +35,7 @@ def method_of(config: object) -> Method:
 
 
 def method_in_file(peft_type: object) -> Method:
-    """The method behind a file's `peft_type`; AdapterError."""
+    """The method of a file's `peft_type`. Raises AdapterError."""
     for method in methods().values():
         if method.peft_type == peft_type:
             return method

@@ -24,10 +24,10 @@ _KINDS: Final = (Kind.LINEAR, Kind.NORM)
 class BitFitConfig:
     """Settings of BitFit: the biases that train.
 
-    `existing` trains the base's own biases, wherever they are; `all` also adds new ones, zero at first, to
-    linears and norms of the decoder layers that have none; `auto` is `existing`, or `all` in a base without
-    biases. `targets` restricts both to linears and norms with these names or path endings; under `auto`
-    targets without a bias get one.
+    `existing` trains all the base's own biases; `all` also adds new ones, zero at first, to linears and norms
+    of the decoder layers that have none; `auto` is `existing`, or `all` in a base without biases. `targets`
+    restricts both to linears and norms with these names or path endings; under `auto` targets without a bias
+    get one.
     """
 
     biases: Biases = "auto"
@@ -42,7 +42,7 @@ class BitFitConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BitFitBypass(Bypass):
-    """`bias` [width] replaces the base's bias, `base` [width], which is None where the module has none."""
+    """`bias` [width] replaces the base's bias, `base` [width] (None without one)."""
 
     exact = True
     bias: Tensor
@@ -70,7 +70,7 @@ class BitFitBypass(Bypass):
 
 
 class BitFit:
-    """Biases, new or the base's."""
+    """Trained biases."""
 
     name, peft_type, config = "bitfit", "COSERVE_BITFIT", BitFitConfig
     aliases: Final = {"target_modules": "targets"}

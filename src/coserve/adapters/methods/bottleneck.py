@@ -1,6 +1,5 @@
-"""Bottleneck adapters: y + up(activation(down(y))) at the outputs of a layer's sublayers, before anything
-else (a norm, the residual) happens to them. Houlsby et al. 2019, 1902.00751; Pfeiffer et al. 2021,
-2005.00247.
+"""Bottleneck adapters: y + up(activation(down(y))) at the outputs of a layer's sublayers, before any norm or
+residual. Houlsby et al. 2019, 1902.00751; Pfeiffer et al. 2021, 2005.00247.
 """
 
 import math
@@ -70,7 +69,7 @@ class BottleneckBypass(Bypass):
         return y + F.linear(self._inside(y), self.up, self.up_bias)
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        """Adds the up projection to y in place, so that its product is never held separately."""
+        """Adds the up projection to y in place, without a separate product."""
         y.addmm_(self._inside(y), self.up.t()).add_(self.up_bias)
 
     def _inside(self, y: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ class Bottleneck:
     aliases: Final[Mapping[str, str]] = {}
 
     def fresh(self, config: BottleneckConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """Draws the down projection as torch draws a linear's weight (uniform within 1 / √hidden); all else
+        """Draws the down projection as torch draws a linear's weight (uniform within 1 / √hidden); the rest
         is zero.
 
         Raises AdapterMismatch for a model that has a layer without such a sublayer.

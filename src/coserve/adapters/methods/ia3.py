@@ -1,7 +1,7 @@
-"""IA3: y + y ⊙ (l − 1), at what linears give or, in feed-forward networks, at what they are given.
-Liu et al. 2022, 2205.05638.
+"""IA3: y + y ⊙ (l − 1), at the outputs of linears or, in feed-forward networks, their inputs. Liu et al.
+2022, 2205.05638.
 
-Computed as it is written: in low precision l − 1 is as exact as a change of l should be, and l is not.
+Computed in this form: in low precision l − 1 represents small changes exactly enough, l does not.
 """
 
 from collections.abc import Collection, Mapping
@@ -48,7 +48,7 @@ class IA3Config:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IA3Bypass(Bypass):
-    """scales [width], one for each feature of y."""
+    """Scales [width], one for each feature of y."""
 
     exact = True
     scales: Tensor
@@ -131,7 +131,8 @@ class IA3:
 
 
 def _expect_targets(saved: Saved, frame: Frame, found: Collection[str]) -> None:
-    """Raises AdapterMismatch for a linear without a tensor that the file's lists name, as PEFT reads them."""
+    """Raises AdapterMismatch for a linear that the file's lists name, as PEFT reads them, and that has no
+    tensor."""
     targets, excluded = (saved.fields.get(name) or [] for name in ("target_modules", "exclude_modules"))
     if not isinstance(targets, list) or not isinstance(excluded, list):
         return  # a regular expression, or PEFT's own choice
@@ -151,7 +152,7 @@ def _targets(config: IA3Config, frame: Frame) -> dict[str, Site]:
 
 
 def _entered(config: IA3Config, frame: Frame, sites: Collection[str]) -> Collection[str]:
-    """The targets that are scaled at their inputs. Raises AdapterMismatch for a name that is none of them."""
+    """The targets that are scaled at their inputs. Raises AdapterMismatch for a name that is no target."""
     if config.feedforward is None:
         return set(sites).intersection(_second_linears(frame))
     for name in config.feedforward:
@@ -161,8 +162,8 @@ def _entered(config: IA3Config, frame: Frame, sites: Collection[str]) -> Collect
 
 
 def _keys_and_values(frame: Frame) -> list[str]:
-    """Paths of linears that give keys or values, found by name; in an attention whose linears have other
-    names, all but the last, which mixes the heads."""
+    """Paths of key and value projections, by name; in an attention with other names all linears but the last,
+    the output projection."""
     found: list[str] = []
     for layer in range(frame.depth):
         linears = _linears(frame, layer, attending=True)
@@ -172,8 +173,8 @@ def _keys_and_values(frame: Frame) -> list[str]:
 
 
 def _second_linears(frame: Frame) -> list[str]:
-    """Paths of the last linears of feed-forward networks: outside of the attention, with hidden-size outputs
-    and another input width; in a layer without such a one, its last linear with hidden-size outputs."""
+    """Paths of the last linears of feed-forward networks: linears outside of the attention with hidden-size
+    outputs and another input width, else the layer's last linear with hidden-size outputs."""
     found: list[str] = []
     for layer in range(frame.depth):
         back = [s for s in _linears(frame, layer, attending=False) if s.outputs == frame.hidden_size]

@@ -1,6 +1,6 @@
 """LoRA: y + (alpha / rank) · dropout(x) Aᵀ Bᵀ (rsLoRA: alpha / √rank). Hu et al. 2021; Kalajdzievski 2023.
 
-With `dora` the rows of W + BA get lengths that are learnt (`adapters/dora.py`).
+With `dora` the norms of the rows of W + BA are learned (`adapters/dora.py`).
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Chain, Dense, Part, Place, exact_type
+from coserve.adapters.bypass import Bypass, Dense, Part, Place, SequentialBypass, exact_type
 from coserve.adapters.dora import MAGNITUDE, DoRABypass
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
 from coserve.adapters.method import Written, chosen, named
@@ -42,10 +42,9 @@ class LoRAConfig:
     """Settings of LoRA: the linears that get a low-rank bypass, its rank and its scale.
 
     `targets` are names or path endings of linears and of the input embedding; empty means all linears in the
-    decoder layers. The patterns give other ranks and alphas to some of them, by name, path ending or regular
-    expression, as in PEFT. `bias` says which of the base's biases train too: those of the targets, or all;
-    `lora_bias` gives each B one of its own. `modules_to_save` are endings of paths of linears, norms and
-    embeddings that train whole.
+    decoder layers. The patterns set other ranks and alphas by name, path ending or regular expression, as in
+    PEFT. `bias` selects the base's biases that train, too: those of the targets, or all; `lora_bias` adds a
+    bias to each B. `modules_to_save` are endings of paths of linears, norms and embeddings that train whole.
     """
 
     rank: int = 8
@@ -82,8 +81,8 @@ class LoRAConfig:
         check_patterns("alpha_pattern", self.alpha_pattern)
 
     def at(self, paths: Iterable[str]) -> "Strengths":
-        """Ranks and factors of the bypasses at these paths. Raises AdapterError for patterns that would take
-        too long."""
+        """Ranks and factors of the bypasses at these paths. Raises AdapterError for patterns that take too
+        long."""
         paths = tuple(paths)
         ranks = first_entries("rank_pattern", self.rank_pattern, paths)
         return Strengths(self, ranks, first_entries("alpha_pattern", self.alpha_pattern, paths))
@@ -91,7 +90,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True)
 class Strengths:
-    """Ranks and scales by path; `ranks` and `alphas` are those that patterns choose."""
+    """Ranks and scales by path; `ranks` and `alphas` come from patterns."""
 
     config: LoRAConfig
     ranks: Mapping[str, int]
@@ -102,12 +101,12 @@ class Strengths:
         return self.ranks.get(path, self.config.rank)
 
     def scale(self, path: str, rank: int) -> float:
-        """The factor of the bypass at `path` whose matrices have this rank."""
+        """The factor of the bypass at `path`, of this rank."""
         return self.alphas.get(path, self.config.alpha) / (math.sqrt(rank) if self.config.rslora else rank)
 
 
 class LoRA:
-    """Low-rank bypasses beside linears and the embedding, and what PEFT lets train with them."""
+    """Low-rank bypasses beside linears and the embedding, with PEFT's further trained biases and modules."""
 
     name, peft_type, config = "lora", "LORA", LoRAConfig
     aliases: Final = {
@@ -169,7 +168,7 @@ class LoRA:
         ranks: dict[str, int] = {}
         paths, tensors = written_replacements(part.bypasses)
         for place, bypass in part.bypasses.items():
-            links = bypass.links if isinstance(bypass, Chain) else (bypass,)
+            links = bypass.links if isinstance(bypass, SequentialBypass) else (bypass,)
             for link in links:
                 if isinstance(link, BitFitBypass):
                     owner = f"{place.path}.base_layer" if len(links) > 1 else place.path
@@ -210,7 +209,7 @@ def _draw(strengths: Strengths, site: Site, generator: torch.Generator) -> LowRa
 
 
 def _weights(frame: Frame, site: Site) -> Weights:
-    """Weights with a row for each output; an embedding's own are transposed for that."""
+    """Weights with a row for each output; an embedding's are transposed."""
     if site.kind is Kind.EMBEDDING:
         return DenseWeights(Dense(frame.frozen.dense(site.path).weight.t(), None))
     return frame.frozen.weights(site.path)
@@ -226,7 +225,7 @@ def _with_magnitude(frame: Frame, site: Site, low: LowRank, magnitude: Tensor | 
 def _biased(
     config: LoRAConfig, frame: Frame, targets: Iterable[Place], replaced: Collection[Place]
 ) -> list[str]:
-    """Paths of the base's biases that train, without those that a target's own bypass already replaces."""
+    """Paths of the base's biases that train, without those of replaced modules."""
     if config.bias == "none":
         return []
     paths = frame.sites if config.bias == "all" else [place.path for place in targets]
@@ -248,7 +247,7 @@ def _with_biases(bypasses: Mapping[Place, Bypass], biases: Mapping[str, BitFitBy
     both = dict(bypasses)
     for path, bias in biases.items():
         first = both.get(Place(path))
-        both[Place(path)] = bias if first is None else Chain((first, bias), first.dropout)
+        both[Place(path)] = bias if first is None else SequentialBypass((first, bias), first.dropout)
     return both
 
 
@@ -266,7 +265,7 @@ def _read_biases(saved: Saved, frame: Frame, expected: Collection[str]) -> dict[
 
 
 def _expect_targets(saved: Saved, frame: Frame, by_weight: Iterable[str], found: Collection[Place]) -> None:
-    """Raises AdapterMismatch where the file has something, but nothing for one of its own targets."""
+    """Raises AdapterMismatch where a file that is not empty lacks tensors for one of its targets."""
     targets = saved.targets
     leaves_out = saved.fields.get("layers_to_transform") is not None or saved.fields.get("exclude_modules")
     if leaves_out or not found:
@@ -278,8 +277,8 @@ def _expect_targets(saved: Saved, frame: Frame, by_weight: Iterable[str], found:
 
 
 def _targeted(targets: str | Collection[str], paths: Iterable[str]) -> Iterable[str]:
-    """The paths that are targets, as PEFT reads them; none for an expression that only Python's `re` takes:
-    what stands where is read from the tensors in any case."""
+    """The paths that are targets, as PEFT reads them; none for an expression that only Python's `re`
+    supports: the places are read from the tensors in any case."""
     if not isinstance(targets, str):
         names = frozenset(targets)  # of a file of ours, every path: too many to look through for each
         return [path for path in paths if named(path, names)]
@@ -311,7 +310,7 @@ def _read_config(saved: Saved) -> LoRAConfig:
 
 
 def _of_modules(config: LoRAConfig, by_weight: Collection[str]) -> LoRAConfig:
-    """Rewrites the file's patterns, which name weights, so that they name linears."""
+    """Rewrites the file's patterns from weights to linears."""
     if not by_weight:
         return config
     ranks = of_modules("rank_pattern", config.rank_pattern, config.rank, by_weight)

@@ -1,4 +1,4 @@
-"""P-tuning: prompt embeddings that come out of a small network, which trains with them. Liu et al. 2021."""
+"""P-tuning: prompt embeddings computed by a small trained network. Liu et al. 2021."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -85,7 +85,7 @@ class EncodedPrompt(Prompt):
         return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def _lstm(self, x: Tensor) -> Tensor:
-        """Both ways through [count, width], as torch's bidirectional LSTM."""
+        """Bidirectional LSTM over x [count, width], as torch's."""
         for layer in range(self.layers):
             ways = [self._one_way(x, f"l{layer}"), self._one_way(x.flip(0), f"l{layer}_reverse").flip(0)]
             x = torch.cat(ways, dim=-1)
@@ -106,8 +106,8 @@ class EncodedPrompt(Prompt):
 
 
 class PTuning:
-    """Prompts that an encoder computes. PEFT's files hold its outputs and not the encoder, so training that
-    starts from such a file trains the embeddings directly; coserve's checkpoints keep the encoder."""
+    """Prompts that an encoder computes. PEFT's files hold its outputs and not the encoder, so training from
+    such a file trains the embeddings directly; coserve's checkpoints have the encoder."""
 
     name, peft_type, config = "p_tuning", "P_TUNING", PTuningConfig
     aliases: Final = {
@@ -118,7 +118,7 @@ class PTuning:
     }
 
     def fresh(self, config: PTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """Draws it as PEFT does: torch's defaults for an embedding, an LSTM and linears."""
+        """Draws the encoder as PEFT does: torch's defaults for an embedding, an LSTM and linears."""
         width = embedding_of(frame).outputs
         weights = draw_encoder(config.tokens, width, _shapes(config, width), generator)
         return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)

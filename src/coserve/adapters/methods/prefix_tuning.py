@@ -49,7 +49,7 @@ class PrefixTuningConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLayout:
-    """Layout of a row of all keys and values, PEFT's: each layer's keys, then its values, group by group."""
+    """PEFT's layout of a row of all keys and values: each layer's keys, then its values, group by group."""
 
     layers: int
     groups: int
@@ -77,14 +77,14 @@ class PrefixLayout:
         return 2 * self.layers * self.token_width
 
     def caches(self, rows: Tensor) -> list[Pair]:
-        """Keys and values [groups, n, width] of each layer, of rows [n, row_width]."""
+        """Keys and values [groups, n, width] of each layer, from rows [n, row_width]."""
         split = rows.view(len(rows), 2 * self.layers, self.groups, self.width).permute(1, 2, 0, 3)
         return [(split[2 * layer], split[2 * layer + 1]) for layer in range(self.layers)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainPrefix(Given):
-    """embeddings [count, row width], which train as they are."""
+    """Embeddings [count, row width], trained directly."""
 
     embeddings: Tensor
     layout: PrefixLayout
@@ -125,7 +125,7 @@ class ProjectedPrefix(Given):
         return replace(self, weights=parameters)
 
     def flat(self) -> Tensor:
-        """[count, row width]."""
+        """Rows [count, row width]."""
         w = self.weights
         inner = F.linear(w["embedding.weight"], w["transform.0.weight"], w["transform.0.bias"]).tanh()
         return F.linear(inner, w["transform.2.weight"], w["transform.2.bias"])
@@ -135,8 +135,8 @@ class ProjectedPrefix(Given):
 
 
 class PrefixTuning:
-    """Trained keys and values. PEFT's files hold these and not the projection that may have computed them, so
-    training that starts from such a file trains them directly; coserve's checkpoints keep the projection."""
+    """Trained keys and values. PEFT's files hold these without the projection that may have computed them, so
+    training from such a file trains them directly; coserve's checkpoints have the projection."""
 
     name, peft_type, config = "prefix_tuning", "PREFIX_TUNING", PrefixTuningConfig
     aliases: Final = {
@@ -146,7 +146,8 @@ class PrefixTuning:
     }
 
     def fresh(self, config: PrefixTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
-        """Draws it as PEFT does: torch's defaults for an embedding and linears; zeros where asked for."""
+        """Draws the prefix as PEFT does: torch's defaults for an embedding and linears; all zeros with
+        `zero`."""
         layout = PrefixLayout.of(frame)
         if not config.projection:
             rows = torch.randn(config.tokens, layout.row_width, generator=generator, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Prompt tuning: rows of input embeddings before every sequence, trained as they are. Lester et al. 2021."""
+"""Prompt tuning: rows of input embeddings before every sequence, trained directly. Lester et al. 2021."""
 
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
@@ -18,9 +18,9 @@ Start = Literal["RANDOM", "SAMPLE_VOCAB"]
 
 @dataclass(frozen=True, slots=True)
 class PromptTuningConfig:
-    """Settings of prompt tuning: `tokens` virtual tokens. They start from the embeddings of `text`, token ids
-    that are repeated or cut to fit; without any from noise, or from tokens drawn from the vocabulary
-    (`start`, in PEFT's words)."""
+    """Settings of prompt tuning: `tokens` virtual tokens. They start from the embeddings of `text` (token
+    ids, repeated or cut to fit), or else from noise or tokens drawn from the vocabulary (`start`, in PEFT's
+    words)."""
 
     tokens: int = 20
     start: Start = "RANDOM"
@@ -35,7 +35,7 @@ class PromptTuningConfig:
 
 
 class PromptTuning:
-    """Embeddings before every sequence."""
+    """Prompt embeddings before every sequence."""
 
     name, peft_type, config = "prompt_tuning", "PROMPT_TUNING", PromptTuningConfig
     aliases: Final = {"num_virtual_tokens": "tokens", "prompt_tuning_init": "start"}

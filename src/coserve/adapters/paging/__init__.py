@@ -1,1 +1,1 @@
-"""Adapters that lie on disk until somebody needs them: which are in memory, and how they come there."""
+"""Adapters stored on disk, loaded on demand: which are in memory, and how they are read."""

@@ -1,7 +1,7 @@
-"""Tensors of a safetensors file, in memory that is used again.
+"""Reads tensors of a safetensors file into a reused buffer.
 
-The library maps a file, and its pages come one by one as tensors are first touched: 20 ms for the 9.6 MB of
-an adapter of rank 8, where this takes 3. The file was looked at by the library before: here it is only read.
+The safetensors library maps a file and pages it in on first use: 20 ms for the 9.6 MB of an adapter of rank
+8, against 3 here. The library has validated the file before; here it is only read.
 """
 
 import json
@@ -20,13 +20,13 @@ _KEPT: Final = 64 << 20  # most bytes that are kept for the next file
 
 
 class Buffer:
-    """Holds one file at a time: what it gave is overwritten by the next one. For one thread."""
+    """Holds one file at a time: the next overwrites its tensors. Not thread-safe."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def read(self, file: Path) -> dict[str, Tensor]:
-        """The tensors of a file, by name. Raises AdapterError for one that cannot be read to its end."""
+        """The tensors of a file by name. Raises AdapterError where it cannot be read whole."""
         try:
             size = self._fill(file)
         except OSError as error:
@@ -40,7 +40,7 @@ class Buffer:
             raise AdapterError(f"{file} cannot be read: it is no safetensors file any more") from error
 
     def _fill(self, file: Path) -> int:
-        """Reads a file whole; its bytes."""
+        """Reads a whole file; returns its size in bytes."""
         with file.open("rb", buffering=0) as opened:
             size = opened.seek(0, 2)
             opened.seek(0)
@@ -52,7 +52,8 @@ class Buffer:
         return done
 
     def _tensor(self, begin: int, size: int, one: dict[str, Any]) -> Tensor:
-        """What lies between two offsets behind `begin`. Raises ValueError where that is not there."""
+        """The tensor at the offsets of header entry `one`, relative to `begin`. Raises ValueError beyond the
+        file's end."""
         dtype, shape, (start, end) = TYPES[one["dtype"]], one["shape"], one["data_offsets"]
         count = prod(shape)
         if not 0 <= start <= end <= size - begin or end - start != count * dtype.itemsize:

@@ -1,13 +1,12 @@
-"""The adapter cache: every version that is known, which tier its weights are in, and who uses it.
+"""The adapter cache: every known version, its tier and its users.
 
 Weights of a stored version move between the tiers (disk, copies in host memory, the device) by bytes, the
-least recently used ones out first. *Users* acquire what they use, and it stays on the device until they
-release it; so does what an operator has pinned. Everything else is there because it may be asked for again,
-and leaves for what is asked for now. What is wanted comes in the order in which it is wanted. Where all bytes
-are held, the first of these has a *claim*: the least recently used ones are closed to new users until it has
-its bytes, so that a stream of requests for those that are there cannot keep it out for ever.
+least recently used ones out first. *Users* acquire a version, which then stays on the device until they
+release it; pinned versions stay, too. All others may be evicted. Wanted versions are loaded in order of
+urgency. Where all bytes are held, the first of them has a *claim*: the least recently used versions are
+closed to new users until it has its bytes, so that requests for loaded versions cannot starve it.
 
-Plain numbers: weights are the executor's, who is told what to load and to drop.
+The cache only counts: the executor holds the weights, and is told what to load and to drop.
 """
 
 from collections import OrderedDict
@@ -27,7 +26,7 @@ _MOST_PINNED: Final = 0.5  # of the room: everybody else needs some
 
 
 class AdapterTier(Enum):
-    """Tiers of a version's weights: the fastest one that has them. `LOADING` is on the way to the device."""
+    """The fastest tier that has a version's weights. `LOADING` is on the way to the device."""
 
     DISK = "disk"
     HOST = "host"
@@ -36,8 +35,8 @@ class AdapterTier(Enum):
 
 
 class AdapterBytes(NamedTuple):
-    """Bytes of adapters in the device's memory: `paged` of those that can be read again, with their slots;
-    `resident` of all others."""
+    """Bytes of adapters in the device's memory: `paged` of stored versions, with their slots; `resident` of
+    all others."""
 
     paged: int
     resident: int
@@ -45,7 +44,7 @@ class AdapterBytes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CachedAdapter:
-    """A version, and where it is. `users` maps each user to whether it holds the weights, or waits."""
+    """A version and its tier. `users` maps each user to whether it holds the weights (else it waits)."""
 
     version: KnownVersion
     tier: AdapterTier = AdapterTier.DISK
@@ -56,10 +55,10 @@ class CachedAdapter:
 
 
 class AdapterCache:
-    """Keeps stored versions within `room()` bytes on the device. Everything happens in one thread.
+    """Keeps stored versions within `room()` bytes on the device. Not thread-safe.
 
-    A version is known as long as its name means it or somebody uses it. One that is not stored, a trained one
-    for instance, has its weights on the device until then.
+    A version is known while it is current or in use. A version that is not stored, such as a trained one, has
+    its weights on the device until then.
     """
 
     def __init__(
@@ -69,9 +68,9 @@ class AdapterCache:
         room: Callable[[], int],
         host_room: int = 0,
     ) -> None:
-        """`load` begins to bring weights onto the device, which ends with a call of `loaded`, and leaves a
-        copy in host memory if there is room for any (`host_room`, bytes). `drop` frees what a version has on
-        the device or on the host."""
+        """`load` starts loading weights to the device, which ends with a call of `loaded`, and leaves a
+        copy in host memory if there is `host_room` (bytes). `drop` frees a version's weights on device and
+        host."""
         self._load, self._drop, self._room, self._host_room = load, drop, room, host_room
         self._versions: dict[str, CachedAdapter] = {}
         self._recent: OrderedDict[str, CachedAdapter] = OrderedDict()  # off the disk; the latest used last
@@ -88,19 +87,18 @@ class AdapterCache:
         return sum(each.tier is AdapterTier.DEVICE for each in self._recent.values())
 
     def find(self, key: str) -> KnownVersion | None:
-        """The version with this key, if it is known."""
+        """The version with this key, None if unknown."""
         found = self._versions.get(key)
         return None if found is None else found.version
 
     def tier(self, key: str) -> AdapterTier:
-        """The tier of a version that is known."""
+        """The tier of a known version."""
         return self._versions[key].tier
 
     # What there is
 
     def add(self, version: KnownVersion) -> None:
-        """A version that a name means from now on. If it is stored it lies on disk, else its weights are on
-        the device."""
+        """Adds a current version: a stored one on disk, any other on the device."""
         entry = self._versions.setdefault(version.key, CachedAdapter(version))
         if entry.tier is AdapterTier.DISK and not isinstance(version, StoredVersion):
             self._count(entry, 1)
@@ -109,16 +107,15 @@ class AdapterCache:
         entry.version, entry.is_current = version, True
 
     def retire(self, key: str) -> None:
-        """No name means the version any more. It leaves when nobody uses it; one that is on its way has its
-        bytes until it arrives."""
+        """Marks a version as no longer current. It is dropped once unused; while it is loading it keeps its
+        bytes."""
         entry = self._versions[key]
         entry.is_current = False
         self._forget_if_unused(entry)
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Has a version brought in when there is room and kept, or no longer. Raises AdapterError for one
-        that is on the device in any case, OutOfMemory where pinned ones would have more than half of the
-        room."""
+        """Pins a version, to be loaded when there is room and kept, or unpins it. Raises AdapterError for a
+        version that is not stored, OutOfMemory where pinned ones would take more than half of the room."""
         entry = self._versions[key]
         name = entry.version.name
         if not isinstance(entry.version, StoredVersion):
@@ -140,8 +137,8 @@ class AdapterCache:
     # Users
 
     def acquire(self, key: str, user: Hashable) -> bool:
-        """Makes `user` one of the version's, so that it stays known. Tells whether its weights are on the
-        device, where they stay then until the user releases it; if not it waits, and asks again."""
+        """Adds a user, which keeps the version known. True if its weights are on the device, where they then
+        stay until `release`; otherwise the user waits and has to call again."""
         entry = self._versions[key]
         if entry.users.get(user):
             return True
@@ -154,7 +151,7 @@ class AdapterCache:
         return is_there
 
     def release(self, key: str, user: Hashable) -> None:
-        """The user, if it is one, does not need the version any more, whether it held it or waited."""
+        """Removes a user that held the version or waited for it; ignored for others."""
         entry = self._versions.get(key)
         if entry is not None and user in entry.users:
             if entry.users.pop(user):
@@ -164,9 +161,9 @@ class AdapterCache:
     # Movement
 
     def advance(self, wanted: Iterable[str]) -> list[tuple[str, OutOfMemory]]:
-        """Brings in what is wanted, the most urgent first, as far as bytes go; then what is pinned.
+        """Loads wanted versions, the most urgent first, as far as bytes allow; then pinned ones.
 
-        Returns those for which there will be no room whoever leaves, each with what to say about it.
+        Returns those that can never fit, each with its error.
         """
         refused: list[tuple[str, OutOfMemory]] = []
         ahead: set[str] = set()
@@ -191,8 +188,8 @@ class AdapterCache:
         return refused
 
     def loaded(self, key: str, outcome: int | CoserveError) -> None:
-        """Notes that weights are on the device, and their bytes; or why they could not be loaded, which may
-        be tried again. Those of a version that was forgotten meanwhile leave at once."""
+        """Notes a load's outcome: the bytes on the device, or an error, after which it may be tried again.
+        Weights of a version dropped meanwhile are freed at once."""
         entry = self._recent[key]
         self._coming -= 1
         if isinstance(outcome, int):
@@ -207,7 +204,7 @@ class AdapterCache:
             self._free(entry)
 
     def shed(self, nbytes: int) -> None:
-        """Evicts what nobody uses until so many bytes are free, if that is enough for so many."""
+        """Evicts unused versions until `nbytes` are freed, if they suffice."""
         idle, least = self._idle(()), self._used - nbytes
         if _cost(idle) < nbytes:
             return
@@ -219,12 +216,12 @@ class AdapterCache:
     # What it takes
 
     def nbytes(self, slots: int = 0) -> AdapterBytes:
-        """Bytes of all adapters on the device or on their way, where `slots` are those that slots have there.
-        A stored version counts with its slot, whether it has one yet or not."""
+        """Bytes of all adapters on the device or loading; `slots` are the bytes of slots there. A stored
+        version counts with its slot even before it has one."""
         return AdapterBytes(self._used, self._resident + max(slots - self._slots, 0))
 
     def stats(self) -> Paging:
-        """Counters of stored versions since the start, and where these are now."""
+        """Counters of stored versions since the start, and their number by tier."""
         there = (e.version for e in self._recent.values() if e.tier is AdapterTier.DEVICE)
         return Paging(
             known=sum(isinstance(each.version, StoredVersion) for each in self._versions.values()),
@@ -241,7 +238,7 @@ class AdapterCache:
     # Inside
 
     def _never(self, entry: CachedAdapter) -> int:
-        """Bytes that would be missing if all left that may."""
+        """Bytes missing for a version even if all evictable ones left."""
         held = _cost(each for key in self._pinned if _has_bytes(each := self._versions[key]))
         return max(held + entry.version.cost - self._room(), 0)
 
@@ -253,8 +250,8 @@ class AdapterCache:
         )
 
     def _make_room(self, entry: CachedAdapter, ahead: Collection[str]) -> bool:
-        """Tells whether there are bytes for it, once those have been evicted that nobody uses. If not it has
-        the claim; `ahead` are wanted more urgently."""
+        """Tells whether there are bytes for a version after evicting unused ones. If not, the version gets
+        the claim; those `ahead` are wanted more urgently."""
         missing = self._used + entry.version.cost - self._room()
         idle = self._idle(ahead)
         if _cost(idle) < missing:
@@ -267,7 +264,7 @@ class AdapterCache:
         return True
 
     def _claim(self, missing: int, ahead: Collection[str]) -> None:
-        """Closes so many that their bytes are enough, those first that are closed already."""
+        """Closes versions with at least the `missing` bytes, those already closed first."""
         order, self._closed = [*self._closed], []
         order += [each.version.key for each in self._movable({*order, *ahead})]
         for key in order:
@@ -277,11 +274,11 @@ class AdapterCache:
             missing -= self._versions[key].version.cost
 
     def _idle(self, ahead: Collection[str]) -> list[CachedAdapter]:
-        """Versions that could leave the device now, the least recently used first."""
+        """Versions that can be evicted now, least recently used first."""
         return [entry for entry in self._movable(ahead) if True not in entry.users.values()]
 
     def _movable(self, but: Collection[str]) -> list[CachedAdapter]:
-        """Versions that could leave the device once their users have ended, the least recently used first."""
+        """Versions that can be evicted once their users have ended, least recently used first."""
         return [
             entry
             for key, entry in self._recent.items()
@@ -306,7 +303,7 @@ class AdapterCache:
         self._drop(entry.version.key, AdapterTier.DEVICE)
 
     def _leave(self, entry: CachedAdapter) -> None:
-        """Notes that weights are not on the device any more, nor on their way."""
+        """Notes that a version's weights are neither on the device nor loading."""
         key = entry.version.key
         self._count(entry, -1)
         if key in self._closed:
@@ -316,7 +313,7 @@ class AdapterCache:
             del self._recent[key]
 
     def _keep_copy(self, entry: CachedAdapter) -> None:
-        """Counts the copy on the host that loading makes; the least recently used ones leave for it."""
+        """Counts the host copy made by loading, evicting the least recently used copies."""
         if entry.has_copy or not self._host_room:
             return
         entry.has_copy = True
@@ -344,14 +341,14 @@ class AdapterCache:
                 self._free(entry)
 
     def _free(self, entry: CachedAdapter) -> None:
-        """Frees all that a version has in memory."""
+        """Frees a version's weights on device and host."""
         if entry.tier is AdapterTier.DEVICE:
             self._leave(entry)
             self._drop(entry.version.key, AdapterTier.DEVICE)
         self._drop_copy(entry)
 
     def _count(self, entry: CachedAdapter, sign: int) -> None:
-        """Adds or takes away the bytes that a version has on the device."""
+        """Adds or subtracts a version's bytes on the device."""
         if isinstance(entry.version, StoredVersion):
             self._used += sign * entry.version.cost
             self._slots += sign * (entry.version.cost - entry.version.outline.nbytes)
@@ -360,7 +357,7 @@ class AdapterCache:
 
 
 def _has_bytes(entry: CachedAdapter) -> bool:
-    """Tells whether a version is on the device, or on its way."""
+    """Tells whether a version is on the device or loading."""
     return entry.tier in (AdapterTier.LOADING, AdapterTier.DEVICE)
 
 

@@ -1,7 +1,7 @@
-"""Ways of weights from files to the device: on a CPU in one move, on a GPU through pinned host memory.
+"""Moves weights from files to the device: on a CPU directly, on a GPU through pinned host memory.
 
-What leaves a GPU may stay in host memory for a while, so that it need not be read again. Which versions do is
-the adapter cache's business (`cache.py`). The GPU's way is written and has not been run on one.
+Versions evicted from a GPU may stay in host memory, as the adapter cache (`cache.py`) decides. The GPU's way
+is written and has not been run on one.
 """
 
 import time
@@ -25,8 +25,8 @@ Move = Callable[[AdapterVersion], AdapterVersion]
 
 
 class Pace:
-    """Lets a thread work a fifth of the time, a millisecond at once: steps that all take a little longer are
-    better than one that takes much longer."""
+    """Throttles a thread to a fifth of the time, a millisecond at a time: many slightly longer steps are
+    better than one much longer one."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -39,17 +39,17 @@ class Pace:
 
 
 class HostCopies:
-    """Copies of stored versions in host memory, from which they come to the device. `room` are the bytes
-    they may have; where it is 0, as on a CPU, whose memory is the host's, there are none."""
+    """Copies of stored versions in host memory, the source of loads to the device. `room` is their limit in
+    bytes; 0, as on a CPU, makes no copies."""
 
     def __init__(self, read: Read, room: int = 0, pin: Move = lambda v: v, move: Move = lambda v: v) -> None:
-        """`read` reads a version's files, `pin` gives a copy on the host, `move` one on the device."""
+        """`read` reads a version's files, `pin` copies to pinned host memory, `move` to the device."""
         self.room = room
         self._read, self._pin, self._move = read, pin, move
         self._copies: dict[str, AdapterVersion] = {}  # by key
 
     def load(self, stored: StoredVersion) -> AdapterVersion:
-        """The weights on the device. Raises what `StoredVersion.read` does."""
+        """Loads a version to the device. Raises what `StoredVersion.read` does."""
         copy = self._copies.get(stored.key)
         if copy is None:
             copy = self._pin(self._read(stored))
@@ -58,14 +58,14 @@ class HostCopies:
         return self._move(copy)
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Frees copies; keys of versions without one are ignored."""
+        """Frees copies; other keys are ignored."""
         for key in keys:
             self._copies.pop(key, None)
 
 
 def host_copies(frame: Frame, dtype: torch.dtype, device: torch.device) -> HostCopies:
-    """Host copies for a device, with room for a quarter of what the host has free. The thread that loads
-    waits for a stream of its own: whoever computes does not."""
+    """Host copies for a device, with room for a quarter of the host's free memory. Loads use a stream of
+    their own, on which only the loading thread waits."""
     buffer, pace = Buffer(), Pace()
     has_own_memory = device.type == "cuda"
     read_to = torch.device("cpu") if has_own_memory else device

@@ -1,4 +1,4 @@
-"""Reads adapters beside the steps, on a thread that takes little from them."""
+"""Reads adapters on a low-priority thread while steps run."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,20 +18,20 @@ BringIn = Callable[[StoredVersion], int]  # onto the device; returns the bytes t
 
 
 class Reads(Protocol):
-    """Brings weights in while its caller goes on."""
+    """Asynchronous loading of weights."""
 
     def begin(self, stored: StoredVersion) -> None:
-        """Reads this one as well; `take` has it when that is done."""
+        """Queues a version to be read; `take` returns it afterwards."""
         ...
 
     def take(self) -> list[tuple[StoredVersion, Outcome]]:
-        """Returns adapters that have been read since the last time, or could not be."""
+        """Returns versions read since the last call, each with its outcome or error."""
         ...
 
 
 class Reader:
-    """Reads one version after the other: two at once would only take more from the steps. `done` is called on
-    the reading thread as soon as `take` has something."""
+    """Reads one version at a time, to disturb steps less. `done` is called on the reading thread when `take`
+    has a new result."""
 
     def __init__(self, bring_in: BringIn, done: Callable[[], object] = int) -> None:
         self._bring_in, self._done = bring_in, done
@@ -53,7 +53,7 @@ class Reader:
         return [(stored, future.result()) for stored, future in done]
 
     def _outcome(self, stored: StoredVersion) -> Outcome:
-        """What one adapter's files lead to is its own: whoever takes the result goes on."""
+        """Reads one version; any error is returned as its outcome."""
         try:
             return self._bring_in(stored)
         except CoserveError as error:
@@ -65,7 +65,8 @@ class Reader:
 
 
 def _own_thread() -> ThreadPoolExecutor:
-    """A thread that has one of torch's. Setting their number there sets MKL's for all: that is set back."""
+    """A thread for which torch uses one thread. Setting that changes MKL's number for all threads, which is
+    restored."""
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(1, "adapters")
     pool.submit(torch.set_num_threads, 1).result()

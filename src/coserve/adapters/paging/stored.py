@@ -1,4 +1,4 @@
-"""Adapters of which only the files are known: what they are and need, found without reading weights."""
+"""Stored adapters: their properties and costs, found without reading weights."""
 
 import hashlib
 import os
@@ -25,8 +25,7 @@ Stamp = tuple[tuple[int, int, int], ...]  # of each file: size, time of its last
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of an adapter's virtual tokens: all, those that are a prompt's rows, and those given as keys and
-    values."""
+    """Counts of an adapter's virtual tokens: all, prompt rows, and those given as keys and values."""
 
     count: int
     prompt_count: int
@@ -35,8 +34,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Facts of an adapter whose weights are not read: `cost` are its bytes in memory, with those of its
-    slot (`nbytes` are without)."""
+    """Properties of an adapter whose weights are not read: `cost` is its bytes in memory with its slot,
+    `nbytes` without."""
 
     virtual: Counts
     nbytes: int
@@ -44,15 +43,15 @@ class Outline:
 
     @classmethod
     def of(cls, adapter: AdapterVersion, slot: int = 0) -> "Outline":
-        """Outline of an adapter, by its shapes alone, with the bytes of its `slot`."""
+        """Outline of an adapter from its shapes, with `slot` bytes for its slot."""
         virtual = Counts(adapter.virtual.count, adapter.virtual.prompt_count, adapter.virtual.given_count)
         return cls(virtual, adapter.nbytes, adapter.nbytes + slot)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownVersion:
-    """Version `version` of adapter `name`, without its weights: these are on the device and can be read from
-    nowhere else, unless it is a `StoredVersion`."""
+    """Version `version` of adapter `name`, without weights: these exist on the device only, unless it is a
+    `StoredVersion`."""
 
     name: str
     version: int
@@ -64,18 +63,18 @@ class KnownVersion:
 
     @property
     def virtual(self) -> Counts:
-        """Counts of the virtual tokens that stand before every sequence."""
+        """Counts of the virtual tokens before every sequence."""
         return self.outline.virtual
 
     @property
     def cost(self) -> int:
-        """Bytes that it takes on the device, as far as they are counted with it."""
+        """Bytes that the cache counts for the version on the device."""
         return self.outline.cost
 
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion(KnownVersion):
-    """A version whose weights are what the files in `folder` were as of `stamp`."""
+    """A version with weights in the files of `folder`, unchanged since `stamp`."""
 
     folder: Path
     stamp: Stamp
@@ -88,8 +87,8 @@ class StoredVersion(KnownVersion):
         buffer: Buffer | None = None,
         rest: Callable[[], None] = lambda: None,
     ) -> AdapterVersion:
-        """The weights; `rest` is called after every piece of work. Raises AdapterError where the files are
-        gone, or not what they were."""
+        """Reads the weights; `rest` is called between pieces of work. Raises AdapterError where the files are
+        missing or changed."""
         load = (buffer or Buffer()).read
         try:
             if _stamp(self.folder) != self.stamp:
@@ -102,17 +101,17 @@ class StoredVersion(KnownVersion):
 
 
 class Outlines:
-    """Looks at adapters' files. Those with the same configuration and the same header are alike, and looked
-    through once. May be used from several threads."""
+    """Reads outlines of adapters' files, cached by configuration and header. Thread-safe."""
 
     def __init__(self, frame: Frame, dtype: torch.dtype, slot_nbytes: Callable[[Bypasses], int]) -> None:
-        """`slot_nbytes` tells the bytes of an adapter's slot, from bypasses without values."""
+        """`slot_nbytes` gives the bytes of an adapter's slot, from bypasses without values."""
         self._frame, self._dtype, self._slot_nbytes = frame, dtype, slot_nbytes
         self._known: dict[bytes, Outline] = {}
 
     def look(self, name: str, folder: str | Path, new: bool = False) -> StoredVersion:
-        """What lies in `folder`, as version 0 of `name`. Reads the configuration and the tensors' names,
-        types and shapes; of a `new` one the numbers too. Raises what `read_adapter` would raise for these."""
+        """The adapter in `folder` as version 0 of `name`. Reads the configuration and the tensors' names,
+        types and shapes, and checks the values of a `new` one. Raises what `read_adapter` would raise for
+        these."""
         folder = Path(folder)
         stamp = _stamp(folder)
         digest = _digest(folder, stamp)
@@ -141,7 +140,7 @@ def _stamp(folder: Path) -> Stamp:
 
 
 def _digest(folder: Path, stamp: Stamp) -> bytes:
-    """Of all that an outline depends on."""
+    """Digest of everything an outline depends on."""
     found = hashlib.sha256(repr([size for size, _, _ in stamp]).encode())
     try:
         found.update(hashlib.sha256((folder / CONFIG).read_bytes()).digest())

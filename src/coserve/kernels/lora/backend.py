@@ -1,4 +1,4 @@
-"""LoRA backends: how the rows of a step are multiplied with the low-rank matrices of their own adapters."""
+"""LoRA backends: products of a step's rows with the low-rank matrices of their adapters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,29 +22,29 @@ class LoraWeights:
 
 
 class LoraBackend(Protocol[W]):
-    """Multiplies rows by their adapters' matrices at one linear after the other. Whose the rows are is fixed;
-    where the matrices lie is told by `weights`. Rows meet no other adapter's matrices, so what is not a
-    number stays with its adapter."""
+    """Multiplies rows by their adapters' matrices, for one linear after the other. The assignment of rows is
+    fixed; `weights` has the matrices. Rows never meet other adapters' matrices, so a NaN stays with its
+    adapter."""
 
     def shrink(self, x: Tensor, weights: W) -> Any:
-        """x [rows, in] by each row's own A, in a form of the backend's own."""
+        """x [rows, in] times each row's A, in a layout of the backend's own."""
         ...
 
     def expand_(self, h: Any, weights: W, y: Tensor) -> None:
-        """y [rows, out] += scale · h Bᵀ, in place: what `shrink` gave by each row's own B."""
+        """y [rows, out] += scale · h Bᵀ, in place: the result of `shrink` times each row's B."""
         ...
 
 
 class TrainingLoraBackend(LoraBackend[LoraWeights], Protocol):
-    """A LoRA backend that goes back as well."""
+    """A LoRA backend with backward."""
 
     def backward(self, grad: Tensor, x: Tensor, weights: LoraWeights, grad_x: Tensor | None) -> Gradients:
-        """Gradients of A and B, given grad [rows, out] of what came out. That of x [rows, in] is added to
-        `grad_x`, where it is wanted."""
+        """Gradients of A and B from grad [rows, out] of the output. That of x [rows, in] is added to `grad_x`
+        unless that is None."""
         ...
 
 
 def or_zeros(found: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of matrices; zeros for those of adapters without rows."""
+    """Gradients of matrices, with zeros for adapters without rows."""
     pairs = zip(found, matrices, strict=True)
     return [torch.zeros_like(matrix) if own is None else own for own, matrix in pairs]

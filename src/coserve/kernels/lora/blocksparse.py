@@ -1,12 +1,12 @@
-"""Block-sparse products in plain torch: what lies between adapters' two matrices as blocks of rows x ranks,
-all blocks of one size in one batched product.
+"""Block-sparse products in plain torch: the intermediate rows x ranks as blocks, all blocks of one size in
+one batched product.
 
 In the report's words (4.3.4) DDS makes the blocks (dense by dense) and SDD multiplies them on (sparse by
 dense); the third product, for the gradients of the matrices, multiplies the blocks' transposes. A block has
-as many ranks as its adapter, so ranks need be multiples of nothing; it is as high as suits the segments, so
-decode rows are filled up to one another's number and not to sixteen. What is filled up is a row of zeros of
-the block's own adapter: nobody sees another's numbers. The plain twins are `reference.multi_lora` and
-`multi_lora_backward`; `triton/blocksparse.py` has the kernels for GPUs.
+its adapter's rank, so ranks may be any number; its height suits the segments, so decode rows are not padded
+to sixteen. Padding is rows of zeros of the block's own adapter, so adapters cannot affect each other. The
+plain twins are `reference.multi_lora` and `multi_lora_backward`; `triton/blocksparse.py` has the kernels for
+GPUs.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ _ROWS_FOR_WEIGHTS: Final = 24
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of one size, `height` rows each: block i has `lines[i]` of the rows, where -1 stands for
-    none, and the ranks of adapter `owners[i]`."""
+    """The blocks of one size, `height` rows each: block i has rows `lines[i]` (-1 is padding) and the ranks
+    of adapter `owners[i]`."""
 
     height: int
     owners: tuple[int, ...]
@@ -40,8 +40,8 @@ class Blocks:
         return stacked if scales is None else self.scale_(stacked, scales)
 
     def scale_(self, x: Tensor, scales: Sequence[float]) -> Tensor:
-        """Multiplies x [blocks, ...] by the adapters' scales, in place. Scales may not be numbers of x's
-        type, so a tensor of them would be rounded."""
+        """Multiplies x [blocks, ...] by the adapters' scales, in place. One by one: a tensor of scales would
+        be rounded to x's type."""
         own = [scales[owner] for owner in self.owners]
         if len(set(own)) == 1:
             return x.mul_(own[0])
@@ -50,7 +50,7 @@ class Blocks:
         return x
 
     def rows(self, x: Tensor) -> Tensor:
-        """[blocks, height, width] of x [rows, width], zeros where there is no row."""
+        """[blocks, height, width] of x [rows, width], with zeros as padding."""
         if isinstance(self.lines, slice):
             return x[self.lines].view(len(self.owners), self.height, -1)
         if self.filled is None:
@@ -60,8 +60,8 @@ class Blocks:
         return taken.view(len(self.owners), self.height, -1)
 
     def add_(self, y: Tensor, h: Tensor, stacked: Tensor) -> None:
-        """The rows of h [blocks, height, rank] · stacked [blocks, rank, width] to where they belong in y
-        [rows, width]."""
+        """Adds the rows of h [blocks, height, rank] · stacked [blocks, rank, width] to theirs of y [rows,
+        width]."""
         if isinstance(self.lines, slice):
             y[self.lines].view(len(self.owners), self.height, -1).baddbmm_(h, stacked)
             return
@@ -71,8 +71,7 @@ class Blocks:
         y.index_add_(0, lines, added)
 
     def sum_to(self, found: list[Tensor | None], products: Tensor) -> None:
-        """Puts products [blocks, ...] into what is `found` of each adapter, those of one adapter added up in
-        at least float32."""
+        """Adds products [blocks, ...] to each adapter's sum in `found`, in at least float32."""
         if len(set(self.owners)) == len(self.owners):
             for owner, product in zip(self.owners, products.unbind(), strict=True):
                 found[owner] = product
@@ -88,8 +87,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockSparse:
-    """A layout as blocks, those of one size together; between the products each size has [blocks, height,
-    rank]."""
+    """A layout as blocks grouped by size; the intermediate of each size is [blocks, height, rank]."""
 
     sizes: tuple[Blocks, ...]
 
@@ -152,7 +150,8 @@ def _blocks(segments: Sequence[tuple[slice, int]], device: torch.device) -> Bloc
 
 
 def _height(lengths: Sequence[int]) -> int:
-    """Height of the blocks for segments of these lengths: where reading weights and filling up cost least."""
+    """Block height for segments of these lengths that minimises the cost of reading weights and of
+    padding."""
     heights = sorted({max(lengths), *(1 << power for power in range(9))})
     return min(heights, key=lambda h: sum(-(-n // h) for n in lengths) * (h + _ROWS_FOR_WEIGHTS))
 

@@ -1,15 +1,14 @@
-"""Which LoRA backend multiplies the rows of several adapters: declared here, from measurements, and nowhere
-else.
+"""Chooses the LoRA backend for rows of several adapters, from measurements.
 
-Every backend is described by plain twins, `reference.multi_lora` and `multi_lora_backward`.
+Every backend equals `reference.multi_lora` and `multi_lora_backward`.
 
-- *Grouped*: one adapter after the other, each with its own two products, which is what PEFT does.
+- *Grouped*: one adapter after the other, each with its own two products, as PEFT.
 - *Slots*: each row by its own adapter's matrices in tables that are filled once, two operations for all
   adapters (`slots.py` on a CPU, `triton/slots.py` on a GPU). Without a graph.
-- *Block-sparse*: what lies between as blocks of rows and ranks (`blocksparse.py`, `triton/blocksparse.py`).
+- *Block-sparse*: the intermediate as blocks of rows and ranks (`blocksparse.py`, `triton/blocksparse.py`).
 - *Segmented*: tiles of rows, each by its own adapter's ranks (`triton/segmented.py`).
 
-Serving takes slots where `slot_bounds` says so; `make_backend` is for matrices that are in no slot.
+Serving uses slots within `slot_bounds`; `make_backend` is for matrices without slots.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from coserve.kernels.triton import is_installed
 
 
 class Approach(StrEnum):
-    """The approaches there are for adapters that are in no slot."""
+    """Approaches for adapters without slots."""
 
     GROUPED = "grouped"
     SEGMENTED = "segmented"
@@ -38,8 +37,8 @@ class Approach(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotBounds:
-    """Bounds within which slots beat other backends: segments of at most `rows` rows, and in a step at least
-    `adapters` of one rank."""
+    """Bounds within which slots are fastest: segments of at most `rows` rows, and at least `adapters` of one
+    rank in a step."""
 
     rows: int
     adapters: int
@@ -59,14 +58,14 @@ _COARSE: Final = 64
 
 
 def slot_bounds(device: torch.device) -> SlotBounds | None:
-    """Bounds for tensors of a device; None where adapters never have slots."""
+    """Bounds for a device; None where slots are not used."""
     if device.type == "cuda" and not is_installed():
         return None
     return _SLOT_BOUNDS.get(device.type)
 
 
 def choose(layout: Layout, device: torch.device) -> Approach:
-    """The approach that measured fastest for a layout on a device."""
+    """The fastest measured approach for a layout on a device."""
     if device.type == "cuda" and is_installed():
         return Approach.SEGMENTED
     segments = len(layout.rows)
@@ -79,8 +78,7 @@ def choose(layout: Layout, device: torch.device) -> Approach:
 def make_backend(
     layout: Layout, device: torch.device, approach: Approach | None = None
 ) -> TrainingLoraBackend:
-    """Makes the backend for tensors on a device, the fastest if none is asked for. Without Triton a GPU's
-    segments are multiplied one after the other."""
+    """Makes the backend for a device, by default the fastest. A GPU without Triton uses grouped products."""
     approach = choose(layout, device) if approach is None else approach
     if approach is Approach.GROUPED:
         return Grouped(layout.segments)
@@ -93,8 +91,8 @@ def make_backend(
 
 
 def slot_rank(rank: int) -> int:
-    """The rank of the slot that an adapter of `rank` lies in, at most 1.6 times as large: adapters of
-    neighbouring ranks share tables, and what is filled up is zeros that are read."""
+    """The slot's rank for an adapter of `rank`, at most 1.6 times as large: neighbouring ranks share tables,
+    padded with zeros."""
     return next((size for size in _RANKS if size >= rank), -(-rank // _COARSE) * _COARSE)
 
 
@@ -106,7 +104,7 @@ def make_slot_tables(slots: int, rank: int, inputs: int, outputs: Sequence[int],
 def make_slot_backend(
     segments: Sequence[tuple[slice, int]], device: torch.device
 ) -> LoraBackend[SlotWeights]:
-    """The backend for the tables of a device: ranges of rows in their order, and the slot of each."""
+    """Makes the slot backend of a device for ranges of rows, in order, each with its slot."""
     if device.type == "cuda":
         from coserve.kernels.triton.slots import TritonSlots
 

@@ -1,8 +1,8 @@
-"""Grouped: the rows of all adapters in one batch, which is split only where an adapter is multiplied (the
-report's 4.3.3; PEFT's mixed batches).
+"""Grouped: the rows of all adapters in one batch, split only for the low-rank products (the report's 4.3.3;
+PEFT's mixed batches).
 
-Two products for each segment, by matrices where they lie; one adapter alone is a group of one segment. The
-plain twins are `reference.multi_lora` and `multi_lora_backward`.
+Two products for each segment, without copying matrices; a single adapter is one segment. The plain twins are
+`reference.multi_lora` and `multi_lora_backward`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from coserve.kernels.lora.backend import Gradients, LoraWeights, or_zeros
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """(Rows, adapter), multiplied segment by segment; between the products each has [its rows, rank]."""
+    """Segments (rows, adapter), multiplied one by one; the intermediate of each is [its rows, rank]."""
 
     segments: tuple[tuple[slice, int], ...]
 

@@ -1,7 +1,7 @@
 """Low-rank bypasses of a step's rows at one linear: forward in place, and all gradients.
 
-Matrices stay where they are; the backend that `dispatch` has for such segments multiplies them, ranks of any
-size and rows of any number. The twins are `reference.multi_lora` and `multi_lora_backward`.
+Matrices are not copied; `dispatch` chooses the backend. Ranks and numbers of rows are arbitrary. The plain
+twins are `reference.multi_lora` and `multi_lora_backward`.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from coserve.kernels.lora.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """Rows [start, stop) of an adapter with a [rank, in] and b [out, rank], times `scale`. `is_added`: what
-    they are added to has it already, and forward there is nothing to do."""
+    """Rows [start, stop) of an adapter with a [rank, in] and b [out, rank], times `scale`. `is_added`:
+    forward has nothing to do, as the output includes the bypass."""
 
     start: int
     stop: int
@@ -30,15 +30,15 @@ class LoraSegment:
 
 
 class LoraBackends:
-    """Backends of one step by spans of rows and ranks: the linears that the same rows pass share them. The
-    fastest ones, or those of one approach."""
+    """Backends of one step by segments' rows and ranks, shared by linears: the fastest, or those of one
+    approach."""
 
     def __init__(self, approach: Approach | None = None) -> None:
         self._approach = approach
         self._made: dict[tuple[tuple[int, int, int], ...], TrainingLoraBackend] = {}
 
     def of(self, segments: Sequence[LoraSegment], device: torch.device) -> TrainingLoraBackend:
-        """The backend for segments on a device, which is always the same."""
+        """The backend for segments on a device; each instance must use one device only."""
         key = tuple((segment.start, segment.stop, len(segment.a)) for segment in segments)
         if key not in self._made:
             spans = [(slice(start, stop), i) for i, (start, stop, _) in enumerate(key)]
@@ -48,7 +48,7 @@ class LoraBackends:
 
 
 class LoraSegments:
-    """All segments at one linear, none of which overlap."""
+    """All segments at one linear, without overlaps."""
 
     def __init__(self, segments: Sequence[LoraSegment], backends: LoraBackends) -> None:
         self._segments, self._backends = segments, backends
@@ -66,11 +66,11 @@ class LoraSegments:
 
     @property
     def is_added(self) -> bool:
-        """Tells whether forward there is nothing to do."""
+        """Tells whether forward has nothing to do."""
         return not self._left
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        """y [rows, out] += scale · x Aᵀ Bᵀ, in place, where it is not in there; x [rows, in]."""
+        """y [rows, out] += scale · x Aᵀ Bᵀ, in place, for segments not added yet; x [rows, in]."""
         if self._is_whole:
             self._backend.expand_(self._backend.shrink(x, self.weights), self.weights, y)
         elif self._left:

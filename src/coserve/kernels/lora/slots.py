@@ -1,13 +1,12 @@
-"""Slots: adapters of one rank in the slots of a table each, which is filled once and then only read.
+"""Slots: adapters of one rank in the slots of shared tables, each filled once and then only read.
 
-Segmented gather on a CPU: each row by its own adapter's matrices, where they lie, in two operations. Both
-products of a low-rank bypass are sums of rows of a table with weights, which is what `embedding_bag` is, and
-that reads bfloat16 at the memory's bandwidth: x Aᵀ is the sum of Aᵀ's rows with x's values as their weights,
-and its product with B the sum of B's rows with those. So no row is padded, none sees another's adapter, and
-adapters that have no row are not read. On two cores, 64 rows of 32 adapters of rank 8 at a 1024x1024 linear
-took 78 and 28 µs; batched products, whose two factors torch packs anew in every call, 94 and 63 at best; one
-adapter after the other 620 and 960. What the bytes allow is 18 each. The plain twin is
-`reference.multi_lora`. `triton/slots.py` is the backend for GPUs.
+Segmented gather on a CPU: all rows by their adapters' matrices, in place, in two operations. Both products of
+a low-rank bypass are weighted sums of table rows, as `embedding_bag` computes them at memory bandwidth in
+bfloat16: x Aᵀ is the sum of Aᵀ's rows weighted by x, and its product with B the sum of B's rows weighted by
+that. So rows are not padded, adapters stay separate, and adapters without rows are not read. On two cores, 64
+rows of 32 adapters of rank 8 at a 1024x1024 linear took 78 and 28 µs; batched products, whose two factors
+torch packs anew in every call, 94 and 63 at best; one adapter after the other 620 and 960. Memory bandwidth
+allows 18 each. The plain twin is `reference.multi_lora`. `triton/slots.py` is the backend for GPUs.
 """
 
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SlotWeights:
-    """All slots' matrices at one linear: `down` is the table of A of all linears that are given the same
-    input, `up` [slots, rank, out] the linear's own of B, transposed and scaled, `ranks` its columns of what
-    `shrink` gives."""
+    """All slots' matrices at one linear: `down` is the table of A of all linears with the same input, `up`
+    [slots, rank, out] the linear's B, transposed and scaled, `ranks` its columns of the result of
+    `shrink`."""
 
     down: Tensor
     up: Tensor
@@ -30,8 +29,8 @@ class SlotWeights:
 
 
 class SlotTables:
-    """Tables for up to `slots` adapters of one rank at linears that are given the same input. A of all
-    linears lies end to end: [slots, in, all ranks] where `inputs_first`, else [slots, all ranks, in]."""
+    """Tables for up to `slots` adapters of one rank at linears with the same input. A of all linears is
+    concatenated: [slots, in, all ranks] where `inputs_first`, else [slots, all ranks, in]."""
 
     def __init__(
         self, slots: int, rank: int, inputs: int, outputs: Sequence[int], like: Tensor, inputs_first: bool
@@ -44,12 +43,12 @@ class SlotTables:
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of one adapter's share."""
+        """Bytes of one slot."""
         return sum(table[0].nbytes for table in (self._down, *self._up))
 
     def put(self, slot: int, linear: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """Copies a [rank, in] and b [out, rank] of one linear into a slot; ranks below the table's are filled
-        up with zeros. The scale is rounded into b, once."""
+        """Copies a [rank, in] and b [out, rank] of one linear into a slot; smaller ranks are padded with
+        zeros. b is multiplied by the scale and rounded once."""
         rank = len(a)
         down, up = self._ranks_first[slot, self._ranks(linear)], self._up[linear][slot]
         down[:rank] = a
@@ -58,7 +57,7 @@ class SlotTables:
             down[rank:], up[rank:] = 0, 0
 
     def weights(self, linear: int) -> SlotWeights:
-        """The tables that the rows of one linear are multiplied by."""
+        """The tables of one linear."""
         return SlotWeights(self._down, self._up[linear], self._ranks(linear))
 
     def _ranks(self, linear: int) -> slice:
@@ -66,8 +65,8 @@ class SlotTables:
 
 
 class GatheredSlots:
-    """A LoRA backend for tables with inputs first: ranges of rows, none of which overlap, and the slot of
-    each. `shrink` gives [those rows, all ranks]."""
+    """A LoRA backend for tables with inputs first, from ranges of rows without overlaps and their slots.
+    `shrink` gives [those rows, all ranks]."""
 
     def __init__(self, segments: Sequence[tuple[slice, int]], device: torch.device) -> None:
         slots = [slot for rows, slot in segments for _ in range(rows.stop - rows.start)]
@@ -90,15 +89,15 @@ class GatheredSlots:
             y.index_add_(0, self._rows, added)
 
     def _bag(self, table: Tensor, factors: Tensor) -> Tensor:
-        """[rows, width]: the sum of the lines of each row's slot in table [slots, lines, width], times its
-        factors [rows, lines]."""
+        """[rows, width]: the sum of the lines of each row's slot in table [slots, lines, width], weighted by
+        `factors` [rows, lines]."""
         lines, starts = self._places(table.shape[1])
         table = table.flatten(0, 1)
         return F.embedding_bag(lines, table, starts, mode="sum", per_sample_weights=factors.reshape(-1))
 
     def _places(self, height: int) -> tuple[Tensor, Tensor]:
-        """In tables of `height` lines a slot: the lines of each row's slot, [rows * height], and where each
-        row's lines begin among these, [rows]."""
+        """For tables with `height` lines a slot: the lines of each row's slot, [rows * height], and each
+        row's offset among these, [rows]."""
         if height not in self._lines:
             own = torch.arange(height, dtype=torch.int32, device=self._slots.device)
             starts = torch.arange(

@@ -1,4 +1,4 @@
-"""Kernels for GPUs, an optional extra: nothing here is imported unless `is_installed` says so."""
+"""Kernels for GPUs, an optional extra: imported only if `is_installed`."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -6,5 +6,5 @@ from importlib.util import find_spec
 
 @cache
 def is_installed() -> bool:
-    """Tells whether Triton is there."""
+    """Tells whether Triton is installed."""
     return find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""The kernels as LoRA backends, in a graph and without."""
+"""LoRA backends of the Triton kernels."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from coserve.kernels.triton.tiles import Tiles
 
 
 class TableBackend(ABC):
-    """A backend that multiplies by tables in which the matrices of all adapters lie end to end."""
+    """A backend that concatenates the matrices of all adapters into tables."""
 
     def shrink(self, x: Tensor, weights: LoraWeights) -> Tensor:
         """See `LoraBackend`."""
@@ -38,31 +38,31 @@ class TableBackend(ABC):
 
     @abstractmethod
     def _shrink(self, x: Tensor, table: Tensor) -> Tensor:
-        """x [rows, in] by each row's own ranks of a table [ranks, in]."""
+        """x [rows, in] times each row's ranks of a table [ranks, in]."""
 
     @abstractmethod
     def _expand_(self, h: Tensor, table: Tensor, y: Tensor) -> None:
-        """y [rows, out] += what `_shrink` gave by each row's own ranks of a table [ranks, out]."""
+        """y [rows, out] += the result of `_shrink` times each row's ranks of a table [ranks, out]."""
 
     @abstractmethod
     def _outer(self, h: Tensor, x: Tensor) -> Tensor:
-        """[ranks, in] in float32: what `_shrink` gave, transposed, by x [rows, in], each adapter over its own
-        rows."""
+        """[ranks, in] in float32: the result of `_shrink`, transposed, times x [rows, in], for each adapter
+        over its rows."""
 
 
 def _down(weights: LoraWeights) -> Tensor:
-    """All A end to end, [all ranks, in]."""
+    """All A concatenated, [all ranks, in]."""
     return torch.cat(list(weights.a))
 
 
 def _up(weights: LoraWeights) -> Tensor:
-    """All B, transposed and times their scales, end to end: [all ranks, out]."""
+    """All B, transposed, scaled and concatenated: [all ranks, out]."""
     return torch.cat([b.t() * scale for b, scale in zip(weights.b, weights.scales, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
 class TritonSegmented(TableBackend):
-    """By `segmented.py`."""
+    """The backend of `segmented.py`."""
 
     tiles: Tiles
 
@@ -82,7 +82,7 @@ class TritonSegmented(TableBackend):
 
 @dataclass(frozen=True, slots=True)
 class TritonBlockSparse(TableBackend):
-    """By `blocksparse.py`."""
+    """The backend of `blocksparse.py`."""
 
     topology: Topology
 

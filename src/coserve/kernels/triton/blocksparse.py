@@ -1,11 +1,10 @@
-"""Block-sparse products: what lies between an adapter's two matrices as blocks of rows x ranks, and no
-others.
+"""Block-sparse products: the intermediate rows x ranks of adapters as blocks.
 
 In the report's words DDS makes the blocks (dense by dense), SDD multiplies them on (sparse by dense); the
-third one, for the gradients of the matrices, multiplies the blocks' transposes. Ranks need be multiples of
-nothing, since a block that an adapter does not fill is masked, and blocks of decode rows are one row high. A
-program for each block: adapters of small ranks cost as little as they are, whatever the largest one is. The
-plain twins are `reference.multi_lora` and `multi_lora_backward`.
+third one, for the gradients of the matrices, multiplies the blocks' transposes. Ranks may be any number, as
+partial blocks are masked; blocks of decode rows are one row high. Each block is one program, so an adapter's
+cost follows its own rank, not the largest. The plain twins are `reference.multi_lora` and
+`multi_lora_backward`.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ _RANKS, _WIDTH = 16, 64
 
 @dataclass(frozen=True)
 class Topology:
-    """The blocks of a layout, those of the same rows one after the other. Block i has `rows[i]` rows from
+    """The blocks of a layout, those of the same rows consecutively. Block i has `rows[i]` rows from
     `row_of[i]` on and `ranks[i]` ranks from `rank_of[i]` on; tile j of rows has `spans[1, j]` blocks from
     `spans[0, j]` on. int32. `size` is the height of a block."""
 
@@ -61,7 +60,7 @@ class Topology:
 
     @cached_property
     def by_rank(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Blocks by their ranks, and of each distinct one the first and their number, int32: the transpose's
+        """Blocks sorted by ranks, and the first and the number of each distinct one, int32: the transpose's
         order."""
         order = torch.argsort(self.rank_of, stable=True)
         _, counts = torch.unique_consecutive(self.rank_of[order], return_counts=True)
@@ -69,8 +68,7 @@ class Topology:
 
 
 def dds(x: Tensor, a: Tensor, topology: Topology) -> Tensor:
-    """The blocks of x [rows, in] · aᵀ, a [ranks, in]: [blocks, size, 16] in x's type, zero where not
-    filled."""
+    """The blocks of x [rows, in] · aᵀ, a [ranks, in]: [blocks, size, 16] in x's type, zero in padding."""
     values = x.new_zeros(topology.blocks, topology.size, _RANKS)
     if topology.blocks:
         _dds[(topology.blocks,)](
@@ -80,7 +78,7 @@ def dds(x: Tensor, a: Tensor, topology: Topology) -> Tensor:
 
 
 def sdd_(values: Tensor, b: Tensor, y: Tensor, topology: Topology) -> None:
-    """y [rows, out] += the blocks by b [ranks, out]."""
+    """y [rows, out] += the blocks times b [ranks, out]."""
     if topology.blocks:
         grid = (topology.spans.shape[1], triton.cdiv(y.shape[1], _WIDTH))
         _sdd[grid](
@@ -90,7 +88,7 @@ def sdd_(values: Tensor, b: Tensor, y: Tensor, topology: Topology) -> None:
 
 
 def transposed(values: Tensor, x: Tensor, topology: Topology) -> Tensor:
-    """The blocks' transposes by x [rows, in]: [ranks, in] in float32."""
+    """The blocks' transposes times x [rows, in]: [ranks, in] in float32."""
     found = torch.zeros(topology.layout.total_ranks, x.shape[1], device=x.device, dtype=torch.float32)
     if topology.blocks:
         order, firsts, counts = topology.by_rank

@@ -1,8 +1,8 @@
-"""Segmented gather: shrink and expand over tiles of rows, each with its own adapter's ranks (Punica, S-LoRA).
+"""Segmented gather: shrink and expand over tiles of rows, each with its adapter's ranks (Punica, S-LoRA).
 
-What lies between is [rows, largest rank]; a tile fills as many columns as its adapter has ranks, and a
-program whose ranks begin beyond those ends at once. Tiles of one row are multiplied without matrix units: a
-decode row brings no padding with it. The plain twins are `reference.multi_lora` and `multi_lora_backward`.
+The intermediate is [rows, largest rank]; a tile fills its adapter's ranks, and programs beyond those end at
+once. Tiles of one row are multiplied without matrix units, so decode rows are not padded. The plain twins are
+`reference.multi_lora` and `multi_lora_backward`.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ _RANKS, _WIDTH = 16, 64  # of a program's block
 
 
 def shrink(x: Tensor, a: Tensor, tiles: Tiles) -> Tensor:
-    """x [rows, in] by each row's own ranks of a [ranks, in]: [rows, largest rank] in x's type; columns beyond
-    an adapter's ranks, and rows of nobody, are zero."""
+    """x [rows, in] times each row's ranks of a [ranks, in]: [rows, largest rank] in x's type; columns beyond
+    an adapter's ranks, and rows without an adapter, are zero."""
     h = x.new_zeros(len(x), tiles.largest_rank)
     if h.numel():
         grid = (tiles.count, triton.cdiv(tiles.largest_rank, _RANKS))
@@ -28,14 +28,14 @@ def shrink(x: Tensor, a: Tensor, tiles: Tiles) -> Tensor:
 
 
 def expand_(h: Tensor, b: Tensor, y: Tensor, tiles: Tiles) -> None:
-    """y [rows, out] += h [rows, largest rank] by each row's own ranks of b [ranks, out]."""
+    """y [rows, out] += h [rows, largest rank] times each row's ranks of b [ranks, out]."""
     if h.numel():
         grid = (tiles.count, triton.cdiv(y.shape[1], _WIDTH))
         _expand[grid](h, b, y, *_columns(tiles), y.shape[1], h.stride(0), y.stride(0), *_block(tiles))
 
 
 def outer(h: Tensor, x: Tensor, tiles: Tiles) -> Tensor:
-    """[ranks, in]: of each adapter hᵀ x over its own rows, all segments together, in at least float32."""
+    """[ranks, in]: hᵀ x of each adapter over all its segments, in at least float32."""
     found = torch.zeros(tiles.layout.total_ranks, x.shape[1], device=x.device, dtype=torch.float32)
     if found.numel():
         grid = (

@@ -1,4 +1,4 @@
-"""Slots on a GPU: what `lora/slots.py` has for CPUs, with the segmented kernels."""
+"""Slots on a GPU by the segmented kernels; `lora/slots.py` is for CPUs."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from coserve.kernels.triton.tiles import Tiles
 
 
 class TritonSlots:
-    """A LoRA backend for tables with ranks first: ranges of rows, none of which overlap, and the slot of
-    each, as tiles of one row. `shrink` gives [all rows, all ranks], zeros for rows of nobody."""
+    """A LoRA backend for tables with ranks first, from ranges of rows without overlaps and their slots, as
+    tiles of one row. `shrink` gives [all rows, all ranks], zeros for rows without a slot."""
 
     def __init__(self, segments: Sequence[tuple[slice, int]], device: torch.device) -> None:
         self._segments = [

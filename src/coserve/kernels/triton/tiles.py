@@ -1,4 +1,4 @@
-"""A layout as kernels read it: tiles of rows, and the blocks of ranks that each of them meets."""
+"""A layout for kernels: tiles of rows, each with its adapter's ranks."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +12,7 @@ LARGEST = 16  # rows of a tile: the least that matrix units multiply
 
 
 def tile_rows(layout: Layout) -> int:
-    """Rows of a tile: 1 where segments are decode rows, which are then multiplied without matrix units and
-    without a single row of padding."""
+    """Rows of a tile: 1 where segments are decode rows, which then need no matrix units and no padding."""
     longest = max((rows.stop - rows.start for rows in layout.rows), default=1)
     return 1 if longest <= 4 else LARGEST
 
@@ -21,8 +20,8 @@ def tile_rows(layout: Layout) -> int:
 @dataclass(frozen=True)
 class Tiles:
     """Tiles of a layout on a device: tile i has `counts[i]` rows from `starts[i]` on, and ranks from
-    `first[i]` on, `ranks[i]` of them, of adapter `owners[i]`. All int32 [tiles]. `size` is the most rows of
-    one."""
+    `first[i]` on, `ranks[i]` of them, of adapter `owners[i]`. All int32 [tiles]. `size` is the largest number
+    of rows of a tile."""
 
     layout: Layout
     size: int
@@ -54,7 +53,7 @@ class Tiles:
 
     @cached_property
     def by_owner(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tiles adapter by adapter, and of each adapter the first of them and their number, int32."""
+        """Tiles sorted by adapter, and each adapter's first tile and number of tiles, int32."""
         order = torch.argsort(self.owners, stable=True).to(torch.int32)
         counts = torch.bincount(self.owners.long(), minlength=len(self.layout.ranks))
         return order, (counts.cumsum(0) - counts).to(torch.int32), counts.to(torch.int32)

@@ -1,4 +1,4 @@
-"""The input embedding in eight bits: rows are widened as they are looked up."""
+"""The input embedding in eight bits: rows are dequantized on lookup."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from coserve.model.quantized.int8 import Int8Placement
 
 
 class QuantizedEmbedding(Placed):
-    """Stands where an embedding of the base stood; a tied head shares its `placement`."""
+    """Replaces an embedding of the base; a tied head shares its `placement`."""
 
     placement: Int8Placement
 
@@ -29,8 +29,7 @@ class QuantizedEmbedding(Placed):
 
 @torch.no_grad()
 def is_lookup(embedding: nn.Module, factor: float) -> bool:
-    """Tells whether an embedding gives rows of its weight times `factor` and does nothing else, found by
-    trying."""
+    """Tells by a trial whether an embedding gives rows of its weight times `factor` and nothing else."""
     weight = embedding.weight
     assert isinstance(weight, Tensor)
     tokens = torch.arange(min(4, len(weight)), device=weight.device)

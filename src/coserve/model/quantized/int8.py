@@ -1,7 +1,7 @@
 """Eight bits a weight: int8 with one scale for each output, the format of torch's own weight-only product.
 
-Only weights are rounded, never what they are multiplied with. So a base in eight bits *is* the base with
-those rounded weights: its gradients are exact, and adapters are trained through it as through any other.
+Only weights are rounded, not activations. So a base in eight bits *is* a base with the rounded weights: its
+gradients are exact, and adapters train through it as through any other.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ class Int8Placement(Placement):
         return dense
 
     def rows(self, index: Tensor) -> Tensor:
-        """Some rows of the dense weight: [..., in] for index [...]."""
+        """Rows of the dense weight: [..., in] for index [...]."""
         found: Tensor = self._weight[index] * self._scale[index][..., None]
         return found
 
@@ -72,13 +72,13 @@ class Int8Placement(Placement):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _pieces(self, dim: int) -> Iterator[Tensor]:
-        """The int8 weight, cut along one dimension. int8 has an exact twin in every floating type."""
+        """The int8 weight in pieces along one dimension, exact in every floating type."""
         step = max(_PIECE // self._weight.shape[1 - dim], 1)
         yield from torch.split(self._weight, step, dim)
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [out, in] and scales [out]. A row's largest weight gets the largest number."""
+    """int8 [out, in] and scales [out]. Each row is scaled by its largest weight."""
     lowest, highest = torch.aminmax(weight, dim=1)
     largest = torch.maximum(-lowest, highest).to(exact_type(weight.dtype))
     tiny = torch.finfo(weight.dtype).tiny  # a row of zeros stays one

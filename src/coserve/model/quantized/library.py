@@ -1,4 +1,4 @@
-"""bitsandbytes, which makes and multiplies the four-bit format. It is loaded when a base asks for it."""
+"""Access to bitsandbytes, which makes and multiplies the four-bit format; loaded on first use."""
 
 import importlib
 import logging
@@ -28,8 +28,8 @@ def bitsandbytes() -> ModuleType:
 
 @contextmanager
 def _without_downloads() -> Iterator[None]:
-    """Hides the package `kernels`: where it is installed, bitsandbytes would fetch and run code from the hub
-    as it is imported. Nothing is said of its absence."""
+    """Hides the package `kernels`, with which bitsandbytes would fetch and run code from the hub on
+    import."""
     missing = object()
     before = sys.modules.get("kernels", missing)
     log = logging.getLogger(_BACKEND)

@@ -1,7 +1,7 @@
 """Four bits a weight: bitsandbytes' NF4, whose sixteen values are quantiles of a normal distribution.
 
-Blocks of 64 weights share a scale, in bfloat16: 4.25 bits a weight. As with eight bits only weights are
-rounded, so gradients are those of the base with these weights (QLoRA).
+Blocks of 64 weights share a scale, in bfloat16: 4.25 bits a weight. Only weights are rounded, so gradients
+are those of the base with these weights (QLoRA).
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class NF4Placement(Placement):
         self._data, self._scales = data, scales
 
     def _kept(self) -> tuple[Tensor, Tensor]:
-        """The tensor that `_keep` was given."""
+        """The packed weight as passed to `_keep`."""
         return self._data, self._scales
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
@@ -67,10 +67,10 @@ class NF4Placement(Placement):
 
 
 class TiledNF4Placement(NF4Placement):
-    """An `NF4Placement` whose numbers lie in the order in which a CPU's product of few rows reads them.
+    """An `NF4Placement` in the tiled layout of the CPU's product of few rows.
 
-    That product widens weights as it goes, which is what makes a decode step quick; the order is undone
-    before weights are widened for many rows or for gradients, which costs a twentieth of such a product.
+    That product dequantizes on the fly, which makes decode steps fast; for many rows and for gradients
+    weights are untiled and dequantized first, a twentieth of such a product's time.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tiled(data: Tensor) -> Tensor:
-    """NF4 [out, in / 2] in tiles of 32 outputs. Within one, pairs of inputs come one after the other, and a
-    byte holds the same input of two outputs, which are 16 apart."""
+    """NF4 [out, in / 2] in tiles of 32 outputs. Within a tile, pairs of inputs are consecutive, and a byte
+    holds one input of two outputs that are 16 apart."""
     out, pairs = data.shape
     low, high = data.view(-1, 2, _TILE // 2, pairs).to(torch.int16).unbind(1)  # outputs 0-15 and 16-31
     first = (high & 0xF0) | (low >> 4)  # of each pair of inputs
@@ -124,7 +124,7 @@ def tiled(data: Tensor) -> Tensor:
 
 
 def untiled(data: Tensor) -> Tensor:
-    """The other way. Both bytes of a pair are worked on at once, as one number of 16 bits."""
+    """Inverse of `tiled`. Processes both bytes of a pair as one 16-bit number."""
     out, pairs = data.shape
     both = data.view(torch.int16).view(-1, pairs, _TILE // 2).transpose(1, 2).contiguous()
     rows = torch.empty(len(both), 2, _TILE // 2, pairs, dtype=torch.uint8, device=data.device)
@@ -134,20 +134,20 @@ def untiled(data: Tensor) -> Tensor:
 
 
 def _taken(dtype: torch.dtype) -> torch.dtype:
-    """The type in which the library works for a base in `dtype`: it has no float64."""
+    """The library's compute type for a base in `dtype`; it has no float64."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 @cache
 def _code() -> Tensor:
-    """The sixteen values, on the CPU."""
+    """The sixteen NF4 values, on the CPU."""
     code: Tensor = bitsandbytes().get_4bit_type(_TYPE, device="cpu")
     return code
 
 
 @cache
 def _multiplies_tiles() -> bool:
-    """Tells whether the product of few rows runs on this CPU, and reads tiles as they are made here."""
+    """Tells whether the product of few rows runs on this CPU with this tile layout."""
     if not bitsandbytes().has_avx512bf16():
         return False
     generator = torch.Generator().manual_seed(0)

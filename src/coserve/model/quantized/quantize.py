@@ -1,8 +1,8 @@
-"""Which weights of a model get how many bits.
+"""Assigns bits to the weights of a model.
 
-Linears of the decoder layers get what was asked for. Embedding and head get eight bits in any case: four
-would save less than a tenth of a small model, and what they lose is in every logit. Norms, biases, routers
-and fused experts (three-dimensional weights) stay as they are.
+Linears of the decoder layers get the requested bits. Embedding and head always get eight: four would save
+less than a tenth of a small model, and their error is in every logit. Norms, biases, routers and fused
+experts (three-dimensional weights) are not quantized.
 """
 
 import logging
@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 def quantize_model(model: PreTrainedModel, layers: Iterable[str], origin: Origin, cell: BatchCell) -> None:
-    """Puts quantized weights, on the origin's device, in the place of the model's own: one after the other,
-    so that no more than one is there twice. `layers` are the paths of the decoder layers.
+    """Replaces the model's weights by quantized ones on the origin's device, one at a time, so that at most
+    one exists twice. `layers` are the paths of the decoder layers.
 
-    Raises ConfigError where four bits are asked for and their library is missing.
+    Raises ConfigError where the library for four bits is missing.
     """
     inside = tuple(f"{path}." for path in layers)
     head = _path_of(model, model.get_output_embeddings())
@@ -58,8 +58,8 @@ def quantize_model(model: PreTrainedModel, layers: Iterable[str], origin: Origin
 
 
 def _embedding(model: PreTrainedModel, site: Site, device: torch.device) -> QuantizedEmbedding | None:
-    """A quantized embedding; None where the model's own does more than look rows up, and a tied head
-    stays."""
+    """A quantized embedding; None where the model's own does more than look rows up (then a tied head stays,
+    too)."""
     own = model.get_input_embeddings()
     if not is_lookup(own, site.factor):
         return None

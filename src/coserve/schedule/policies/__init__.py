@@ -1,4 +1,4 @@
-"""The strategies of the papers, one file each. A new one is a new file here, and nothing else changes."""
+"""The papers' strategies, one file each. A new file here adds a strategy without other changes."""
 
 import importlib
 import inspect
@@ -23,8 +23,8 @@ for _module in pkgutil.iter_modules(__path__):
 def make_policy(name: str, **options: object) -> Policy:
     """The policy registered as `name`, built with its own options.
 
-    They may stand behind the name, in their order or by their own names: `temporal:5`,
-    `temporal:5,grain=batch`. Raises ConfigError, in one sentence.
+    Options follow the name, by position or by name: `temporal:5`, `temporal:5,grain=batch`. Raises
+    ConfigError.
     """
     name, _, written = name.partition(":")
     if name == "isolated":
@@ -38,7 +38,7 @@ def make_policy(name: str, **options: object) -> Policy:
 
 
 def _written(name: str, text: str) -> Iterator[tuple[str, str]]:
-    """Options as they stand behind the name, by their own names."""
+    """Parses options after the name, as text by option name."""
     known = list(inspect.signature(POLICIES[name]).parameters)
     for place, part in enumerate(filter(None, text.split(","))):
         key, equals, value = part.partition("=")
@@ -52,7 +52,7 @@ def _written(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _options(name: str, given: Iterable[tuple[str, object]]) -> dict[str, Any]:
-    """Each of them once, and of the kind that the policy says."""
+    """Options in the types of the policy's fields. Raises ConfigError for duplicates and wrong types."""
     known = inspect.signature(POLICIES[name]).parameters
     taken: dict[str, Any] = {}
     for key, value in given:

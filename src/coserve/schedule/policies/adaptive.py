@@ -1,4 +1,4 @@
-"""Our own: requests pushed out while their bounds allow, training by the token in all that is left."""
+"""coserve's own policy: defers requests within their bounds, and trains by the token in the rest."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -33,8 +33,8 @@ _PATIENCE: Final = 0.5  # of the time that the least patient of these could wait
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A recent request: when it arrived, the seconds that it could wait, and the shortest of its bounds on
-    the first token, the whole answer or its deferral; 0 where it states none."""
+    """A recent request: its arrival, the seconds that it could be deferred, and the tightest of its bounds on
+    the first token, the whole answer or its deferral; 0 without any."""
 
     arrival: float
     patience: float
@@ -45,19 +45,17 @@ class _Seen:
 class Adaptive(Hybrid):
     """SLO-aware deferral and token-level filling together.
 
-    What a step with inference in it costs training is nearly the same for one row as for many, so there
-    should be few of them: requests should be answered together. Where they can wait for each other they are
-    pushed out, as FineInfer's are (3.2), but each by its own bounds: until the first of them could not be
-    answered in time any more, and then everybody goes along (a step later, where only their prompts would
-    make its first token late and can pass beside its others). Meanwhile training has the machine, in windows
-    that are put down between layers after a quantum; how long that is depends on how patient requests have
-    been of late. Where too few are expected before a request is due it enters at once, and training rides
-    along as much as bounds leave (FlexLLM, 6.2): then answers take longer, and it is there that they meet.
-    Beside those who have waited training rides only where sharing their pass over the weights saves a part of
-    it that counts, which it does for short mini-batches, or where they leave it no time of its own. Where it
-    does not, and bounds bear that answers take longer, training goes on beside them in a lane of its own
-    (FlexLLM, 8.3): reading weights for a few rows leaves processors waiting that products of many rows can
-    use. Who states no bound is never pushed out.
+    A step with inference costs training nearly the same for one row as for many, so requests should be
+    answered together. Requests are deferred as in FineInfer (3.2), but each by its own bounds: once the first
+    is due, all waiting requests enter (one step later where only their prompts would make its first token
+    late and can pass beside its decode steps). Until then training has the machine, in windows that pause
+    between layers after a quantum, whose length follows the slack of recent requests. A request enters at
+    once where too few others are expected before it is due; then training is fused into its steps as far as
+    bounds allow (FlexLLM, 6.2). Beside deferred requests training is fused only where sharing the pass over
+    the weights saves a significant part of it (short mini-batches), or where they leave training no time of
+    its own. Otherwise, if bounds allow slower answers, training runs in a lane of its own (FlexLLM, 8.3):
+    reading weights for a few rows leaves compute units idle that products of many rows can use. Requests
+    without bounds are never deferred.
     """
 
     whole = True
@@ -96,7 +94,8 @@ class Adaptive(Hybrid):
         return joining
 
     def allow(self, view: View) -> Allowance:
-        """A quantum until a request is due; beside requests that run, the time that their bounds leave."""
+        """Training time: a quantum until a request is due; beside running requests what their bounds
+        leave."""
         config = view.config
         rows = max([config.max_training_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
         if view.inference_seconds:
@@ -114,7 +113,7 @@ class Adaptive(Hybrid):
         return Allowance(seconds, rows, minimum=INFINITE, cut=self._cuts(view), job=job)
 
     def quantum(self, view: View) -> float:
-        """Seconds of a quantum: as long as recent requests could wait, where an arrival cannot stop
+        """Seconds of a quantum: limited by the slack of recent requests where arrivals cannot pause
         training."""
         config = view.config
         if config.interruptible:
@@ -124,14 +123,13 @@ class Adaptive(Hybrid):
         return max(min(patience, longest), config.quantum)
 
     def _cuts(self, view: View) -> bool:
-        """Tells whether a whole window through one layer takes too long for requests that may arrive."""
+        """Tells whether one layer of a whole window takes too long for requests that may arrive."""
         bound = min((seen.bound for seen in self._newest), default=0.0)
         return _layer_seconds(view) > max(_PIECE * bound, view.config.quantum)
 
     def _steps_beside(self, view: View) -> float:
-        """Number of decode steps that may run beside a piece of training in a lane of its own, where bounds
-        allow for the time that this adds to them. 0 beside prompts, which do not leave a processor waiting
-        for memory.
+        """Number of decode steps that may run beside training in a lane of its own, given the time that this
+        adds to them. 0 beside prompts, which are not memory-bound.
         """
         if any(sequence.remaining > 1 for sequence in view.running):
             return 0.0
@@ -153,8 +151,8 @@ class Adaptive(Hybrid):
                 self._newest.append(_Seen(arrival, patience, bound))
 
     def _gathers(self, now: float) -> bool:
-        """Tells whether at least `_COMPANY` others are expected while one request waits. Before two have come
-        nothing is known, and it waits."""
+        """Tells whether at least `_COMPANY` others are expected while one request waits; True before two have
+        arrived."""
         if len(self._newest) < 2:
             return True
         patience = sum(seen.patience for seen in self._newest) / len(self._newest)
@@ -168,13 +166,13 @@ class Adaptive(Hybrid):
 
 
 def _before_prompts_that_follow(waiting: tuple[Sequence, ...], due: list[Sequence]) -> tuple[Sequence, ...]:
-    """All waiting requests; where the first token of one is due, only those whose prompts pass up to it."""
+    """All waiting requests, or, where a first token is due, those up to its request in prompt order."""
     late = max((waiting.index(s) for s in due if s.request.slo.first_token is not None), default=None)
     return waiting if late is None else waiting[: late + 1]
 
 
 def _shared(view: View) -> float:
-    """Share of a mini-batch's time that one pass over the weights takes, which riding along saves."""
+    """Share of a mini-batch's time that one pass over the weights takes, which fusing saves."""
     batch = next((batch for job in view.jobs for batch in job.micro_batches), None)
     if batch is None:  # only an optimizer step is due
         return 1.0
@@ -182,7 +180,7 @@ def _shared(view: View) -> float:
 
 
 def _layer_seconds(view: View) -> float:
-    """Seconds that the longest window takes for backward through one layer."""
+    """Seconds of the longest window's backward through one layer."""
     longest = max(view.jobs[0].micro_batches, key=lambda batch: batch.length, default=None)
     if longest is None:  # only an optimizer step is due
         return 0.0
@@ -192,12 +190,11 @@ def _layer_seconds(view: View) -> float:
 
 
 def _splitting_pays(view: View) -> bool:
-    """Tells whether two lanes do more than one after the other, and more than riding saves."""
+    """Tells whether split lanes gain throughput, and more than fusing saves."""
     return view.cost.lanes.gain > _WORTH and _shared(view) < _SHARED
 
 
 def _is_worth_it(steps: int, shared: int, others: float) -> bool:
-    """Tells whether a request of so many steps should join those who run for `shared` more: it costs fewer
-    steps of its own than waiting for `others` would, who are expected until it is due and would share all of
-    them."""
+    """Tells whether a request of `steps` steps should join those that run for `shared` more steps: whether
+    that leaves fewer steps of its own than sharing all with the `others` expected until it is due."""
     return shared > 0 and steps - shared < steps / (1 + others)

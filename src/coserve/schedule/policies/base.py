@@ -1,4 +1,4 @@
-"""The policy protocol: what a policy is asked, may look at, and answers."""
+"""The policy protocol: the view that a policy gets, and the allowance that it returns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -17,8 +17,8 @@ INFINITE = float("inf")
 class View:
     """The state of the schedule at one moment. Times and budgets are in seconds.
 
-    `holds`, `admit` and `wake` are asked before the step's inference is planned, `allow` after: only then
-    do `inference_seconds` (what the inference in this step will take), `slack` and `deferral` mean anything.
+    `holds`, `admit` and `wake` are called before the step's inference is planned, `allow` after: only then
+    `inference_seconds` (of this step's inference), `slack` and `deferral` are set.
     """
 
     now: float
@@ -36,12 +36,12 @@ class View:
 
     @property
     def is_idle(self) -> bool:
-        """Tells whether no request is there."""
+        """Tells whether no request waits or runs."""
         return not self.waiting and not self.running
 
     @property
     def preempted(self) -> tuple[Sequence, ...]:
-        """Sequences that had entered and lost their pages: their answers are under way, though they wait."""
+        """Sequences that lost their pages after they had entered: they wait again."""
         return tuple(sequence for sequence in self.waiting if sequence.admitted_at is not None)
 
 
@@ -49,12 +49,11 @@ class View:
 class Allowance:
     """Allowance of training in one step, and its grain.
 
-    `rows` is the largest window; None makes a whole micro-batch the unit. `cut` says whether windows may have
-    fewer to fit: each part reads the weights of all layers that are left for itself. If the first piece in
-    turn does not fit into `seconds`, its smallest part (as few rows as may be, through one layer or the tail)
-    still runs when it takes at most `minimum`. `job` is the only one that trains; None lets all of them.
-    `split` is the share of the machine that inference has to itself, beside training in a lane of its own;
-    None has both in one pass over the weights.
+    `rows` is the largest window; None makes a whole micro-batch the unit. `cut` allows smaller windows to
+    fit; each part then reads the weights of all remaining layers. If the first piece does not fit into
+    `seconds`, its smallest part (fewest rows, one layer or the tail) still runs if it takes at most
+    `minimum`. Only `job` trains; None is all jobs. `split` is the share of the machine for inference, with
+    training in a lane of its own; None fuses both in one pass over the weights.
     """
 
     seconds: float
@@ -69,18 +68,18 @@ NO_TRAINING = Allowance(seconds=0.0, rows=0)
 
 
 class Policy(ABC):
-    """Decides who enters and how much training rides along. May keep state of its own between steps.
+    """Decides which requests enter and how much training each step has. May keep state between steps.
 
-    A step asks, in this order: `holds`, then `admit` unless it holds, then `allow` if a job is there. `whole`
-    says that a window may be a whole micro-batch, however long: that takes more memory. `pausable` says that
-    a request that arrives stops training under way at the next boundary between layers.
+    Each step calls `holds`, then `admit` unless it holds, then `allow` if there is a job. `whole`: a window
+    may be a whole micro-batch of any length, which takes more memory. `pausable`: an arriving request pauses
+    training under way at the next boundary between layers.
     """
 
     whole = False
     pausable = False
 
     def holds(self, view: View) -> bool:
-        """Tells whether no inference at all runs in this step. Asked once a step, first."""
+        """Tells whether no inference runs in this step. Called once a step, first."""
         return False
 
     def admit(self, view: View) -> Iterable[Sequence]:
@@ -89,10 +88,10 @@ class Policy(ABC):
 
     @abstractmethod
     def allow(self, view: View) -> Allowance:
-        """The training of this step. Asked only if there is some."""
+        """The training of this step. Called only if there is a job."""
 
     def wake(self, view: View) -> float:
-        """Time at which to ask again, where it lets nothing run although requests wait."""
+        """Time of the next call where nothing may run although requests wait."""
         return view.now
 
 
@@ -101,7 +100,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {}
 
 
 def register(name: str) -> Callable[[_P], _P]:
-    """Makes a policy known by `name`: `@register("hybrid")` above its class."""
+    """Class decorator that registers a policy by `name`: `@register("hybrid")`."""
 
     def enter(policy: _P) -> _P:
         assert name not in POLICIES, f"two policies are called {name}"

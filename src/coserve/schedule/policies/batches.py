@@ -1,4 +1,4 @@
-"""Static batches of requests (the multi-LoRA report, 5.2.2): put together, then run to their end."""
+"""Static batches of requests (the multi-LoRA report, 5.2.2): formed, then run to their end."""
 
 from coserve.core.sequence import Sequence
 from coserve.errors import ConfigError
@@ -8,7 +8,7 @@ from coserve.schedule.policies.base import View
 class StaticBatches:
     """A batch leaves when `size` requests wait or the first of them has waited `delay` seconds.
 
-    The next one cannot enter before the last of this one has its answer.
+    The next batch enters once every request of this one has its answer.
     """
 
     def __init__(self, size: int, delay: float) -> None:
@@ -20,9 +20,9 @@ class StaticBatches:
         self._batch: frozenset[int] = frozenset()  # keys of the one that left last
 
     def next(self, view: View, most: int | None = None) -> tuple[Sequence, ...]:
-        """The requests that leave now, first come first served, at most `most`.
+        """The requests of the batch that leaves now, first come first served, at most `most`.
 
-        Or who belongs to the batch under way and has no pages: a step takes only so many prompt rows.
+        While a batch is under way: its requests that have no pages yet, as a step has limited prompt rows.
         """
         if not self.is_under_way(view) and self.is_due(view, most):
             line = sorted(view.waiting, key=_arrival)
@@ -30,17 +30,17 @@ class StaticBatches:
         return self._rest(view)
 
     def is_under_way(self, view: View) -> bool:
-        """Tells whether somebody of the batch that left last has no answer yet."""
+        """Tells whether a request of the last batch has no answer yet."""
         return bool(view.running or self._rest(view))
 
     def is_due(self, view: View, most: int | None = None) -> bool:
-        """Tells whether enough requests wait, or one long enough."""
+        """Tells whether enough requests wait, or the first has waited for `delay`."""
         return bool(view.waiting) and (
             len(view.waiting) >= self._limit(most) or view.now >= self.due_at(view)
         )
 
     def due_at(self, view: View) -> float:
-        """Time at which the first of those who wait has waited long enough."""
+        """Time at which the first waiting request has waited for `delay`."""
         return min(sequence.request.arrival for sequence in view.waiting) + self.delay
 
     def _rest(self, view: View) -> tuple[Sequence, ...]:

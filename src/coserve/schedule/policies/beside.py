@@ -1,4 +1,4 @@
-"""Training in a lane of its own beside inference, for the policies that split the machine."""
+"""Training in a lane of its own, for policies that split the machine."""
 
 from typing import Final
 
@@ -8,12 +8,11 @@ STEPS: Final = 16.0  # of inference, at most, beside one piece: after it half a 
 
 
 def beside(view: View, share: float, rows: int, steps: float = STEPS) -> Allowance:
-    """A piece of training that lasts as long as so many steps of inference on `share` of the machine, but not
-    less than a quantum.
+    """Training that lasts as long as `steps` steps of inference on `share` of the machine, at least a
+    quantum.
 
-    The lane has nothing to do from the end of a piece to that of the step beside it: on a machine whose
-    steps take 0.13 s pieces of 0.1 s trained 0.36 to 0.38 of what it does alone, pieces of eight steps 0.56
-    to 0.67.
+    The lane idles from the end of a piece to the end of the step beside it: with steps of 0.13 s, pieces of
+    0.1 s gave 0.36 to 0.38 of the throughput of training alone, pieces of eight steps 0.56 to 0.67.
     """
     lanes = view.cost.lanes
     seconds = max(

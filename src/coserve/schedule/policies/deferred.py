@@ -10,16 +10,16 @@ from coserve.schedule.policies.whole import WholeBatches
 
 @register("deferred")
 class Deferred(WholeBatches):
-    """Requests are pushed out until they are near their deferral bounds, and training has the time.
+    """Defers requests until they are near their deferral bounds; training has the time until then.
 
-    In inference mode those enter whose deferred time and one more fine-tuning iteration reach their bound
+    In inference mode requests enter whose deferred time plus one fine-tuning iteration reaches their bound
     (line 14); they are batched continuously, and the mode ends when the last of them is answered (lines 25
-    and 26). Then one iteration is trained (line 31), and only after it requests are looked at again. `bound`
-    is for those who state none, seconds. Where there is nothing to train nobody is deferred.
+    and 26). Then one iteration is trained (line 31) before requests are checked again. `bound` is the default
+    bound, seconds. Without jobs no request is deferred.
 
-    To the letter that shifts every request by its bound and batches only those who came within one iteration.
-    The text means more ("will batch new and ongoing requests"): with `together` the first who is near its
-    bound takes everybody who waits along.
+    Taken literally that delays every request by its bound and batches only those that arrived within one
+    iteration. The text suggests more ("will batch new and ongoing requests"): with `together` all waiting
+    requests enter when the first is near its bound.
     """
 
     def __init__(self, bound: float = 0.5, together: bool = False) -> None:
@@ -31,7 +31,7 @@ class Deferred(WholeBatches):
         self._serves = False  # whether the newest step was one of inference mode, lines 7 to 26
 
     def begins(self, view: View) -> bool:
-        """Trains one iteration when a batch has its answers (lines 25 and 26), or no request is near a
+        """Tells whether to train: the batch is answered (lines 25 and 26), or no request is near its
         bound."""
         if view.running or view.preempted:
             return False
@@ -54,14 +54,14 @@ class Deferred(WholeBatches):
         return view.waiting if near and self._together else near
 
     def bound(self, sequence: Sequence) -> float:
-        """Seconds that a request may be deferred."""
+        """Deferral bound of a request, seconds."""
         stated = sequence.request.slo.deferral
         return self._default if stated is None else stated
 
 
 @register("continuous")
 class Continuous(Deferred):
-    """Continuous batching, and a fine-tuning iteration when nobody is there: no request is ever deferred."""
+    """Continuous batching, with a fine-tuning iteration when there are no requests: none is ever deferred."""
 
     def __init__(self) -> None:
         super().__init__(bound=0.0)

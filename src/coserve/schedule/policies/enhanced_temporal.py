@@ -10,7 +10,7 @@ from coserve.schedule.policies.whole import WholeBatches
 
 @register("enhanced-temporal")
 class EnhancedTemporal(WholeBatches):
-    """Batches of requests come first; between them training runs a mini-batch at a time, and so pauses.
+    """Batches of requests have priority; between them training runs one mini-batch at a time.
 
     `batch` is INFERENCE_BATCH_SIZE, requests; `delay` is INFERENCE_DELAY, seconds. Their defaults are the
     report's (5.2.2).
@@ -21,13 +21,13 @@ class EnhancedTemporal(WholeBatches):
         self._batches = StaticBatches(batch, delay)
 
     def begins(self, view: View) -> bool:
-        """While no batch runs, and none is due."""
+        """Tells whether no batch runs and none is due."""
         return not self._batches.is_under_way(view) and not self._batches.is_due(view)
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """The batch that is due."""
+        """Requests of the batch that is due."""
         return self._batches.next(view)
 
     def wake(self, view: View) -> float:
-        """When a batch is due without another request."""
+        """Time at which a batch is due without further requests."""
         return self._batches.due_at(view)

@@ -1,4 +1,4 @@
-"""Latest entry of a request by its own bounds: FineInfer's deferral (3.2), known beforehand."""
+"""Latest entry time of a request by its own bounds: FineInfer's deferral (3.2), predicted."""
 
 from itertools import accumulate
 from typing import Final
@@ -11,11 +11,11 @@ _SURE: Final = 0.9  # of a bound: a request that enters last cannot make up for 
 
 
 class LatestEntry:
-    """Seconds that each request can be left where it is, if all who are there then go on together.
+    """Predicts how long each request can wait, if all present requests then run together.
 
-    `slowness` is how many times longer a step takes then: 1.0, or what it does beside training in a lane of
-    its own. `prompts` is how many seconds all prompts that wait take; `can_follow` says that each of them can
-    pass in one step beside those who are being answered, without one of their tokens being late.
+    `slowness` is the slowdown of steps: 1.0, or more beside training in a lane of its own. `prompts` is the
+    seconds of all waiting prompts; `can_follow` says that each can pass in one step beside the running
+    requests without making a token late.
     """
 
     def __init__(self, view: View, slowness: float) -> None:
@@ -38,7 +38,7 @@ class LatestEntry:
         self.prompts = self._prefill_seconds(sum(sequence.remaining for sequence in view.waiting))
 
     def until_entry(self, sequence: Sequence, alone: bool = False) -> float:
-        """Seconds until a waiting request has to enter, with all who wait or `alone`."""
+        """Seconds until a waiting request has to enter, together with all others that wait or `alone`."""
         slo, waited = sequence.request.slo, self._view.now - sequence.request.arrival
         if sequence.output or sequence.admitted_at is not None:  # begun elsewhere, or preempted
             return 0.0
@@ -72,7 +72,7 @@ class LatestEntry:
         return max(self._view.cost.predict_features(with_prompts) - self._alone, 1e-9) / max(rows, 2)
 
     def _prefill_seconds(self, rows: int) -> float:
-        """Seconds for `rows` prompt rows, in steps that are short enough for the requests that run."""
+        """Seconds for `rows` prompt rows, in steps short enough for the running requests."""
         config, step = self._view.config, self._step
         if not rows:
             return 0.0

@@ -5,19 +5,18 @@ from coserve.schedule.policies.base import INFINITE, Allowance, Policy, View, re
 
 @register("hybrid")
 class Hybrid(Policy):
-    """Everybody enters at once; training fills each step up to the smallest slack in it.
+    """Requests enter at once; training fills each step up to its smallest slack.
 
-    Alone, training runs for a quantum at a time (at least one window through one layer or the tail), which
-    is what a request that arrives meanwhile waits; where arrivals stop training, they wait for a layer at
-    most. A starving job gets its smallest piece whatever the bounds on latency say, at most once in
-    `config.starvation` seconds, but never beyond a request's bound on all its deferral: who states that one
-    means it.
+    Training alone runs for a quantum at a time (at least one window through one layer or the tail), the
+    longest that an arriving request waits; where arrivals pause training, they wait for a layer at most. A
+    starving job gets its smallest piece despite latency bounds, at most once in `config.starvation` seconds,
+    but never beyond a request's bound on its total deferral.
     """
 
     pausable = True
 
     def quantum(self, view: View) -> float:
-        """Seconds that training alone runs for at most."""
+        """Most seconds of training alone in one step."""
         return view.config.max_quantum if view.config.interruptible else view.config.quantum
 
     def allow(self, view: View) -> Allowance:

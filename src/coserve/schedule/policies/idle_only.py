@@ -1,4 +1,4 @@
-"""FineInfer's first naive end (section 2): fine-tuning is for when nobody is there."""
+"""FineInfer's first naive end (section 2): fine-tuning runs only without requests."""
 
 from coserve.schedule.policies.base import View, register
 from coserve.schedule.policies.whole import WholeBatches
@@ -6,8 +6,8 @@ from coserve.schedule.policies.whole import WholeBatches
 
 @register("idle-only")
 class IdleOnly(WholeBatches):
-    """A mini-batch begins only while no request is there; who arrives meanwhile waits for its end."""
+    """A mini-batch begins only while there are no requests; later arrivals wait for its end."""
 
     def begins(self, view: View) -> bool:
-        """When nobody waits and nobody runs."""
+        """Tells whether no request waits or runs."""
         return view.is_idle

@@ -9,12 +9,12 @@ from coserve.schedule.policies.whole import WholeBatches
 
 @register("postpone-all")
 class PostponeAll(WholeBatches):
-    """No request enters while there is a job. Requests that ran when it came are answered first."""
+    """No request enters while there is a job. Requests that run when a job arrives are answered first."""
 
     def begins(self, view: View) -> bool:
-        """Begins training as soon as the requests that run have their answers."""
+        """Tells whether all running requests have their answers."""
         return not view.running and not view.preempted
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """No new requests while there is a job."""
+        """All waiting requests; none while there is a job."""
         return view.preempted if view.jobs else view.waiting

@@ -8,8 +8,8 @@ from coserve.schedule.policies.beside import beside
 @register("spatial")
 class Spatial(Policy):
     """Inference and training in lanes of their own over one copy of the weights: threads of a processor split
-    between them, or two streams on a GPU. `share` is that of inference. While there is a job a lane that has
-    nothing to do leaves its share idle, which is what makes the share fixed.
+    between them, or two streams on a GPU. `share` is that of inference. The share is fixed: while there is a
+    job, an idle lane's share stays unused.
 
     Training goes on in pieces, each beside several steps of inference.
     """
@@ -20,7 +20,7 @@ class Spatial(Policy):
         self._share = share
 
     def allow(self, view: View) -> Allowance:
-        """A piece in the training lane; a quantum where who arrives meanwhile waits for it."""
+        """A piece for the training lane; a quantum where arriving requests would wait for it."""
         config = view.config
         if view.inference_seconds:
             return beside(view, self._share, config.max_training_rows)

@@ -1,4 +1,5 @@
-"""Temporal sharing (FlexLLM, section 3 and 8.3; the multi-LoRA report, 4.4.1): requests and jobs in turns."""
+"""Temporal sharing (FlexLLM, section 3 and 8.3; the multi-LoRA report, 4.4.1): requests and jobs take
+turns."""
 
 from collections.abc import Iterable
 from typing import Literal, get_args
@@ -14,13 +15,13 @@ Grain = Literal["request", "batch"]
 
 @register("temporal")
 class Temporal(WholeBatches):
-    """One fine-tuning request after every `n` inference requests, and whenever no request is there.
+    """One fine-tuning request after every `n` inference requests, and whenever there are none.
 
-    What is a fine-tuning request: with the grain `request` a whole job, as the report has it (4.4.2: "if
-    fine-tuning requires four minutes, requests wait for two on average"); with `batch` one mini-batch, which
-    are FlexLLM's slices of time. With `batch` (their number) and `delay` (seconds) requests are served in the
-    report's static batches, of which none takes more than the rest of the `n` while a job waits; without,
-    all enter at once and pause where they are while training has the machine.
+    With the grain `request` a fine-tuning request is a whole job, as in the report (4.4.2: "if fine-tuning
+    requires four minutes, requests wait for two on average"); with `batch` one mini-batch, FlexLLM's time
+    slice. With `batch` (requests) and `delay` (seconds) requests are served in the report's static batches,
+    limited to the rest of the `n` while a job waits; otherwise all enter at once and pause while training has
+    the machine.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class Temporal(WholeBatches):
         self._last = 0  # how many had finished when training last gave the machine back
 
     def begins(self, view: View) -> bool:
-        """After n requests, or while nobody is there; a static batch is served to its end first."""
+        """Tells whether n requests were served, or none are there; a static batch is served to its end
+        first."""
         if self._batches is not None and self._batches.is_under_way(view):
             return False
         return view.is_idle or view.finished - self._last >= self._n
@@ -46,13 +48,13 @@ class Temporal(WholeBatches):
         self._last = view.finished
 
     def admit(self, view: View) -> Iterable[Sequence]:
-        """Everybody, or the next batch."""
+        """All waiting requests, or the next batch."""
         if self._batches is None:
             return view.waiting
         return self._batches.next(view, self._most(view))
 
     def wake(self, view: View) -> float:
-        """When the next batch leaves."""
+        """Time at which the next batch leaves."""
         return view.now if self._batches is None else self._batches.due_at(view)
 
     def _most(self, view: View) -> int | None:

@@ -1,4 +1,4 @@
-"""Whole mini-batches: how everybody trained beside inference before there were token windows."""
+"""Whole mini-batches, the common base of strategies without token windows."""
 
 from abc import abstractmethod
 
@@ -8,8 +8,8 @@ from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, Pol
 class WholeBatches(Policy):
     """Training has the machine to itself, an optimizer step of one job at a time; requests wait meanwhile.
 
-    A subclass says when the machine changes hands: `begins`, asked whenever inference has it and a job waits.
-    With `whole_jobs` training keeps it until the job has ended.
+    A subclass decides in `begins` when training gets the machine; it is called whenever inference has it and
+    a job waits. With `whole_jobs` training keeps the machine until the job has ended.
     """
 
     whole = True
@@ -20,13 +20,13 @@ class WholeBatches(Policy):
 
     @abstractmethod
     def begins(self, view: View) -> bool:
-        """Tells whether the job in turn gets the machine now."""
+        """Tells whether the first job in turn gets the machine now."""
 
     def ended(self, view: View) -> None:
-        """Called when inference has the machine again."""
+        """Called when inference gets the machine back."""
 
     def holds(self, view: View) -> bool:
-        """While a mini-batch has the machine, up to the optimizer step that it leads to."""
+        """Tells whether a mini-batch has the machine, up to and including its optimizer step."""
         if self._slice is not None and not self._is_under_way(view, *self._slice):
             self._slice = None
             self.ended(view)
@@ -35,7 +35,7 @@ class WholeBatches(Policy):
         return self._slice is not None
 
     def allow(self, view: View) -> Allowance:
-        """All of the mini-batch that has the machine, or nothing."""
+        """The rest of the mini-batch that has the machine, or nothing."""
         if self._slice is None:
             return NO_TRAINING
         return Allowance(INFINITE, rows=None, job=self._slice[0])

@@ -1,1 +1,1 @@
-"""Adapters that have names: finding them, bringing them in, taking them away."""
+"""Named adapters: lookup, import and removal."""

@@ -14,7 +14,7 @@ from coserve.serve.store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Something that answers: the base, where `adapter` is None, or one version of an adapter."""
+    """A model to request: the base (`adapter` None) or one version of an adapter."""
 
     name: str
     created: int
@@ -28,7 +28,7 @@ class Model:
 
 
 class Catalog:
-    """Finds models by name, and keeps an adapter that goes away until its last answer has ended."""
+    """Finds models by name, and defers an adapter's removal until its last answer has ended."""
 
     def __init__(self, base: str, created: int, store: Store) -> None:
         self.base = Model(base, created)
@@ -37,7 +37,8 @@ class Catalog:
         self._leaving: dict[str, asyncio.Event] = {}  # set when nobody uses the adapter any more
 
     async def find(self, tenant: Tenant, name: str) -> Model:
-        """Raises ApiError 404 for a name that this tenant has nothing by, or nothing of this base."""
+        """The tenant's model of this name. Raises ApiError 404 for an unknown name, or one of another
+        base."""
         if name == self.base.name:
             return self.base
         adapter = await self._store.adapters.find(tenant.id, name, self.base.name)
@@ -56,7 +57,7 @@ class Catalog:
 
     @contextmanager
     def use(self, model: Model) -> Iterator[None]:
-        """Keeps the model where it is for the time of the block. Raises ApiError 404 if it is leaving."""
+        """Context in which the model is not removed. Raises ApiError 404 if its removal has begun."""
         key = model.key
         if key is None:
             yield
@@ -74,8 +75,8 @@ class Catalog:
                     self._leaving[key].set()
 
     async def retire(self, key: str, timeout: float) -> bool:
-        """Refuses new users of an adapter; returns True once the last has gone, or False after `timeout`
-        seconds. If some are left by then the adapter stays as it was.
+        """Refuses new users of an adapter; returns True once the last has ended, or False after `timeout`
+        seconds, when the adapter becomes available again.
         """
         if key in self._leaving:
             raise ApiError(409, "The adapter is being unloaded already.", code="adapter_leaving")
@@ -93,11 +94,11 @@ class Catalog:
         return True
 
     def forget(self, key: str) -> None:
-        """Notes that the adapter of that key is gone for good."""
+        """Drops a removed adapter."""
         self._leaving.pop(key, None)
 
 
 def unknown_model(name: str) -> ApiError:
-    """The refusal of a model's name that the tenant has nothing by."""
+    """The error for an unknown model name."""
     message = f"The model '{name}' does not exist or you do not have access to it."
     return not_found(message, param="model", code="model_not_found")

@@ -1,4 +1,4 @@
-"""Foreign adapters into the state folder: two files, of two kinds, and nothing else is ever opened."""
+"""Copies foreign adapters into the state folder. Only their configuration and weights are opened."""
 
 import hashlib
 import json
@@ -16,10 +16,10 @@ _LONGEST_BASE = 200  # characters of a name that are told
 
 
 def folder_below(root: Path, path: str) -> Path:
-    """The real folder that `path` means, seen from `root`.
+    """The real folder of `path` relative to `root`.
 
-    Raises AdapterError in the same words whether the folder does not exist or lies outside of the root:
-    callers learn nothing of what is there.
+    Raises the same AdapterError for a missing folder and one outside of the root, so that callers cannot
+    probe for files.
     """
     outside = AdapterError(f"no adapter at {path!r} below the server's adapter root")
     if "\x00" in path:
@@ -34,8 +34,7 @@ def folder_below(root: Path, path: str) -> Path:
 
 
 def copy_adapter(source: Path, target: Path, most_bytes: int) -> None:
-    """Copies an adapter's folder as a whole or not at all; it is on disk (fsync) when this returns. Raises
-    AdapterError.
+    """Copies an adapter's folder atomically, with fsync. Raises AdapterError.
 
     `target` must not exist; `most_bytes` is the limit for the weights.
     """
@@ -67,9 +66,8 @@ def digest(folder: Path) -> str:
 
 
 def other_base(folder: Path, *own: str) -> str | None:
-    """The base that an adapter's configuration names, where it is none of `own`; None where it names none, or
-    cannot be read. Only the last parts of names are compared: the same base lies in different folders on
-    different machines."""
+    """The base in an adapter's configuration if it is not in `own`; None where the configuration names none
+    or is unreadable. Only the last parts of names are compared, as paths differ between machines."""
     try:
         named = json.loads((folder / CONFIG).read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
@@ -84,8 +82,8 @@ def _last_part(name: str) -> str:
 
 
 def _copy_file(source: Path, target: Path, most: int) -> None:
-    """Copies a file of at most `most` bytes. Follows no link: somebody might have laid one since the check of
-    the folder."""
+    """Copies a file of at most `most` bytes. Follows no symbolic link, which might have been created since
+    the check."""
     try:
         opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Registers and removes named adapters: on disk, in the engine and in the database, or in none of them."""
+"""Registers and removes named adapters on disk, in the engine and in the database, all or nothing."""
 
 import asyncio
 import shutil
@@ -23,10 +23,10 @@ _REMOVING: Final[set["asyncio.Task[None]"]] = set()  # of copies that nobody wai
 async def import_adapter(
     state: State, tenant: Tenant, name: str, source: Path, param: str = "name"
 ) -> Adapter:
-    """A new adapter of the tenant, from a copy of the folder `source`, once the engine has accepted it.
+    """Imports an adapter for the tenant: copies the folder `source`, once the engine has accepted it.
 
-    Raises ApiError 400 for a name that is taken, AdapterError for files that are no adapter or do not fit the
-    base, and QuotaExceeded. The copy is removed whatever is raised, also where the caller is cancelled.
+    Raises ApiError 400 for a name in use, AdapterError for invalid files or a wrong base, and QuotaExceeded.
+    The copy is removed on any error and on cancellation.
     """
     base = state.catalog.base.name
     taken = ApiError(400, f"The name '{name}' is taken already.", param=param, code="adapter_already_loaded")
@@ -64,7 +64,7 @@ async def import_adapter(
 
 
 async def _remove_copy(state: State, key: str, folder: Path, copying: "asyncio.Future[None]") -> None:
-    """Removes what an import that failed has left, once nothing is written there any more."""
+    """Removes the folder of a failed import, once copying has ended."""
     await asyncio.gather(copying, return_exceptions=True)
     with suppress(CoserveError):
         await state.link.unload(key)
@@ -72,8 +72,8 @@ async def _remove_copy(state: State, key: str, folder: Path, copying: "asyncio.F
 
 
 def base_warning(state: State, adapter: Adapter) -> str | None:
-    """Warning about an adapter that was imported and names another base, though it fits; else None.
-    Reads a file, the first time."""
+    """Warning for an imported adapter that fits, but names another base; else None. The first call reads a
+    file."""
     if adapter.job is not None:  # trained here
         return None
     other = _known_base(state.store.folder_of(adapter), state.catalog.base.name, state.settings.model)
@@ -88,7 +88,7 @@ def base_warning(state: State, adapter: Adapter) -> str | None:
 
 @lru_cache(_KNOWN)
 def _known_base(folder: Path, *own: str) -> str | None:
-    """`other_base` of an adapter that is kept: its files never change."""
+    """`other_base` of a stored adapter, cached, as its files never change."""
     return other_base(folder, *own)
 
 
@@ -97,7 +97,7 @@ def _other_base(state: State, folder: Path) -> str | None:
 
 
 async def remove_adapter(state: State, tenant: Tenant, model: Model) -> None:
-    """Deletes a tenant's own adapter once nobody uses it. Raises ApiError 403, 404 or 409."""
+    """Deletes a tenant's own adapter once it is unused. Raises ApiError 403, 404 or 409."""
     adapter = model.adapter
     if adapter is None or adapter.tenant is None:
         raise ApiError(403, f"The model '{model.name}' belongs to the server and cannot be deleted.")
@@ -117,8 +117,8 @@ async def remove_adapter(state: State, tenant: Tenant, model: Model) -> None:
 
 
 async def pin_adapter(state: State, model: Model, pinned: bool) -> None:
-    """Has an adapter stay in memory, now and with every engine to come, or no longer. Raises ApiError 403,
-    404 or 409, and OutOfMemory where too much is pinned."""
+    """Pins an adapter in memory, also of later engines, or unpins it. Raises ApiError 403, 404 or 409, and
+    OutOfMemory where too much is pinned."""
     adapter = model.adapter
     if adapter is None:
         raise ApiError(403, f"The model '{model.name}' is the base, which is always in memory.")

@@ -1,1 +1,1 @@
-"""Answering: a request for text is checked, priced, queued, followed and shaped into its answer."""
+"""Answering: checks, prices and queues requests for text, and formats their answers."""

@@ -1,4 +1,4 @@
-"""Answers in the making: from a request that passed all checks to pieces of text, whatever their shape."""
+"""Runs checked requests and yields pieces of their answers, independent of the endpoint's format."""
 
 import asyncio
 import time
@@ -20,9 +20,9 @@ from coserve.wire.messages import Token
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token with its log-probabilities, and where in the answer's text it begins, in characters.
+    """A token with its log-probabilities, and its offset in the answer's text, in characters.
 
-    Tokens that share a character begin together. The first token of a text has no log-probabilities.
+    Tokens that share a character have the same offset. The first token of a text has no log-probabilities.
     """
 
     token: int
@@ -32,11 +32,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """New piece of answer `index`. The last piece has a `finish`, and no other has one.
+    """New piece of answer `index`. Only the last piece has a `finish`.
 
-    `tokens` are all tokens, those at the end included that are not part of the text; `scored` are those of
-    the text, if log-probabilities were asked for, and `prompt_scores` those of the prompt but its first. The
-    last piece tells how many tokens of the prompt were `cached`.
+    `tokens` are all tokens, including final ones outside of the text; `scored` are those of the text if
+    log-probabilities are requested, and `prompt_scores` those of the prompt after its first. The last piece
+    has the number of `cached` prompt tokens.
     """
 
     index: int
@@ -51,22 +51,25 @@ class AnswerPiece:
 PieceStream: TypeAlias = AsyncGenerator[AnswerPiece, None]
 
 
-async def answer(state: State, wanted: GenerationRequest) -> PieceStream:
-    """All answers to a request, piece by piece as they come. Closing it cancels what is under way.
+async def answer(state: State, generation: GenerationRequest) -> PieceStream:
+    """All answers to a request, piece by piece as they arrive. Closing the iterator cancels them.
 
-    Raises, before the first piece, ApiError 429 where too much is waiting, and ApiError 404 for a model that
-    has just been unloaded; and at any time what the engine refused, or EngineLost.
+    Raises, before the first piece, ApiError 429 where the queue is full and ApiError 404 for a model that has
+    just been unloaded; at any time the engine's errors, or EngineLost.
     """
-    costs = [float(len(wanted.prompt(index))) for index in range(len(wanted))]
-    with state.catalog.use(wanted.model), state.queue.enter(wanted.tenant, costs, wanted.tier) as tickets:
-        one_by_one = [_one(state, wanted, index, ticket) for index, ticket in enumerate(tickets)]
+    costs = [float(len(generation.prompt(index))) for index in range(len(generation))]
+    with (
+        state.catalog.use(generation.model),
+        state.queue.enter(generation.tenant, costs, generation.tier) as tickets,
+    ):
+        one_by_one = [_one(state, generation, index, ticket) for index, ticket in enumerate(tickets)]
         async with aclosing(merged(one_by_one)) as pieces:
             async for piece in pieces:
                 yield piece
 
 
 async def merged(sources: Sequence[PieceStream]) -> PieceStream:
-    """The items of all sources, as they come; closes every source at its own end."""
+    """The items of all sources as they arrive. Closing the iterator closes all sources."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for piece in only:
@@ -97,13 +100,13 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Ticket) -> PieceStream:
-    timing = AnswerTiming(state.metrics, state.catalog.base.name, wanted.arrived)
+async def _one(state: State, generation: GenerationRequest, index: int, ticket: Ticket) -> PieceStream:
+    timing = AnswerTiming(state.metrics, state.catalog.base.name, generation.arrived)
     await ticket.admitted()
     timing.admitted(time.monotonic())
-    writer = Writer(state, wanted, index)
+    writer = Writer(state, generation, index)
     try:
-        async with aclosing(state.link.generate(wanted.request(index, ticket.is_newcomer))) as tokens:
+        async with aclosing(state.link.generate(generation.request(index, ticket.is_newcomer))) as tokens:
             async for token in tokens:
                 if token.finish is FinishReason.CANCELLED:
                     raise EngineLost("the engine gave this answer up")
@@ -119,17 +122,19 @@ async def _one(state: State, wanted: GenerationRequest, index: int, ticket: Tick
                 if writer.has_finished:
                     return
     finally:
-        timing.close(len(wanted.prompt(index)))
+        timing.close(len(generation.prompt(index)))
 
 
 class Writer:
-    """Makes pieces out of one answer's tokens: whole characters, and nothing of a stop string."""
+    """Turns one answer's tokens into pieces of whole characters, without stop strings."""
 
-    def __init__(self, state: State, wanted: GenerationRequest, index: int) -> None:
+    def __init__(self, state: State, generation: GenerationRequest, index: int) -> None:
         self.has_finished = False
         self._index, self._text = index, state.text
-        self._stream = state.text.stream(wanted.stops, wanted.prompt(index) if wanted.goes_on else ())
-        self._eager = wanted.tells_tokens  # then each token is a piece of its own, if without text
+        self._stream = state.text.stream(
+            generation.stops, generation.prompt(index) if generation.goes_on else ()
+        )
+        self._eager = generation.tells_tokens  # then each token is a piece of its own, if without text
         self._tokens: list[int] = []
         self._scored: list[Scored] = []
         self._prompt_scores: list[TokenLogprobs] = []
@@ -137,7 +142,7 @@ class Writer:
         self._cached = 0
 
     def take(self, token: Token) -> AnswerPiece | None:
-        """The piece that this token completes, if it does."""
+        """The piece completed by this token, None if there is none."""
         self._prompt_scores += token.prompt_logprobs
         self._cached += token.cached  # one token tells
         text = ""

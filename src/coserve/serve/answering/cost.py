@@ -1,9 +1,8 @@
-"""Costs of requests, and all limits on what one may ask for.
+"""Costs and limits of requests.
 
-The unit is one prompt token through the model. A generated token counts twice, for it takes a step of its
-own; what comes beside tokens (log-probabilities, a grammar's masks, biases) counts in proportion to the work
-it makes. The cost is an upper bound, known before the request may queue; fair shares are charged with what
-was really done.
+The unit is one prompt token through the model. A generated token counts twice, as it takes a step of its own;
+log-probabilities, grammar masks and biases count in proportion to their work. The cost is an upper bound
+known before queueing; fair shares are charged with the work really done.
 """
 
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """Counts of a request that decide its cost; `max_tokens` is None where it leaves that to the model."""
+    """Counts of a request that determine its cost; `max_tokens` is None where the request sets none."""
 
     prompts: Sequence[int]  # tokens in each
     choices: int = 1
@@ -66,15 +65,14 @@ class RequestSize:
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """`total` for the whole request; `max_tokens` that each of its answers may have, by prompt."""
+    """The whole request's cost `total`, and the `max_tokens` of an answer to each prompt."""
 
     total: float
     max_tokens: tuple[int, ...]
 
 
 def request_cost(size: RequestSize, limits: RequestLimits) -> RequestCost:
-    """Cost of a request. Raises ApiError 400, which names the parameter, for a request that is out of
-    bounds."""
+    """Cost of a request. Raises ApiError 400, naming the parameter, for one that exceeds limits."""
     check_counts(size, limits)
     most = tuple(_most_tokens(length, size, limits) for length in size.prompts)
     each = (_sequence_cost(length, tokens, size) for length, tokens in zip(size.prompts, most, strict=True))
@@ -95,7 +93,7 @@ def _sequence_cost(length: int, tokens: int, size: RequestSize) -> float:
 
 
 def check_counts(size: RequestSize, limits: RequestLimits) -> None:
-    """Raises ApiError 400 for more of anything than one request may have."""
+    """Raises ApiError 400 for counts beyond the limits of one request."""
     sequences = len(size.prompts) * size.choices
     _at_most("prompt", "prompts", len(size.prompts), MOST_PROMPTS)
     _at_most("n", "choices", size.choices, limits.choices)
@@ -114,7 +112,7 @@ def _at_most(param: str, what: str, given: int, most: int) -> None:
 
 
 def _most_tokens(length: int, size: RequestSize, limits: RequestLimits) -> int:
-    """Most tokens of an answer to a prompt of `length` tokens: as asked for, or what room there is."""
+    """Most tokens of an answer to a prompt of `length` tokens: as requested, or all that fit."""
     most = min(limits.positions, limits.cache_tokens)
     room = most - length
     wanted = max(size.max_tokens if size.max_tokens is not None else 1, 0 if size.scores_prompt else 1)

@@ -1,15 +1,13 @@
-"""The fair queue before the engine: which tenant's request enters next when more wait than the engine runs at
-once.
+"""The fair queue before the engine: orders tenants' requests when more wait than the engine runs at once.
 
 Virtual token counters ("Fairness in Serving Large Language Models", OSDI 2024): each tenant's counter grows
 with the work done for it, divided by its weight, and the tenant whose counter is lowest goes first. Trained
-tokens count as well as answered ones. The counter of a tenant that comes back is lifted to the lowest counter
-of the active ones, so that no tenant saves up a right to flood; and no counter is ahead by more than
-`HORIZON`, so that a long night of training on an idle machine is not held against its owner for long.
+tokens count as well as answered ones. A returning tenant's counter is raised to the lowest of the active
+ones, so that idle time gives no credit; and no counter is ahead by more than `HORIZON`, so that long training
+on an idle machine does not penalise its owner for long.
 
-A place in the engine does not decide when the engine works on it: requests of a tenant that has had no more
-than others and holds few places are marked as a newcomer's, and the engine computes their first token before
-others' work.
+Admission alone does not determine when the engine computes a request: those of a tenant with no more work
+done than others and few places are marked as a newcomer's, and the engine gives their first token priority.
 """
 
 import asyncio
@@ -37,7 +35,7 @@ _LONGEST_WAIT, _MEMORY = (
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One sequence's place: waiting, then in the engine, then gone."""
+    """One sequence's place in the queue, then in the engine."""
 
     line: "_Line"
     queue: "FairQueue"
@@ -49,11 +47,11 @@ class Ticket:
     owed: float = 0.0
 
     async def admitted(self) -> None:
-        """Returns when the sequence may go into the engine."""
+        """Waits until the sequence may enter the engine."""
         await self.entered
 
     def served(self, cost: float) -> None:
-        """Charges work that was done for this sequence."""
+        """Charges work done for this sequence to its tenant."""
         self.owed += cost
         if self.owed >= _CHARGED_AT_ONCE or self.is_gone:
             self.queue.charge(self.line.tenant, self.owed)
@@ -62,7 +60,7 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """One tenant's tickets. `counter` is the work done for it over its weight."""
+    """One tenant's tickets. `counter` is the work done for the tenant divided by its weight."""
 
     tenant: Tenant
     counter: float = 0.0
@@ -80,10 +78,10 @@ class _Line:
 
 
 class FairQueue:
-    """Bounded lines, one for each tenant, before the engine. For one event loop.
+    """Bounded queues before the engine, one for each tenant. For one event loop.
 
-    `resize` says how many sequences the engine runs. Where more than one tenant is known, some of its places
-    are kept for tenants who have none, so that a newcomer never waits for a flood to ebb.
+    `resize` sets how many sequences the engine runs. With more than one known tenant some places are reserved
+    for tenants without any, so that a newcomer never waits for another's backlog.
     """
 
     def __init__(self, most: int, most_tenant: int, clock: Callable[[], float] = monotonic) -> None:
@@ -97,28 +95,28 @@ class FairQueue:
         self.inside = 0
 
     def resize(self, running: int) -> None:
-        """Notes that the engine runs this many sequences at once; a few more wait in it, to fill gaps at
-        once."""
+        """Sets how many sequences the engine runs at once; a few more are admitted, to fill gaps."""
         self._running, self._spare = running, max(1, running // 16)
         self._reserve = self._spare + (max(1, running // 8) if running >= 4 else 0)
         self._admit()
 
     def check(self, under_way: int, of_tenant: int) -> None:
-        """Raises ApiError 429 where one more request could not even wait, with `under_way` requests in all
-        and `of_tenant` of its tenant. For callers that have not read the request yet."""
+        """Raises ApiError 429 where the queue has no room for another request, given `under_way` requests in
+        all and `of_tenant` of its tenant. For use before the request is read."""
         places = self._running + self._spare
         if of_tenant >= self._most_tenant + places or under_way >= self._most + places:
             raise self._full()
 
     def know(self, tenant: Tenant) -> None:
-        """Notes a tenant that may send requests, and its weight from now on."""
+        """Adds a tenant, or changes its weight."""
         self._line(tenant)
 
     @contextmanager
     def enter(
         self, tenant: Tenant, prompt_costs: Sequence[float], tier: str = "default"
     ) -> Iterator[list[Ticket]]:
-        """Places for all sequences of a request, or ApiError 429; leaving the block gives them back."""
+        """Context with tickets for all sequences of a request. Raises ApiError 429 where the queue is
+        full."""
         line, sequences = self._line(tenant), len(prompt_costs)
         if len(line.waiting) + sequences > self._most_tenant or self.waiting + sequences > self._most:
             raise self._full()
@@ -139,7 +137,7 @@ class FairQueue:
                 self.leave(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """Gives a place back, in whatever state; a second time is no error."""
+        """Releases a ticket in any state; repeated calls are ignored."""
         if ticket.is_gone:
             return
         ticket.is_gone = True
@@ -158,12 +156,12 @@ class FairQueue:
         self._admit()
 
     def charge(self, tenant: Tenant, cost: float) -> None:
-        """Counts work that was done for a tenant, answered or trained."""
+        """Charges a tenant for inference or training."""
         line = self._line(tenant)
         line.counter = self._bounded(line.counter + cost / line.tenant.weight)
 
     def note_job(self, tenant: Tenant, job: str, trains: bool) -> None:
-        """Notes that a job of the tenant trains, or no longer does."""
+        """Notes that a tenant's job starts or stops training."""
         jobs = self._line(tenant).jobs
         (jobs.add if trains else jobs.discard)(job)
 
@@ -173,12 +171,12 @@ class FairQueue:
         return line
 
     def _floor(self) -> float:
-        """The lowest counter of tenants that wait or run; where there is none, that of the last one that
-        did."""
+        """The lowest counter of active tenants, or else the last such value."""
         return min((line.counter for line in self._lines.values() if line.is_active), default=self._left)
 
     def _is_newcomer(self, line: _Line) -> bool:
-        """Tells whether other tenants have work, none of them has had less, and this one holds few places."""
+        """Tells whether other tenants have work, none of them has a lower counter, and this one holds few
+        places."""
         others = [other for other in self._lines.values() if other is not line and other.has_work]
         if not others:
             return False

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that OpenAI's API has for them."""
+"""Log-probabilities in the two formats of OpenAI's API."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ LOWEST = -9999.0  # what OpenAI says for "very unlikely"; JSON has no infinity
 
 
 def chat_logprobs(text: Text, scored: Sequence[Scored]) -> ChatLogprobs:
-    """The shape of chats: an object for each token."""
+    """The format of chats: an object for each token."""
     return ChatLogprobs(
         content=[_chat_token(text, one.token, one.scores) for one in scored if one.scores is not None]
     )
 
 
 def completion_logprobs(text: Text, scored: Sequence[Scored], alternatives: int) -> CompletionLogprobs:
-    """The shape of plain completions: parallel lists."""
+    """The format of plain completions: parallel lists."""
     return CompletionLogprobs(
         tokens=[text.token_text(one.token) for one in scored],
         token_logprobs=[None if one.scores is None else max(one.scores.chosen, LOWEST) for one in scored],

@@ -1,4 +1,4 @@
-"""Answers on their way out: as a stream of chunks or whole, in the shape of the endpoint that was asked."""
+"""HTTP replies: answers as a stream or whole, in the endpoint's format."""
 
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -23,59 +23,63 @@ _GONE = 499  # what proxies log for a client that left; nobody reads it
 
 
 class AnswerFormat(Protocol):
-    """Shape of one endpoint's answers. Made for one request; chunks are asked for in order."""
+    """Format of one endpoint's answers, for one request; `chunks` is called in order."""
 
     def chunks(self, piece: AnswerPiece) -> Iterator[BaseModel]:
-        """Chunks of a stream for a piece; fields that were not set are left out."""
+        """Stream chunks of a piece, without unset fields."""
         ...
 
     def usage_chunk(self, usage: Usage) -> BaseModel:
-        """The chunk that ends a stream whose usage is wanted."""
+        """The last chunk of a stream, with the usage."""
         ...
 
     def whole(self, answers: list[AnswerPiece], usage: Usage) -> BaseModel:
-        """All of it at once; each answer is one piece."""
+        """The whole reply; each answer is one piece."""
         ...
 
 
-def common_fields(wanted: GenerationRequest) -> dict[str, Any]:
-    """Fields about the request in each answer, and in each chunk of one."""
+def common_fields(generation: GenerationRequest) -> dict[str, Any]:
+    """Fields common to all answers and chunks of a request."""
     return {
-        "id": wanted.id,
-        "created": wanted.created,
-        "model": wanted.model.name,
-        "service_tier": wanted.tier,
-        "system_fingerprint": wanted.fingerprint,
+        "id": generation.id,
+        "created": generation.created,
+        "model": generation.model.name,
+        "service_tier": generation.tier,
+        "system_fingerprint": generation.fingerprint,
     }
 
 
 async def reply(
-    request: Request, state: State, wanted: GenerationRequest, shape: AnswerFormat, body: Generation
+    request: Request, state: State, generation: GenerationRequest, shape: AnswerFormat, body: Generation
 ) -> Response:
-    """The answer to a request; ends all work for it when the client leaves.
+    """The HTTP response to a request; cancels its work when the client disconnects.
 
-    A stream's headers wait for its first piece, so that until then whatever goes wrong has its own status.
+    A stream's headers wait for its first piece, so that earlier errors have their own status.
     """
-    pieces = answer(state, wanted)
+    pieces = answer(state, generation)
     try:
         if not body.stream:
-            whole = await unless_gone(request.receive, _whole(pieces, wanted, shape))
+            whole = await unless_gone(request.receive, _whole(pieces, generation, shape))
             return Response(whole, media_type="application/json")
         first = await unless_gone(request.receive, anext(pieces))
     except ClientGone:
         return Response(status_code=_GONE)
-    return EventStream(_events(first, pieces, wanted, shape, body.includes_usage), pieces)
+    return EventStream(_events(first, pieces, generation, shape, body.includes_usage), pieces)
 
 
 def finish_name(reason: FinishReason) -> FinishName:
-    """An answer's end in OpenAI's words."""
+    """A finish reason in OpenAI's terms."""
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
 async def _events(
-    first: AnswerPiece, rest: PieceStream, wanted: GenerationRequest, shape: AnswerFormat, tells_usage: bool
+    first: AnswerPiece,
+    rest: PieceStream,
+    generation: GenerationRequest,
+    shape: AnswerFormat,
+    tells_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
-    written, cached = 0, [0] * len(wanted)
+    written, cached = 0, [0] * len(generation)
     try:
         async for piece in _ahead(first, rest):
             written += len(piece.tokens)
@@ -85,7 +89,7 @@ async def _events(
         yield event(json.dumps(ApiError.of(error).body()))
     else:
         if tells_usage:
-            chunk = shape.usage_chunk(_usage(wanted, written, cached))
+            chunk = shape.usage_chunk(_usage(generation, written, cached))
             yield event(chunk.model_dump_json(exclude_unset=True))
     yield DONE
 
@@ -96,13 +100,13 @@ async def _ahead(first: AnswerPiece, rest: PieceStream) -> AsyncGenerator[Answer
         yield piece
 
 
-async def _whole(pieces: PieceStream, wanted: GenerationRequest, shape: AnswerFormat) -> str:
-    parts: list[list[AnswerPiece]] = [[] for _ in range(len(wanted))]
+async def _whole(pieces: PieceStream, generation: GenerationRequest, shape: AnswerFormat) -> str:
+    parts: list[list[AnswerPiece]] = [[] for _ in range(len(generation))]
     async with aclosing(pieces):
         async for piece in pieces:
             parts[piece.index].append(piece)
     answers = [_join(of_one) for of_one in parts]
-    usage = _usage(wanted, sum(len(one.tokens) for one in answers), [one.cached for one in answers])
+    usage = _usage(generation, sum(len(one.tokens) for one in answers), [one.cached for one in answers])
     return shape.whole(answers, usage).model_dump_json(exclude_unset=True)
 
 
@@ -116,11 +120,10 @@ def _join(parts: list[AnswerPiece]) -> AnswerPiece:
     )
 
 
-def _usage(wanted: GenerationRequest, written: int, cached: Sequence[int]) -> Usage:
-    """Token counts of a request. A prompt with several answers counts as read once, by the answer that found
-    least of it cached."""
-    read = sum(map(len, wanted.prompts))
-    found = sum(min(cached[i : i + wanted.choices]) for i in range(0, len(cached), wanted.choices))
+def _usage(generation: GenerationRequest, written: int, cached: Sequence[int]) -> Usage:
+    """Token counts of a request. A prompt with several answers counts once, with the fewest cached tokens."""
+    read = sum(map(len, generation.prompts))
+    found = sum(min(cached[i : i + generation.choices]) for i in range(0, len(cached), generation.choices))
     return Usage(
         prompt_tokens=read,
         completion_tokens=written,

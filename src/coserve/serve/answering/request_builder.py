@@ -42,7 +42,7 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request that has passed all checks. Its answers are numbered prompt by prompt, choice by choice."""
+    """A checked request. Its answers are numbered by prompt, then by choice."""
 
     id: str
     created: int
@@ -69,7 +69,7 @@ class GenerationRequest:
         return self.prompts[index // self.choices]
 
     def request(self, index: int, newcomer: bool = False) -> AnswerRequest:
-        """The engine's request for answer `index`. The server looks for stop strings, not the engine."""
+        """The engine's request for answer `index`, without stop strings, which the server handles."""
         assert self.sampling.seed is not None
         sampling = replace(
             self.sampling,
@@ -84,7 +84,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestBuilder:
-    """Makes the requests of one client, for the model that it named."""
+    """Builds the requests of one client for one model."""
 
     state: State
     tenant: Tenant
@@ -94,13 +94,13 @@ class RequestBuilder:
 
     @classmethod
     async def of(cls, state: State, tenant: Tenant, model: str) -> "RequestBuilder":
-        """Raises ApiError 404 for an unknown model, 503 while no engine has ever been there."""
+        """Raises ApiError 404 for an unknown model, 503 before the first engine has connected."""
         arrived = time.monotonic()
         hello = state.link.hello or await state.link.wait_ready(CONNECTING)
         return cls(state, tenant, await state.catalog.find(tenant, model), hello, arrived)
 
     async def chat(self, body: ChatRequest) -> GenerationRequest:
-        """The engine's request for a chat. Raises ApiError for a chat that cannot be answered."""
+        """Builds the request of a chat. Raises ApiError for an invalid one."""
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
         turns = [{"role": message.role, "content": message.text} for message in body.messages]
@@ -118,7 +118,7 @@ class RequestBuilder:
         return self._wanted("chatcmpl", body, [prompt], sampling, size)
 
     async def completion(self, body: CompletionRequest) -> GenerationRequest:
-        """The engine's request for a plain completion. Raises ApiError for one that cannot be answered."""
+        """Builds the request of a plain completion. Raises ApiError for an invalid one."""
         scores = body.logprobs if body.echo else None
         if body.max_tokens == 0 and scores is None:
             scores = 0  # the engine is content with no answer at all only where there is a prompt to score
@@ -130,7 +130,7 @@ class RequestBuilder:
         return self._wanted("cmpl", body, prompts, sampling, size)
 
     async def _prompts(self, body: CompletionRequest, size: RequestSize) -> list[tuple[int, ...]]:
-        """Tokens of each prompt; one that cannot be answered is refused before the next is tokenized."""
+        """Tokens of each prompt. Raises ApiError for an invalid one before the next is tokenized."""
         limits, prompts = self._limits(), list[tuple[int, ...]]()
         check_counts(replace(size, prompts=[0] * len(body.prompts), choices=body.n or 1), limits)
         for prompt in body.prompts:
@@ -194,7 +194,7 @@ class RequestBuilder:
         return RequestLimits(self.hello.positions, self.hello.cache_tokens, settings.max_n, sequences)
 
     def _check_length(self, characters: int) -> None:
-        """Refuses prompts that cannot fit before they are tokenized."""
+        """Raises ApiError for prompts too long to fit, before they are tokenized."""
         if characters > MOST_CHARACTERS * self.hello.positions:
             message = (
                 f"This model takes {self.hello.positions} tokens at most; "
@@ -203,7 +203,7 @@ class RequestBuilder:
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
     async def _tokens(self, encode: Callable[[T], Sequence[int]], prompt: T, length: int) -> tuple[int, ...]:
-        """Long prompts are tokenized beside the event loop."""
+        """Tokenizes a prompt; long ones on a thread."""
         try:
             if length < _LONG:
                 return tuple(encode(prompt))
@@ -239,7 +239,7 @@ class RequestBuilder:
 
 
 def fingerprint(hello: Hello) -> str:
-    """Changes with whatever may change answers to the same seed."""
+    """OpenAI's `system_fingerprint`: differs wherever answers to the same seed may differ."""
     parts = (
         hello.model, hello.dtype, hello.quantize, hello.device, hello.parameters, hello.vocabulary,
         hello.deterministic, hello.cache_dtype,
@@ -250,8 +250,8 @@ def fingerprint(hello: Hello) -> str:
 def _sampling(
     body: Generation, logprobs: int | None, prompt_logprobs: int | None, grammar: str | None
 ) -> SamplingParams:
-    """Sampling parameters but for max_tokens, which depends on the prompt. A seed is drawn where none is
-    given: an answer could not go on in another engine without."""
+    """Sampling parameters without `max_tokens`, which depends on the prompt. A missing seed is drawn, so that
+    another engine can continue the answer."""
     return SamplingParams(
         max_tokens=MOST_TOKEN_ID,
         min_tokens=body.min_tokens or 0,
@@ -273,7 +273,7 @@ def _sampling(
 
 
 def _compiled(schema: JsonObject) -> str:
-    """A JSON schema as a grammar. A small one can take seconds until llguidance gives up on it."""
+    """A JSON schema as a grammar. May take seconds even for a small one."""
     try:
         written = json.dumps(schema)
     except RecursionError as error:

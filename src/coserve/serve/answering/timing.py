@@ -1,4 +1,4 @@
-"""Times of one answer, told to the metrics as it happens."""
+"""Records the times of one answer in the metrics."""
 
 from time import monotonic
 
@@ -7,7 +7,7 @@ from coserve.metrics import Metrics
 
 
 class AnswerTiming:
-    """Follows one answer from its arrival. All times are `time.monotonic`."""
+    """Times of one answer since its arrival, by `time.monotonic`."""
 
     def __init__(self, metrics: Metrics, model: str, arrived: float) -> None:
         self._metrics, self._model, self._arrived = metrics, model, arrived
@@ -16,11 +16,11 @@ class AnswerTiming:
         self._between = metrics.inter_token_latency.labels(model)
 
     def admitted(self, now: float) -> None:
-        """The answer has left the queue."""
+        """Notes that the answer has left the queue."""
         self._metrics.request_queue_time.labels(self._model).observe(now - self._arrived)
 
     def token(self, now: float) -> None:
-        """One more token came."""
+        """Notes a token."""
         self._tokens += 1
         if self._tokens == 1:
             self._first = now
@@ -30,7 +30,7 @@ class AnswerTiming:
         self._last = now
 
     def finished(self, reason: FinishReason) -> None:
-        """The answer is complete."""
+        """Notes that the answer is complete."""
         self._metrics.request_success.labels(self._model, reason.value).inc()
         self._metrics.e2e_request_latency.labels(self._model).observe(monotonic() - self._arrived)
         if self._tokens > 1:
@@ -38,7 +38,7 @@ class AnswerTiming:
             self._metrics.time_per_output_token.labels(self._model).observe(mean)
 
     def close(self, prompt_tokens: int) -> None:
-        """No more comes, complete or not."""
+        """Notes the end of the answer, complete or not."""
         if self._tokens:
             self._metrics.prompt_tokens.labels(self._model).inc(prompt_tokens)
             self._metrics.generation_tokens.labels(self._model).inc(self._tokens)

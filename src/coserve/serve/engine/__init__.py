@@ -1,1 +1,1 @@
-"""The other end of the engine's socket."""
+"""The server's end of the engine's socket."""

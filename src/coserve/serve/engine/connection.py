@@ -1,4 +1,4 @@
-"""One connection to one engine, and what that engine was told on it."""
+"""One connection to one engine, with the state of that connection."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ from coserve.wire.messages import (
 
 @dataclass(slots=True, eq=False)
 class EngineConnection:
-    """`loads` are the adapters that the engine has, or is looking at; `submitters` bring requests in that
-    have to wait for something first."""
+    """`loads` are the adapters that the engine has or is loading; `submitters` are tasks that submit requests
+    after a wait."""
 
     hello: Hello
     writer: asyncio.StreamWriter
@@ -34,8 +34,8 @@ class EngineConnection:
     _is_open: bool = True
 
     def post(self, command: Command) -> None:
-        """Sends a command; commands that are posted in one turn of the event loop go out as one message.
-        Raises RequestError for a command that no message can hold."""
+        """Sends a command; commands of one turn of the event loop are sent as one message. Raises
+        RequestError for a command that cannot be encoded."""
         packed = pack_command(command)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -44,15 +44,15 @@ class EngineConnection:
     def ask(
         self, command: AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob
     ) -> asyncio.Future[None]:
-        """Sends a command that has a reply; the future is done when the engine has replied. It raises the
-        error that the engine replied with, or ConnectionError where the engine died meanwhile."""
+        """Sends a command with a reply; the future completes with it. It raises the engine's error, or
+        ConnectionError where the engine died."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.post(command)
         self._replies[command.ref] = waiting
         return waiting
 
     def take(self, reply: Reply) -> None:
-        """Takes in a reply of the engine's."""
+        """Completes the future of a reply."""
         waiting = self._replies.pop(reply.ref, None)
         if waiting is None or waiting.done():
             return
@@ -63,7 +63,7 @@ class EngineConnection:
             waiting.exception()  # read here, for nobody may be waiting any more
 
     def end(self) -> None:
-        """Ends the connection: nothing is sent any more, and futures of replies raise ConnectionError."""
+        """Ends the connection: nothing more is sent, and pending replies raise ConnectionError."""
         self._is_open = False
         for waiting in self._replies.values():
             if not waiting.done():

@@ -1,4 +1,4 @@
-"""One request that is being answered, through engines that die and are replaced."""
+"""Live requests, which continue across engine restarts."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -12,11 +12,11 @@ from coserve.wire.messages import Submit, Token
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """One answer wanted from the engine.
+    """A request for one answer of the engine.
 
-    `sampling.seed` is set: without it an answer could not go on in another engine. `folder` is where the
-    adapter `adapter` lies; every engine loads it from there when it first needs it. `age` is how many seconds
-    the request had waited when it was handed in. `scope` is whose prompts it may share the cache with.
+    `sampling.seed` must be set, so that another engine can continue the answer. `folder` has the files of
+    `adapter`; every engine loads it on first use. `age` is the seconds that the request had waited on
+    submission. Requests with the same `scope` share cached prefixes.
     """
 
     id: str
@@ -31,13 +31,13 @@ class AnswerRequest:
 
     @property
     def asks(self) -> int:
-        """Equal for requests that ask the same, whatever their ids and seeds."""
+        """A key equal for requests that differ in id and seed only."""
         return hash((self.prompt, self.adapter, repr(replace(self.sampling, seed=None))))
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request under way, and the tokens that came so far."""
+    """A request under way, and its tokens so far."""
 
     request: AnswerRequest
     began: float  # on the loop's clock

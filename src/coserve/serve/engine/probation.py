@@ -1,13 +1,12 @@
-"""Probation: work that was under way in an engine that crashed is tried again, one piece at a time.
+"""Probation: work under way in a crashed engine is retried one item at a time.
 
-An engine that crashes was doing many things, and one of them is to blame. All of them are *suspects* then.
-The next engine gets suspects one after the other; each is on *trial* until it goes beyond where it was when
-the engine crashed (a further token, a further optimizer step, a reply), which clears it. A suspect that is on
-trial when an engine crashes again is tried in the next one before anything else enters. Work that was all
-alone in an engine that crashed, and had been in one before, is *guilty*: nothing else can have done it.
+All work under way in an engine that crashes becomes *suspect*. The next engine gets suspects one after the
+other; each is on *trial* until it exceeds its progress at the crash (another token, optimizer step, or
+reply), which clears it. A suspect on trial when an engine crashes again is tried first in the next one,
+before other work. Work that was alone in a crashed engine, and had been in one before, is *guilty*.
 
-Work that is not suspected waits only while something is tried alone, and no longer than `ALONE_SECONDS` for
-each. An engine that is ended from outside makes no suspects.
+Other work waits only while a suspect is tried alone, at most `ALONE_SECONDS` for each. An engine ended from
+outside makes no suspects.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ _LOOK_SECONDS: Final = 1.0  # between two looks at the clock
 
 
 class WorkItem(NamedTuple):
-    """Something that an engine works on: a request, an adapter that is loaded, a check, a job."""
+    """Work of an engine: a request, an adapter load, a check or a job."""
 
     kind: Kind
     id: str
@@ -34,15 +33,14 @@ class WorkItem(NamedTuple):
 
 @dataclass(slots=True)
 class Suspect:
-    """`crashes` of engines it was there at, without going beyond `progress` since."""
+    """Work present at `crashes` crashes without exceeding `progress` since."""
 
     crashes: int
     progress: int
 
 
 class Probation:
-    """Tracks the work under way in the present engine, and the work that is suspected of having crashed
-    earlier ones.
+    """Tracks the work under way in the current engine, and suspects of earlier crashes.
 
     `progress` is any number that grows: tokens of an answer, optimizer steps of a job.
     """
@@ -57,7 +55,7 @@ class Probation:
         self._changed = asyncio.Event()
 
     def is_open(self, item: WorkItem) -> bool:
-        """Tells whether it may be handed to the engine now."""
+        """Tells whether an item may be sent to the engine now."""
         suspect = self.suspects.get(item)
         if self._trial is not None and self._trial != item and suspect is not None:
             return False
@@ -70,7 +68,7 @@ class Probation:
         return not (is_job and any(other.kind != "job" for other in self._waiting))
 
     async def turn(self, item: WorkItem) -> None:
-        """Returns when the thing may be handed to the engine, which is to be done at once."""
+        """Waits until an item may be sent to the engine, which must follow at once."""
         self._waiting.add(item)
         try:
             while not self.is_open(item):
@@ -83,15 +81,14 @@ class Probation:
             self._changed.set()
 
     def enter(self, item: WorkItem, progress: int = -1) -> None:
-        """Notes that a task is handed to the engine now. A suspect is on trial from here on: wait for its
-        `turn` first."""
+        """Notes that an item is sent to the engine. A suspect, after its `turn`, is then on trial."""
         self._under_way[item] = progress
         if item in self.suspects:
             self._trial = item
             self._alone_until = self._clock() + ALONE_SECONDS
 
     def moved(self, item: WorkItem, progress: int) -> None:
-        """Notes how far a task has come."""
+        """Notes an item's progress."""
         if item not in self._under_way:
             return
         self._under_way[item] = progress
@@ -100,21 +97,20 @@ class Probation:
             self._clear(item)
 
     def left(self, item: WorkItem) -> None:
-        """Notes that a piece of work has ended, or is no longer wanted."""
+        """Notes that an item has ended or was cancelled."""
         self._under_way.pop(item, None)
         self._clear(item)
 
     def forget_engine(self) -> None:
-        """Forgets the work under way: the engine was ended from outside, or only the connection to it is
-        lost."""
+        """Drops the work under way without suspicion: the engine was ended from outside, or only its
+        connection is lost."""
         self._under_way.clear()
         self._trial = None
         self._alone_until = self._clock() + ALONE_SECONDS
         self._changed.set()
 
     def crashed(self) -> list[WorkItem]:
-        """Returns the work items that are guilty of the engine's crash; all others under way become
-        suspects."""
+        """Returns the items guilty of the engine's crash; others under way become suspects."""
         guilty = []
         is_certain = len(self._under_way) == 1
         for item, progress in self._under_way.items():

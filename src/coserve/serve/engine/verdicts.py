@@ -1,4 +1,4 @@
-"""Verdicts: work that is quarantined because it crashed engines, as far as this process has found out."""
+"""Verdicts: work quarantined for crashing engines, as known to this process."""
 
 import logging
 from collections import Counter
@@ -14,7 +14,7 @@ _MOST_REQUESTS = 2  # of one adapter that may be guilty before it is the adapter
 
 @dataclass(frozen=True, slots=True)
 class QuarantineVerdict:
-    """Work that is quarantined, and the reason; for a request also the request itself."""
+    """Quarantined work and its reason; with the request, if it is one."""
 
     item: WorkItem
     reason: str
@@ -22,8 +22,8 @@ class QuarantineVerdict:
 
 
 class Verdicts:
-    """Refuses guilty work: a request that asks the same as a guilty one, whatever its id and seed; anything
-    else once, when it is asked for again, since the database knows of it then."""
+    """Refuses guilty work: requests equal to a guilty one but for id and seed; other work once, after which
+    the database has the verdict."""
 
     def __init__(self) -> None:
         self._requests: dict[int, str] = {}
@@ -31,7 +31,7 @@ class Verdicts:
         self._blamed: Counter[str] = Counter()  # adapters, by their requests that are guilty
 
     def find(self, item: WorkItem, request: AnswerRequest | None, crash: str) -> list[QuarantineVerdict]:
-        """Finds a task guilty of `crash`, and maybe the adapter that it asked for with it."""
+        """Records an item as guilty of `crash`, in some cases with its adapter."""
         why = f"the engine crashed again while it worked on this {item.kind}"
         found = [self._find(item, request, why, crash)]
         adapter = None if request is None else request.adapter
@@ -43,7 +43,7 @@ class Verdicts:
         return found
 
     def check_request(self, request: AnswerRequest) -> None:
-        """Raises Quarantined for a request that asks the same as a guilty one."""
+        """Raises Quarantined for a request equal to a guilty one but for id and seed."""
         if (reason := self._requests.get(request.asks)) is not None:
             raise Quarantined(reason)
 

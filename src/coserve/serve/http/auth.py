@@ -1,4 +1,4 @@
-"""Authentication: an API key's tenant, or, on a machine of one's own without keys, the tenant `local`."""
+"""Authentication: the tenant of an API key, or the tenant `local` on a loopback server without keys."""
 
 import asyncio
 from typing import Annotated
@@ -25,10 +25,10 @@ _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys
 
 
 class Authentication:
-    """Refuses requests without a tenant before a byte of the body is read: FastAPI reads bodies first.
+    """Refuses unauthenticated requests before the body is read (FastAPI would read it first).
 
-    The tenant lies in the request's state as `tenant`. An address that sends wrong keys too often is told to
-    wait, and the database is asked for keys of the right shape only; a right key always gets through.
+    Sets `tenant` in the request's state. Addresses that send wrong keys too often get 429, and only
+    well-formed keys are looked up; valid keys are always accepted.
     """
 
     def __init__(self, app: ASGIApp, state: State, bad_keys: TokenBuckets) -> None:
@@ -48,7 +48,7 @@ class Authentication:
         await self.app(scope, receive, send)
 
     async def _tenant(self, request: HTTPConnection) -> Tenant:
-        """As `tenant_of`. Raises ApiError 429 where it would be 401 too often."""
+        """As `tenant_of`. Raises ApiError 429 after too many 401."""
         owner = owner_of(request.client and request.client.host)
         try:
             if not self._bad_keys.wait(owner):
@@ -63,7 +63,7 @@ class Authentication:
         raise too_often(what, self._bad_keys.wait(owner))
 
     async def _together(self, request: HTTPConnection) -> Tenant:
-        """As `tenant_of`; requests that come together with the same key look it up together."""
+        """As `tenant_of`; concurrent requests with the same key share a lookup."""
         who = (request.headers.get("authorization"), request.client and request.client.host)
         task = self._looked_up.get(who)
         if task is None:
@@ -73,7 +73,7 @@ class Authentication:
 
 
 def secret_of(request: HTTPConnection) -> str | None:
-    """The key that a request brings, whatever it is worth."""
+    """The key in a request's headers, unchecked."""
     scheme, given = get_authorization_scheme_param(request.headers.get("authorization"))
     return given if scheme.lower() == "bearer" and given else None
 
@@ -83,10 +83,10 @@ def _needs_tenant(path: str) -> bool:
 
 
 async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
-    """The tenant who sends these headers. Raises ApiError 401.
+    """The tenant of a request by its headers. Raises ApiError 401.
 
-    While no key ever existed and none is required, whatever stands in the header is ignored: clients insist
-    on sending something. Hosts and origins of web pages are looked at before (`browsers.py`).
+    While no key has ever existed and none is required, any key is ignored, as clients insist on sending one.
+    Hosts and origins of web pages are checked before (`browsers.py`).
     """
     secret = secret_of(request)
     if secret is not None and (tenant := await state.store.tenants.of_key(secret)) is not None:
@@ -100,7 +100,7 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
 
 
 async def serves_without_keys(state: State) -> bool:
-    """Tells whether every request to the server counts as the tenant `local`'s."""
+    """Tells whether every request belongs to the tenant `local`."""
     settings = state.settings
     may_be_open = (settings.is_loopback or settings.allow_insecure) and not settings.require_keys
     return may_be_open and await state.store.tenants.is_open()
@@ -111,7 +111,7 @@ async def caller_of(
     state: Shared,
     _: Annotated[object, Depends(_bearer)],  # for the OpenAPI document only
 ) -> Tenant:
-    """FastAPI's dependency for the tenant: the one that `Authentication` found. Raises ApiError 401."""
+    """FastAPI dependency: the tenant found by `Authentication`. Raises ApiError 401."""
     found: Tenant | None = getattr(request.state, "tenant", None)
     return await tenant_of(request, state) if found is None else found
 

@@ -1,9 +1,8 @@
-"""Browsers: web pages of other sites are kept out by the names this server answers to, and the origins it
-lets in.
+"""Protection against other sites' web pages: trusted host names and allowed origins.
 
-A browser on this machine reaches a loopback server for any page it shows. Two headers tell whom it works
-for, and no page can forge them: `Host` is the name in the address that the page asked, so a name that was
-pointed at 127.0.0.1 for the purpose (DNS rebinding) is seen there; `Origin` is the page's own site.
+Any page in a browser on this machine can reach a loopback server. Two headers identify it, and pages cannot
+forge them: `Host` is the name in the requested address, which exposes names that were pointed at 127.0.0.1
+(DNS rebinding); `Origin` is the page's own site.
 """
 
 import functools
@@ -27,10 +26,10 @@ _PREFLIGHT_SECONDS: Final = "600"
 
 
 class TrustedHosts:
-    """Refuses requests for a name that is not this server's, with 403, while it serves without keys.
+    """Answers 403 to requests for a host name that is not this server's, while it serves without keys.
 
-    Where a key is needed another site's page has none, and servers are reached by whatever name a proxy
-    gives them: names are looked at there only if the settings list some.
+    Where keys are required other sites' pages have none, and proxies may use any name: names are then checked
+    only if the settings list some.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class TrustedHosts:
 
 
 class AllowedOrigins:
-    """Answers pages of the origins that are allowed, and the server's own; tells all others why it does not.
+    """Serves pages of allowed origins and the server's own; refuses others with the reason.
 
-    Preflights are answered for any origin, without a key: only so can a page read the refusal of the
-    request itself, which comes before anything is done for it.
+    Preflights are answered for any origin, without a key: only then can a page read the refusal of the
+    request itself, which is made before any work.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
@@ -79,14 +78,14 @@ class AllowedOrigins:
             await _refused_origin(origin)(scope, receive, send)
 
 
-def is_own_host(given: str, settings: ServerSettings) -> bool:
+def is_own_host(host: str, settings: ServerSettings) -> bool:
     """Tells whether a `Host` header names this server: loopback, the bound address, this machine, an allowed
     host.
 
-    Where the server listens on all addresses, any address is its own: a page cannot have a foreign one that
-    leads here.
+    Where the server listens on all addresses, any IP address is accepted: a page cannot have a foreign one
+    that leads here.
     """
-    matched = _HOST.fullmatch(given.strip())
+    matched = _HOST.fullmatch(host.strip())
     if matched is None:
         return False
     name = matched[1].strip("[]").lower().removesuffix(".")
@@ -111,7 +110,7 @@ def _names_of_this_machine() -> frozenset[str]:
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a name is; None for any other name."""
+    """The IP address that a name spells; None for other names."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -119,7 +118,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_same_site(origin: str, host: str) -> bool:
-    """Tells whether a page came from this server. Schemes may differ, as a proxy may end TLS."""
+    """Tells whether a page is from this server. Schemes may differ, as a proxy may terminate TLS."""
     _, found, site = origin.partition("://")
     return bool(found) and site.lower() == host.strip().lower()
 

@@ -1,8 +1,7 @@
-"""Connections: their number, strictness about HTTP, and limits on how long one may keep the server waiting.
+"""Connections: limits on their number and their time, and strict parsing of HTTP.
 
-uvicorn has a time limit between two requests and none within one: neither for headers nor for a body, nor for
-a client that does not read. Its parser, h11, takes some of what proxies before the server understand
-differently.
+uvicorn limits the time between two requests, but not within one: not for headers, a body, or a client that
+does not read. Its parser, h11, accepts some messages that proxies may parse differently.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ class ConnectionLimits:
 class Connections:
     """All connections of one listener. For one event loop.
 
-    Without a `shedder` all requests are given to the application.
+    Without a `shedder` all requests reach the application.
     """
 
     def __init__(self, limits: ConnectionLimits, shedder: LoadShedder | None = None) -> None:
@@ -58,8 +57,7 @@ class Connections:
         return len(self._open)
 
     def enter(self, connection: "HttpConnection", host: str | None) -> bool:
-        """Tells whether there is room for one more; where there is none, an idle one has to go if there is
-        one."""
+        """Adds a connection, closing an idle one if there is no room; False if there is still none."""
         owner = owner_of(host)
         share = self.limits.most_address * (_LOOPBACK_SHARE if owner == LOOPBACK else 1)
         if self._count[owner] >= share and not self._make_room(owner):
@@ -71,7 +69,7 @@ class Connections:
         return True
 
     def leave(self, connection: "HttpConnection") -> None:
-        """The connection is gone; one that never entered is no error."""
+        """Removes a connection; unknown ones are ignored."""
         owner = self._open.pop(connection, None)
         if owner is not None:
             self._count[owner] -= 1
@@ -79,7 +77,7 @@ class Connections:
                 del self._count[owner]
 
     async def watch(self) -> None:
-        """Ends those that take too long; never returns."""
+        """Closes connections that exceed their time; never returns."""
         while True:
             await asyncio.sleep(min(1.0, self.limits.stall_seconds / 4))
             now = monotonic()
@@ -87,7 +85,7 @@ class Connections:
                 connection.check(now)
 
     def _make_room(self, owner: str | None) -> bool:
-        """Ends the connection, of this owner if one is named, that has been without a request the longest."""
+        """Closes the longest idle connection, of `owner` if given."""
         long_ago = monotonic() - _SETTLED
         idle = [
             connection
@@ -103,15 +101,14 @@ class Connections:
 
 
 class StrictHttp(h11.Connection):
-    """h11, without requests that two parsers may read differently (RFC 9112, 6.1 and 11.2).
+    """h11 that refuses ambiguous requests (RFC 9112, 6.1 and 11.2).
 
-    `asked` is called with each request and the bytes of its body that have come; errors that it raises come
-    through.
+    `on_request` is called with each request and the received bytes of its body; its errors propagate.
     """
 
-    def __init__(self, most_head: int, asked: Callable[[h11.Request, int], None]) -> None:
+    def __init__(self, most_head: int, on_request: Callable[[h11.Request, int], None]) -> None:
         super().__init__(h11.SERVER, most_head)
-        self._asked = asked
+        self._on_request = on_request
 
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE:
@@ -127,12 +124,12 @@ class StrictHttp(h11.Connection):
             names = {name for name, _ in event.headers}
             if b"transfer-encoding" in names and (b"content-length" in names or event.http_version == b"1.0"):
                 raise h11.RemoteProtocolError("a body of two lengths")
-            self._asked(event, len(self.trailing_data[0]))
+            self._on_request(event, len(self.trailing_data[0]))
         return event
 
 
 class HttpConnection(H11Protocol):
-    """One connection, as uvicorn has it, with limits."""
+    """A connection of uvicorn's with limits."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
@@ -148,7 +145,7 @@ class HttpConnection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Tells whether no request is being read or answered."""
+        """Tells whether no request is read or answered."""
         return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -187,11 +184,11 @@ class HttpConnection(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are no HTTP, with an error of the same shape as all others."""
+        """Answers invalid HTTP with an error in the usual format."""
         self._end(400, "The request is not valid HTTP.")
 
     def check(self, now: float) -> None:
-        """Ends the connection if it has kept the server waiting for too long. `now` is `monotonic`."""
+        """Closes the connection if it has exceeded a time limit. `now` is `time.monotonic`."""
         if self._reads_too_slowly(now):
             self.transport.abort()
             return
@@ -222,7 +219,7 @@ class HttpConnection(H11Protocol):
         return ("headers", self.cycle) if self.conn.their_state is h11.IDLE and has_begun else None
 
     def _reads_too_slowly(self, now: float) -> bool:
-        """Tells whether the client takes a finished part of an answer at less than the least rate."""
+        """Tells whether the client reads sent data slower than the minimum rate."""
         left = self.transport.get_write_buffer_size()
         is_stuck = self.transport.is_closing() or self.is_idle or self.flow.write_paused
         if not left or not is_stuck:
@@ -237,8 +234,8 @@ class HttpConnection(H11Protocol):
         return before - left < _LEAST_RATE * self._stall
 
     def _end(self, status: int, message: str) -> None:
-        """Sends the last answer on this connection, unless another one has begun or no request has come, and
-        closes it."""
+        """Sends an error unless another answer has begun or there was no request, and closes the
+        connection."""
         cycle = self.cycle
         has_begun = cycle is not None and cycle.response_started and not cycle.response_complete
         has_asked = cycle is not None or self._bytes > 0 or status == 503

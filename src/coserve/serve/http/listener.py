@@ -1,4 +1,4 @@
-"""uvicorn on a socket that the supervisor owns; it ends when it is told to, not by signals of its own."""
+"""uvicorn on the supervisor's socket, ended by a call instead of signals."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ class _Server(uvicorn.Server):
 
 
 class Listener:
-    """Serves an application on a listening socket until it is told to stop."""
+    """Serves an application on a listening socket until `stop`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Listener:
             watching.cancel()
 
     async def started(self) -> None:
-        """Returns when connections are taken."""
+        """Waits until connections are accepted."""
         while not self._server.started:
             await asyncio.sleep(0.01)
 

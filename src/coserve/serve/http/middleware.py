@@ -1,6 +1,6 @@
-"""Middleware before every route: an id, limits on size, and no new work while draining.
+"""Middleware before every route: request ids, size limits, and draining.
 
-Plain ASGI: FastAPI's own kind of middleware puts a task and a queue between a stream and its socket.
+Plain ASGI, as FastAPI's middleware puts a task and a queue between a stream and its socket.
 """
 
 import secrets
@@ -17,7 +17,7 @@ _LONGEST_ID = 128
 
 
 class RequestIds:
-    """Gives each request an id and says it in `x-request-id`; a client's own in that header is kept."""
+    """Gives each request an id, returned in `x-request-id`; an id in the client's header is kept."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -38,15 +38,15 @@ class RequestIds:
 
 
 def new_request_id() -> str:
-    """A fresh id of a request, for logs and for the client."""
+    """A new request id for logs and the client."""
     return f"req_{secrets.token_hex(16)}"
 
 
 class SizeLimits:
-    """Refuses URLs, headers and bodies that are too large, before anything parses them.
+    """Refuses URLs, headers and bodies that are too large, before they are parsed.
 
-    `body_limit` gives the most bytes for a path. A body that lies about its length or brings none is
-    counted as it comes.
+    `body_limit` gives the most bytes for a path. Bodies are also counted as they arrive, as their length may
+    be missing or wrong.
     """
 
     def __init__(self, app: ASGIApp, body_limit: Callable[[str], int]) -> None:
@@ -84,7 +84,7 @@ class SizeLimits:
 
 
 class Draining:
-    """Answers 503 to new work once the server has been told to stop; looking is still allowed."""
+    """Answers 503 to new work once the server drains; reads are still allowed."""
 
     def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
         self.app, self.is_draining = app, is_draining
@@ -105,6 +105,6 @@ def _given_id(scope: Scope) -> str:
 
 
 def content_length(scope: Scope) -> int:
-    """Length of the body as the request states it, bytes; 0 where it states none."""
+    """The request's Content-Length in bytes; 0 if missing."""
     given = Headers(scope=scope).get("content-length", "")
     return int(given) if given.isascii() and given.isdigit() and len(given) < 19 else 0

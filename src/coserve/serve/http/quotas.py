@@ -1,5 +1,4 @@
-"""Quotas of what one tenant may ask for and bring in, before a body is read. Stands behind
-`Authentication`."""
+"""Quotas of a tenant's requests and uploads, checked before a body is read. Runs after `Authentication`."""
 
 import asyncio
 import math
@@ -25,7 +24,7 @@ _PIECE = 2**20  # bytes of a body of unknown length between two looks at its ten
 
 
 class RequestRate:
-    """Answers 429 to a tenant that asks more often than it may, whatever for."""
+    """Answers 429 to tenants beyond their request rate, for any route."""
 
     def __init__(self, app: ASGIApp, rates: TokenBuckets, most: int) -> None:
         self.app, self._rates, self._most = app, rates, most
@@ -40,18 +39,17 @@ class RequestRate:
 
 
 class UploadRoom:
-    """Answers 429 to an upload that its tenant has no room for, and 507 to one that the disk has none for,
-    those under way counted.
+    """Answers 429 to uploads beyond their tenant's quota, and 507 to those beyond the disk's room, including
+    uploads under way.
 
-    A body that does not tell its length counts as the largest for those that come after it, and is looked at
-    again with each `_PIECE` of it that has come. What is really kept is checked once more when it is: a
-    transaction cannot be raced past.
+    A body of unknown length counts as the largest possible for later ones, and is checked again after each
+    `_PIECE`. The quota is checked once more in the transaction that stores the file, which excludes races.
     """
 
     def __init__(
         self, app: ASGIApp, files: FileStore, paths: Collection[str], largest: int, folder: Path
     ) -> None:
-        """`folder` lies on the disk that uploads are kept on, `largest` are the bytes of one at most."""
+        """`folder` is on the disk of uploads, `largest` is the most bytes of one."""
         self.app, self._files, self._paths, self._largest = app, files, frozenset(paths), largest
         self._folder = folder
         self._number: Counter[str] = Counter()
@@ -83,8 +81,8 @@ class UploadRoom:
                 del self._number[tenant], self._bytes[tenant], self._told[tenant]
 
     def _counted(self, receive: Receive, tenant: str, size: int, number: int) -> Receive:
-        """`receive` for a body of unknown length, behind `size` bytes under way: raises Refusal where the
-        tenant has no room for what has come of it."""
+        """`receive` for a body of unknown length, with `size` bytes under way before it: raises Refusal where
+        the received bytes exceed the tenant's room."""
         seen, checked = -_FORM_BYTES, 0
 
         async def receive_counted() -> Message:
@@ -102,8 +100,8 @@ class UploadRoom:
         return receive_counted
 
     async def _check(self, tenant: str, size: int, number: int) -> None:
-        """Raises ApiError where there is no room for `size` more bytes in `number` files of a tenant. What
-        others' uploads have written is counted twice by the disk's part: that refuses a little early."""
+        """Raises ApiError where there is no room for `size` more bytes in `number` files of a tenant. The
+        disk check counts bytes written by other uploads twice, which refuses slightly early."""
         others = sum(self._told.values()) - self._told[tenant]
         usage = await asyncio.to_thread(shutil.disk_usage, self._folder)
         if size + others > usage.free - DISK_RESERVE:
@@ -123,7 +121,7 @@ class UploadRoom:
 
 
 def too_often(what: str, wait: float) -> ApiError:
-    """The refusal of a request that may come again in `wait` seconds."""
+    """The 429 of a request that may be retried in `wait` seconds."""
     seconds = max(math.ceil(wait), 1)
     message = f"{what}: please try again in {seconds} second{'' if seconds == 1 else 's'}."
     return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})

@@ -11,11 +11,10 @@ _MOST_ENTRIES: Final = 10_000  # of one `TokenBuckets`: some 2 MB
 
 
 class TokenBuckets:
-    """One token bucket for each name: it holds `most` tokens, and gets as many a minute. With `most` 0 all is
-    free.
+    """One token bucket for each name: it holds `most` tokens, refilled in a minute. `most` 0 is unlimited.
 
     A bucket is stored as the time at which it will be full, so full buckets take no memory. Beyond `entries`
-    the buckets that were used the longest ago are forgotten, and count as full. For one event loop.
+    the least recently used buckets are dropped, and count as full. For one event loop.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class TokenBuckets:
         return ahead - _MINUTE if ahead - _MINUTE > _ROUNDING else 0.0
 
     def take(self, name: str) -> float:
-        """As `wait`; takes the token if there is one."""
+        """As `wait`; takes a token if there is one."""
         wait = self.wait(name)
         if self._pause and not wait:
             now = self._clock()

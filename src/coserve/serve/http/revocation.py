@@ -1,4 +1,4 @@
-"""Answers that are under way when their key is revoked: they end within a second or so."""
+"""Ends answers under way within about a second after their key is revoked."""
 
 import asyncio
 import json
@@ -21,10 +21,10 @@ LOOK_SECONDS = 1.0  # between two looks at who has been revoked: another process
 
 
 class Revocation:
-    """Cancels a request to one of `paths` whose key is revoked meanwhile, and tells the client: a stream ends
-    with an error event, and a request whose answer has not begun gets 401.
+    """Cancels requests to `paths` whose key is revoked: a stream ends with an error event, and a request
+    without an answer yet gets 401.
 
-    Stands behind `Authentication`. The database is asked once for all keys, and only while there are any.
+    Runs after `Authentication`. One query checks all keys, and only while there are requests.
     """
 
     def __init__(self, app: ASGIApp, tenants: TenantStore, paths: Collection[str]) -> None:
@@ -76,7 +76,7 @@ class Revocation:
             del self._open[key]
 
     async def _watch(self) -> None:
-        """Ends when no request is left to look after."""
+        """Checks keys until no request is left."""
         while self._open:
             await asyncio.sleep(LOOK_SECONDS)
             try:

@@ -1,8 +1,7 @@
-"""Load shedding: requests beyond what may run and wait are refused at once, before those that came before
-them are prepared.
+"""Load shedding: requests beyond the queue's room are refused at once, before accepted ones are prepared.
 
-Preparing a request (decoding, templates, tokens) takes the event loop 1 to 3 ms, and refusing one as soon
-as its headers are read 0.2 ms. Where 640 come together, refusals do not wait for the 270 that are accepted.
+Preparing a request (decoding, templates, tokens) takes 1 to 3 ms of the event loop, refusing one by its
+headers 0.2 ms. So of 640 concurrent requests the refused ones do not wait for the 270 accepted.
 """
 
 import asyncio
@@ -20,11 +19,11 @@ _APPLICATIONS: Final = frozenset({b"origin", b"x-request-id"})  # the applicatio
 
 
 class LoadShedder:
-    """Admission check that a connection makes from a request's headers, before the application sees it.
+    """Admission check of a connection by a request's headers, before the application.
 
-    Requests for text are counted by their `Authorization` header: beyond the number that one tenant may have
-    they are refused, and no key is looked up for that. Tenants with several keys, and totals, are left to
-    `ConcurrencyLimit`. For one event loop.
+    Counts requests for text by their `Authorization` header, without a key lookup, and refuses those beyond
+    the limit of one tenant. `ConcurrencyLimit` handles tenants with several keys, and totals. For one event
+    loop.
     """
 
     def __init__(self, queue: FairQueue, paths: Collection[str]) -> None:
@@ -32,11 +31,11 @@ class LoadShedder:
         self._in_flight: Counter[bytes] = Counter()
 
     def enter(self, request: h11.Request, arrived: int) -> bytes | None:
-        """Counts a request of whose body `arrived` bytes have come. Returns the argument for `leave`, None
-        for a request that is not counted. Raises ApiError 429 where it could not even wait.
+        """Counts a request with `arrived` bytes of its body received. Returns the argument for `leave`, None
+        for a request that is not counted. Raises ApiError 429 where the queue is full.
 
-        A request whose body has not come as a whole is never refused here: a client that is still sending
-        would not read the refusal.
+        A request with an incomplete body is never refused here: a client that is still sending would not read
+        the response.
         """
         if request.target not in self._paths:
             return None
@@ -51,17 +50,17 @@ class LoadShedder:
         return who
 
     def leave(self, who: bytes) -> None:
-        """The answer to a request that was counted has ended, or its connection has."""
+        """Uncounts a request whose answer or connection has ended."""
         self._in_flight[who] -= 1
         if not self._in_flight[who]:
             del self._in_flight[who]
 
 
 class ConcurrencyLimit:
-    """Answers 429 to a request for text while as many are under way as may run and wait: before its body is
-    read. Those that are accepted are prepared one per round of the event loop, tenants in turn.
+    """Answers 429 to requests for text while the queue is full, before their bodies are read. Accepted ones
+    are prepared one per round of the event loop, tenants in turn.
 
-    Stands behind `Authentication`.
+    Runs after `Authentication`.
     """
 
     def __init__(self, app: ASGIApp, queue: FairQueue, paths: Collection[str]) -> None:
@@ -90,9 +89,9 @@ class ConcurrencyLimit:
 
 
 class LoopTurns:
-    """Lets one caller go on per round of the event loop, the tenants' first ones in turn. For one event loop.
+    """Admits one caller per round of the event loop, tenants in turn. For one event loop.
 
-    Whatever else is ready in a round, such as refusals and tokens of streams, comes between two of them.
+    Other ready work, such as refusals and tokens of streams, runs between two of them.
     """
 
     def __init__(self) -> None:
@@ -100,7 +99,7 @@ class LoopTurns:
         self._is_taken = False  # in this round
 
     async def turn(self, tenant: str) -> None:
-        """Returns when it is the caller's turn: at once where no caller had one in this round."""
+        """Waits for the caller's turn; returns at once if no caller had one in this round."""
         loop = asyncio.get_running_loop()
         if self._is_taken:
             turn = loop.create_future()

@@ -1,4 +1,4 @@
-"""Answers on their way to a client who may leave at any moment, streaming or not."""
+"""Streams, and cancellation of work when the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
@@ -16,9 +16,9 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns what `work` returns. Raises ClientGone, with the work cancelled, once the client has left.
+    """Returns the result of `work`. Cancels it and raises ClientGone once the client disconnects.
 
-    The whole body must have been read: all that comes after it is the disconnect.
+    The whole body must have been read, so that the next message is the disconnect.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
     try:
@@ -33,10 +33,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events, one for each item of `events`, sent as soon as the item comes.
+    """Server-sent events, one for each item of `events`, sent as soon as the item arrives.
 
-    `source`, which the events are made of, is closed at the end: when the client leaves, all work for it ends
-    before anything else happens.
+    `source`, the origin of the events, is closed at the end, so that all work ends when the client
+    disconnects.
     """
 
     media_type = "text/event-stream"

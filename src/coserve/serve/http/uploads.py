@@ -1,4 +1,4 @@
-"""A form with one file in it, straight from the network to the disk: never in memory as a whole."""
+"""Uploads: a form with one file, streamed from the network to disk."""
 
 import asyncio
 import os
@@ -20,8 +20,8 @@ _MOST_PARTS: Final = 16
 class Upload:
     """An upload: text `fields`, and one file in the field `file`, which goes to `path`.
 
-    Raises ApiError 400 for a body that is no such form, and 413 for a file of more than `most` bytes.
-    Whatever is raised, `path` is the caller's to remove.
+    Raises ApiError 400 for any other body, and 413 for a file of more than `most` bytes. The caller removes
+    `path` after errors.
     """
 
     def __init__(self, path: Path, most: int) -> None:
@@ -38,7 +38,7 @@ class Upload:
         self._pieces = bytearray()
 
     async def receive(self, request: Request) -> None:
-        """Reads the body to its end; the file is on disk (fsync) when this returns."""
+        """Reads the body to its end; the file is then on disk (fsync)."""
         parser = MultipartParser(_boundary(request), {
             "on_part_begin": self._begin,
             "on_header_field": self._header_name,

@@ -1,1 +1,1 @@
-"""The supervisor and what it keeps alive."""
+"""The supervisor and its child processes."""

@@ -1,4 +1,4 @@
-"""Announcements of the supervisor: one line after the other, on the console and in a log."""
+"""Announcements of the supervisor: lines on the console and in a log."""
 
 import logging
 import socket
@@ -17,8 +17,8 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where this machine re
 
 
 class _SupervisorLog(WatchedFileHandler):
-    """A log file whose errors are ignored, as its disk may be full: the console has the line, and the server
-    goes on. A file that was moved away is made anew."""
+    """A log file whose errors, such as a full disk, are ignored: the console has the line. A file that was
+    moved away is created again."""
 
     def handleError(self, record: logging.LogRecord) -> None: ...
 
@@ -47,7 +47,7 @@ class Announcer:
         self._logger.info(line)
 
     def quote(self, lines: Sequence[str]) -> None:
-        """Lines of a log, set off."""
+        """Writes lines of a log, indented."""
         for line in lines:
             self.say(f"  | {line}", "dim")
 
@@ -56,7 +56,7 @@ class Announcer:
         self.say(f"coserve: starting {settings.base_name}; logs are in {settings.logs}")
 
     def ready(self, settings: ServerSettings, listener: socket.socket, seconds: float) -> None:
-        """Announces what is served, and where: requests are answered from now on."""
+        """Announces the model and the URL, once requests are answered."""
         url = url_of(listener)
         self.say(f"coserve: {settings.base_name} on {url}", "bold")
         rows = [("openai base url", f"{url}/v1")]

@@ -1,4 +1,4 @@
-"""One server per state folder: a lock that the system lets go of when its holder dies, however it dies."""
+"""One server per state folder: a lock that the system releases when its holder dies."""
 
 import fcntl
 import os
@@ -18,8 +18,8 @@ _ATTEMPTS, _PAUSE = 10, 0.02  # to take the lock; seconds between two of them
 class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     """Holder of a state folder; `url` is empty until its server listens.
 
-    `api`, `engine` and `standby` are the process ids of its children that are ready now, for those who watch
-    or try them; 0 where there is none.
+    `api`, `engine` and `standby` are the process ids of its ready children, for monitoring and tests; 0 where
+    there is none.
     """
 
     pid: int
@@ -36,10 +36,9 @@ class Claim:
         self._descriptor = descriptor
 
     def note(self, running: Running) -> None:
-        """Writes down who holds the folder, for the message of the next server that wants it and for
-        `find_running`.
+        """Records the holder of the folder, for the error of another server and for `find_running`.
 
-        On a full disk nothing is written: these tell less then, and nothing else is lost.
+        On a full disk nothing is written, and these have less to report.
         """
         data = msgspec.json.encode(running) + b"\n"
         with suppress(OSError):
@@ -49,10 +48,10 @@ class Claim:
 
 @contextmanager
 def claim_state(state: Path) -> Iterator[Claim]:
-    """Makes the folder and holds it; the folder and everything in it become its owner's only.
+    """Creates and locks the folder, and removes other users' rights to its contents.
 
     Raises StateInUse, with the holder's process id, where another server holds it, and ConfigError where the
-    folder cannot be made or written to, or where a file in it belongs to another user.
+    folder cannot be created or written to, or a file in it belongs to another user.
     """
     try:
         make_private(state)
@@ -75,7 +74,7 @@ def claim_state(state: Path) -> Iterator[Claim]:
 
 
 def find_running(state: Path) -> Running | None:
-    """The server that holds a state folder now, if there is one."""
+    """The server that holds a state folder, None if there is none."""
     path = _lock_file(state)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -92,7 +91,7 @@ def _lock_file(state: Path) -> Path:
 
 
 def _lock_patiently(descriptor: int) -> bool:
-    """Tries several times, as `find_running` takes the lock for a moment to see whether it is held."""
+    """Locks with retries, as `find_running` takes the lock briefly to test it."""
     for _ in range(_ATTEMPTS):
         if _lock(descriptor):
             return True

@@ -1,7 +1,7 @@
-"""Checks that the device that a server is to use exists, before anything is started.
+"""Checks that a server's device exists, before any process is started.
 
-The engine would say so too, after seconds of imports. This asks the driver itself, in a process of its own: a
-driver's state has no business in the supervisor, and one that hangs is left to the engine.
+The engine would report that, too, after seconds of imports. The driver is queried in a process of its own, to
+keep its state out of the supervisor; if it hangs, the engine reports it.
 """
 
 import re
@@ -29,8 +29,8 @@ print(count.value)
 
 
 def require_device(device: str) -> None:
-    """Raises ConfigError where `device` is a GPU that torch cannot use here. Whatever else may be wrong with
-    it the engine finds out."""
+    """Raises ConfigError where `device` is a GPU that torch cannot use here. Other errors are left to the
+    engine."""
     kind, _, index = device.partition(":")
     if kind != "cuda" or sys.platform != "linux":
         return
@@ -61,7 +61,7 @@ def _unusable(device: str, reason: str) -> ConfigError:
 
 
 def _torch_version() -> str:
-    """Contents of torch's version.py, without importing torch; empty where there is none."""
+    """Contents of torch's version.py, read without importing torch; empty if missing."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return ""

@@ -1,4 +1,4 @@
-"""A child process as its supervisor sees it: orders in, status lines out, a log, an end."""
+"""Child processes of the supervisor: start lines in, status lines out, a log, an end."""
 
 import asyncio
 import os

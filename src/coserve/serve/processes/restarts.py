@@ -1,12 +1,12 @@
-"""Restarts: how soon a process that died is started again, and when that is given up."""
+"""Restarts: pauses before a dead process is started again, and when to give up."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Times in seconds. What was ready once and dies is started again at once; pauses are for what dies at
-    start, and for what keeps dying soon after it."""
+    """Times in seconds. A process that dies after it was ready is restarted at once; pauses follow deaths at
+    start and repeated early deaths."""
 
     attempts: int = 6  # failed starts in a row that end the server
     first_pause: float = 0.5  # doubles with each further one
@@ -17,7 +17,7 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Restarts:
-    """The record of one kind of process."""
+    """The deaths of one kind of process."""
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     failed_starts: int = 0
@@ -25,16 +25,16 @@ class Restarts:
 
     @property
     def is_exhausted(self) -> bool:
-        """Tells whether another start would be one too many."""
+        """Tells whether the limit of restarts is reached."""
         return self.failed_starts >= self.policy.attempts
 
     def died_at_start(self) -> float:
-        """Records it and returns the pause before the next start."""
+        """Records a death at start and returns the pause before the next one."""
         self.failed_starts += 1
         return self._pause(self.failed_starts)
 
     def died_after(self, seconds: float) -> float:
-        """Records the end of a life that was ready for so long, and returns the pause before the next."""
+        """Records a death after `seconds` of being ready, and returns the pause before the next start."""
         self.failed_starts = 0
         self.short_lives = 0 if seconds >= self.policy.settled else self.short_lives + 1
         excess = self.short_lives - self.policy.short_lives

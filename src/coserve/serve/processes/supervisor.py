@@ -1,9 +1,9 @@
-"""The supervisor (`coserve serve`): keeps the API and an engine alive, with a second engine in waiting.
+"""The supervisor (`coserve serve`): keeps the API and an engine alive, with a second engine on standby.
 
-Everything that can fail happens in the children. This process holds the lock of the state folder and the
-listening socket, starts again what dies, and takes the server down in order: first the API (answers finish),
-then the engine (jobs are checkpointed). What hangs is ended and counts as dead (`watchdog.py`). Should this
-process die itself, its children end as well.
+All work that can fail runs in the children. The supervisor holds the lock of the state folder and the
+listening socket, restarts dead children, and stops the server in order: first the API (answers finish), then
+the engine (jobs are checkpointed). Children that hang are killed and count as dead (`watchdog.py`). If the
+supervisor dies, its children end, too.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ _LAUNCH = (sys.executable, "-m", "coserve.wire.launch")
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Commands of the children. An engine that stands by imports at low priority, so that it does not slow
-    the server down."""
+    """Commands of the children. A standby engine imports at low priority, so that it does not slow the server
+    down."""
 
     api: Sequence[str] = (*_LAUNCH, "coserve.serve.main")
     engine: Sequence[str] = (*_LAUNCH, "coserve.engine.process")
@@ -57,9 +57,9 @@ def serve(
     commands: Commands = Commands(),
     policy: RestartPolicy = RestartPolicy(),
 ) -> int:
-    """Serves until told to end, and returns the exit status.
+    """Serves until a signal ends it, and returns the exit status.
 
-    Raises StateInUse, ConfigError where the address cannot be had, and ServerError where a child cannot be
+    Raises StateInUse, ConfigError where the address is unavailable, and ServerError where a child cannot be
     started or keeps dying.
     """
     os.umask(OWNER_ONLY)  # of all processes
@@ -118,8 +118,7 @@ class Supervisor:
         self._hard_stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Returns 0 after an orderly end, 1 after one that was not, 130 after a second signal. No child
-        survives it."""
+        """Returns 0 after an orderly end, 1 after any other, 130 after a second signal. No child survives."""
         self._listen_to_signals()
         self._note_running()
         self._out.begin(self._settings)
@@ -147,7 +146,7 @@ class Supervisor:
             await _cancel(engine, api, stop)
 
     async def _watch(self) -> None:
-        """Lets children hear that this process lives, and ends those that hang, until cancelled."""
+        """Sends heartbeats to children, and kills those that hang, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for child in self._children:
@@ -193,7 +192,7 @@ class Supervisor:
                 return  # drained by the API, as it should: the next server goes on from there
 
     def _promote(self) -> ChildProcess | None:
-        """The engine that stands by, if there is one that will be ready sooner than a new one."""
+        """The standby engine, if it will be ready sooner than a new one; else None."""
         spare, self._spare = self._spare, None
         if spare is None:
             return None
@@ -208,7 +207,7 @@ class Supervisor:
         return spare
 
     async def _keep_spare(self) -> None:
-        """Keeps one engine standing by, until cancelled."""
+        """Keeps one standby engine running, until cancelled."""
         record = Restarts(self._policy)
         while True:
             self._spare = spare = await self._spawn("standby engine", self._commands.standby)
@@ -230,10 +229,10 @@ class Supervisor:
         record: Restarts,
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> ProcessEnd:
-        """One life, from start to end, and the pause after it; returns how it ended. `beside` runs while the
-        child is ready.
+        """Follows one child from start to end, and waits before a restart; returns how it ended. `beside`
+        runs while the child is ready.
 
-        Raises ServerError if another start would be pointless, or one too many.
+        Raises ServerError if a restart is pointless or exceeds the limit.
         """
         if await self._becomes_ready(child):
             since = time.monotonic()
@@ -270,8 +269,8 @@ class Supervisor:
         return end
 
     async def _becomes_ready(self, child: ChildProcess) -> bool:
-        """Follows a child's start. Raises ServerError where it says, the first time, that it cannot: a second
-        attempt would end as that one."""
+        """Waits for a child to become ready. Raises ServerError if the first start reports a failure, which a
+        restart would repeat."""
         while status := await child.status():
             match status.state:
                 case "measuring":
@@ -308,7 +307,7 @@ class Supervisor:
         self._note_running()
 
     def _note_running(self) -> None:
-        """Writes down the ids of the processes that are ready."""
+        """Records the ids of ready processes."""
         ready = self._ready
         self._claim.note(
             Running(
@@ -329,7 +328,7 @@ class Supervisor:
     # End
 
     async def _end_in_order(self, api: "asyncio.Task[None]", engine: "asyncio.Task[None]") -> int:
-        """Takes the server down, at once if a second signal comes."""
+        """Stops the server in order, or at once on a second signal."""
         drained = asyncio.create_task(self._drain(api, engine))
         hard = asyncio.create_task(self._hard_stop.wait())
         await asyncio.wait({drained, hard}, return_when=asyncio.FIRST_COMPLETED)
@@ -348,7 +347,7 @@ class Supervisor:
         return 0
 
     async def _drain(self, api: "asyncio.Task[None]", engine: "asyncio.Task[None]") -> None:
-        """The API first, which needs an engine for its last answers; then the engine."""
+        """Drains the API, which needs an engine for its last answers, then the engine."""
         if self._stop.is_set():
             answers = f"running answers have {self._settings.drain_seconds:g} s, jobs write checkpoints"
             self._out.say(f"stopping: {answers} (once more to stop at once)" if self._ready else "stopping")
@@ -361,8 +360,8 @@ class Supervisor:
             self._note_end(self._engine, await self._engine.end(CHECKPOINT_SECONDS))
 
     def _note_end(self, child: ChildProcess, end: ProcessEnd) -> None:
-        """Remembers one that was at work and did not end as it should. A child that hung may still exit with
-        0, where SIGCONT lets it hear SIGTERM before SIGABRT."""
+        """Records a ready child with an abnormal end. A child that hung may still exit with 0, if SIGCONT
+        delivers SIGTERM before SIGABRT."""
         if child.beats_itself and (end.code != 0 or end.was_hanging):
             self._unfinished.append(f"the {child.name} ended ({end})")
 
@@ -389,7 +388,7 @@ async def _cancel(*tasks: "asyncio.Task[Any]") -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Makes the folder of the engine's socket. Raises ConfigError if others could put a socket there."""
+    """Makes the folder of the engine's socket. Raises ConfigError if other users could write to it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH:

@@ -1,4 +1,4 @@
-"""Finds children that hang: stopped by a signal, or with a loop that does not go round any more."""
+"""Finds children that hang: stopped by a signal, or with a loop that no longer runs."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -17,11 +17,11 @@ _FORGETS = 600.0  # seconds after which the patience with a kind of child is the
 
 @dataclass(slots=True)
 class Watchdog:
-    """Judges by the time in which the supervisor itself ran.
+    """Measures silence in the supervisor's own running time.
 
-    A look that comes late was held up by a machine that slept or has too much to do, and so were the
-    children: that time does not count against them. A child that was ended for its silence may have been at
-    work that takes so long: its successor is given twice as much time, and so on up to sixteen times.
+    A delayed `look` means that the machine slept or was overloaded, which held up the children, too: that
+    time does not count. After a child was killed for its silence its successor has twice the limit, up to
+    sixteen times, as the work may really take that long.
     """
 
     seconds: float  # of silence that end a child; 0: none is ended
@@ -33,7 +33,7 @@ class Watchdog:
         self._looked = self.clock()
 
     def look(self, children: Iterable[ChildProcess]) -> list[tuple[ChildProcess, str]]:
-        """Returns children that hang, with the reason. Each is told once, for it is to be ended then."""
+        """Returns children that hang, with the reason, each once."""
         now = self.clock()
         late = max(now - self._looked - 2 * LOOK_SECONDS, 0.0)
         self._looked = now

@@ -1,1 +1,1 @@
-"""Endpoints: one file for each group, nothing in them but what HTTP asks for."""
+"""Endpoints, one file for each group."""

@@ -1,5 +1,5 @@
-"""Adapters come and go: `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them; and some
-stay in memory."""
+"""Loading and unloading adapters (`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM), and
+pinning."""
 
 import asyncio
 
@@ -47,7 +47,7 @@ async def load_lora_adapter(body: LoadAdapterRequest, caller: Caller, state: Sha
     summary="Unload an adapter",
 )
 async def unload_lora_adapter(body: UnloadAdapterRequest, caller: Caller, state: Shared) -> PlainTextResponse:
-    """Takes an adapter's name away, waits for the answers that use it, and deletes the server's copy."""
+    """Removes an adapter's name, waits for the answers that use it, and deletes the server's copy."""
     await remove_adapter(state, caller, await state.catalog.find(caller, body.lora_name))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -56,8 +56,8 @@ async def unload_lora_adapter(body: UnloadAdapterRequest, caller: Caller, state:
     "/v1/adapters/{name:path}/pin", responses=error_responses(403, 404, 409), summary="Pin an adapter"
 )
 async def pin(name: str, caller: Caller, state: Shared) -> ModelCard:
-    """Keeps an adapter in memory. Others come from disk when a request asks for them, and leave for others;
-    pinned ones may have half of the room."""
+    """Keeps an adapter in memory. Others are loaded from disk on demand and may be evicted; pinned ones may
+    take half of the room."""
     await pin_adapter(state, await state.catalog.find(caller, name), True)
     return card_of(state, await state.catalog.find(caller, name))
 
@@ -66,6 +66,6 @@ async def pin(name: str, caller: Caller, state: Shared) -> ModelCard:
     "/v1/adapters/{name:path}/pin", responses=error_responses(403, 404, 409), summary="Unpin an adapter"
 )
 async def unpin(name: str, caller: Caller, state: Shared) -> ModelCard:
-    """Lets an adapter leave memory when others need its room."""
+    """Lets an adapter be evicted from memory again."""
     await pin_adapter(state, await state.catalog.find(caller, name), False)
     return card_of(state, await state.catalog.find(caller, name))

@@ -42,27 +42,27 @@ async def create_chat_completion(
 
     A stream goes on from where it was if the engine dies in the middle of it.
     """
-    wanted = await (await RequestBuilder.of(state, caller, body.model)).chat(body)
-    shape = _ChatFormat(state.text, wanted, body.includes_usage)
-    return await reply(request, state, wanted, shape, body)
+    generation = await (await RequestBuilder.of(state, caller, body.model)).chat(body)
+    shape = _ChatFormat(state.text, generation, body.includes_usage)
+    return await reply(request, state, generation, shape, body)
 
 
 class _ChatFormat:
-    def __init__(self, text: Text, wanted: GenerationRequest, tells_usage: bool) -> None:
-        self._text, self._wanted = text, wanted
+    def __init__(self, text: Text, generation: GenerationRequest, tells_usage: bool) -> None:
+        self._text, self._generation = text, generation
         self._has_begun = False
-        self._common = common_fields(wanted)
+        self._common = common_fields(generation)
         self._usage: dict[str, Any] = {"usage": None} if tells_usage else {}
 
     def chunks(self, piece: AnswerPiece) -> Iterator[ChatChunk]:
         if not self._has_begun:  # clients count on hearing of all answers in order, whichever speaks first
             self._has_begun = True
-            yield from map(self._first_chunk, range(len(self._wanted)))
+            yield from map(self._first_chunk, range(len(self._generation)))
         delta = ChatCompletionDelta(content=piece.text) if piece.text else ChatCompletionDelta()
         finish = None if piece.finish is None else finish_name(piece.finish)
         choice = ChatChunkChoice(
             index=piece.index, delta=delta, logprobs=self._logprobs(piece), finish_reason=finish,
-            **({"token_ids": list(piece.tokens)} if self._wanted.tells_tokens else {}),
+            **({"token_ids": list(piece.tokens)} if self._generation.tells_tokens else {}),
         )  # fmt: skip
         yield self._chunk([choice])
 
@@ -82,7 +82,7 @@ class _ChatFormat:
             message=AnswerMessage(role="assistant", content=piece.text, refusal=None),
             logprobs=self._logprobs(piece),
             finish_reason=finish_name(piece.finish),
-            **({"token_ids": list(piece.tokens)} if self._wanted.tells_tokens else {}),
+            **({"token_ids": list(piece.tokens)} if self._generation.tells_tokens else {}),
         )
 
     def _first_chunk(self, index: int) -> ChatChunk:
@@ -98,7 +98,9 @@ class _ChatFormat:
         )
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._wanted.prompts[0])} if self._wanted.tells_tokens else {}
+        return (
+            {"prompt_token_ids": list(self._generation.prompts[0])} if self._generation.tells_tokens else {}
+        )
 
     def _logprobs(self, piece: AnswerPiece) -> ChatLogprobs | None:
-        return None if self._wanted.sampling.logprobs is None else chat_logprobs(self._text, piece.scored)
+        return None if self._generation.sampling.logprobs is None else chat_logprobs(self._text, piece.scored)

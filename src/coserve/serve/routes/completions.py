@@ -38,16 +38,17 @@ async def create_completion(
 
     With `echo` and `max_tokens` 0 it only scores the prompt.
     """
-    wanted = await (await RequestBuilder.of(state, caller, body.model)).completion(body)
-    shape = _CompletionFormat(state.text, wanted, body)
-    return await reply(request, state, wanted, shape, body)
+    generation = await (await RequestBuilder.of(state, caller, body.model)).completion(body)
+    shape = _CompletionFormat(state.text, generation, body)
+    return await reply(request, state, generation, shape, body)
 
 
 class _CompletionFormat:
-    def __init__(self, text: Text, wanted: GenerationRequest, body: CompletionRequest) -> None:
-        self._text, self._wanted, self._echo, self._logprobs = text, wanted, bool(body.echo), body.logprobs
+    def __init__(self, text: Text, generation: GenerationRequest, body: CompletionRequest) -> None:
+        self._text, self._generation = text, generation
+        self._echo, self._logprobs = bool(body.echo), body.logprobs
         self._offsets: dict[int, int] = {}  # of answers that have begun: characters before their own
-        self._common: dict[str, Any] = {"object": "text_completion", **common_fields(wanted)}
+        self._common: dict[str, Any] = {"object": "text_completion", **common_fields(generation)}
         self._usage: dict[str, Any] = {"usage": None} if body.includes_usage else {}
 
     def chunks(self, piece: AnswerPiece) -> Iterator[CreateCompletionResponse]:
@@ -62,11 +63,11 @@ class _CompletionFormat:
         )
 
     def _choice(self, piece: AnswerPiece) -> CompletionChoice:
-        prompt, is_first = self._wanted.prompt(piece.index), piece.index not in self._offsets
+        prompt, is_first = self._generation.prompt(piece.index), piece.index not in self._offsets
         echoed = self._text.decode(prompt) if is_first and self._echo else ""
         offset = self._offsets.setdefault(piece.index, len(echoed))
         ids: dict[str, Any] = {}
-        if self._wanted.tells_tokens:
+        if self._generation.tells_tokens:
             ids = {"token_ids": list(piece.tokens)} | ({"prompt_token_ids": list(prompt)} if is_first else {})
         logprobs = None
         if self._logprobs is not None:
@@ -82,6 +83,6 @@ class _CompletionFormat:
         )
 
     def _scored_prompt(self, piece: AnswerPiece) -> list[Scored]:
-        prompt = self._wanted.prompt(piece.index)
+        prompt = self._generation.prompt(piece.index)
         scores, starts = (None, *piece.prompt_scores), self._text.starts(prompt)
         return [Scored(*one) for one in zip(prompt, scores, starts, strict=True)]

@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI document as one page to read, without scripts and without anything from elsewhere."""
+"""`/docs`: the OpenAPI document as one HTML page, without scripts or external resources."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 @router.get("/docs")
 async def docs(request: Request) -> HTMLResponse:
-    """All endpoints by group, and the shapes of what they take and give."""
+    """All endpoints by group, and the schemas of requests and responses."""
     page = "".join(_page(request.app.openapi()))
     return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 

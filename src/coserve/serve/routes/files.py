@@ -106,7 +106,7 @@ async def find_file(state: State, tenant: Tenant, id: str, param: str) -> File:
 
 
 def unknown_cursor(after: str | None) -> ApiError:
-    """The answer for a page that begins behind something which the list does not hold."""
+    """The error for an unknown `after`."""
     return ApiError(400, f"The list holds no '{after}' to go on after.", param="after", code="invalid_cursor")
 
 
@@ -128,7 +128,7 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
 
 
 def _count(path: Path, name: str) -> int:
-    """Counts the examples of a file. Raises ApiError 400, which names the first line that is none."""
+    """Counts the examples of a file. Raises ApiError 400, naming the first invalid line."""
     try:
         return sum(1 for _ in datasets.read(path, name))
     except DataError as error:

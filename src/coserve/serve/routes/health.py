@@ -1,4 +1,4 @@
-"""`/health`, `/health/ready` and `/metrics`: for those who watch. Only the last one needs a key."""
+"""`/health`, `/health/ready` and `/metrics`, for monitoring. Only the last one needs a key."""
 
 import os
 from typing import Literal
@@ -20,8 +20,8 @@ router = APIRouter(tags=["Health"])
 
 class Health(BaseModel):
     """Health of the server. `engine` is `away` from its death to its successor's start, and `silent` where it
-    hangs or is in a very long step; then it is soon ended and replaced. While the `supervisor` is `silent`
-    (it hangs, or a signal has stopped it) all goes on, but nothing that ends is started again."""
+    hangs or is in a very long step; it is then soon killed and replaced. While the `supervisor` is `silent`
+    (it hangs, or a signal has stopped it) the server works, but dead processes are not restarted."""
 
     status: Literal["ok", "draining"]
     engine: Literal["ready", "silent", "away"]
@@ -32,15 +32,15 @@ class Health(BaseModel):
 @router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Whether the server answers at all")
 async def health(state: Shared) -> Health:
-    """Always 200: an engine that is away comes back, and requests wait for it."""
+    """Always 200: requests wait while an engine is restarted."""
     return _health(state)
 
 
 @router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready", responses=error_responses(), summary="Whether to send requests here")
 async def ready(state: Shared) -> Health:
-    """503 while there is no engine, while it hangs, or while no more new work is taken. 200 while the
-    supervisor is silent: requests are answered all the same."""
+    """503 while there is no engine, while it hangs, or while the server drains. 200 while the supervisor is
+    silent, as requests are still answered."""
     if state.draining:
         raise ApiError(503, "The server is shutting down.", code="draining")
     if not state.link.ready:
@@ -56,7 +56,7 @@ async def ready(state: Shared) -> Health:
 @router.get("/metrics", summary="Figures for Prometheus", response_class=Response,
             responses={200: {"content": {"text/plain": {}}}})  # fmt: skip
 async def metrics(state: Shared) -> Response:
-    """vLLM's names and units under `coserve_`; `finetune_` and `slo_` for what vLLM does not do."""
+    """vLLM's names and units under `coserve_`; `finetune_` and `slo_` for metrics that vLLM lacks."""
     _gauge(state)
     await state.watch.count_jobs()
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)
@@ -84,7 +84,7 @@ def _resident(state: State) -> dict[str, int]:
 
 
 def _gauge(state: State) -> None:
-    """Sets gauges to the present state; counters are counted where things happen."""
+    """Sets gauges to the present state; counters are updated at their events."""
     metrics, stats = state.metrics, state.link.stats
     metrics.num_requests_running.set(state.queue.inside)
     metrics.num_requests_waiting.set(state.queue.waiting)

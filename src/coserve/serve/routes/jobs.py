@@ -1,4 +1,4 @@
-"""`/v1/fine_tuning/jobs`: training, as OpenAI's API has it."""
+"""`/v1/fine_tuning/jobs`: OpenAI's fine-tuning API."""
 
 import secrets
 import time
@@ -82,15 +82,15 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
 
 
 async def _check_job(state: State, job: JobRecord) -> None:
-    """Raises ApiError 400 where the base has not what a job is to train, or a job needs more memory than
-    there is in all, and EngineLost where no engine can tell: what is stored starts with every engine."""
+    """Raises ApiError 400 where the base lacks a job's targets or the job exceeds all memory, and EngineLost
+    where no engine can check: a stored job would start with every engine."""
     spec = await spec_of(state.store, job)
     with _naming_peft():
         await state.link.check(spec)
 
 
 async def _check_method(state: State, peft: MethodFields) -> None:
-    """Raises ApiError 400 where these are no settings of an adapter method that the engine has."""
+    """Raises ApiError 400 for invalid settings of an adapter method."""
     with _naming_peft():
         await state.link.check(peft)
 
@@ -190,7 +190,7 @@ def _name_of(state: State, tenant: Tenant, suffix: str | None, id: str) -> str:
 def _metadata(request: Request) -> dict[str, str] | None:
     """The filter in the query: an empty one for jobs without metadata, None for no filter.
 
-    Raises ApiError 400 for one that no job could pass.
+    Raises ApiError 400 for an invalid one.
     """
     pairs = request.query_params.multi_items()
     if ("metadata", "null") in pairs:

@@ -23,7 +23,7 @@ async def list_models(caller: Caller, state: Shared) -> ModelList:
 
 @router.get("/v1/models/{model:path}", responses=error_responses(404), summary="Retrieve a model")
 async def retrieve_model(model: str, caller: Caller, state: Shared) -> ModelCard:
-    """One of them. Checkpoints are not listed, but found here."""
+    """Describes one model. Checkpoints are not listed, but found here."""
     return await asyncio.to_thread(_described, state, await state.catalog.find(caller, model))
 
 

@@ -1,4 +1,4 @@
-"""Adapters over the network: PEFT's two files in, and out again."""
+"""Uploads and downloads of adapters: PEFT's two files."""
 
 import asyncio
 import shutil
@@ -26,7 +26,8 @@ Name = Annotated[AdapterName, Form(description="What to call the adapter.")]
 async def upload_adapter(
     name: Name, config: UploadFile, weights: UploadFile, caller: Caller, state: Shared
 ) -> ModelCard:
-    """Takes an adapter in PEFT's format: `config` is its JSON, `weights` its safetensors. It stays."""
+    """Takes an adapter in PEFT's format: `config` is its JSON, `weights` its safetensors. It stays until it
+    is deleted."""
     folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=state.store.folder / "adapters", prefix="."))
     try:
         for upload, file in ((config, CONFIG), (weights, WEIGHTS)):
@@ -72,7 +73,7 @@ async def _part_of(state: State, caller: Caller, name: str, part: str) -> Path:
 
 
 async def _receive(upload: UploadFile, target: Path, most: int) -> None:
-    """Writes an upload down; raises ApiError 413 for one that is too large."""
+    """Writes an upload to `target`. Raises ApiError 413 for one that is too large."""
     left = most
     with target.open("xb") as file:
         while piece := await upload.read(_PIECE):

@@ -161,7 +161,7 @@ class ChatCompletion(BaseModel):
 
 
 class ChatCompletionDelta(BaseModel):
-    """New part of a message."""
+    """A new part of a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

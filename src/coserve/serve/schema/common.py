@@ -28,7 +28,7 @@ Tier = Literal["default", "flex", "priority"]
 
 
 def at_most(most: int) -> Callable[[Any], Any]:
-    """Refuses an object with more entries before each of them is looked at."""
+    """Refuses an object with more entries before they are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -41,8 +41,7 @@ def at_most(most: int) -> Callable[[Any], Any]:
 class RequestBody(BaseModel):
     """Base of requests' bodies: unknown fields are an error, and a number is not a string.
 
-    Validation stops early at hopeless bodies: pydantic remembers every complaint, and a body of a few
-    megabytes can give cause for millions.
+    Validation stops early: pydantic collects every error, and a body of a few megabytes can have millions.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
@@ -60,14 +59,14 @@ Biases = Annotated[
 
 
 class StreamOptions(RequestBody):
-    """Options of a stream: what it tells beside its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(None, description="One more chunk at the end tells the usage.")
     include_obfuscation: bool | None = Field(None, description="Accepted; chunks are never padded.")
 
 
 class Generation(RequestBody):
-    """Fields of both kinds of request. The last nine are vLLM's; OpenAI does not have them."""
+    """Fields of both kinds of request. The last nine are vLLM's, not OpenAI's."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -117,7 +116,7 @@ class Generation(RequestBody):
 
     @property
     def tier(self) -> Tier:
-        """The service tier that this asks for, by our three names."""
+        """The requested service tier, by coserve's three names."""
         match self.service_tier:
             case "priority" | "fast":
                 return "priority"

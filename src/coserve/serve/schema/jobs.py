@@ -67,15 +67,14 @@ class Supervised(Named):
 
 
 class FineTuneMethod(RequestBody):
-    """Training method; only `supervised` is there."""
+    """Training method; only `supervised` is supported."""
 
     type: Literal["supervised"]
     supervised: Supervised | None = None
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuses what could not be passed on as it is (to the engine as msgpack, and back to clients as JSON),
-    and what no machine has the memory for."""
+    """Refuses values that msgpack or JSON cannot represent, and values too large for any machine."""
     try:
         written = msgspec.msgpack.encode(value)
         json.dumps(value, allow_nan=False)
@@ -97,7 +96,7 @@ Settings = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 class OptimizerSettings(Named):
-    """AdamW, its learning rate over time, and what examples are made of."""
+    """Settings of AdamW, the learning rate's schedule, and the examples."""
 
     learning_rate: float | None = Field(default=None, gt=0, le=1, description="Instead of a multiplier.")
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
@@ -222,7 +221,7 @@ class EventList(BaseModel):
 
 
 class CheckpointObject(BaseModel):
-    """An adapter as it was after some step; its name can stand where requests have a `model`."""
+    """An adapter after some step; requests can have its name as `model`."""
 
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"

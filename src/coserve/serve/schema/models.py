@@ -9,7 +9,7 @@ from coserve.serve.schema.common import RequestBody
 
 
 class ModelCard(BaseModel):
-    """Something that can stand where requests have a `model`."""
+    """A model that requests can name."""
 
     id: str = Field(examples=["coserve-tiny"])
     object: Literal["model"] = "model"

@@ -1,4 +1,4 @@
-"""Parameters that OpenAI's API has and this server has not: refused by name, never silently ignored."""
+"""Parameters of OpenAI's API that this server does not support: refused by name, never ignored."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -30,12 +30,12 @@ _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def without_unsupported_chat(body: Any) -> Any:
-    """The body without parameters that ask for nothing; ApiError 400 for one that asks for something."""
+    """The body without unsupported parameters that have no effect. Raises ApiError 400 for any other."""
     return _without(body, _CHAT)
 
 
 def without_unsupported_completion(body: Any) -> Any:
-    """As `without_unsupported_chat`. `best_of` may also equal `n`: then there is nothing to choose from."""
+    """As `without_unsupported_chat`. `best_of` may also equal `n`."""
     if isinstance(body, dict) and body.get("best_of") is not None and body["best_of"] == body.get("n", 1):
         body = {name: value for name, value in body.items() if name != "best_of"}
     return _without(body, _COMPLETIONS)

@@ -1,4 +1,4 @@
-"""Adapters that can be sampled by name: finished ones, imported ones, and checkpoints."""
+"""Adapters that requests can name: trained ones, imported ones, and checkpoints."""
 
 import asyncio
 import shutil
@@ -38,30 +38,28 @@ _NAMED_CHECKPOINT: Final = _CHECKPOINTS.where(
 
 
 class AdapterStore:
-    """Names that a tenant may put where OpenAI's API has a model."""
+    """Adapters by the names that a tenant may use as `model`."""
 
     def __init__(self, database: Database, folder: Path, quotas: Quotas) -> None:
         self._database, self._folder, self._quotas = database, folder, quotas
 
     async def list(self, tenant: str, base: str) -> tuple[Adapter, ...]:
-        """The tenant's adapters of a base and those that everybody may use, the oldest first; no
-        checkpoints."""
+        """The tenant's and the shared adapters of a base, the oldest first, without checkpoints."""
         return await self._all(_visible(tenant, base))
 
     async def pinned(self, base: str) -> tuple[Adapter, ...]:
-        """Adapters of a base that stay in the engine's memory, whoever owns them."""
+        """Pinned adapters of a base, of all tenants."""
         return await self._all(and_(Adapter.pinned, Adapter.base == base))
 
     async def find(self, tenant: str, name: str, base: str) -> Adapter | None:
-        """The adapter or checkpoint of a base that this tenant calls `name`; its own come before
-        everybody's."""
+        """The tenant's adapter or checkpoint `name` of a base; own ones take precedence over shared ones."""
         wanted = {"tenant": tenant, "name": name, "base": base}
         return await self._database.read(
             lambda session: session.scalar(_NAMED, wanted) or _checkpoint(session, _NAMED_CHECKPOINT, wanted)
         )
 
     async def get(self, id: str) -> Adapter | None:
-        """The adapter or checkpoint with this id, whoever owns it."""
+        """The adapter or checkpoint with this id, of any tenant."""
         adapter = select(Adapter).where(Adapter.id == id)
         checkpoint = _CHECKPOINTS.where(CheckpointRecord.id == id)
         return await self._database.read(
@@ -69,8 +67,8 @@ class AdapterStore:
         )
 
     async def add(self, adapter: Adapter) -> bool:
-        """Names an uploaded adapter whose folder is on disk; False if this tenant has one of that name, of
-        whichever base. Raises QuotaExceeded where its owner has no room for it."""
+        """Adds an uploaded adapter whose folder is on disk; False if the tenant has one of that name, for any
+        base. Raises QuotaExceeded."""
 
         def write(session: Session) -> bool:
             if adapter.tenant is not None:
@@ -81,7 +79,7 @@ class AdapterStore:
         return await self._database.write(write)
 
     async def share(self, shared: Sequence[Adapter]) -> None:
-        """Makes these, and no others, the adapters that everybody may use."""
+        """Replaces the set of shared adapters."""
         ids = [adapter.id for adapter in shared]
 
         def write(session: Session) -> None:
@@ -92,8 +90,8 @@ class AdapterStore:
         await self._database.write(write)
 
     async def sweep(self) -> None:
-        """Removes folders that no adapter has: of imports that a killed server did not get to the end of. No
-        import may be under way."""
+        """Removes folders without an adapter, left by imports of a killed server. No import may be under
+        way."""
         found = select(Adapter.path)
         known = await self._database.read(
             lambda session: {self._folder / path for path in session.scalars(found)}
@@ -103,10 +101,10 @@ class AdapterStore:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def remove(self, tenant: str, name: str) -> Adapter | None:
-        """Forgets the tenant's own adapter `name` and says what it was; None if there is none.
+        """Removes the tenant's own adapter `name` and returns it; None if there is none.
 
-        Its folder is the caller's to delete, if it lies in the state folder. Raises ConflictError while a
-        job that began with it is not over.
+        The caller deletes its folder, if that is in the state folder. Raises ConflictError while an
+        unfinished job starts from it.
         """
         own = select(Adapter).where(Adapter.tenant == tenant, Adapter.name == name)
 
@@ -124,7 +122,7 @@ class AdapterStore:
         return await self._database.write(write)
 
     async def pin(self, id: str, pinned: bool) -> None:
-        """Notes whether an adapter stays in the engine's memory."""
+        """Stores whether an adapter is pinned."""
         changed = update(Adapter).where(Adapter.id == id).values(pinned=pinned)
         await self._database.write(lambda session: session.execute(changed))
 
@@ -134,7 +132,7 @@ class AdapterStore:
 
 
 def add_adapter(session: Session, adapter: Adapter) -> bool:
-    """Adds the row; False if its owner has that name already."""
+    """Adds a row; False if its owner has that name already."""
     same = Adapter.tenant.is_not_distinct_from(adapter.tenant) & (Adapter.name == adapter.name)
     if session.scalar(select(Adapter.id).where(same)) is not None:
         return False
@@ -145,7 +143,7 @@ def add_adapter(session: Session, adapter: Adapter) -> bool:
 def _checkpoint(
     session: Session, query: Select[CheckpointRecord, JobRecord], wanted: Mapping[str, str] = {}
 ) -> Adapter | None:
-    """The first checkpoint that is found, as an adapter that is in no table."""
+    """The first checkpoint of a query, as an adapter outside of the session."""
     row = session.execute(query, wanted).first()
     if row is None:
         return None

@@ -1,7 +1,7 @@
-"""One SQLite file: a thread that writes, some that read, and transactions that are on disk when they end.
+"""One SQLite file with a writing thread, reading threads, and durable transactions.
 
 The file is in WAL mode, so readers never wait for the writer; with `synchronous=FULL` a transaction has been
-fsynced when `write` returns, whatever is killed next.
+fsynced when `write` returns.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ CACHE_KIB: Final = 256
 
 
 class Database:
-    """Runs functions of a session, each in one transaction, in threads of its own. Rows that they return are
-    plain objects from then on: what is changed of them is written nowhere.
+    """Runs functions of a session, each in one transaction, on its own threads. Returned rows are detached
+    objects: changes to them are not written.
 
-    Raises StateError if the file is no database, cannot be written, or comes from a newer coserve; later on,
-    while the disk is full or another process holds the file for long. The next attempt may succeed then.
+    Raises StateError if the file is no database, cannot be written, or is of a newer coserve; later also
+    while the disk is full or another process locks the file for long, when a retry may succeed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,18 +56,18 @@ class Database:
             raise
 
     async def read(self, work: Callable[[Session], R]) -> R:
-        """Runs `work` on the database as it is at one moment."""
+        """Runs `work` on a snapshot of the database."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, _run, self._reads, work)
 
     async def write(self, work: Callable[[Session], R]) -> R:
-        """Returns when what `work` did is on disk; if it raises, nothing of it happened.
+        """Runs `work` and returns when its changes are on disk; if `work` raises, nothing is changed.
 
-        A caller that is cancelled meanwhile does not undo it.
+        Cancelling the caller does not undo it.
         """
         return await asyncio.get_running_loop().run_in_executor(self._writer, _run, self._writes, work)
 
     def close(self) -> None:
-        """Waits for transactions under way and closes the file."""
+        """Waits for running transactions and closes the file."""
         self._writer.shutdown()
         self._readers.shutdown()
         self._reads.dispose()
@@ -82,10 +82,10 @@ def page_of(
     limit: int,
     ascending: bool = False,
 ) -> Page[Listed] | None:
-    """At most `limit` rows that meet all conditions, the newest first unless `ascending`, from behind the row
-    with the id `after`.
+    """At most `limit` rows that meet all conditions, the newest first unless `ascending`, after the row with
+    the id `after`.
 
-    None if no row that meets the conditions has that id.
+    None if no such row has that id.
     """
     query = select(kind).where(*conditions)
     if after is not None:

@@ -1,7 +1,7 @@
-"""Files and folders that are on disk (fsync) before a row or a message names them.
+"""Durable files and folders: on disk (fsync) before a row or message refers to them.
 
-A file or folder in the making has a name that begins with a dot and gets its own only when it is whole, so
-leftovers of a killed server are known by that dot.
+An incomplete file or folder has a name with a leading dot, and is renamed when complete, so leftovers of a
+killed server are recognised by the dot.
 """
 
 import os
@@ -14,7 +14,7 @@ _RESUMING: Final = ("training.safetensors", "training.json")  # of a checkpoint:
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> int:
-    """Writes a file, in the place of one of that name if there is one; its size in bytes. Raises OSError."""
+    """Writes or replaces a file; returns its size in bytes. Raises OSError."""
     partial = partial_of(path)
     with partial.open("wb") as file:
         file.writelines(pieces)
@@ -26,12 +26,12 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> int:
 
 
 def partial_of(path: Path) -> Path:
-    """Name of `path` until it is whole."""
+    """Name of `path` until it is complete."""
     return path.with_name(f".{path.name}")
 
 
 def settle(partial: Path, path: Path) -> None:
-    """Gives a file or folder whose contents are on disk its own name, and waits until that is on disk."""
+    """Renames a complete file or folder to its own name, and fsyncs that."""
     partial.rename(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -41,7 +41,7 @@ def settle(partial: Path, path: Path) -> None:
 
 
 def drop_resume_state(checkpoint: Path) -> None:
-    """Keeps of a checkpoint only what sampling it needs; one that is damaged or gone is left alone."""
+    """Removes the parts of a checkpoint that sampling does not need; damaged or missing ones are ignored."""
     for name in _RESUMING:
         (checkpoint / name).unlink(missing_ok=True)
 
@@ -53,7 +53,7 @@ def sweep_checkpoints(state: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes files and folders in the making that a killed server has left in `folder`."""
+    """Removes incomplete files and folders that a killed server has left in `folder`."""
     for entry in folder.glob(".*"):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Checks whether a database can be used, without changing it, and says what to do where it cannot."""
+"""Checks whether a database is usable, without changing it, and explains errors."""
 
 import sqlite3
 from contextlib import closing
@@ -17,8 +17,8 @@ _NOT_ALLOWED: Final = "give the user that runs the server the right to read and 
 
 
 def examine(path: Path) -> None:
-    """Raises StateError where the database at `path` is unreadable or damaged. One that is not there, or
-    empty, is yet to be made. Reads all of it: a second or so for a gigabyte."""
+    """Raises StateError where the database at `path` is unreadable or damaged. A missing or empty one is
+    accepted. Reads the whole file: about a second for a gigabyte."""
     try:
         if not path.is_file():
             if path.exists() or path.is_symlink():
@@ -38,7 +38,7 @@ def examine(path: Path) -> None:
 
 
 def explain(path: Path | str, error: BaseException | None) -> StateError:
-    """Explains an error of SQLite's, with what to do about it."""
+    """StateError for an error of SQLite's, with a remedy."""
     said = str(error)
     if "locked" in said or "busy" in said:
         return cannot_be_used(path, f"{said}: another process holds it, and has to end first")

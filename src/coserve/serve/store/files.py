@@ -19,7 +19,7 @@ class FileStore:
         self._database, self._folder, self._quotas = database, folder, quotas
 
     async def add(self, file: File) -> None:
-        """Acknowledges an upload. Raises QuotaExceeded where its owner has no room for it."""
+        """Adds an uploaded file. Raises QuotaExceeded."""
 
         def write(session: Session) -> None:
             self._quotas.check_storage(session, self._folder, file.tenant, file.bytes)
@@ -41,7 +41,7 @@ class FileStore:
     async def page(
         self, tenant: str, after: str | None, limit: int, ascending: bool, purpose: str | None = None
     ) -> Page[File] | None:
-        """The tenant's files from behind `after`; None if it has no such file."""
+        """The tenant's files after the one with id `after`; None if it has no such file."""
         wanted = [File.tenant == tenant]
         if purpose is not None:
             wanted.append(File.purpose == purpose)
@@ -50,9 +50,9 @@ class FileStore:
         )
 
     async def remove(self, tenant: str, id: str) -> File | None:
-        """Forgets a file and says what it was; None if the tenant has no such file.
+        """Removes a file and returns it; None if the tenant has no such file.
 
-        Raises ConflictError while a job that reads it is not over.
+        Raises ConflictError while an unfinished job reads it.
         """
         reads = or_(JobRecord.training_file == id, JobRecord.validation_file == id)
 

@@ -1,4 +1,4 @@
-"""Names that cannot be guessed, in OpenAI's style: a kind, a hyphen and 24 letters and digits."""
+"""Random ids in OpenAI's style: a kind, a hyphen and 24 letters and digits."""
 
 import secrets
 import string
@@ -9,7 +9,7 @@ _LENGTH: Final = 24  # 142 bits
 
 
 def new_id(kind: str) -> str:
-    """A fresh id such as `file-9fGh…`; `kind` is what stands before the hyphen."""
+    """A new id such as `file-9fGh…`; `kind` is the part before the hyphen."""
     return f"{kind}-{''.join(secrets.choice(_LETTERS) for _ in range(_LENGTH))}"
 
 

@@ -1,8 +1,8 @@
-"""Writes down what engines report about jobs, each piece once, however often it is told.
+"""Stores engines' job events, each exactly once.
 
-A piece is known by its engine's generation and its number, and the mark of how far an engine's news have
-been taken moves in the same transaction as the rows they bring. A job that resumes repeats the steps since
-its checkpoint: these replace the rows they wrote before.
+An event is identified by its engine's generation and its number; the mark of the last stored event moves in
+the same transaction as the event's rows. A resumed job repeats the steps since its checkpoint, which replace
+the earlier rows.
 """
 
 import math
@@ -26,94 +26,94 @@ _PACE: Final = 0.1  # weight of the newest step in the mean that predicts the en
 
 
 class JobEventStore:
-    """Takes news of jobs down. News of a job that is over, or that nobody knows, only move the mark."""
+    """Stores job events. Those of a finished or unknown job only move the mark."""
 
     def __init__(
         self, database: Database, clock: Callable[[], float], relative: Callable[[Path], Path]
     ) -> None:
-        """`relative` makes paths as rows hold them."""
+        """`relative` makes paths relative to the state folder."""
         self._database, self._clock, self._relative = database, clock, relative
 
     async def seen(self, mark: NewsMark) -> bool:
-        """Tells whether this piece has been written down."""
+        """Tells whether this event is stored."""
         return await self._database.read(
             lambda session: _is_seen(session.get(NewsMark, mark.generation), mark)
         )
 
     async def forget_engines_before(self, generation: str) -> None:
-        """Forgets the marks of all engines but this one: an engine never comes back once another answers."""
+        """Removes the marks of earlier engines, which never return once a later one has connected."""
         old = delete(NewsMark).where(NewsMark.generation != generation)
         await self._database.write(lambda session: session.execute(old))
 
     async def skip(self, mark: NewsMark) -> None:
-        """Passes over a piece that changes nothing."""
+        """Marks an event without effect as stored."""
         await self._database.write(lambda session: _move(session, mark))
 
-    async def waiting(self, mark: NewsMark, told: JobWaiting) -> None:
-        """The job cannot begin yet."""
+    async def waiting(self, mark: NewsMark, news: JobWaiting) -> None:
+        """Stores why a job waits."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
-            add_event(session, job, now, f"Fine-tuning job {told.reason}")
+            add_event(session, job, now, f"Fine-tuning job {news.reason}")
 
-        await self._take(mark, told.job, write)
+        await self._take(mark, news.job, write)
 
-    async def noted(self, mark: NewsMark, told: JobNote) -> None:
-        """The job goes on, otherwise than it was asked for."""
+    async def noted(self, mark: NewsMark, news: JobNote) -> None:
+        """Stores a note that a job deviates from its request."""
         await self._take(
-            mark, told.job, lambda session, job, now: add_event(session, job, now, told.text, "warn")
+            mark, news.job, lambda session, job, now: add_event(session, job, now, news.text, "warn")
         )
 
-    async def started(self, mark: NewsMark, told: JobStarted) -> None:
-        """The job has begun, or goes on from a checkpoint."""
+    async def started(self, mark: NewsMark, news: JobStarted) -> None:
+        """Stores that a job has started or resumed."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             _change_status(job, JobStatus.QUEUED, JobStatus.RUNNING)
-            job.step, job.steps, job.stepped = told.step, told.steps, self._clock()
-            if told.step:
-                add_event(session, job, now, f"Fine-tuning job resumed from step {told.step}")
+            job.step, job.steps, job.stepped = news.step, news.steps, self._clock()
+            if news.step:
+                add_event(session, job, now, f"Fine-tuning job resumed from step {news.step}")
                 return
-            add_event(session, job, now, f"Fine-tuning job started: {told.steps} steps")
-            if lost := _lost(told):
+            add_event(session, job, now, f"Fine-tuning job started: {news.steps} steps")
+            if lost := _lost(news):
                 add_event(session, job, now, lost, "warn")
 
-        await self._take(mark, told.job, write)
+        await self._take(mark, news.job, write)
 
-    async def stepped(self, mark: NewsMark, told: JobStep) -> None:
-        """An optimizer step."""
+    async def stepped(self, mark: NewsMark, news: JobStep) -> None:
+        """Stores an optimizer step."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
-            event = _at(session, Event, told)
+            event = _at(session, Event, news)
             if event is None:
-                event = Event(new_id("ftevent"), job.id, now, "info", "", "metrics", step=told.step)
+                event = Event(new_id("ftevent"), job.id, now, "info", "", "metrics", step=news.step)
                 session.add(event)
             elif event.data is not None:  # a step that is repeated
                 job.trained_tokens -= event.data["tokens"]
-            event.message, event.data = _line(told, job.steps), _figures(told, job.steps)
-            job.step, job.stepped = told.step, self._clock()
-            job.trained_tokens += told.tokens
-            job.pace = told.seconds if job.pace is None else job.pace + _PACE * (told.seconds - job.pace)
+            event.message, event.data = _line(news, job.steps), _figures(news, job.steps)
+            job.step, job.stepped = news.step, self._clock()
+            job.trained_tokens += news.tokens
+            job.pace = news.seconds if job.pace is None else job.pace + _PACE * (news.seconds - job.pace)
 
-        await self._take(mark, told.job, write)
+        await self._take(mark, news.job, write)
 
-    async def checkpointed(self, mark: NewsMark, told: JobCheckpoint) -> None:
-        """A checkpoint is on disk; it can be sampled by its name from now on."""
+    async def checkpointed(self, mark: NewsMark, news: JobCheckpoint) -> None:
+        """Stores a checkpoint, which requests can then name."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
-            path, losses = self._relative(Path(told.path)), _losses(told)
-            _add_validation(session, told)
-            known = _at(session, CheckpointRecord, told)
+            path, losses = self._relative(Path(news.path)), _losses(news)
+            _add_validation(session, news)
+            known = _at(session, CheckpointRecord, news)
             if known is not None:  # an engine that goes on from it tells of it again
-                known.path, known.digest, known.metrics = path, told.digest, losses
+                known.path, known.digest, known.metrics = path, news.digest, losses
                 return
-            id, name = new_id("ftckpt"), f"{job.name}:ckpt-step-{told.step}"
-            session.add(CheckpointRecord(id, job.id, told.step, name, path, told.digest, now, losses))
-            add_event(session, job, now, f"Checkpoint created at step {told.step}: {name}")
+            id, name = new_id("ftckpt"), f"{job.name}:ckpt-step-{news.step}"
+            session.add(CheckpointRecord(id, job.id, news.step, name, path, news.digest, now, losses))
+            add_event(session, job, now, f"Checkpoint created at step {news.step}: {name}")
 
-        await self._take(mark, told.job, write)
+        await self._take(mark, news.job, write)
 
     async def succeeded(self, mark: NewsMark, id: str, step: int, adapter: Adapter, result: File) -> None:
-        """A job is done; its adapter and its result file are on disk and become visible with this."""
+        """Stores a job's success, and its adapter and result file, which are on disk."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             add_adapter(session, adapter)
@@ -125,17 +125,17 @@ class JobEventStore:
         await self._take(mark, id, write)
 
     async def failed(self, mark: NewsMark, id: str, error: dict[str, Any]) -> None:
-        """A job cannot go on. `error` has a code, a message and a param, as OpenAI shows them."""
+        """Stores a job's failure. `error` has a code, a message and a param, as in OpenAI's API."""
         await self._take(mark, id, lambda session, job, now: fail_job(session, job, now, error))
 
     async def stopped(self, mark: NewsMark, id: str) -> None:
-        """A job left the engine and can go on: it waits again, unless it is paused."""
+        """Stores that a job left the engine resumable: it is queued again, unless it is paused."""
         await self._take(
             mark, id, lambda session, job, now: _change_status(job, JobStatus.RUNNING, JobStatus.QUEUED)
         )
 
     async def cancelled(self, mark: NewsMark, id: str) -> None:
-        """A job has ended as cancelled; mostly the database knows that already."""
+        """Stores a job's cancellation, usually known already."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             job.status, job.finished = JobStatus.CANCELLED, now
@@ -143,7 +143,7 @@ class JobEventStore:
         await self._take(mark, id, write)
 
     async def _take(self, mark: NewsMark, id: str, work: Callable[[Session, JobRecord, int], None]) -> None:
-        """Has `work` change the job, at a whole second, where the mark moves and the job is not over."""
+        """Runs `work` on an unfinished job, with the time in whole seconds, if the event is new."""
 
         def write(session: Session) -> None:
             if _move(session, mark):
@@ -155,7 +155,7 @@ class JobEventStore:
 
 
 def _change_status(job: JobRecord, before: JobStatus, after: JobStatus) -> None:
-    """Changes a status, unless the job was asked for another one meanwhile."""
+    """Changes a status, unless another one was requested meanwhile."""
     if job.status == before:
         job.status = after
 
@@ -165,7 +165,7 @@ def _is_seen(known: NewsMark | None, mark: NewsMark) -> bool:
 
 
 def _move(session: Session, mark: NewsMark) -> bool:
-    """Moves the mark to this piece; False if it was there before."""
+    """Moves the mark to this event; False if it was stored before."""
     known = session.get(NewsMark, mark.generation)
     if _is_seen(known, mark):
         return False
@@ -173,54 +173,54 @@ def _move(session: Session, mark: NewsMark) -> bool:
     return True
 
 
-def _at(session: Session, kind: type[OfStep], told: JobStep | JobCheckpoint) -> OfStep | None:
+def _at(session: Session, kind: type[OfStep], news: JobStep | JobCheckpoint) -> OfStep | None:
     """The row of one optimizer step of a job."""
-    return session.scalar(select(kind).where(kind.job == told.job, kind.step == told.step))
+    return session.scalar(select(kind).where(kind.job == news.job, kind.step == news.step))
 
 
-def _add_validation(session: Session, told: JobCheckpoint) -> None:
-    """Adds the validation loss, which is known some time after its step, to the step's figures."""
-    event = None if told.validation_loss is None else _at(session, Event, told)
+def _add_validation(session: Session, news: JobCheckpoint) -> None:
+    """Adds the validation loss, known some time after its step, to the step's figures."""
+    event = None if news.validation_loss is None else _at(session, Event, news)
     if event is not None and event.data is not None:
-        event.data = {**event.data, "valid_loss": _finite(told.validation_loss)}
+        event.data = {**event.data, "valid_loss": _finite(news.validation_loss)}
 
 
-def _lost(told: JobStarted) -> str | None:
-    """A sentence about examples that were cut or dropped; None where all of the data is learned from."""
+def _lost(news: JobStarted) -> str | None:
+    """A sentence about truncated or dropped examples; None without any."""
     parts = []
-    if told.truncated:
-        parts.append(f"{told.truncated} examples are longer than the model or max_length allows and were cut")
-    if told.dropped:
-        parts.append(f"{told.dropped} examples have nothing left to learn and were dropped")
+    if news.truncated:
+        parts.append(f"{news.truncated} examples are longer than the model or max_length allows and were cut")
+    if news.dropped:
+        parts.append(f"{news.dropped} examples have nothing left to learn and were dropped")
     return "; ".join(parts) or None
 
 
-def _line(told: JobStep, steps: int | None) -> str:
+def _line(news: JobStep, steps: int | None) -> str:
     total = f"/{steps}" if steps else ""
-    validated = "" if told.validation_loss is None else f", validation loss={told.validation_loss:.4f}"
-    return f"Step {told.step}{total}: training loss={told.loss:.4f}{validated}"
+    validated = "" if news.validation_loss is None else f", validation loss={news.validation_loss:.4f}"
+    return f"Step {news.step}{total}: training loss={news.loss:.4f}{validated}"
 
 
-def _figures(told: JobStep, steps: int | None) -> dict[str, Any]:
+def _figures(news: JobStep, steps: int | None) -> dict[str, Any]:
     figures = {
-        "step": told.step,
+        "step": news.step,
         "total_steps": steps,
-        "train_loss": told.loss,
-        "valid_loss": told.validation_loss,
-        "learning_rate": told.learning_rate,
-        "grad_norm": told.grad_norm,
-        "labels": told.labels,
-        "tokens": told.tokens,
-        "seconds": told.seconds,
+        "train_loss": news.loss,
+        "valid_loss": news.validation_loss,
+        "learning_rate": news.learning_rate,
+        "grad_norm": news.grad_norm,
+        "labels": news.labels,
+        "tokens": news.tokens,
+        "seconds": news.seconds,
     }
     return {name: _finite(value) for name, value in figures.items()}
 
 
-def _losses(told: JobCheckpoint) -> dict[str, Any]:
-    losses = {"step": told.step, "train_loss": told.loss, "valid_loss": told.validation_loss}
+def _losses(news: JobCheckpoint) -> dict[str, Any]:
+    losses = {"step": news.step, "train_loss": news.loss, "valid_loss": news.validation_loss}
     return {name: _finite(value) for name, value in losses.items() if value is not None}
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """The value, None for NaN and infinities, which JSON lacks."""
     return value if value is None or math.isfinite(value) else None

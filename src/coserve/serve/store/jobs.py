@@ -1,4 +1,4 @@
-"""Rows of fine-tuning jobs, their events and checkpoints, as callers see and change them."""
+"""Rows of fine-tuning jobs, their events and checkpoints, for the API."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -15,14 +15,14 @@ from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord
 
 
 class JobStore:
-    """Jobs by tenant. What engines report about them comes in through `JobEventStore`."""
+    """Jobs by tenant. `JobEventStore` stores engines' events."""
 
     def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
         self._database, self._clock, self._quotas = database, clock, quotas
 
     async def add(self, job: JobRecord, message: str) -> None:
-        """Acknowledges a job, with its first event. Raises ConflictError if a file of it is gone, and
-        QuotaExceeded where its owner has too many."""
+        """Adds a job with its first event. Raises ConflictError if one of its files is missing, and
+        QuotaExceeded."""
         read = {job.training_file, job.validation_file or job.training_file}
 
         def write(session: Session) -> None:
@@ -44,9 +44,9 @@ class JobStore:
     async def page(
         self, tenant: str, after: str | None, limit: int, labels: Mapping[str, str] | None = None
     ) -> Page[JobRecord] | None:
-        """The tenant's jobs from behind `after`, the newest first; None if it has no such job.
+        """The tenant's jobs after the one with id `after`, the newest first; None if it has no such job.
 
-        With `labels` only those that carry all of these pairs; an empty mapping means those without any.
+        `labels` selects jobs with all of these pairs; an empty mapping those without any.
         """
         wanted: list[ColumnElement[bool]] = [JobRecord.tenant == tenant]
         if labels is not None and not labels:
@@ -57,12 +57,13 @@ class JobStore:
         return await self._database.read(lambda session: page_of(session, JobRecord, wanted, after, limit))
 
     async def events(self, job: str, after: str | None, limit: int) -> Page[Event] | None:
-        """A job's events from behind `after`, the newest first; None if it has no such event."""
+        """A job's events after the one with id `after`, the newest first; None if it has no such event."""
         wanted = (Event.job == job,)
         return await self._database.read(lambda session: page_of(session, Event, wanted, after, limit))
 
     async def checkpoints(self, job: str, after: str | None, limit: int) -> Page[CheckpointRecord] | None:
-        """A job's checkpoints from behind `after`, the newest first; None if it has no such checkpoint."""
+        """A job's checkpoints after the one with id `after`, the newest first; None if it has no such
+        checkpoint."""
         wanted = (CheckpointRecord.job == job,)
         return await self._database.read(
             lambda session: page_of(session, CheckpointRecord, wanted, after, limit)
@@ -79,19 +80,20 @@ class JobStore:
         return await self._database.read(lambda session: tuple(filter(None, session.scalars(found))))
 
     async def unfinished(self) -> tuple[JobRecord, ...]:
-        """Everybody's jobs that may still go on, the oldest first. SQLite looks up states that are named in
-        their index; to exclude the others it would read all jobs there ever were."""
+        """All tenants' unfinished jobs, the oldest first. The query names their states, as SQLite would read
+        all jobs to exclude the others."""
         found = select(JobRecord).where(JobRecord.status.in_(UNFINISHED)).order_by(JobRecord.number)
         return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def check_room(self, tenant: str) -> None:
-        """Raises QuotaExceeded where the tenant may have no more jobs that are not over."""
+        """Raises QuotaExceeded where the tenant may have no more unfinished jobs."""
         await self._database.read(lambda session: self._quotas.check_jobs(session, tenant))
 
     async def move(
         self, job: str, source: Collection[JobStatus], status: JobStatus, message: str | None = None
     ) -> JobRecord | None:
-        """Changes a job's status if it is one of `source`; the job as it is then, None if it was not.
+        """Changes a job's status if it is one of `source`; returns the changed job, None if it was in another
+        status.
 
         `message` becomes an event. A final status ends the job now.
         """
@@ -111,7 +113,7 @@ class JobStore:
 
 
 def job_in(session: Session, id: str) -> JobRecord | None:
-    """The job with this id, whoever owns it."""
+    """The job with this id, of any tenant."""
     return session.scalar(select(JobRecord).where(JobRecord.id == id))
 
 
@@ -121,6 +123,6 @@ def add_event(session: Session, job: JobRecord, created: int, message: str, leve
 
 
 def fail_job(session: Session, job: JobRecord, now: int, error: dict[str, Any]) -> None:
-    """Ends a job that cannot go on. `error` has a code, a message and a param, as OpenAI shows them."""
+    """Fails a job. `error` has a code, a message and a param, as in OpenAI's API."""
     job.status, job.finished, job.error = JobStatus.FAILED, now, error
     add_event(session, job, now, f"The job failed: {error['message']}", "error")

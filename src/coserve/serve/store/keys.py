@@ -1,7 +1,7 @@
-"""API keys: 256 random bits that are shown once. Only their SHA-256 is kept.
+"""API keys: 256 random bits, shown once. Only their SHA-256 is stored.
 
-A key is looked up by its prefix, which is no secret, and then compared in a time that does not depend on
-where it differs. Keys are random, so a plain hash is enough: there is nothing to guess.
+A key is looked up by its prefix, which is not secret, and compared in constant time. Keys are random, so a
+plain hash suffices.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ def draw() -> str:
 
 
 def is_shaped(secret: str | None) -> bool:
-    """Tells whether this looks like what `draw` makes."""
+    """Tells whether `secret` has the format of `draw`."""
     return secret is not None and _SHAPE.fullmatch(secret) is not None
 
 
@@ -32,7 +32,7 @@ def prefix_of(secret: str) -> str:
 
 
 def digest_of(secret: str) -> bytes:
-    """SHA-256 of a key: all that is kept of it."""
+    """SHA-256 of a key, the stored form."""
     return hashlib.sha256(secret.encode()).digest()
 
 

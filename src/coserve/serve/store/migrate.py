@@ -1,4 +1,4 @@
-"""Brings a database to the shape that this version of coserve knows."""
+"""Migrates a database to this version's schema."""
 
 from pathlib import Path
 from typing import Final
@@ -18,10 +18,9 @@ _FOLDER: Final = Path(__file__).parent / "migrations"
 
 
 def migrate(connection: Connection, name: str) -> None:
-    """Runs the migrations that a database lacks, all of them or none; `name` is what messages call the
-    database.
+    """Runs the migrations that a database lacks, all or none; errors call the database `name`.
 
-    Raises StateError for a database that a newer coserve has written.
+    Raises StateError for a database of a newer coserve.
     """
     scripts = ScriptDirectory(str(_FOLDER), version_locations=[str(_FOLDER)])
     known = {script.revision for script in scripts.walk_revisions()}

@@ -12,16 +12,16 @@ OWNER_ONLY: Final = 0o077  # what a mode may not hold, and the umask of all proc
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder, or takes the rights of group and others on it. Raises ConfigError if it belongs to
+    """Makes a folder, or removes the rights of group and others on it. Raises ConfigError if it belongs to
     another user, and OSError where it cannot be made."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _take(folder)
 
 
 def make_all_private(folder: Path) -> None:
-    """Takes everything below a folder from group and others. What symbolic links lead to stays as it is.
+    """Removes the rights of group and others below a folder, without following symbolic links.
 
-    Raises ConfigError if something is somebody else's: others may have put it there while they could.
+    Raises ConfigError if anything belongs to another user, who may have planted it.
     """
     for where, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -29,7 +29,8 @@ def make_all_private(folder: Path) -> None:
 
 
 def make_private_file(path: Path) -> None:
-    """Makes an empty file if there is none, or takes it from group and others. Raises as `make_private`."""
+    """Makes an empty file if there is none, or removes the rights of group and others on it. Raises as
+    `make_private`."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     _take(path)
 

@@ -1,4 +1,4 @@
-"""Quarantine: the work that crashed engines, for the operator, and the suspects, for the next API process."""
+"""Quarantine: work that crashed engines, for the operator, and suspects, for the next API process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +17,22 @@ Suspects = dict[tuple[str, str], tuple[int, int]]  # kind and subject: crashes, 
 
 
 class QuarantineStore:
-    """Requests, jobs, adapters and checks that are not tried again, and those on probation."""
+    """Requests, jobs, adapters and checks in quarantine, and those on probation."""
 
     def __init__(self, database: Database, clock: Callable[[], float], adapters: AdapterStore) -> None:
         self._database, self._clock, self._adapters = database, clock, adapters
 
     async def list(self) -> tuple[QuarantineRecord, ...]:
-        """Lists what is quarantined, the oldest first."""
+        """Quarantined work, the oldest first."""
         found = select(QuarantineRecord).order_by(QuarantineRecord.number)
         return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def reason(self, kind: str, subject: str) -> str | None:
-        """Reason that something is quarantined; None where it is not."""
+        """The reason of a quarantine; None where there is none."""
         return await self._database.read(lambda session: _reason(session, kind, subject))
 
     async def add(self, kind: str, subject: str, reason: str, details: dict[str, Any] | None) -> None:
-        """Puts something into quarantine; a job fails with it, and keeps what it could go on from."""
+        """Adds a quarantine entry; a job fails with it, and keeps its state for resuming."""
         adapter = await self._adapters.get(subject) if kind == "adapter" else None
 
         def write(session: Session) -> None:
@@ -48,9 +48,9 @@ class QuarantineStore:
         await self._database.write(write)
 
     async def release(self, id: str) -> QuarantineRecord | None:
-        """Takes something out of quarantine, by its id or its subject; None if there is no such thing.
+        """Removes an entry, by its id or its subject, and returns it; None if there is none.
 
-        A job is paused then: whoever owns it lets it go on.
+        A job is then paused, for its owner to resume.
         """
 
         def write(session: Session) -> QuarantineRecord | None:
@@ -68,7 +68,7 @@ class QuarantineStore:
         return await self._database.write(write)
 
     async def suspects(self) -> Suspects:
-        """Lists what is on probation."""
+        """Work on probation."""
 
         def read(session: Session) -> Suspects:
             rows = session.scalars(select(SuspectRecord))
@@ -76,12 +76,12 @@ class QuarantineStore:
 
         return await self._database.read(read)
 
-    async def suspect(self, found: Suspects) -> None:
-        """Puts these, and no others, on probation."""
+    async def suspect(self, suspects: Suspects) -> None:
+        """Replaces the set of suspects."""
 
         def write(session: Session) -> None:
             session.execute(delete(SuspectRecord))
-            session.add_all(SuspectRecord(*item, *seen) for item, seen in found.items())
+            session.add_all(SuspectRecord(*item, *seen) for item, seen in suspects.items())
 
         await self._database.write(write)
 

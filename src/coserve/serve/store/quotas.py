@@ -1,4 +1,4 @@
-"""Quotas of a tenant: what it may keep, and how many unfinished jobs it may have."""
+"""Quotas of a tenant: storage and unfinished jobs."""
 
 import sys
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upl
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Most that a tenant may keep. Checked in the transaction that adds something, so that requests that come
-    together do not pass together.
+    """A tenant's limits, checked in the transaction that adds something, so that concurrent requests cannot
+    exceed them together.
 
-    Raises QuotaExceeded. Things that the server adds, such as a job's adapter and results, are never refused.
+    Raises QuotaExceeded. The server's own additions, such as a job's adapter and results, are never refused.
     """
 
     files: int = sys.maxsize  # uploaded files and adapters
@@ -48,7 +48,7 @@ class Quotas:
             )
 
     def check_jobs(self, session: Session, tenant: str) -> None:
-        """Raises QuotaExceeded where the tenant may not have one more job."""
+        """Raises QuotaExceeded where the tenant may have no further job."""
         found = select(func.count()).where(JobRecord.tenant == tenant, JobRecord.status.not_in(FINAL))
         has = session.scalars(found).one()
         if has >= self.jobs:
@@ -59,7 +59,7 @@ class Quotas:
 
 
 def bytes_in(folder: Path) -> int:
-    """The bytes of a folder's files; 0 where there is no such folder."""
+    """Bytes of a folder's files; 0 if it is missing."""
     try:
         return sum(file.stat().st_size for file in folder.iterdir())
     except OSError:  # being deleted

@@ -1,6 +1,6 @@
-"""The tables, and their rows as objects: plain ones once the transaction that brought them has ended.
+"""The tables; rows are objects, detached once their transaction has ended.
 
-Changing anything here needs a migration beside it; a test compares the two.
+Any change here needs a migration; a test compares the two.
 """
 
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ _JSON = JSON(none_as_null=True)
 
 
 class _AsText(TypeDecorator[Any]):
-    """Values of a type that is made from its text, in a column of text."""
+    """A text column for a type constructed from its text."""
 
     impl = Text
     cache_ok = True
@@ -50,21 +50,21 @@ class TableRow(MappedAsDataclass, DeclarativeBase):
 
 
 class Record(TableRow):
-    """A row that callers know by its `id`. `number` is the order in which rows came, which lists are sorted
-    by; it is never given again."""
+    """A row with a public `id`. `number` is the order of insertion, the sort key of lists, and is never
+    reused."""
 
     __abstract__ = True
     number: Mapped[int] = mapped_column(primary_key=True, init=False, repr=False, compare=False)
     id: Mapped[str] = mapped_column(unique=True)
 
     def as_dict(self) -> JsonObject:
-        """All fields by name, as JSON has them."""
+        """All fields by name, as JSON types."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
 
 class Tenant(Record):
     """An owner of keys, files, jobs and adapters. Its share of the machine is `weight` over the sum of all
-    that want some."""
+    active tenants'."""
 
     __tablename__ = "tenants"
 
@@ -74,7 +74,7 @@ class Tenant(Record):
 
 
 class KeyRecord(Record):
-    """An API key, of which only the digest is kept."""
+    """An API key, stored as its digest."""
 
     __tablename__ = "keys"
 
@@ -87,7 +87,7 @@ class KeyRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An API key as it may be shown, with its tenant's name."""
+    """An API key without its digest, and its tenant's name."""
 
     id: str
     tenant: str
@@ -97,7 +97,7 @@ class Key:
 
 
 class File(Record):
-    """An uploaded or a result file; its bytes lie at `Store.file_path`. `suffix` is that of the file on disk
+    """An uploaded or a result file with its bytes at `Store.file_path`. `suffix` is that of the file on disk
     (.jsonl, .txt or .csv), `examples` their number in training data."""
 
     __tablename__ = "files"
@@ -113,12 +113,12 @@ class File(Record):
 
 
 class Adapter(Record):
-    """A version that can be sampled by `name`. `id` is the key that engines know it by.
+    """A version that requests can name. `id` is its key in engines.
 
-    `path` is relative to the state folder where it lies there, so that the folder can be moved
-    (`Store.folder_of`). `tenant` is None for adapters that the server was started with: everybody sees them.
-    `parent` is the name of the adapter that training began with. `step` is set for a checkpoint of `job`,
-    which is not listed among models. A `pinned` one stays in the engine's memory.
+    A `path` within the state folder is relative to it, so that the folder can be moved (`Store.folder_of`).
+    `tenant` is None for adapters of the server's settings, shared with all. `parent` is the name of the
+    adapter that training began with. `step` is set for a checkpoint of `job`, which is not listed among
+    models. A `pinned` one stays in the engine's memory.
     """
 
     __tablename__ = "adapters"
@@ -138,10 +138,10 @@ class Adapter(Record):
 class JobRecord(Record):
     """A fine-tuning job.
 
-    `options` and `peft` go to the engine as they are. `name` is that of the adapter once there is one,
-    `start_from` the id of the adapter that training begins with. Files and that adapter may be deleted once
-    the job is over, and it still names them: no foreign keys. `pace` is seconds per optimizer step, and
-    `stepped` when the last one ended.
+    `options` and `peft` are passed to the engine unchanged. `name` is the adapter's once there is one,
+    `start_from` the id of the adapter that training begins with. There are no foreign keys, as files and that
+    adapter may be deleted once the job is over. `pace` is seconds per optimizer step, and `stepped` when the
+    last one ended.
     """
 
     __tablename__ = "jobs"
@@ -175,8 +175,8 @@ class JobRecord(Record):
 
 
 class Event(Record):
-    """Something that happened to a job. `level` is info, warn or error, `type` message or metrics; `data`
-    holds the figures of metrics, of which a job has one row for each `step`."""
+    """An event of a job. `level` is info, warn or error, `type` message or metrics; `data` holds the figures
+    of metrics, of which a job has one row for each `step`."""
 
     __tablename__ = "events"
     __table_args__ = (
@@ -195,7 +195,7 @@ class Event(Record):
 
 class CheckpointRecord(Record):
     """A job's adapter after some step, in a folder of its own, as `Adapter.path`. `metrics` are the losses
-    then known."""
+    known at that step."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (UniqueConstraint("job", "step", name="one_checkpoint_a_step"),)
@@ -210,8 +210,8 @@ class CheckpointRecord(Record):
 
 
 class QuarantineRecord(Record):
-    """Something that brought engines down, and is not tried again. `kind` is request, job, adapter or check,
-    and `subject` its id; `details` is what a request asked for."""
+    """Work that crashed engines and is not retried. `kind` is request, job, adapter or check, and `subject`
+    its id; `details` are a request's contents."""
 
     __tablename__ = "quarantine"
     __table_args__ = (UniqueConstraint("kind", "subject", name="one_quarantine_a_subject"),)
@@ -225,7 +225,7 @@ class QuarantineRecord(Record):
 
 
 class SuspectRecord(TableRow):
-    """A job or an adapter that was there when an engine crashed, and has not gone further since."""
+    """A job or an adapter present when an engine crashed, without progress since."""
 
     __tablename__ = "suspects"
 
@@ -236,8 +236,7 @@ class SuspectRecord(TableRow):
 
 
 class NewsMark(TableRow):
-    """A piece of news of an engine (one start of its process), by its `number`; the row is the newest piece
-    that is written down."""
+    """The `number` of the newest stored event of an engine generation (one start of its process)."""
 
     __tablename__ = "news"
 
@@ -247,7 +246,7 @@ class NewsMark(TableRow):
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[R]):
-    """A stretch of a list; `has_more` says that it goes on after the last record."""
+    """A page of a list; `has_more` tells whether records follow."""
 
     records: tuple[R, ...]
     has_more: bool

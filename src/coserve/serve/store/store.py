@@ -1,12 +1,12 @@
-"""The server's memory: one SQLite file and the folders beside it, which survive any kill.
+"""The server's durable store: one SQLite file and folders, consistent after any crash.
 
     coserve.db      rows: a row is there once the method that adds it has returned
     files/          uploads and results
     jobs/           each job's checkpoints
     adapters/       finished and imported adapters
 
-Whatever is on disk for a row is there before the row is, and goes after it. One process writes; others (the
-command line) may look, and write a key.
+A row's files are on disk before the row is added, and deleted after it. One process writes; others (the
+command line) may read, and add keys.
 """
 
 import time
@@ -30,10 +30,10 @@ from coserve.serve.store.tenants import TenantStore
 class Store:
     """The durable state of a server, by kind of record. Opening it creates or upgrades the database.
 
-    Methods are asynchronous and take the tenant's id where something is owned; what belongs to another
-    tenant is answered exactly as what does not exist.
+    Methods are asynchronous and take the tenant's id for owned records; other tenants' records are treated as
+    missing.
 
-    Raises StateError if the folder cannot be used, or if a newer coserve wrote the database.
+    Raises StateError if the folder is unusable, or the database is of a newer coserve.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Store:
         """Folder of a finished or imported adapter."""
         return self.folder / "adapters" / adapter
 
-    def folder_of(self, found: Adapter | CheckpointRecord) -> Path:
-        """Folder that a row's path means."""
-        return self.folder / found.path
+    def folder_of(self, row: Adapter | CheckpointRecord) -> Path:
+        """Folder of a row's path."""
+        return self.folder / row.path
 
     def path_of(self, folder: Path) -> Path:
-        """Path as rows hold it: the state folder may be moved, so what lies in it is found from there."""
+        """Path for a row: relative within the state folder, which may be moved."""
         return folder.relative_to(self.folder) if folder.is_relative_to(self.folder) else folder.absolute()
 
     def close(self) -> None:
-        """Waits for writes under way and closes the database."""
+        """Waits for running writes and closes the database."""
         self._database.close()
 
     def __enter__(self) -> "Store":

@@ -35,7 +35,7 @@ class TenantStore:
         self._had_keys = False  # in a server that runs this only ever becomes true
 
     async def of_key(self, secret: str) -> Tenant | None:
-        """The tenant whose key this is; None for one that is wrong or revoked."""
+        """The tenant of a key; None for a wrong or revoked one."""
         if not keys.is_shaped(secret):
             return None
         prefix = {"prefix": keys.prefix_of(secret)}
@@ -47,7 +47,7 @@ class TenantStore:
         return await self._database.read(read)
 
     async def is_open(self) -> bool:
-        """Tells whether there never was a key: only then may this machine ask without one.
+        """Tells whether no key has ever existed: only then requests from this machine need none.
 
         Revoking the last key opens nothing; `forget_keys` is the way back.
         """
@@ -56,7 +56,7 @@ class TenantStore:
         return not self._had_keys
 
     async def forget_keys(self) -> bool:
-        """Makes it as if there had never been a key; False, and nothing happens, while one is in force."""
+        """Deletes all keys if all are revoked; otherwise False, with nothing changed."""
 
         def write(session: Session) -> bool:
             if session.scalar(_ANY.where(_IN_FORCE)) is not None:
@@ -67,7 +67,7 @@ class TenantStore:
         return await self._database.write(write)
 
     async def any_keys(self) -> bool:
-        """Tells whether any key is in force."""
+        """Tells whether there is a valid key."""
         return await self._database.read(lambda session: session.scalar(_ANY.where(_IN_FORCE))) is not None
 
     async def get(self, tenant: str) -> Tenant | None:
@@ -81,10 +81,10 @@ class TenantStore:
         return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def create_key(self, tenant: str, weight: float | None = None) -> tuple[Key, str]:
-        """A new key for the tenant of this name, who is created at need, and its secret.
+        """Creates a key for the tenant of this name (created if missing); returns it and its secret.
 
-        `weight` changes the tenant's share. The secret is kept nowhere: this is the only time it is seen.
-        Raises ConfigError for a name that would not do as a part of a model's, or a weight that is no share.
+        `weight` changes the tenant's share. The secret is not stored. Raises ConfigError for a name that is
+        invalid as part of a model's, or an invalid weight.
         """
         if not _NAME.fullmatch(tenant):
             raise ConfigError(f"a tenant's name is 1 to 64 letters, digits, '.', '_' or '-', not {tenant!r}")
@@ -117,7 +117,7 @@ class TenantStore:
         return await self._database.read(lambda session: tuple(Key(*row) for row in session.execute(found)))
 
     async def revoke_key(self, key: str) -> bool:
-        """Takes a key out of force at once, by its id or its prefix; False if no such key is in force."""
+        """Revokes a key at once, by its id or its prefix; False if there is no such valid key."""
         named = (KeyRecord.id == key) | (KeyRecord.prefix == key)
 
         def write(session: Session) -> bool:
@@ -129,6 +129,6 @@ class TenantStore:
         return await self._database.write(write)
 
     async def revoked(self, digests: Collection[bytes]) -> frozenset[bytes]:
-        """Subset of these digests (`keys.digest_of`) whose keys have been revoked."""
+        """The digests (`keys.digest_of`) among these whose keys are revoked."""
         found = select(KeyRecord.digest).where(KeyRecord.digest.in_(digests), KeyRecord.revoked.is_not(None))
         return await self._database.read(lambda session: frozenset(session.scalars(found)))

@@ -1,1 +1,1 @@
-"""Training: from a job in the database to a trained adapter."""
+"""Training jobs: from the database to a trained adapter."""

@@ -22,14 +22,14 @@ _COLUMNS: Final = ("step", "train_loss", "valid_loss", "learning_rate", "grad_no
 
 
 class Artifacts:
-    """Keeps what jobs that succeeded made. Names come from the job's id: a second attempt finds the files of
-    the first."""
+    """Stores the results of successful jobs. Names derive from the job's id, so a second attempt finds the
+    first one's files."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def bring_in(self, job: JobRecord, step: int) -> tuple[Adapter, File]:
-        """The finished adapter and the result file, both on disk for good, neither in the database yet.
+        """Writes the finished adapter and the result file durably; the caller adds their rows.
 
         Raises AdapterError if the checkpoint of `step` is missing or damaged, OSError if the disk is full.
         """
@@ -72,7 +72,7 @@ def check(checkpoint: Path) -> None:
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
-    """One line for each optimizer step, below the names of the columns."""
+    """CSV with a header and one line for each optimizer step."""
     for values in (_COLUMNS, *([row.get(name) for name in _COLUMNS] for row in rows)):
         line = io.StringIO()
         csv.writer(line, lineterminator="\n").writerow(values)

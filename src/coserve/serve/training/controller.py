@@ -1,14 +1,14 @@
-"""Sees to it that jobs train: hands them to the engine, writes down what comes of them, and starts again.
+"""Controls jobs: starts them in the engine, stores their events, and restarts them.
 
-The database says what ought to be; the engine is brought to agree, whenever one of the two changes:
+The database has the desired state; the engine is made to follow whenever either changes:
 
     queued ──> running ──> succeeded, failed
        ^         │  ^
        └─ paused <┘  └ a new engine goes on from the newest good checkpoint
 
-and cancelled from each of the first three. A job that there is no memory for now waits inside the engine, and
-is queued again meanwhile. A job's status changes before the engine is told, so a server that is killed in
-between tells it when it is back.
+and cancelled from each of the first three. A job that waits for memory in the engine counts as queued. A
+job's status changes before the engine gets the command, so a server killed in between repeats the command
+after its restart.
 """
 
 import asyncio
@@ -63,9 +63,9 @@ _CODES: Final = {
 
 
 class JobController:
-    """Takes the link's news and connections. One thing happens at a time.
+    """Handles the link's events and connections, one at a time.
 
-    Raises nothing for what engines report; a full disk at the end of a job fails that job.
+    Engines' events never raise; a full disk at the end of a job fails that job.
     """
 
     def __init__(self, settings: ServerSettings, store: Store, link: EngineLink) -> None:
@@ -88,24 +88,24 @@ class JobController:
     # For routes
 
     async def submit(self, job: JobRecord) -> JobRecord:
-        """Acknowledges a job; it trains as soon as there is room. Raises ConflictError if a file is gone."""
+        """Adds a job, which starts as soon as there is room. Raises ConflictError if a file is missing."""
         async with self._turn:
             await self._store.jobs.add(job, f"Created fine-tuning job: {job.id}")
             await self._bring_in()
         return await self._now(job)
 
     async def cancel(self, job: JobRecord) -> JobRecord:
-        """Ends a job, which cannot be resumed; its checkpoints stay. Raises ConflictError if it is over."""
+        """Cancels a job for good; its checkpoints stay. Raises ConflictError if it is over."""
         return await self._change(
             job, (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED), JobStatus.CANCELLED
         )
 
     async def pause(self, job: JobRecord) -> JobRecord:
-        """Takes a job out of the engine, with a checkpoint. Raises ConflictError if it is over or paused."""
+        """Stops a job after a checkpoint. Raises ConflictError if it is over or paused."""
         return await self._change(job, (JobStatus.QUEUED, JobStatus.RUNNING), JobStatus.PAUSED)
 
     async def resume(self, job: JobRecord) -> JobRecord:
-        """Lets a paused job wait for its turn again. Raises ConflictError if it is not paused."""
+        """Queues a paused job again. Raises ConflictError if it is not paused."""
         return await self._change(job, (JobStatus.PAUSED,), JobStatus.QUEUED, "resumed")
 
     def reason(self, job: JobRecord) -> str | None:
@@ -115,7 +115,7 @@ class JobController:
         return self._waiting.get(job.id, f"waits until one of {self._settings.max_jobs} jobs that train ends")
 
     def drain(self) -> None:
-        """Starts no job any more, as the server stops."""
+        """Starts no further jobs, as the server stops."""
         self._draining = True
 
     async def _change(
@@ -145,7 +145,7 @@ class JobController:
     # For the link
 
     async def _connected(self, hello: Hello) -> None:
-        """Brings an engine, new or not, to do what the database says."""
+        """Makes a connected engine follow the database."""
         async with self._turn:
             self._generation, self._weights, self._leaving = hello.generation, {}, ""
             for id in list(self._trials):
@@ -170,7 +170,7 @@ class JobController:
             await self._bring_in()
 
     async def _heard(self, numbered: Numbered) -> None:
-        """Writes a piece of news down; it is acknowledged once this has returned."""
+        """Stores an event, which is acknowledged after this returns."""
         async with self._turn:
             mark = NewsMark(self._generation, numbered.number)
             self._follow(numbered.news)
@@ -186,7 +186,7 @@ class JobController:
                 await self._bring_in()
 
     def _follow(self, news: JobNews) -> None:
-        """Follows how far a job has come in the present engine."""
+        """Tracks a job's progress in the current engine."""
         item = WorkItem("job", news.job)
         match news:
             case JobWaiting():  # for memory, and for as long as that takes: nobody waits for it
@@ -200,7 +200,7 @@ class JobController:
                 self._link.probation.left(item)
 
     async def _quarantined(self, guilty: QuarantineVerdict) -> None:
-        """Writes down what brought engines down; a job has failed with that."""
+        """Stores guilty work; a job fails with it."""
         kind, subject = guilty.item
         request = guilty.request
         details = None
@@ -271,7 +271,7 @@ class JobController:
     # Commands to the engine
 
     async def _bring_in(self) -> None:
-        """Starts waiting jobs while the engine has room, and tells it each job's share."""
+        """Starts queued jobs while the engine has room, and sends it each job's share."""
         if not self._link.ready or self._draining:
             return
         weights = {tenant.id: tenant.weight for tenant in await self._store.tenants.list()}
@@ -296,7 +296,7 @@ class JobController:
                 self._weights[id] = weight
 
     async def _start(self, job: JobRecord, weight: float = 1.0) -> None:
-        """Hands a job to the engine once its turn has come, which it waits for where engines crashed."""
+        """Starts a job in the engine; a suspect waits for its trial."""
         self._inside.add(job.id)
         self._weights[job.id] = weight
         if not self._link.probation.is_open(WorkItem("job", job.id)):
@@ -305,7 +305,7 @@ class JobController:
             await self._hand_in(job, weight)
 
     async def _try(self, job: JobRecord, weight: float, generation: str) -> None:
-        """Waits until no other suspect is on trial, and hands the job in."""
+        """Waits until no other suspect is on trial, and starts the job."""
         await self._link.probation.turn(WorkItem("job", job.id))
         if not self._link.ready:  # the next engine's turn begins anew
             return
@@ -326,12 +326,12 @@ class JobController:
         self._link.send(command)
 
     async def _unfinished(self) -> list[JobRecord]:
-        """Jobs that may go on here: those of another base wait for a server that has it."""
+        """Unfinished jobs of this server's base."""
         jobs = await self._store.jobs.unfinished()
         return [job for job in jobs if job.base == self._settings.base_name]
 
     async def _drop_resume_state(self, job: str, keep: int) -> None:
-        """Drops the optimizer states, twice the size of the weights, of all but the newest `keep`
+        """Deletes the optimizer states (twice the size of the weights) of all but the newest `keep`
         checkpoints."""
         newest_last = await self._store.jobs.all_checkpoints(job)
         for checkpoint in newest_last[: max(0, len(newest_last) - keep)]:

@@ -1,4 +1,4 @@
-"""Translates a job into what the engine is told: "auto" filled in, every field in its place."""
+"""Translates a job into the engine's settings, with "auto" resolved."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,7 +26,7 @@ class Recipe:
     options: dict[str, Any]
 
 
-def recipe_of(asked: JobRequest, examples: int, width: int, seed: int, continues: bool) -> Recipe:
+def recipe_of(request: JobRequest, examples: int, width: int, seed: int, continues: bool) -> Recipe:
     """The recipe for a file with this many examples, and a model whose rows have `width` numbers.
 
     `continues` says that an adapter is trained further.
@@ -41,8 +41,8 @@ def recipe_of(asked: JobRequest, examples: int, width: int, seed: int, continues
 
     Raises ApiError 400 where two fields contradict each other.
     """
-    wanted, optimizer = _hyperparameters(asked), asked.optimizer or OptimizerSettings()
-    if continues and asked.peft is not None:
+    wanted, optimizer = _hyperparameters(request), request.optimizer or OptimizerSettings()
+    if continues and request.peft is not None:
         message = "An adapter that is trained further keeps its shape: 'peft' is for new ones."
         raise ApiError(400, message, param="peft", code="invalid_value")
     epochs = auto_epochs(examples) if wanted.n_epochs == "auto" else wanted.n_epochs
@@ -55,7 +55,7 @@ def recipe_of(asked: JobRequest, examples: int, width: int, seed: int, continues
 
 
 async def spec_of(store: Store, job: JobRecord) -> JobSpec:
-    """What the engine is told of a job. The path of a file that is gone is empty: the job fails there."""
+    """The engine's description of a job. The path of a missing file is empty, and the job fails there."""
     paths = {
         file.id: str(store.file_path(file))
         for id in (job.training_file, job.validation_file)
@@ -75,7 +75,7 @@ async def spec_of(store: Store, job: JobRecord) -> JobSpec:
 
 
 def auto_epochs(examples: int) -> int:
-    """Epochs for a file of this many examples."""
+    """Epochs that "auto" chooses for `examples` examples."""
     if examples * _EPOCHS < _FEWEST:
         return min(_MOST_EPOCHS, -(-_FEWEST // examples))
     if examples * _EPOCHS > _MOST:
@@ -86,8 +86,8 @@ def auto_epochs(examples: int) -> int:
 def usual_rate(width: int) -> float:
     """The learning rate that a multiplier of 1 stands for.
 
-    With Adam a change of every weight by the same amount moves a row's sum of `width` products in proportion
-    to `width`, so the rate goes down as that goes up.
+    With Adam a step changes every weight by a similar amount, which changes sums of `width` products in
+    proportion to `width`, so the rate is inversely proportional to it.
     """
     return _USUAL_RATE * _USUAL_WIDTH / width
 
@@ -98,17 +98,17 @@ def auto_batch_size(examples: int, epochs: int) -> int:
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _hyperparameters(asked: JobRequest) -> Hyperparameters:
-    supervised = asked.method.supervised if asked.method else None
+def _hyperparameters(request: JobRequest) -> Hyperparameters:
+    supervised = request.method.supervised if request.method else None
     inner = supervised.hyperparameters if supervised else None
-    if inner is not None and asked.hyperparameters is not None:
+    if inner is not None and request.hyperparameters is not None:
         message = "Give hyperparameters either at the top or in 'method', not in both."
         raise ApiError(400, message, param="hyperparameters", code="invalid_value")
-    return inner or asked.hyperparameters or Hyperparameters()
+    return inner or request.hyperparameters or Hyperparameters()
 
 
 def _rate(wanted: Hyperparameters, optimizer: OptimizerSettings, usual: float) -> tuple[float, float]:
-    """The learning rate, and which multiple of the usual one that is."""
+    """The learning rate, and its multiple of the usual one."""
     multiplier = wanted.learning_rate_multiplier
     if optimizer.learning_rate is None:
         multiplier = 1.0 if multiplier == "auto" else multiplier

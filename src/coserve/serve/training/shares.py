@@ -8,9 +8,9 @@ from coserve.serve.store.records import JobRecord
 
 
 def next_job(jobs: Sequence[JobRecord], weights: Mapping[str, float]) -> JobRecord | None:
-    """The next job: the oldest queued one of the tenant that has the least running for its weight.
+    """The next job: the oldest queued one of the tenant with the fewest running jobs relative to its weight.
 
-    `jobs` are all that are not over, the oldest first; `weights` are by tenant.
+    `jobs` are all unfinished ones, the oldest first; `weights` are by tenant.
     """
     running = Counter(job.tenant for job in jobs if job.status == JobStatus.RUNNING)
     queued = [job for job in jobs if job.status == JobStatus.QUEUED]
@@ -18,11 +18,11 @@ def next_job(jobs: Sequence[JobRecord], weights: Mapping[str, float]) -> JobReco
 
 
 def next_to_wait(jobs: Sequence[JobRecord], weights: Mapping[str, float]) -> JobRecord | None:
-    """The running job that gives up its place for a queued one of another tenant, where all places are taken.
+    """The running job to be preempted for a queued one of another tenant, where all places are taken.
 
-    It is the newest one of the tenant that has the most running for its weight, if that tenant still has no
-    less than the other once they have changed places, so that nobody changes places to and fro; or has at
-    least one, where the other has none at all.
+    It is the newest one of the tenant with the most running jobs relative to its weight, if that tenant then
+    still has no less than the other (which excludes swapping back and forth), or at least one job where the
+    other has none.
     """
     chosen = next_job(jobs, weights)
     running = [job for job in jobs if job.status == JobStatus.RUNNING]

@@ -1,4 +1,4 @@
-"""Tells the metrics and the fair queue what training costs: trained tokens count as answered ones do."""
+"""Reports training to the metrics and the fair queue: trained tokens count as generated ones."""
 
 from collections.abc import Collection
 
@@ -13,14 +13,14 @@ TRAINED_TOKEN = 3.0  # a pass forward costs what a prompt token costs, and the w
 
 
 class TrainingWatch:
-    """Takes all job news in, once each."""
+    """Receives every job event once."""
 
     def __init__(self, metrics: Metrics, queue: FairQueue, store: Store) -> None:
         self._metrics, self._queue, self._store = metrics, queue, store
         self._owners: dict[str, Tenant] = {}
 
     async def take(self, news: JobNews) -> None:
-        """Counts what there is to count in it."""
+        """Counts an event's tokens and statuses."""
         match news:
             case JobStarted():
                 if (owner := await self._owner(news.job)) is not None:
@@ -36,14 +36,14 @@ class TrainingWatch:
                 self._metrics.finetune_loss.remove(news.job)
 
     def connected(self, jobs: Collection[str]) -> None:
-        """Forgets the jobs that trained in an engine before this one, which has `jobs`: jobs that were
-        cancelled, paused or quarantined in between end without news, and jobs that go on here report it."""
+        """Drops jobs of earlier engines that are not in `jobs`: those cancelled, paused or quarantined in
+        between have no further events."""
         for job in self._owners.keys() - set(jobs):
             self._queue.note_job(self._owners.pop(job), job, trains=False)
             self._metrics.finetune_loss.remove(job)
 
     async def count_jobs(self) -> None:
-        """Jobs that are not over, by status."""
+        """Sets the metric of unfinished jobs by status."""
         counts = dict.fromkeys(UNFINISHED, 0)
         for job in await self._store.jobs.unfinished():
             counts[job.status] = counts.get(job.status, 0) + 1

@@ -1,8 +1,8 @@
-"""Chooses which of a layer's seams to keep: rematerialization by cost, and compression (algorithm 1, step 2).
+"""Chooses activations of a layer to keep: rematerialization by cost, and compression (algorithm 1, step 2).
 
-A graph's set to keep is made of tensors anywhere in a layer. Those at seams can be stored; the others are
-cheap to make of these: a sum of the residual stream from the layer's input and a product, an activation from
-its input, a normalized row from the row.
+A graph's set to keep is made of tensors anywhere in a layer. Those that frozen linears and attention give can
+be stored; the others are cheap to make of these: a sum of the residual stream from the layer's input and a
+product, an activation from its input, a normalized row from the row.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -13,7 +13,7 @@ from typing import Final
 from coserve.train.pruning.graph import Graph, border, needed, prune
 from coserve.train.save_policy import Fate
 
-ATTENTION: Final = "attention"  # as the name of a seam; others are paths of linears
+ATTENTION: Final = "attention"  # as the name of an activation; others are paths of linears
 DEAR: Final = 0.1  # of the layer's operations: what takes as much is kept, not computed again
 _KEYS: Final = 512  # that a row of an example sees in the mean: half of 1,024
 # Beside its two products attention takes a softmax of as many numbers; on the CPU this was measured on, a
@@ -23,7 +23,7 @@ _ATTEND: Final = frozenset({"attend", "attend_back", "cat"})
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class SavableActivation:
     """An activation that can be kept: its bytes a row, and the operations a row that keeping it saves."""
 
     name: str
@@ -38,7 +38,7 @@ class Seam:
 
 
 class Choice:
-    """A layer's seams; `keepable` are the paths of linears that are given all rows."""
+    """A layer's activations that can be kept; `keepable` are the paths of linears that are given all rows."""
 
     def __init__(self, graph: Graph, keepable: Collection[str]) -> None:
         self.graph = graph
@@ -47,22 +47,24 @@ class Choice:
         self._keepable = keepable
 
     @cached_property
-    def seams(self) -> tuple[Seam, ...]:
-        """Seams that a gradient depends on, each as it would be kept."""
-        return tuple(self._seams())
+    def savable(self) -> tuple[SavableActivation, ...]:
+        """Activations that can be kept and that a gradient depends on, each as it would be kept."""
+        return tuple(self._savable())
 
     def worthwhile(self, dear: float = DEAR) -> frozenset[str]:
-        """Seams to keep: attention, bits, and products of at least `dear` of the layer's operations."""
+        """Activations to keep: attention, bits, and products of at least `dear` of the layer's operations."""
         whole = self.graph.flops
         return frozenset(
-            seam.name
-            for seam in self.seams
-            if seam.name == ATTENTION or seam.fate is Fate.SIGN or seam.flops >= dear * whole
+            activation.name
+            for activation in self.savable
+            if activation.name == ATTENTION
+            or activation.fate is Fate.SIGN
+            or activation.flops >= dear * whole
         )
 
     def fates(self, kept: Collection[str]) -> dict[str, Fate]:
-        """Fates of all seams if those `kept` are kept: the rest is recomputed, or unused."""
-        as_kept = {seam.name: seam.fate for seam in self.seams if seam.name in kept}
+        """Fates of all activations if those `kept` are kept: the rest is recomputed, or unused."""
+        as_kept = {activation.name: activation.fate for activation in self.savable if activation.name in kept}
         need = self.need(kept)
         found = {}
         for name, values in self._values().items():
@@ -72,16 +74,16 @@ class Choice:
         return found
 
     def need(self, kept: Collection[str]) -> frozenset[int]:
-        """All values that going back needs, at hand or not, where these seams are kept."""
+        """All values that backward needs, at hand or not, where these activations are kept."""
         ends, at_hand = self.ends, self.graph.layer_inputs | self._cached
         values = self._values()
-        for seam in self.seams:
-            if seam.name not in kept:
+        for activation in self.savable:
+            if activation.name not in kept:
                 continue
-            if seam.fate is Fate.SIGN:
-                ends = ends - {self._signed[seam.name]}
+            if activation.fate is Fate.SIGN:
+                ends = ends - {self._signed[activation.name]}
             else:
-                at_hand |= set(values[seam.name])
+                at_hand |= set(values[activation.name])
         return needed(self.graph, ends, at_hand)
 
     def everything(self) -> dict[str, Fate]:
@@ -92,7 +94,9 @@ class Choice:
 
     def nbytes(self, fates: Mapping[str, Fate]) -> float:
         """Bytes a row, without the layer's input and its keys and values."""
-        signs = {seam.name: seam.nbytes for seam in self.seams if seam.fate is Fate.SIGN}
+        signs = {
+            activation.name: activation.nbytes for activation in self.savable if activation.fate is Fate.SIGN
+        }
         kept = (name for name, fate in fates.items() if fate is Fate.KEPT)
         whole = sum(self.graph.values[value].nbytes for name in kept for value in self._values()[name])
         return whole + sum(signs[name] for name, fate in fates.items() if fate is Fate.SIGN)
@@ -129,7 +133,7 @@ class Choice:
         products = {path: (value,) for path, value in self.graph.products.items()}
         return {**products, ATTENTION: self.graph.attended}
 
-    def _seams(self) -> Iterator[Seam]:
+    def _savable(self) -> Iterator[SavableActivation]:
         need = needed(self.graph, self.ends, self.graph.layer_inputs | self._cached)
         makers = self.graph.makers()
         for path, value in self.graph.products.items():
@@ -137,10 +141,10 @@ class Choice:
                 continue
             of, flops = self.graph.values[value], makers[value].flops
             if path in self._signed:
-                yield Seam(path, Fate.SIGN, -(-of.count // 8), flops)
+                yield SavableActivation(path, Fate.SIGN, -(-of.count // 8), flops)
             else:
-                yield Seam(path, Fate.KEPT, of.nbytes, flops)
+                yield SavableActivation(path, Fate.KEPT, of.nbytes, flops)
         if any(value in need for value in self.graph.attended):
             attending = _SOFTMAX * 4 * _KEYS * self.graph.values[self.graph.attended[0]].count
             nbytes = sum(self.graph.values[value].nbytes for value in self.graph.attended)
-            yield Seam(ATTENTION, Fate.KEPT, nbytes, attending)
+            yield SavableActivation(ATTENTION, Fate.KEPT, nbytes, attending)

@@ -49,7 +49,7 @@ class Graph:
     """Operators in the order they run. `frozen` are the gradients of frozen weights, `wanted` those of the
     adapter, of the layer's input where layers below train, and of earlier keys and values.
 
-    Seams: `products` of frozen linears by path, `sums` of these with their bypasses, `attended` (output and
+    Savable: `products` of frozen linears by path, `sums` of these with their bypasses, `attended` (output and
     log-sum-exp), and `cached`, the keys and values that later windows attend to.
     """
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bypass import Bypass, Chain, Place, Side
+from coserve.adapters.bypass import Bypass, Place, SequentialBypass, Side
 from coserve.adapters.sites import EMBEDDED, Kind, Sites
 from coserve.train.pruning.choice import Choice
 from coserve.train.pruning.once import Once
@@ -53,7 +53,7 @@ def sketch_of(model: Modelled) -> Sketch:
 
 
 @dataclass(frozen=True, slots=True)
-class Direction:
+class BackwardNeeds:
     """Requirements of backward on the layers that an adapter trains: `lowest` is the stage where it ends (the
     number of layers where only what follows them trains), `enters` whether somebody asks for the gradient of
     what the first layer is given, `asks_past` whether keys and values before a sequence's own train."""
@@ -63,12 +63,12 @@ class Direction:
     asks_past: bool
 
     @staticmethod
-    def of(adapter: AdapterVersion, sites: Sites, depth: int) -> "Direction":
+    def of(adapter: AdapterVersion, sites: Sites, depth: int) -> "BackwardNeeds":
         stages = [sites[place.path].stage for place, _ in adapter.placed()]
         beside = [place for place, _ in adapter.placed() if place.side in (Side.INPUT, Side.OUTPUT)]
         early = any(sites[place.path].stage == EMBEDDED for place in beside)
         virtual = adapter.virtual
-        return Direction(
+        return BackwardNeeds(
             min(stages, default=depth), early or virtual.prompt_count > 0, virtual.given_count > 0
         )
 
@@ -82,7 +82,7 @@ class Direction:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class LayerKey:
     """One layer with an adapter's bypasses in it; equal ones have equal answers. Paths are those within the
     layer; `signs` tell bypasses apart by where they stand, what they are and what they have: ranks and
     widths change nothing in what is kept of the base's."""
@@ -96,15 +96,15 @@ class Question:
     keepable: frozenset[str]
 
 
-def _choice(question: Question, layer: int, placed: Sequence[tuple[Place, Bypass]]) -> Choice | None:
+def _choice(key: LayerKey, layer: int, placed: Sequence[tuple[Place, Bypass]]) -> Choice | None:
     """Of `layer` with what is `placed` in it. None where torch cannot trace it: what it does
     depends on its numbers."""
     try:
-        sketch = sketch_of(question.model)
-        graph = trace(sketch, layer, placed, question.asks_input, question.asks_past)
+        sketch = sketch_of(key.model)
+        graph = trace(sketch, layer, placed, key.asks_input, key.asks_past)
     except Exception:
         return None
-    return Choice(graph.in_type(question.dtype), question.keepable)
+    return Choice(graph.in_type(key.dtype), key.keepable)
 
 
 choice_of: Final = Once(_choice, _CHOICES)
@@ -119,26 +119,26 @@ def choices(
         sketch = sketch_of(model)
     except RuntimeError:
         return {}
-    direction = Direction.of(adapter, sites, sketch.depth)
+    needs = BackwardNeeds.of(adapter, sites, sketch.depth)
     found = {}
-    for layer in range(direction.first, sketch.depth):
+    for layer in range(needs.first, sketch.depth):
         prefix = f"{list(sketch.layers)[layer]}."
         placed = [(place, bypass) for place, bypass in adapter.placed() if place.path.startswith(prefix)]
         linears = (p for p, s in sites.items() if s.kind is Kind.LINEAR and p.startswith(prefix))
-        question = Question(
+        key = LayerKey(
             model,
             dtype,
             sketch.form(layer),
             tuple((p.path.removeprefix(prefix), p.side, *_sign(bypass)) for p, bypass in placed),
-            direction.asks_input(layer),
-            direction.asks_past,
+            needs.asks_input(layer),
+            needs.asks_past,
             frozenset(path.removeprefix(prefix) for path in linears),
         )
-        found[layer] = choice_of(question, layer, placed)
+        found[layer] = choice_of(key, layer, placed)
     return found
 
 
 def _sign(bypass: Bypass) -> tuple[object, ...]:
-    if isinstance(bypass, Chain):
+    if isinstance(bypass, SequentialBypass):
         return tuple(_sign(link) for link in bypass.links)
     return (type(bypass), *bypass.parameters())

@@ -1,4 +1,4 @@
-"""Operators that exist for tracing only: they stand for what a layer's seams do, as one node each."""
+"""Operators for tracing only: each of a layer's frozen linears, and its attention, is one node."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ from coserve.adapters.lowrank import is_plain
 from coserve.errors import UnsupportedModel
 from coserve.model.base import Base
 from coserve.train.pruning.choice import ATTENTION, Choice
-from coserve.train.pruning.layers import Direction, Modelled, choices, sketch_of
+from coserve.train.pruning.layers import BackwardNeeds, Modelled, choices, sketch_of
 from coserve.train.pruning.table import Explained, explain
 from coserve.train.save_policy import Fate, Fates, SavePolicy, SavePolicySetting
 
@@ -29,7 +29,7 @@ def fates_of(base: Base, adapter: AdapterVersion, keep: SavePolicySetting, rows:
     model = Modelled.of(type(base.model), base.model.config)
     found = choices(model, adapter, base.sites, base.dtype) if _is_worth_it(base, keep) else {}
     traced = {layer: choice for layer, choice in found.items() if choice is not None}
-    kept = kept_seams(traced, keep, _room(base, keep, rows))
+    kept = kept_activations(traced, keep, _room(base, keep, rows))
     products: dict[str, Fate] = {path: Fate.COMPUTED for path in base.linears if path not in base.sites}
     attention: dict[int, Fate] = {}
     nbytes = 0.0
@@ -43,7 +43,7 @@ def fates_of(base: Base, adapter: AdapterVersion, keep: SavePolicySetting, rows:
         for path, bypass in adapter.bypasses.outputs.items()
         if products.get(path) is Fate.KEPT and is_plain(bypass)
     }
-    lowest = Direction.of(adapter, base.sites, base.depth).first
+    lowest = BackwardNeeds.of(adapter, base.sites, base.depth).first
     for layer in range(lowest):
         prefix = f"{base.chain.blocks[layer].path}."
         attention[layer] = Fate.UNUSED
@@ -64,19 +64,19 @@ def _is_worth_it(base: Base, keep: SavePolicySetting) -> bool:
     return keep is not SavePolicy.INPUTS or base.nbytes >= _LARGE
 
 
-def kept_seams(layers: Choices, keep: SavePolicySetting, room: float) -> dict[int, frozenset[str]]:
-    """Seams of each layer that are kept; where `keep` is a budget, those that save most by the byte of all
-    layers', as long as there are `room` bytes for a row of them."""
+def kept_activations(layers: Choices, keep: SavePolicySetting, room: float) -> dict[int, frozenset[str]]:
+    """Names of the activations of each layer to keep. Where `keep` is a budget: those of all layers that save
+    most per byte, up to `room` bytes a row."""
     if keep is SavePolicy.PRUNED:
         return {layer: choice.worthwhile() for layer, choice in layers.items()}
     if isinstance(keep, SavePolicy):
         return dict.fromkeys(layers, frozenset())
     kept: dict[int, set[str]] = {layer: set() for layer in layers}
-    offers = [(seam, layer) for layer, choice in layers.items() for seam in choice.seams]
-    for seam, layer in sorted(offers, key=lambda offer: -offer[0].worth):  # of equals the lower layer's
-        if seam.nbytes <= room:
-            room -= seam.nbytes
-            kept[layer].add(seam.name)
+    offers = [(activation, layer) for layer, choice in layers.items() for activation in choice.savable]
+    for activation, layer in sorted(offers, key=lambda offer: -offer[0].worth):  # of equals the lower layer's
+        if activation.nbytes <= room:
+            room -= activation.nbytes
+            kept[layer].add(activation.name)
     return {layer: frozenset(names) for layer, names in kept.items()}
 
 
@@ -88,7 +88,7 @@ def input_bytes(base: Base) -> int:
 
 
 def _room(base: Base, keep: SavePolicySetting, rows: int) -> float:
-    """Bytes that a row may take of what seams give."""
+    """Bytes a row that activations may take."""
     return 0.0 if isinstance(keep, SavePolicy) else keep / rows - input_bytes(base)
 
 
@@ -109,5 +109,5 @@ def explain_model(
     traced = {layer: choice for layer, choice in found.items() if choice is not None}
     if not traced:
         raise UnsupportedModel(f"what layers of {config.model_type} do depends on their numbers: no trace")
-    kept = kept_seams(traced, keep, 0.0)
+    kept = kept_activations(traced, keep, 0.0)
     return explain(list(traced.items()), [kept[layer] for layer in traced])

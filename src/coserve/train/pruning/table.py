@@ -59,7 +59,7 @@ def _explained(choice: Choice, kept: Collection[str]) -> Explained:
 
 def _lines(choice: Choice, kept: Collection[str], whole: Collection[int]) -> Iterator[Line]:
     graph, fates = choice.graph, choice.fates(kept)
-    seams = {seam.name: seam for seam in choice.seams}
+    activations = {activation.name: activation for activation in choice.savable}
     products = {value: path for path, value in graph.products.items()}
     shown = {*whole, *products, *graph.attended, *graph.cached, *graph.layer_inputs}
     makers, flops = graph.makers(), graph.flops
@@ -77,7 +77,7 @@ def _lines(choice: Choice, kept: Collection[str], whole: Collection[int]) -> Ite
             yield Line(value.name, value.nbytes, "kept", value.nbytes, why)
         elif name and fates[name] is Fate.SIGN:
             why = "a ReLU's derivative asks where it is positive, nobody asks for more: a bit each"
-            yield Line(_title(value.name, name), value.nbytes, "compressed", seams[name].nbytes, why)
+            yield Line(_title(value.name, name), value.nbytes, "compressed", activations[name].nbytes, why)
         elif name and fates[name] is Fate.KEPT:
             why = "dear: a softmax over all earlier rows" if name == ATTENTION else _dear(share)
             yield Line(_title(value.name, name), value.nbytes, "kept", value.nbytes, why)
@@ -89,8 +89,8 @@ def _lines(choice: Choice, kept: Collection[str], whole: Collection[int]) -> Ite
             yield Line(_title(value.name, name), value.nbytes, "pruned", 0.0, why)
 
 
-def _title(made: str, seam: str) -> str:
-    return f"{seam}: product" if seam and seam != ATTENTION else made
+def _title(made: str, activation: str) -> str:
+    return f"{activation}: product" if activation and activation != ATTENTION else made
 
 
 def _dear(share: float) -> str:

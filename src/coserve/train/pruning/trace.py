@@ -25,7 +25,7 @@ _VIEWS = ("_unsafe_view", "detach", "mark", "alias", "lift_fresh_copy")  # besid
 
 
 @dataclass(slots=True)
-class _Log:
+class _ModuleSpans:
     """Spans of the trace's nodes by module, and the place at which the forward half ends."""
 
     spans: list[tuple[int, int, str]] = field(default_factory=list)
@@ -43,7 +43,7 @@ def trace(
         placed = [(place, bypass.in_type(DTYPE)) for place, bypass in placed]
     leaves = [{n: sketch.fake(p) for n, p in bypass.parameters().items()} for _, bypass in placed]
     called = sketch.calls[index]
-    log = _Log()
+    log = _ModuleSpans()
 
     def joint(
         weights: dict[str, Tensor], leaves: list[dict[str, Tensor]], x: Tensor, gradient: Tensor
@@ -86,7 +86,7 @@ def _length() -> int:
 
 
 @contextmanager
-def _logged(layer: nn.Module, path: str, log: _Log) -> Iterator[None]:
+def _logged(layer: nn.Module, path: str, log: _ModuleSpans) -> Iterator[None]:
     """Notes the nodes that each module of the layer makes."""
     started: list[int] = []
 
@@ -109,7 +109,7 @@ def _logged(layer: nn.Module, path: str, log: _Log) -> Iterator[None]:
 class _Reading:
     """Turns what torch has traced into operators and values: a view is the value it views."""
 
-    def __init__(self, graph: Fx, log: _Log, weights: tuple[int, int], layer: str) -> None:
+    def __init__(self, graph: Fx, log: _ModuleSpans, weights: tuple[int, int], layer: str) -> None:
         """`weights` are how many placeholders are frozen ones, and how many train."""
         self._frozen = weights[0]
         self._nodes = list(graph.nodes)

@@ -12,7 +12,7 @@ def graph_of(
     reverse: list[tuple[str, str, str]],
     frozen: str = "",
     wanted: str = "",
-    **seams: object,
+    **marks: object,
 ) -> tuple[Graph, dict[str, int]]:
     """Operators as (kind, inputs, outputs) and operations, values by name: capitals are weights, x is the
     input, and what begins with d a gradient."""
@@ -33,7 +33,7 @@ def graph_of(
         return Role.GRADIENT if name[0] == "d" else Role.ACTIVATION
 
     values = {number: Value(number, name, role(name), 16.0, 8.0) for name, number in names.items()}
-    return Graph(values, ahead, back, *ends, **seams), names  # type: ignore[arg-type]
+    return Graph(values, ahead, back, *ends, **marks), names  # type: ignore[arg-type]
 
 
 def mlp() -> tuple[Graph, dict[str, int]]:
@@ -104,7 +104,7 @@ def test_what_is_needed_ends_where_something_is_at_hand() -> None:
 
 
 def choice_with(wanted: str, lora: bool) -> Choice:
-    """Of the same network with its products as seams; `lora` or nothing beside the second linear."""
+    """Of the same network, whose products can be kept; `lora` or nothing beside the second linear."""
     graph, names = mlp()
     reverse = (
         graph.reverse
@@ -144,12 +144,12 @@ def test_a_relu_that_is_asked_for_its_sign_alone_is_kept_as_bits() -> None:
         {"first": names["h"], "second": names["p"]}, {"first": names["h"], "second": names["y"]},
     )  # fmt: skip
     choice = Choice(bare, {"first", "second"})
-    (seam,) = choice.seams
-    assert (seam.name, seam.fate, seam.nbytes) == ("first", Fate.SIGN, 1.0)  # 8 numbers
+    (activation,) = choice.savable
+    assert (activation.name, activation.fate, activation.nbytes) == ("first", Fate.SIGN, 1.0)  # 8 numbers
     assert choice.fates({"first"})["first"] is Fate.SIGN
     assert choice.fates(())["first"] is Fate.COMPUTED
     assert choice.nbytes(choice.fates({"first"})) == 1.0
-    (whole,) = choice_with("dA dB dx", lora=True).seams
+    (whole,) = choice_with("dA dB dx", lora=True).savable
     assert (whole.fate, whole.nbytes) == (Fate.KEPT, 16.0)
 
 

@@ -1,1 +1,1 @@
-"""The database's shape, one step after another; each module is one of alembic's revisions."""
+"""The migrations of the database's schema; each module is one of alembic's revisions."""

@@ -1,4 +1,4 @@
-"""The first shape."""
+"""The first schema."""
 
 import time
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Makes every table, and the tenant that owns what is made while no key exists."""
+    """Makes every table, and the tenant of requests without keys."""
     op.create_table(
         "news",
         sa.Column("generation", sa.Text(), nullable=False),

@@ -1,4 +1,4 @@
-"""Adapters of any method: what was asked for is what the engine gets."""
+"""Adapters of any method: the engine gets a job's settings as requested."""
 
 from alembic import op
 
@@ -9,5 +9,5 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Drops the copy of a job's settings in the words of the only method there was."""
+    """Drops the copy of a job's settings in terms of the first method."""
     op.drop_column("jobs", "lora")

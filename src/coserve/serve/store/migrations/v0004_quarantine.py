@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Nothing is quarantined or suspected yet."""
+    """Adds both tables, empty."""
     op.create_table(
         "quarantine",
         Column("number", Integer, primary_key=True, autoincrement=True),

@@ -1,6 +1,6 @@
-"""Seams at modules that are no linears: embedding, norms, the outputs of sublayers.
+"""Hooks at modules that are no linears: embedding, norms, the outputs of sublayers.
 
-As at a slot, the module tree stays the model's own; only the bound `forward` of the module is replaced.
+The module tree stays the model's own; only the bound `forward` of the module is replaced.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from coserve.adapters.sites import Kind, Site
 from coserve.model.batch import BatchCell
 
 
-class Seam:
-    """Lets the rows that are running add to what the module at `site` gives."""
+class SiteHook:
+    """Adds the bypasses of the rows in `cell` to the output of the module at `site`."""
 
     def __init__(self, site: Site, module: nn.Module, cell: BatchCell) -> None:
         self._site, self._cell = site, cell
