@@ -13,7 +13,7 @@ from coserve.serve.processes.claim import find_running
 
 SMALL = {"COSERVE_ENGINE_CALIBRATE": "false", "COSERVE_ENGINE_CACHE_TOKENS": "4096"}
 PATIENCE = 180.0  # seconds; only a hang takes so long
-RUN = "from coserve.cli import main; main()"
+RUN = "from coserve.cli.app import main; main()"
 
 
 def until(found: Callable[[], object], what: str) -> None:

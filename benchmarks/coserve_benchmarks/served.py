@@ -18,7 +18,7 @@ import psutil
 from coserve.errors import ServerError
 from coserve.serve.processes.claim import Running, find_running
 
-_RUN = "from coserve.cli import main; main()"
+_RUN = "from coserve.cli.app import main; main()"
 _NAP = 0.01  # seconds between two looks
 _LOADED = "coserve_engine_load_seconds "
 

@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from typer.main import get_command
 
 from coserve.adapters import methods
-from coserve.cli import app
+from coserve.cli.app import app
 from coserve.serve import routes
 from models import ARCHITECTURES
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coserve.cli import app
+from coserve.cli.app import app
 from coserve.core.compact import rounded
 from coserve.core.request import SLO
 from coserve.errors import ConfigError, DataError, ServerError

@@ -10,7 +10,7 @@ from click.testing import Result
 from stub_server import Stub
 from typer.testing import CliRunner
 
-from coserve.cli import app
+from coserve.cli.app import app
 
 
 @pytest.fixture

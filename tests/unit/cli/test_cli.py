@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from coserve import cli
+from coserve.cli import app as cli
 from coserve.errors import ConfigError
 
-RUN = "from coserve.cli import main; main()"
+RUN = "from coserve.cli.app import main; main()"
 
 
 def coserve(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +55,7 @@ def test_help_names_the_commands() -> None:
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     heavy = {"torch", "transformers", "numpy", "fastapi", "sqlalchemy", "httpx", "openai"}
     code = (
-        f"import sys\nfrom coserve.cli import app\n"
+        f"import sys\nfrom coserve.cli.app import app\n"
         f"try:\n    app({arguments})\n"
         f"except SystemExit as end:\n    assert not end.code\n"
         f"assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coserve.cli import app
+from coserve.cli.app import app
 from coserve.errors import CoserveError
 
 FIELDS = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}

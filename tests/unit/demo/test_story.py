@@ -81,7 +81,7 @@ def test_real_questions_and_real_arrivals(tmp_path: Path) -> None:
 
 def test_ctrl_c_closes_with_what_was_measured(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    code = "from coserve.cli import main; main()"
+    code = "from coserve.cli.app import main; main()"
     command = [sys.executable, "-c", code, "demo", "--plain", "--seconds", "80", "--json", str(figures)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -58,7 +58,14 @@ def test_what_is_there_or_cannot_be_known_is_left_to_the_engine(
 
 def test_serving_on_a_gpu_that_is_not_there_ends_before_anything_is_started(tmp_path: Path) -> None:
     """On a machine with one, it is its thousandth that is not."""
-    command = [sys.executable, "-c", "from coserve.cli import main; main()", "serve", "--device", "cuda:999"]
+    command = [
+        sys.executable,
+        "-c",
+        "from coserve.cli.app import main; main()",
+        "serve",
+        "--device",
+        "cuda:999",
+    ]
     began = time.monotonic()
     ended = subprocess.run(
         [*command, "--port", "0", "--state", str(tmp_path / "state")],
@@ -75,7 +82,7 @@ def test_serving_on_a_gpu_that_is_not_there_ends_before_anything_is_started(tmp_
 def test_what_takes_longer_to_import_than_that_takes_to_find_out_is_not_imported(tmp_path: Path) -> None:
     code = """
 import sys
-from coserve.cli import app
+from coserve.cli.app import app
 from coserve.errors import ConfigError
 sys.argv = ["coserve", "serve", "--device", "cuda:999", "--port", "0", "--state", sys.argv[1]]
 try:

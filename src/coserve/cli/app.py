@@ -1,0 +1,60 @@
+"""The command line. Importing it loads no torch, web framework or database, so help is fast."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from coserve.cli import adapters, chat, demo, doctor, finetune, jobs, keys, plan, quarantine, serve
+from coserve.cli.bench import add_bench
+from coserve.cli.options import Config
+from coserve.errors import CoserveError
+
+app = typer.Typer(
+    help="Answers requests and fine-tunes adapters at the same time, on one frozen model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve.serve)
+app.command()(demo.demo)
+app.command()(chat.chat)
+app.command()(finetune.finetune)
+app.add_typer(jobs.app, name="jobs")
+app.add_typer(adapters.app, name="adapters")
+app.add_typer(keys.app, name="keys")
+app.add_typer(quarantine.app, name="quarantine")
+add_bench(app)
+app.command()(plan.plan)
+app.command()(doctor.doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"coserve {version('coserve')}")
+        except PackageNotFoundError:
+            typer.echo("coserve (not installed as a package, so without a version)")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    config: Config = None,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before any command."""
+    context.obj = config
+
+
+def main() -> None:
+    """Runs the command line. A deliberate error is one line and exit code 1; a bug keeps its traceback."""
+    try:
+        app()
+    except CoserveError as error:
+        print(f"coserve: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(1) from None
