@@ -1,2 +1,2 @@
-"""Executors run plans: `local` on this device, `deterministic` bit for bit, `scripted` without a model, for
-tests."""
+"""Executors run plans: `local` on this device, `deterministic` bit for bit, `remote` in another process,
+`scripted` without a model, for tests."""

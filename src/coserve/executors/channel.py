@@ -1,7 +1,7 @@
 """Messages between a host and an executor's own process (`remote`, `service`).
 
-There is a socket for steps (plans and commands in their order, one answer each), one for signals (the numbers
-of pauses in, signs of life out), and some for commands that go on beside steps, one at a time each.
+There is a socket for steps (plans and commands in order, one answer each), one for signals (numbers of pauses
+in, heartbeats out), and some for commands beside steps, one at a time each.
 """
 
 import struct
@@ -21,7 +21,7 @@ ALIVE: Final = b"."
 
 
 class ExecutorStart(msgspec.Struct, frozen=True):
-    """The first message: what to open. `threads` are torch's; `tokenizer` is the folder of one, None without
+    """The first message: the model to open. `threads` are torch's; `tokenizer` is its folder, None without
     grammars."""
 
     model: str
@@ -31,8 +31,7 @@ class ExecutorStart(msgspec.Struct, frozen=True):
 
 
 class ExecutorOpened(msgspec.Struct, frozen=True):
-    """The answer: facts of what was opened, or the class and text of the error that kept it from being
-    opened."""
+    """The answer: the executor's facts, or the class and text of the error that opening raised."""
 
     spec: ExecutorSpec | None = None
     fault: tuple[str, str] | None = None

@@ -1,7 +1,7 @@
 """Commands and their replies as bytes, for an executor in another process (plans: `wire.plans`).
 
-Adapters travel as what their files would hold (`adapters.files.pack_adapter`), tensors as their bytes, all
-else as plain data. Nothing that is decoded is ever run.
+Adapters are encoded as the content of their files (`adapters.files.pack_adapter`), tensors as their bytes,
+all else as plain data. Decoding runs no code of a message.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _COMMANDS: Final = {
     for name, kind in vars(executor).items()
     if isinstance(kind, type) and issubclass(kind, Command) and kind is not Command
 }
-_TENSOR: Final = "tensor"  # its name where it travels alone
+_TENSOR: Final = "tensor"  # key of a tensor encoded alone
 _CPU: Final = torch.device("cpu")
 
 
@@ -63,8 +63,8 @@ _reply = msgspec.msgpack.Decoder(tuple[bool, msgspec.Raw])
 
 
 class Codec:
-    """Commands and replies of one base: `frame` is what adapters stand beside, in `dtype`; what is decoded is
-    put on `device`."""
+    """Commands and replies of one base: adapters have `frame`'s sites and the type `dtype`; decoded tensors
+    are put on `device`."""
 
     def __init__(self, frame: Frame, dtype: torch.dtype, device: torch.device) -> None:
         self._frame, self._dtype, self._device = frame, dtype, device
@@ -75,7 +75,7 @@ class Codec:
         return _encoder.encode((type(command).__name__, values))
 
     def decode_command(self, data: bytes) -> Command[Any]:
-        """Raises msgspec.DecodeError on anything that no host sends."""
+        """Decodes a command. Raises msgspec.DecodeError on invalid messages."""
         name, values = _named.decode(data)
         if (kind := _COMMANDS.get(name)) is None:
             raise msgspec.DecodeError(f"{name!r} is no command")
@@ -89,12 +89,12 @@ class Codec:
         return _encoder.encode((True, self._packed(value)))
 
     def encode_fault(self, error: CoserveError) -> bytes:
-        """The error that stands in a reply's place."""
+        """An error in place of a reply."""
         return _encoder.encode((False, (type(error).__name__, str(error))))
 
     def decode_reply(self, data: bytes, kind: Any) -> Any:
-        """The reply, of type `kind`. Raises the error that the executor gave, and msgspec.DecodeError on
-        anything that no executor sends."""
+        """The reply, of type `kind`. Raises the executor's error, and msgspec.DecodeError on invalid
+        messages."""
         is_reply, raw = _reply.decode(data)
         if not is_reply:
             raise error_named(*msgspec.msgpack.decode(raw, type=tuple[str, str]))

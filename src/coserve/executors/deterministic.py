@@ -1,8 +1,8 @@
 """The executor of the deterministic mode: a row's bits depend on its sequence alone.
 
 Inference rows pass in groups of exactly `ROWS`, one group after the other; training windows pass alone, and
-the scheduler never chooses their size (`SchedulerConfig.training_window`), so that every product of a job
-always has the same shape. What is drawn or scored is drawn and scored row by row.
+the scheduler never chooses their size (`SchedulerConfig.training_window`), so every product of a job always
+has the same shape. Tokens are drawn and scored row by row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ from coserve.train.window_group import ForwardWindow
 
 
 class DeterministicSampler(Sampler):
-    """A `Sampler` that computes each row's logits, draw and log-probabilities by themselves."""
+    """A `Sampler` that computes logits, draw and log-probabilities for each row separately."""
 
     def _logits(self, hidden: Tensor, adapters: Sequence[Ranged]) -> Tensor:
         late = [ranged for ranged in adapters if ranged[1].touches(self.base.late_sites)]
@@ -56,9 +56,9 @@ class DeterministicSampler(Sampler):
 
 class DeterministicExecutor(LocalExecutor):
     """A `LocalExecutor` whose tokens, log-probabilities and weights are the same bit for bit, however the
-    scheduler mixed, cut or repeated the work; on one machine, with one number of threads.
+    scheduler mixed, cut or repeated the work, on one machine with one number of threads.
 
-    Raises UnsupportedModel for a base that cannot be run so.
+    Raises UnsupportedModel for a base that does not allow this.
     """
 
     sampler_type = DeterministicSampler
@@ -68,7 +68,7 @@ class DeterministicExecutor(LocalExecutor):
         fixed.prove_fixed(self.base)
 
     def run(self, plan: Plan) -> StepResult:
-        """A split machine has other numbers of threads, so everything goes one after the other."""
+        """Runs the lanes of a split plan one after the other, as a split changes the numbers of threads."""
         return super().run(replace(plan, split=None))
 
     def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:

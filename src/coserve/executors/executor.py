@@ -1,7 +1,7 @@
-"""The seam between what decides (scheduler, training, admission) and what owns a device.
+"""The seam between host components (scheduler, training, admission) and a device.
 
-Plans, results and commands are immutable and serialisable (`executors.codec`): whatever decides holds no
-weight, page, activation or session, and reaches none of them but through an `Executor`.
+Plans, results and commands are immutable and serialisable (`executors.codec`): the host holds no weight,
+page, activation or session, and accesses them only through an `Executor`.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
-    """Facts of an executor that never change. `sequences` is the most it holds state of at once, `eos_ids`
-    end an answer; `cache_nbytes` is what keys and values take, `grown` what loading took beside the weights
-    and keeps, `host_room` what host copies of adapters may take, all in bytes; `fingerprint` is the base's
-    content hash, `dtype` the name of its type, `row_buckets` the row counts that the device's steps use,
-    `sites` the places of the base where adapters may stand."""
+    """Constant facts of an executor. `sequences` is its largest number of sequences; `eos_ids` end an answer.
+    `cache_nbytes` are the bytes of keys and values, `grown` those that loading took and keeps beside the
+    weights, `host_room` those for host copies of adapters. `fingerprint` is the base's content hash, `dtype`
+    its type's name, `row_buckets` the row counts of the device's steps, `sites` the base's sites for
+    adapters."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -47,8 +47,8 @@ class ExecutorSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes held on the device: the base's weights, and what they will grow by once something trains;
-    adapters' weights; slots that copies of adapters have; each session's, by account."""
+    """Bytes held on the device: the base's weights, and their growth once a job trains; adapters' weights;
+    slots with copies of adapters; each session's, by account."""
 
     base: int
     base_to_train: int
@@ -58,10 +58,10 @@ class DeviceMemory:
 
 
 class Command(Generic[R]):
-    """A call beside steps, with a reply of type R (`reply`).
+    """A call other than a plan, with a reply of type R (`reply`).
 
-    A command takes effect between two steps, after all plans launched before it. Those that are `beside`
-    go on while steps run, on the thread that calls.
+    A command takes effect between two steps, after all plans launched before it. One that is `beside` runs
+    while steps go on, on the calling thread.
     """
 
     reply: ClassVar[Any] = None
@@ -70,7 +70,7 @@ class Command(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter(Command[Outline]):
-    """Holds a version that the host has the weights of."""
+    """Holds a version whose weights the host passes."""
 
     adapter: AdapterVersion
     reply = Outline
@@ -78,8 +78,8 @@ class LoadAdapter(Command[Outline]):
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter(Command[Outline]):
-    """Reads a version from its copy on the host or else from its files, of which it leaves a copy there, and
-    holds it. Raises what `StoredVersion.read` does."""
+    """Loads a version from its host copy, or from its files, which leaves a host copy. Raises the errors of
+    `StoredVersion.read`."""
 
     stored: StoredVersion
     reply = Outline
@@ -88,7 +88,7 @@ class ReadAdapter(Command[Outline]):
 
 @dataclass(frozen=True, slots=True)
 class DropAdapters(Command[None]):
-    """Frees versions, by their keys, on the device or (`tier`) their copies on the host."""
+    """Frees versions, by their keys, on the device or, as `tier` says, their host copies."""
 
     keys: tuple[str, ...]
     tier: AdapterTier = AdapterTier.DEVICE
@@ -96,7 +96,7 @@ class DropAdapters(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class FetchAdapter(Command[AdapterVersion]):
-    """Returns the weights of a version that is held. Raises AdapterNotFound."""
+    """Returns the weights of a held version. Raises AdapterNotFound."""
 
     key: str
     reply = AdapterVersion
@@ -104,8 +104,8 @@ class FetchAdapter(Command[AdapterVersion]):
 
 @dataclass(frozen=True, slots=True)
 class FreshAdapter:
-    """An adapter that nobody has trained: the settings of its methods as plain fields
-    (`adapters.settings.settings_of`), and the seed that its weights are drawn from."""
+    """An untrained adapter: its methods' settings as plain fields (`adapters.settings.settings_of`), and the
+    random seed of its weights."""
 
     methods: tuple[Mapping[str, Any], ...]
     seed: int
@@ -120,8 +120,8 @@ class FreshAdapter:
 class OpenSession(Command[Outline]):
     """Opens a training session under a job's name, and holds its first version, `adapter` at `version`.
 
-    It starts from weights (`start`), from a fresh adapter (`fresh`), or where the job stood before
-    (`resume`). `identity` is kept with the states that are saved. Raises OutOfMemory, AdapterMismatch.
+    It starts from weights (`start`), from a fresh adapter (`fresh`), or from the job's saved state
+    (`resume`). `identity` is kept with saved states. Raises OutOfMemory, AdapterMismatch.
     """
 
     job: str
@@ -137,8 +137,8 @@ class OpenSession(Command[Outline]):
 
 @dataclass(frozen=True, slots=True)
 class RestartStep(Command[None]):
-    """Gives back all that the optimizer step under way of a session holds: its micro-batches come again, and
-    are kept as `config` says."""
+    """Drops the optimizer step under way of a session: its micro-batches are sent again, and keep activations
+    as `config` says."""
 
     job: str
     config: SessionConfig
@@ -146,14 +146,14 @@ class RestartStep(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class CloseSession(Command[None]):
-    """Drops a session if there is one; what it has published stays."""
+    """Drops a session if there is one; its published versions stay."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveState(Command[TrainingState]):
-    """Copies where a session stands after its last optimizer step, without the one under way."""
+    """Copies the state of a session after its last optimizer step, without the one under way."""
 
     job: str
     reply = TrainingState
@@ -161,9 +161,8 @@ class SaveState(Command[TrainingState]):
 
 @dataclass(frozen=True, slots=True)
 class TraceLayers(Command[None]):
-    """Finds out which activations of a job will be kept, so that no step waits for it when its session opens:
-    most of a second for layers that were never traced. The adapter's shapes are enough: `start` or
-    `fresh`."""
+    """Finds which activations of a job are kept, so that no step waits for this when its session opens: most
+    of a second for new kinds of layers. The adapter's shapes are enough: `start` or `fresh`."""
 
     keep: SavePolicySetting
     start: AdapterVersion | None = None
@@ -174,7 +173,7 @@ class TraceLayers(Command[None]):
 @dataclass(frozen=True, slots=True)
 class ReadParameter(Command[Tensor | None]):
     """Reads a frozen parameter of the base: the `weight`, `bias` or `gain` (of a norm) at a path, or the
-    `row_norms` of its weight. None where there is none. Raises AdapterError."""
+    `row_norms` of its weight. None if it does not exist. Raises AdapterError."""
 
     path: str
     what: str
@@ -201,8 +200,8 @@ class CompileGrammar(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class SetLimits(Command[None]):
-    """Limits of training: rows of several jobs that go back together, and bytes of activations whose memory
-    is kept to be used again. None leaves a limit as it is."""
+    """Limits of training: rows of a window group of several jobs, and bytes of freed activations kept for
+    reuse. None leaves a limit unchanged."""
 
     window_group_rows: int | None = None
     activation_nbytes: int | None = None
@@ -210,7 +209,7 @@ class SetLimits(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class ReadMemory(Command[DeviceMemory]):
-    """Tells what is held on the device."""
+    """Returns the bytes held on the device."""
 
     reply = DeviceMemory
 
@@ -222,18 +221,18 @@ class Executor(Protocol):
     def spec(self) -> ExecutorSpec: ...
 
     def launch(self, plan: Plan) -> None:
-        """Takes a plan and returns at once; several may be under way, and run in this order."""
+        """Queues a plan and returns at once; several may be under way, and run in this order."""
         ...
 
     def collect(self, wait: bool = True) -> StepResult | None:
-        """The result of the oldest plan that was not collected. None where none was launched or, without
-        `wait`, where it is not done."""
+        """The result of the oldest plan without one collected. None if no plan was launched or, without
+        `wait`, if it is not done."""
         ...
 
     def pause_training(self) -> None:
-        """Has training of pausable plans stop at the next boundary between layers, until `resume_training`.
+        """Stops the training of pausable plans at the next boundary between layers, until `resume_training`.
 
-        May be called by any thread, at any time. The first layer of a plan's training always runs, so that
+        May be called by any thread, at any time. The first layer of a plan's training always runs, so
         arrivals in every step slow training down and never stop it.
         """
         ...
@@ -243,16 +242,16 @@ class Executor(Protocol):
         ...
 
     def call(self, command: Command[R]) -> R:
-        """Does what a command says, and returns its reply."""
+        """Executes a command and returns its reply."""
         ...
 
     def on_progress(self, beat: Callable[[], object]) -> None:
-        """Has `beat` called while plans run, as often as there is progress (a layer at least), at most some
-        times a second from afar: by whoever collects."""
+        """Sets a callback for progress: called by the collecting thread while plans run, after each layer, or
+        some times a second if the executor is remote."""
         ...
 
     def run(self, plan: Plan) -> StepResult:
-        """Launches one plan and waits for it; nothing else is under way."""
+        """Launches one plan and waits for its result; no other may be under way."""
         self.launch(plan)
         result = self.collect()
         assert result is not None, "a plan that was launched has a result"

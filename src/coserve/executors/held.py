@@ -59,12 +59,12 @@ class HeldState:
         self.arena = Arena()
         self.host_copies = host_copies(base, base.dtype, base.device)
         self.sessions: dict[str, TrainingSession] = {}
-        self.window_group_rows = 0  # most that go back together
+        self.window_group_rows = 0  # most in one group
         self._grammars, self._make_offload = grammars, make_offload
 
     @torch.no_grad()
     def do(self, command: Command[R]) -> R:
-        """Does what a command says, and returns its reply."""
+        """Executes a command and returns its reply."""
         return cast(R, self._do(command))
 
     def _do(self, command: Command[Any]) -> Any:
@@ -106,12 +106,12 @@ class HeldState:
         raise NotImplementedError(f"{type(command).__name__} is no command of an executor")
 
     def drop_activations(self, job: str) -> None:
-        """Gives back the activations of a job that has failed."""
+        """Frees the activations of a failed job."""
         self.sessions[job].drop_activations()
         self.arena.empty()
 
     def _hold(self, adapter: AdapterVersion) -> Outline:
-        _ = adapter.bypasses, adapter.virtual  # worked out here, and not in the first step that asks
+        _ = adapter.bypasses, adapter.virtual  # computed here, not in the first step with its rows
         self.adapters.add(adapter)
         return Outline.of(adapter)
 

@@ -1,4 +1,4 @@
-"""The inference rows of a step, and the sequence and adapter that each belongs to."""
+"""The inference rows of a step, with their sequences and adapters."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -48,6 +48,6 @@ def adapter_ranges(
 
 
 def outside_layers(sites: Collection[str], adapters: Sequence[tuple[slice, Bypasses]]) -> FusedRows | None:
-    """Rows in the prologue or tail, where nothing attends; None where no adapter has a bypass at `sites`."""
+    """Rows in the prologue or tail, without attention; None if no adapter has a bypass at `sites`."""
     found = [(rows, bypasses) for rows, bypasses in adapters if bypasses.touches(sites)]
     return FusedRows([], found) if found else None

@@ -18,8 +18,8 @@ _Done = tuple[dict[int, Sampled], list[TrainingSegment]]  # tokens of a lane, an
 class Lanes:
     """Runs one piece of work a lane, each on its own share of `device`, side by side.
 
-    A lane of a processor is a thread of ours with so many of torch's; of a GPU, a thread with a stream of its
-    own, whose share the GPU's scheduler makes of it.
+    On a processor a lane is a thread with its share of torch's threads; on a GPU, a thread with a stream of
+    its own, and the GPU's scheduler decides the share.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,11 +28,11 @@ class Lanes:
         self._lanes: dict[tuple[int, float], tuple[ThreadPoolExecutor, Any]] = {}
 
     def begin(self, place: int, share: float, work: Callable[[], T]) -> Future[T]:
-        """Puts work into the lane at `place`, behind what is in it; the future has what it returned."""
+        """Queues work in the lane at `place`; the future has its return value."""
         if (place, share) not in self._lanes:
             self._lanes[place, share] = self._make(share)
         thread, stream = self._lanes[place, share]
-        if stream is not None:  # what the caller has begun on its own stream comes before
+        if stream is not None:  # the caller's work on its own stream comes first
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
         def on_stream() -> T:
@@ -52,14 +52,14 @@ class Lanes:
 
 
 class LaneRunner:
-    """Runs lanes of plans: one alone on the caller's thread; of two, inference is waited for, and training
-    goes on through further steps, one piece at a time."""
+    """Runs lanes of plans. One lane runs on the caller's thread; of two, inference is waited for, and
+    training continues through further steps, one piece at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._lanes = Lanes(device)
         self._training: Future[tuple[_Done, float]] | None = None  # in a lane of its own
-        self._trained: list[TrainingSegment] = []  # done, and not told yet
-        self._seconds = 0.0  # that it took in a lane of its own
+        self._trained: list[TrainingSegment] = []  # done, and not returned yet
+        self._seconds = 0.0  # of training in a lane of its own
 
     @property
     def is_training(self) -> bool:
@@ -67,7 +67,7 @@ class LaneRunner:
         return self._training is not None
 
     def settle(self) -> None:
-        """Waits for training that is under way. Raises what it raised."""
+        """Waits for training under way. Raises its error."""
         if self._training is not None:
             training, self._training = self._training, None
             (_, trained), self._seconds = training.result()
@@ -76,8 +76,8 @@ class LaneRunner:
     def run(
         self, lanes: Sequence[Lane], work: Callable[[Lane], _Done]
     ) -> tuple[dict[int, Sampled], tuple[TrainingSegment, ...], tuple[float, float]]:
-        """Does a plan's work. Returns tokens, the training that is done and was not told yet, and the seconds
-        that inference and this training took beside the other."""
+        """Runs a plan's lanes. Returns tokens, the finished training not yet returned, and the seconds that
+        inference and this training took side by side."""
         if len(lanes) == 1:
             (sampled, trained), answering = work(lanes[0]), 0.0
             self._trained += trained
@@ -90,7 +90,7 @@ class LaneRunner:
     def _run_split(
         self, lanes: Sequence[Lane], work: Callable[[Lane], _Done]
     ) -> tuple[dict[int, Sampled], float]:
-        """Tokens, and the seconds of their lane; without inference training is waited for."""
+        """Returns tokens, and their lane's seconds; without inference it waits for training."""
         answers, training = lanes
         if training.training:
             assert self._training is None, "one piece of training beside inference at a time"

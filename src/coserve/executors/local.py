@@ -1,4 +1,4 @@
-"""Runs a plan on the local device: one fused forward, the sampled tokens, backward, optimizer steps."""
+"""Runs a plan on the local device: one fused forward, sampling, backward, optimizer steps."""
 
 import time
 from collections import deque
@@ -49,11 +49,11 @@ from coserve.train.updating import update_all
 from coserve.train.window import Window
 from coserve.train.window_group import ForwardWindow, KeptRows
 
-_NAP: Final = 0.001  # seconds; idle time is cut into so many, for whoever arrives meanwhile
+_NAP: Final = 0.001  # seconds of idle time in one step, so that arrivals wait no longer
 
 
 class LocalExecutor(Executor):
-    """The `Executor` of one device: runs plans on its caches and sequence rows; decides nothing."""
+    """The `Executor` of one device: runs plans on its caches and sequence rows, and makes no decisions."""
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
     attention_type: ClassVar[Callable[..., AttentionBackend[Any]]] = BatchedBackend
@@ -66,7 +66,7 @@ class LocalExecutor(Executor):
         make_offload: MakeOffload | None = None,
         grown: int = 0,
     ) -> None:
-        """`grown` is what loading the base took beside its weights, and keeps, in bytes."""
+        """`grown` are the bytes that loading the base took, and keeps, beside its weights."""
         self.base, self.attention, self.table = base, attention, table
         self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
@@ -74,17 +74,17 @@ class LocalExecutor(Executor):
         self.sessions, self.arena = self.held.sessions, self.held.arena
         self.sampler = self.sampler_type(base, self.loaded, table)
         self._launched: deque[Plan] = deque()
-        self._results: deque[StepResult] = deque()  # that nobody has collected
+        self._results: deque[StepResult] = deque()  # not collected yet
         self._grown = grown
         self._lanes = LaneRunner(base.device)
         self._short = Shortages(self.held.drop_activations)
-        self._failed: set[str] = set()  # jobs that train no more until their sessions close or restart
-        self._pauses = 0  # results that told of one
+        self._failed: set[str] = set()  # jobs without training until their sessions close or restart
+        self._pauses = 0  # results with paused training
         self._pause = TrainingPause()
         self._prove()
 
     def _prove(self) -> None:
-        """Raises UnsupportedModel for a base that cannot be run so."""
+        """Raises UnsupportedModel if the executor cannot run the base."""
 
     @property
     def spec(self) -> ExecutorSpec:
@@ -103,8 +103,8 @@ class LocalExecutor(Executor):
         )
 
     def launch(self, plan: Plan) -> None:
-        """See `Executor`. A plan runs on the thread that collects its result: one that ran on a thread of its
-        own would take the processor from whoever plans the next one."""
+        """See `Executor`. A plan runs on the thread that collects its result: a thread of its own would
+        compete with the planning of the next."""
         self._launched.append(plan)
 
     def collect(self, wait: bool = True) -> StepResult | None:
@@ -143,9 +143,9 @@ class LocalExecutor(Executor):
         if plan.idle:
             time.sleep(min(plan.idle, _NAP))
         updated, failed = self._update(plan.updates)
-        if not self._lanes.is_training:  # else its jobs have more pieces to come
+        if not self._lanes.is_training:  # else rows of failed jobs may still run in the lane
             failed |= self._short.take()
-        if self.base.device.type == "cuda" and plan.split is None:  # a lane waits for its own stream
+        if self.base.device.type == "cuda" and plan.split is None:  # lanes wait for their own streams
             torch.cuda.synchronize(self.base.device)
         self._failed |= failed.keys()
         is_paused = plan.split is None and not {*plan.training} <= {*trained}
@@ -157,7 +157,7 @@ class LocalExecutor(Executor):
         used = [self.table.release(key) for key in plan.released]
         self.table.start(plan.sequences)
         for adapter in (*used, *(sequence.adapter for sequence in plan.sequences)):
-            if adapter and adapter in self.loaded:  # else its sequences have ended, and it was dropped
+            if adapter and adapter in self.loaded:  # else it was dropped after its sequences had ended
                 self.slot_pools.use(self.loaded.find(adapter).bypasses)
         for micro_batch in plan.micro_batches:
             self.sessions[micro_batch.job].begin(micro_batch)
@@ -173,14 +173,14 @@ class LocalExecutor(Executor):
         """See `Executor`."""
         self._pause.withdraw()
 
-    @torch.no_grad()  # of this thread: every lane has its own
+    @torch.no_grad()  # a setting of the thread, and lanes have their own
     def _run_lane(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Returns tokens, and the training that ran."""
+        """Returns the tokens, and the training that ran."""
         sampled, kept = self._pass(lane)
         return sampled, kept + self._backward_all(lane)
 
     def _backward_all(self, lane: Lane) -> list[TrainingSegment]:
-        """Takes windows through the tail, then others back through layers; returns those that ran."""
+        """Takes windows through the tail, then others back through layers; returns the segments that ran."""
         trained = []
         for segment in lane.training:
             if segment.direction.is_tail and not self._pause.is_due:
@@ -195,7 +195,8 @@ class LocalExecutor(Executor):
         return trained + self._backward(backward)
 
     def _fill(self, prefix: Prefix) -> None:
-        """Virtual tokens into their pages: given ones as they are, then prompts in a pass of their own."""
+        """Writes virtual tokens into their pages: given ones as they are, then prompts in a pass of their
+        own."""
         version = self.loaded.find(prefix.adapter)
         self.attention.clean(prefix.pages)
         for layer, (k, v) in enumerate(version.virtual.caches()):
@@ -206,22 +207,22 @@ class LocalExecutor(Executor):
             self._forward(self._prompt_rows(prefix.pages, first, count, bypasses), [])
 
     def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
-        """(start, count) of the passes that a prompt goes through the model in."""
+        """(start, count) of each pass of a prompt's rows."""
         return [(0, rows)] if rows else []
 
     def _prompt_rows(
         self, pages: Sequence[int], first: int, count: int, bypasses: Bypasses
     ) -> InferenceBatch:
-        """`count` rows of an adapter's prompt from position `first`; it stands in for their embeddings."""
+        """`count` rows of an adapter's prompt from position `first`; the prompt replaces their embeddings."""
         positions = torch.arange(first, first + count, device=self.base.device)
         table = torch.tensor([pages], device=self.base.device)
         common = CommonAttentionMetadata(table, positions, [count], [first + count])
         return self._batch((), torch.zeros_like(positions), common, [(slice(0, count), bypasses)])
 
     def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
-        """Runs everything that goes forward in one fused pass; returns tokens, and the training that ran.
+        """Runs all forward rows in one fused pass; returns the tokens, and the training that ran.
 
-        Where memory does not last all pass again alone, and only write where they wrote before.
+        Where memory runs out inference and each window pass again alone, and overwrite their own results.
         """
         inference = self._inference_rows(lane.inference) if lane.inference else None
         kept = [segment for segment in lane.training if segment.direction is Direction.TRAIN_FORWARD]
@@ -235,7 +236,7 @@ class LocalExecutor(Executor):
     def _together(
         self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
     ) -> list[TrainingSegment] | None:
-        """`_forward`; None where there was no memory for all of it: nobody can tell whose fault that is."""
+        """As `_forward`; None where memory runs out, as the cause may be any of the rows."""
         try:
             return self._forward(inference, kept)
         except (RuntimeError, MemoryError) as error:
@@ -244,9 +245,9 @@ class LocalExecutor(Executor):
             return None
 
     def _keep_alone(self, segment: TrainingSegment) -> list[TrainingSegment]:
-        """A window forward in a pass of its own; what of it ran before a pause."""
+        """Runs a window forward by itself; returns the part that ran before a pause."""
         if (job := segment.job) in self._short:
-            return [segment]  # of a job that fails
+            return [segment]  # its job has failed
         trained = [segment]
         with self._short.of(job):
             trained = self._forward(None, [segment])
@@ -256,7 +257,7 @@ class LocalExecutor(Executor):
         self, inference: InferenceBatch | None, kept: Sequence[TrainingSegment]
     ) -> list[TrainingSegment]:
         """Runs all rows through the layers: a window joins at its span's first layer and leaves after its
-        last, or at a pause. Returns the windows with the layers that they passed."""
+        last, or at a pause. Returns the windows with the layers they passed."""
         kept = self._by_batch_key(kept)
         windows = [self._forward_window(segment) for segment in kept]
 
@@ -297,7 +298,7 @@ class LocalExecutor(Executor):
         return FusedRows(parts, lora.rest, lora), self.base.arguments.concat(calls)
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
-        """Decode rows first, then prefill chunks, each ordered so that an adapter's rows lie together."""
+        """Decode rows first, then prefill chunks, both ordered so that rows of an adapter are adjacent."""
         ordered = sorted(segments, key=lambda s: (not self._decodes(s), *self._kind(s.adapter)))
         tokens, common = self.table.batch(ordered, sum(map(self._decodes, ordered)))
         return self._batch(ordered, tokens, common, adapter_ranges(self.loaded, ordered, common.query_lens))
@@ -317,13 +318,13 @@ class LocalExecutor(Executor):
     def _embed(
         self, tokens: Tensor, positions: Tensor, adapters: Sequence[tuple[slice, Bypasses]]
     ) -> tuple[Tensor, LayerCalls]:
-        """`Base.prologue` of rows that are filled up to one of the device's row buckets."""
+        """`Base.prologue` of rows padded to one of the device's row buckets."""
         missing = self.base.row_buckets.pad_rows(len(tokens)) - len(tokens)
         rows = outside_layers(self.base.early_sites, adapters)
         return self.base.prologue(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)), rows)
 
     def _kind(self, adapter: str | None) -> tuple[int, str]:
-        """Sort key of an adapter's rows: rows that are multiplied together lie together."""
+        """Sort key of an adapter's rows, so that rows multiplied together are adjacent."""
         return (
             (-1, "")
             if adapter is None
@@ -336,7 +337,7 @@ class LocalExecutor(Executor):
         (tail.logprobs if segment.direction is Direction.LOGPROBS else tail.loss)(window, bypasses)
 
     def _backward(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
-        """Takes windows back through layers; returns them with the layers that they passed before a pause."""
+        """Takes windows back through layers; returns them with the layers they passed before a pause."""
         windows: list[tuple[TrainingSegment, BackwardWindow]] = []
         for segment in self._by_batch_key(segments):
             if (job := segment.job) not in self._short:
@@ -355,7 +356,7 @@ class LocalExecutor(Executor):
         return trained + failed
 
     def _by_batch_key(self, segments: Sequence[TrainingSegment]) -> list[TrainingSegment]:
-        """Sorts segments by their session's `batch_key`; a job's own stay in their order."""
+        """Sorts segments by their session's `batch_key`, stably."""
         return sorted(segments, key=lambda segment: self.sessions[segment.job].batch_key)
 
     def _window(self, segment: TrainingSegment) -> tuple[MicroBatchState, Window]:

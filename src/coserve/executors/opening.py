@@ -1,4 +1,4 @@
-"""Opens an executor for a model: loads, proves, and makes what runs plans."""
+"""Opens an executor for a model: loads the base, checks it, and builds the executor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,14 +34,14 @@ ReadTokenizer: TypeAlias = Callable[[], Any]
 
 
 def no_tokenizer() -> None:
-    """For a model without one."""
+    """For a model without a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An executor with what the host computes beside it. `base` is the executor's own or, where its weights
-    are elsewhere, one of the same shapes that holds no data; `slot_nbytes` are the bytes of an adapter's slot
-    on the device, by shapes alone; `grammars` compiles for a tokenizer, None where there is none."""
+    """An executor with the host's objects beside it. `base` is the executor's own or, where its weights are
+    in another process, one of the same shapes without data; `slot_nbytes` computes the bytes of an adapter's
+    slot on the device from shapes alone; `grammars` compiles for a tokenizer, None without one."""
 
     executor: Executor
     base: Base
@@ -52,9 +52,9 @@ class Opened:
 def open_local(
     model: Model, config: EngineConfig, read_tokenizer: Callable[[], Any] = lambda: None
 ) -> Opened:
-    """An executor on this process's device. `read_tokenizer` is called once the model is there; without one
-    there are no grammars. Raises what it does, ModelError, and ConfigError where the cache does not fit into
-    memory."""
+    """Opens an executor on this process's device. `read_tokenizer` is called once the model is loaded;
+    without a tokenizer there are no grammars. Raises its errors, ModelError, and ConfigError where the cache
+    does not fit into memory."""
     if config.device == "cpu":
         keep_freed_memory()
     before = resident_bytes()
@@ -71,17 +71,17 @@ def open_local(
 def open_remote(
     model: Model, config: EngineConfig, read_tokenizer: Callable[[], Any] = lambda: None
 ) -> Opened:
-    """An executor in a process of its own. A model or tokenizer that is an object gets there by way of a
-    folder. Raises what `open_local` does."""
+    """Opens an executor in a process of its own. A model or tokenizer object is passed through a folder.
+    Raises the errors of `open_local`."""
     with TemporaryDirectory(prefix="coserve-") as folder:
         if isinstance(model, PreTrainedModel):
             model.save_pretrained(folder)
-            own = str(model.dtype).removeprefix("torch.")  # what its configuration says may be another one
+            own = str(model.dtype).removeprefix("torch.")  # its configuration may name another
             model, config = folder, replace(config, dtype=own)
         try:
             tokenizer = read_tokenizer()
         except ConfigError:
-            RemoteExecutor(str(model), config).close()  # what is wrong with the model comes first
+            RemoteExecutor(str(model), config).close()  # raises errors of the model first
             raise
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -94,13 +94,13 @@ def open_remote(
 
 
 def open_executor(model: Model, config: EngineConfig, read_tokenizer: ReadTokenizer) -> Opened:
-    """The executor that the settings ask for."""
+    """Opens the executor that the settings name."""
     opens = open_remote if config.executor == "remote" else open_local
     return opens(model, config, read_tokenizer)
 
 
 def dtype_of(config: EngineConfig) -> torch.dtype | str:
-    """The type that a model is loaded in."""
+    """The type in which a model is loaded."""
     if config.dtype == "auto":
         return "auto"
     found: torch.dtype = getattr(torch, config.dtype)
@@ -122,7 +122,7 @@ def _make(base: Base, config: EngineConfig, grammars: Grammars | None, grown: in
         attention = kind.attention_type(
             base.caches, config.pages, config.page_size, base.dtype, base.device, store
         )
-    except RuntimeError as error:  # what torch raises for want of memory
+    except RuntimeError as error:  # torch is out of memory
         raise ConfigError(
             f"engine.cache_tokens: keys and values of {config.cache_tokens} tokens do not fit into memory"
         ) from error

@@ -1,4 +1,4 @@
-"""The frozen parameters of a base that has shapes alone: read by commands, where an executor has the data."""
+"""The frozen parameters of a base without data, read by commands from an executor with the data."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from coserve.executors.executor import EmbedTokens, Executor, ReadParameter
 
 
 class RemoteParameters(FrozenParameters):
-    """Parameters of `executor`'s base; `shapes` are those of the base here."""
+    """Parameters of `executor`'s base; `shapes` are those of the host's base."""
 
     def __init__(self, executor: Executor, shapes: FrozenParameters) -> None:
         self._executor, self._shapes = executor, shapes

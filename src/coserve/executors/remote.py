@@ -30,14 +30,14 @@ from coserve.model.load import load_base
 from coserve.wire.frames import FrameReader, send_frame
 from coserve.wire.plans import decode_result, encode_plan
 
-_BESIDE: Final = 4  # calls beside steps at a time: more wait
-_ENDING: Final = 5.0  # seconds that the process has to end by itself
+_BESIDE: Final = 4  # concurrent calls beside steps; more wait
+_ENDING: Final = 5.0  # seconds for the process to end by itself
 _AHEAD: Final = 16384  # bytes of a plan that surely fit into a socket while the process still runs one
-_QUIET: Final = 0.25  # seconds without a message after which signs of life are looked for
+_QUIET: Final = 0.25  # seconds between checks for heartbeats
 
 
 class Process(Protocol):
-    """An executor's process, as `subprocess.Popen` has it."""
+    """An executor's process, with the interface of `subprocess.Popen`."""
 
     pid: int
 
@@ -54,20 +54,20 @@ def start_process(descriptors: Sequence[int]) -> Process:
         [sys.executable, "-m", "coserve.executors.service", *map(str, descriptors)],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
-        stdout=2,  # what a library prints there is for people
+        stdout=2,  # to stderr, as libraries print to it
     )
 
 
 class RemoteExecutor(Executor):
     """The `Executor` whose device belongs to another process of this machine.
 
-    All but `pause_training` and commands beside steps is called by one thread at a time. Raises EngineLost as
-    soon as the process is gone.
+    Except for `pause_training` and commands beside steps, only one thread at a time may call it. Raises
+    EngineLost as soon as the process has ended.
     """
 
     def __init__(self, model: str, config: EngineConfig, tokenizer: str | None = None) -> None:
-        """Starts the process and waits until it has loaded the model in folder `model`. Raises what loading
-        raises."""
+        """Starts the process and waits until it has loaded the model in folder `model`. Raises the errors of
+        loading."""
         pairs = [socket.socketpair() for _ in range(2 + _BESIDE)]
         theirs = [other for _, other in pairs]
         descriptors = [sock.fileno() for sock in theirs]
@@ -82,7 +82,7 @@ class RemoteExecutor(Executor):
         self._messages = FrameReader(self._steps, patience=_QUIET)
         self._poll = select.poll()
         self._poll.register(self._steps, select.POLLIN)
-        self._under_way = 0  # plans that were launched, and whose results have not come
+        self._under_way = 0  # launched plans without a received result
         self._results: deque[StepResult] = deque()
         self._pausing = threading.Lock()
         self._pauses = self._withdrawn = 0
@@ -105,7 +105,7 @@ class RemoteExecutor(Executor):
         message = PLAN + pauses + encode_plan(plan)
         while self._under_way and len(message) > _AHEAD:  # see `_call_between`
             self._receive()
-        self._signs()  # those of earlier plans tell nothing of this one
+        self._signs()  # drops heartbeats of earlier plans
         with self._lost():
             send_frame(self._steps, message)
         self._under_way += 1
@@ -126,13 +126,13 @@ class RemoteExecutor(Executor):
     def pause_training(self) -> None:
         """See `Executor`."""
         with self._pausing:
-            if self._pauses == self._withdrawn:  # else it was asked for
+            if self._pauses == self._withdrawn:  # else it is asked for already
                 self._pauses += 1
                 with self._lost():
                     self._signals.sendall(NUMBER.pack(self._pauses))
 
     def resume_training(self) -> None:
-        """See `Executor`. The next plan says so."""
+        """See `Executor`. Sent with the next plan."""
         with self._pausing:
             self._withdrawn = self._pauses
 
@@ -157,8 +157,8 @@ class RemoteExecutor(Executor):
         return opened.spec
 
     def _call_between(self, message: bytes) -> bytes:
-        """Sends a command in its place between plans, whose results are received first: two ends that both
-        send more than a socket holds would wait for each other for ever."""
+        """Sends a command in order with plans, after receiving their results: two ends that both send more
+        than a socket holds would deadlock."""
         while self._under_way:
             self._receive()
         with self._lost():
@@ -180,7 +180,7 @@ class RemoteExecutor(Executor):
         return reply
 
     def _receive(self) -> bytes | None:
-        """Takes the next message in: a result, or a reply, which is returned."""
+        """Receives the next message: queues a result, returns a reply."""
         message = self._next()
         if message[:1] == RESULT:
             self._under_way -= 1
@@ -189,7 +189,7 @@ class RemoteExecutor(Executor):
         return message[1:]
 
     def _next(self) -> bytes:
-        """Waits for the next message; signs of life are passed on meanwhile."""
+        """Waits for the next message; reports heartbeats meanwhile."""
         while True:
             try:
                 with self._lost():
@@ -203,14 +203,14 @@ class RemoteExecutor(Executor):
             return message
 
     def _signs(self) -> bool:
-        """Tells whether the process has given signs of life since the last time."""
+        """Tells whether a heartbeat of the process has come since the last call."""
         try:
             return bool(self._signals.recv(4096, socket.MSG_DONTWAIT))
         except OSError:
             return False
 
     def _is_there(self) -> bool:
-        """Tells whether a message has begun to come."""
+        """Tells whether a message has begun to arrive."""
         return self._messages.has_begun or bool(self._poll.poll(0))
 
     @contextmanager
@@ -232,7 +232,7 @@ class RemoteExecutor(Executor):
 
 
 def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Base:
-    """The model's base as shapes alone: what the host counts and checks with."""
+    """The model's base without data, for the host's estimates and checks."""
     loaded = AutoConfig.from_pretrained(model, trust_remote_code=False)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     with fake_tensors():
@@ -244,7 +244,7 @@ def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Ba
 
 
 def _end(process: Process, sockets: Sequence[socket.socket]) -> None:
-    """Closes the sockets, which ends the process; one that does not end by itself is killed."""
+    """Closes the sockets, which ends the process; a process that does not end is killed."""
     for sock in sockets:
         sock.close()
     try:

@@ -19,7 +19,7 @@ _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
 
 
 class Sampler:
-    """Samples for every sequence whose last known token was among the rows, and scores prompts."""
+    """Samples for each sequence whose last known token is in the pass, and scores prompts."""
 
     def __init__(self, base: Base, loaded: LoadedAdapters, table: SequenceTable) -> None:
         self.base, self.loaded, self.table = base, loaded, table
@@ -53,7 +53,7 @@ class Sampler:
     def _score_prompts(
         self, batch: InferenceBatch, ends: Sequence[int]
     ) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Log-probabilities of the prompt tokens that follow rows of this pass, where they are wanted."""
+        """Log-probabilities of the prompt tokens that follow rows of this pass, where requested."""
         found = {}
         for segment, end in zip(batch.segments, ends, strict=True):
             if self.table[segment.key].start.sampling.prompt_logprobs is not None:
@@ -62,7 +62,7 @@ class Sampler:
         return found
 
     def _logits(self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]]) -> Tensor:
-        """Logits [rows, vocabulary] of `hidden` [1, rows, width], whose rows belong to these adapters."""
+        """Logits [rows, vocabulary] of `hidden` [1, rows, width], whose rows belong to `adapters`."""
         return self.base.tail(hidden, outside_layers(self.base.late_sites, adapters))
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
     ) -> list[TokenLogprobs | None]:
-        """Log-probabilities of the sampled tokens [n], with as many alternatives as are `wanted`; None where
-        nothing is."""
+        """Log-probabilities of the sampled tokens [n], each with its number of alternatives in `wanted`; None
+        where that is None."""
         asked = [i for i, most in enumerate(wanted) if most is not None]
         found: list[TokenLogprobs | None] = [None] * len(wanted)
         if asked:

@@ -1,8 +1,7 @@
-"""An executor without a model: a scripted clock, tokens that depend on nothing but tokens, and a strict eye.
+"""An executor without a model: a scripted clock, tokens computed from tokens, and strict checks.
 
-It is an `Executor` that fails loudly (AssertionError) on any plan that a real executor could not
-carry out: pages that are missing, hold anything else, or are written while somebody else reads them; windows
-out of order, keys that were released.
+An `Executor` that raises AssertionError on any plan that a real executor could not run: with pages missing,
+with wrong contents, or written while other sequences read them; windows out of order; released keys.
 """
 
 import sys
@@ -33,26 +32,26 @@ from coserve.schedule.scheduler import Scheduler
 
 
 def next_token(tokens: Iterable[int], vocabulary: int) -> int:
-    """The token that the fake model says after `tokens`."""
+    """The fake model's token after `tokens`."""
     return zlib.crc32(",".join(map(str, tokens)).encode()) % vocabulary
 
 
 def virtual_tokens(adapter: str, count: int) -> list[int]:
-    """Tokens that stand for the `count` virtual tokens of an adapter version."""
+    """Stand-ins for the `count` virtual tokens of an adapter version."""
     return [-1 - zlib.crc32(f"{adapter}/{position}".encode()) % 1000 for position in range(count)]
 
 
 def _past_of(before: int, token: int | str) -> int:
-    """A number that stands for all tokens up to this one, as its keys and values do."""
+    """A number that identifies all tokens up to this one, as its keys and values do."""
     return zlib.crc32(f"{before},{token!r}".encode())
 
 
 class ScriptedExecutor(Executor):
-    """Runs plans on paper. `now` is its clock, in seconds; `plans` are those it ran, in order.
+    """Simulates plans. `now` is its clock, in seconds; `plans` are those it ran, in order.
 
-    `seconds` says what a plan takes (by default what an untrained cost model expects). A job in
-    `failures` fails as soon as it has something to run. `skip` lets time pass between steps. A call of
-    `pause_training` stops training of the next pausable plan after `layers_before_pause` layers.
+    `seconds` gives a plan's duration (by default an untrained cost model's). A job in `failures` fails as
+    soon as it has something to run. `skip` advances the clock between steps. A call of `pause_training` stops
+    training of the next pausable plan after `layers_before_pause` layers.
     """
 
     def __init__(
@@ -66,14 +65,14 @@ class ScriptedExecutor(Executor):
         self.now = 0.0
         self.plans: list[Plan] = []
         self.results: list[StepResult] = []
-        self.trained: dict[str, int] = {}  # rows that went the whole way there and back, by job
+        self.trained: dict[str, int] = {}  # rows that passed forward and back, by job
         self.plans_ahead = plans_ahead
         self._page_size = page_size
         self._seconds = seconds or CostModel().predict
         self._vocabulary = vocabulary
         self._failures = dict(failures or {})
-        self._cache: dict[tuple[int, int], int] = {}  # page, slot -> the past that lies there
-        self._readers: dict[int, set[int]] = {}  # page -> keys of the sequences that have it
+        self._cache: dict[tuple[int, int], int] = {}  # page, slot -> past
+        self._readers: dict[int, set[int]] = {}  # page -> keys of its sequences
         self._sequences: dict[int, _Sequence] = {}
         self._micro_batches: dict[int, _MicroBatch] = {}
         self._ended: set[int] = set()
@@ -82,12 +81,13 @@ class ScriptedExecutor(Executor):
         self._training = 0.0  # seconds it takes
         self.layers_before_pause = 1
         self._pausing = False
-        self._pauses = 0  # results that told of one
+        self._pauses = 0  # results with paused training
         self._failed: set[str] = set()
         self._launched: deque[Plan] = deque()
 
     def step(self, scheduler: Scheduler) -> list[Event]:
-        """The engine's loop, once; up to `plans_ahead` plans are made before the results they follow."""
+        """One step of the engine's loop, with up to `plans_ahead` plans made before the results they
+        follow."""
         if not scheduler.under_way:
             self.launch(scheduler.plan(self.now))
         while scheduler.under_way <= self.plans_ahead and (ahead := scheduler.plan_ahead(self.now)):
@@ -97,7 +97,7 @@ class ScriptedExecutor(Executor):
         return scheduler.apply(result, self.now)
 
     def skip(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Advances the clock."""
         self.now += seconds
 
     @property
@@ -106,7 +106,7 @@ class ScriptedExecutor(Executor):
         return ExecutorSpec(sys.maxsize, (), 0, 0, 0, "", 0, "", EXACT, ())
 
     def launch(self, plan: Plan) -> None:
-        """See `Executor`. The plan is carried out, and the clock moved, when its result is collected."""
+        """See `Executor`. The plan runs, and the clock advances, when its result is collected."""
         self._launched.append(plan)
 
     def collect(self, wait: bool = True) -> StepResult | None:
@@ -117,11 +117,11 @@ class ScriptedExecutor(Executor):
         """See `Executor`. Steps take no time here."""
 
     def call(self, command: Command[R]) -> R:
-        """Raises NotImplementedError: there is no model, and nothing that a command could change or tell."""
+        """Raises NotImplementedError: there is no model, and no state for commands."""
         raise NotImplementedError(f"{type(command).__name__}: there is no model here")
 
     def _run(self, plan: Plan) -> StepResult:
-        """Checks the plan, carries it out, and moves the clock."""
+        """Checks the plan, runs it, and advances the clock."""
         plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         self._release(plan.released)
         seconds, trained, lanes = self._time(plan)
@@ -150,9 +150,9 @@ class ScriptedExecutor(Executor):
         return self.results[-1]
 
     def _time(self, plan: Plan) -> tuple[float, tuple[TrainingSegment, ...], tuple[float, float]]:
-        """Seconds of a plan, the training that is done after it, and what lanes took.
+        """Seconds of a plan, the training done after it, and the seconds of its lanes.
 
-        A lane takes as much longer as its share is small. Beside inference training ends in some later step.
+        A lane is slower in proportion to its share. Training beside inference ends in a later step.
         """
         if plan.split is None:
             assert not self._beside, "the whole machine, while a lane of it trains"
@@ -178,7 +178,7 @@ class ScriptedExecutor(Executor):
         self._pausing = False
 
     def _before_pause(self, plan: Plan) -> tuple[TrainingSegment, ...]:
-        """The layers of a plan's training that run, from its first segment on."""
+        """The layers of a plan's training that run before a pause."""
         if not (self._pausing and plan.pausable):
             return plan.training
         left, ran = self.layers_before_pause, list[TrainingSegment]()
@@ -205,7 +205,7 @@ class ScriptedExecutor(Executor):
             assert key not in self._ended, f"key {key} was released twice"
             for readers in self._readers.values():
                 readers.discard(key)
-            if self._sequences.pop(key, None) is None:  # a micro-batch; a sequence may come back
+            if self._sequences.pop(key, None) is None:  # a micro-batch; a sequence may be named again
                 self._ended.add(key)
 
     def _fill(self, prefix: Prefix) -> None:
@@ -233,14 +233,14 @@ class ScriptedExecutor(Executor):
             self._copy(sequence, start.template)
 
     def _copy(self, sequence: "_Sequence", template: int) -> None:
-        """Copies the part of a template page that a sequence begins with."""
+        """Copies the part of a template page that begins a sequence."""
         target = sequence.pages[sequence.start.shared]
         if target != template:
             for slot in range((sequence.start.virtual + sequence.computed) % self._page_size):
                 self._cache[target, slot] = self._cache[template, slot]
 
     def _infer(self, segment: InferenceSegment) -> Sampled:
-        """Reads all there is before the rows, and writes them; a page is right if its whole past is."""
+        """Reads the past of the rows, and writes them; a page is right if its whole past is."""
         sequence = self._sequences[segment.key]
         start, end = sequence.start, segment.start + segment.length
         pasts = sequence.past(end)
@@ -283,19 +283,19 @@ class ScriptedExecutor(Executor):
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence as plans have described it: its tokens, how many are in the cache, its block table."""
+    """A sequence as described by plans: its tokens, the number in the cache, its block table."""
 
     start: SequenceStart
     tokens: list[int]
     computed: int
     pages: list[int] = field(default_factory=list)
-    pasts: list[int] = field(default_factory=list)  # what its positions must hold, as far as known
+    pasts: list[int] = field(default_factory=list)  # expected contents of its positions, as far as computed
 
     def past(self, end: int) -> list[int]:
-        """Returns what each position up to token `end` must hold, virtual tokens first: a digest of all that
-        precedes it.
+        """Returns what each position up to token `end` must hold, virtual tokens first: a digest of all
+        before it.
 
-        Virtual tokens are everybody's; what follows is its scope's, or nobody else's.
+        Virtual tokens are common to all sequences; the following tokens to those of one scope, if any.
         """
         start, adapter = self.start, self.start.adapter or ""
         known = [*virtual_tokens(adapter, start.virtual), *self.tokens[:end]]
@@ -308,14 +308,14 @@ class _Sequence:
 
 
 class _MicroBatch:
-    """Rows of a micro-batch that passed each layer and the tail: each once each way, in the right order."""
+    """Checks that rows of a micro-batch pass each layer and the tail once each way, in the right order."""
 
     def __init__(self, start: MicroBatchStart) -> None:
         self.start, self.length = start, sum(start.lengths)
         self._kept = [0] * start.layers  # rows from the left that passed the layer forward
         # Rows from the left that passed the tail, by its passes.
         self._scored = dict.fromkeys([Direction.LOGPROBS] * start.loss.couples + [Direction.LOSS], 0)
-        self._back = [self.length] * start.layers  # rows from the left that have not come back yet
+        self._back = [self.length] * start.layers  # rows from the left that have not passed back yet
 
     @property
     def is_complete(self) -> bool:

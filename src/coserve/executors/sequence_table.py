@@ -18,27 +18,28 @@ class SequenceState:
 
     start: SequenceStart
     row: int
-    tokens: list[int]  # all that are known, prompt and answer
+    tokens: list[int]  # all known ones, prompt and answer
     pages: int = 0
 
     @property
     def length(self) -> int:
-        """Tokens known, virtual ones apart."""
+        """Tokens known, except virtual ones."""
         return len(self.tokens)
 
     def is_newest(self, segment: InferenceSegment) -> bool:
-        """Tells whether a segment is a decode row: only the newest token of an answer that has begun."""
+        """Tells whether a segment is a decode row: only the newest token of an answer under way."""
         return segment.start == self.length - 1 >= len(self.start.prompt)
 
 
 class SequenceTable:
-    """One row per running sequence: its last token, its length, its block table, how it is sampled.
+    """One row per running sequence: its last token, length, block table and sampling parameters.
 
-    Its tokens stand after the virtual ones of its adapter. The pages that it shares with others come first in
-    its block table and are only read; what of them does not fill a page is copied to where it goes on itself.
+    Its tokens follow its adapter's virtual tokens. The pages that it shares with other sequences come first
+    in its block table and are only read; virtual tokens that do not fill a page are copied into its first own
+    page.
 
-    A sequence gets its row with the plan that first names it and loses it when its key is released (it
-    ended, or was preempted; then a later plan names it anew).
+    A sequence gets its row with the plan that first names it and loses it when its key is released: when it
+    ended, or was preempted, after which a later plan names it anew.
     """
 
     def __init__(
@@ -60,13 +61,13 @@ class SequenceTable:
         return self._states[key]
 
     def start(self, sequences: Iterable[SequenceStart]) -> None:
-        """Gives rows to sequences that a plan names for the first time."""
+        """Adds rows for the sequences that a plan names first."""
         for sequence in sequences:
             self._enter(sequence)
 
     def extend(self, segments: Iterable[InferenceSegment]) -> None:
-        """Appends a plan's new pages to the block tables of its sequences: once, however often rows of the
-        plan are run again for want of memory."""
+        """Appends a plan's new pages to the block tables of its sequences: once, however often the plan's
+        rows are run again for lack of memory."""
         fresh: list[int] = []
         copies: list[PageCopy] = []
         for segment in segments:
@@ -86,7 +87,7 @@ class SequenceTable:
         self._attention.copy(copies)
 
     def rows(self, segments: Iterable[InferenceSegment]) -> Tensor:
-        """Rows [segments] of their sequences."""
+        """The segments' rows [segments]."""
         return self._tensor([self._states[segment.key].row for segment in segments])
 
     def release(self, key: int) -> str | None:
@@ -103,7 +104,7 @@ class SequenceTable:
     def batch(
         self, segments: Sequence[InferenceSegment], num_decodes: int
     ) -> tuple[Tensor, CommonAttentionMetadata]:
-        """Tokens [rows] of the segments, and what attention is told of them. The newest tokens of the first
+        """Tokens [rows] of the segments, and their attention metadata. The newest tokens of the first
         `num_decodes` are read on the device."""
         rows, chunks = self.rows(segments), segments[num_decodes:]
         query_lens = [segment.length for segment in segments]
@@ -124,7 +125,7 @@ class SequenceTable:
         return tokens, common
 
     def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
-        """Records tokens [n] as the next ones of the sequences `keys` at `rows` [n], and returns them."""
+        """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them."""
         self._last_token[rows] = tokens
         self._length[rows] += 1
         self.sampling.record(rows, tokens)
@@ -134,7 +135,7 @@ class SequenceTable:
         return drawn
 
     def lengths(self, rows: Tensor) -> Tensor:
-        """Tokens known of each row; also the place, among them, of the one to be sampled next."""
+        """Number of tokens known of each row, which is also the position of the next sampled token."""
         return self._length[rows]
 
     def _enter(self, sequence: SequenceStart) -> None:

@@ -1,7 +1,7 @@
 """An executor's own process: plans and commands in, results and replies out.
 
-`RemoteExecutor` starts it with its ends of the sockets (`channel`). It ends when its host closes them, or is
-gone.
+`RemoteExecutor` starts it with its ends of the sockets (`channel`). It ends when its host closes them or
+ends.
 """
 
 import os
@@ -45,21 +45,21 @@ _ORPHANED: Final = 3  # exit status
 
 
 class Pauses:
-    """Pauses that the host asks for on one socket, against the plans that withdraw them on another: a pause
-    that an earlier one withdrew comes too late, and is none."""
+    """Orders pauses, which come on one socket, and plans that withdraw them, which come on another: a pause
+    that arrives after its withdrawal is ignored."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor, self._lock = executor, threading.Lock()
         self._withdrawn = 0
 
     def ask(self, number: int) -> None:
-        """The host has asked for its pause of this number."""
+        """Applies the host's pause of this number."""
         with self._lock:
             if number > self._withdrawn:
                 self._executor.pause_training()
 
     def withdraw(self, number: int) -> None:
-        """A plan begins that withdraws pauses up to this number; later ones stay."""
+        """Withdraws pauses up to this number, as a plan begins; later ones stay."""
         with self._lock:
             if number > self._withdrawn:
                 self._withdrawn = number
@@ -73,11 +73,11 @@ class Service:
         self._executor, self._steps, self._signals = executor, steps, signals
         self._codec = Codec(base, base.dtype, base.device)
         self._pauses = Pauses(executor)
-        self._alive = 0.0  # when the host was last told
+        self._alive = 0.0  # time of the last heartbeat
         executor.on_progress(self._tell_alive)
 
     def run(self, beside: Sequence[socket.socket]) -> None:
-        """Answers until the host closes the steps' socket."""
+        """Serves until the host closes the steps' socket."""
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
         threads, ready = torch.get_num_threads(), threading.Barrier(len(beside) + 1)
         for sock in beside:
@@ -97,8 +97,8 @@ class Service:
                 send_frame(self._steps, REPLY + self._reply(body))
 
     def _reply(self, body: bytes) -> bytes:
-        """The reply to a command. What one of them raises is its caller's alone, whatever it is: a panic of a
-        library in Rust is no `Exception`, and a thread that it ended would leave its caller waiting."""
+        """The reply to a command, or any error that it raises: a panic of a Rust library is no `Exception`,
+        and would end the thread and leave the caller waiting."""
         try:
             command: Command[Any] = self._codec.decode_command(body)
             return self._codec.encode_reply(self._executor.call(command))
@@ -108,7 +108,7 @@ class Service:
             return self._codec.encode_fault(contained(error, "a command of the executor"))
 
     def _answer_beside(self, sock: socket.socket, ready: threading.Barrier) -> None:
-        """Commands that go on while steps run, on a thread with one of torch's."""
+        """Answers commands beside steps, on a thread that limits torch to one."""
         torch.set_num_threads(1)
         ready.wait()
         messages = FrameReader(sock)
@@ -116,7 +116,7 @@ class Service:
             send_frame(sock, self._reply(message))
 
     def _watch(self) -> None:
-        """Takes pauses; ends the process with its host, also where a step would go on for long."""
+        """Receives pauses; ends the process with its host, even during a long step."""
         while head := self._signals.recv(NUMBER.size, socket.MSG_WAITALL):
             if len(head) == NUMBER.size:
                 self._pauses.ask(*NUMBER.unpack(head))
@@ -126,13 +126,13 @@ class Service:
         now = time.monotonic()
         if now - self._alive >= _ALIVE_EVERY:
             self._alive = now
-            with suppress(OSError):  # nobody reads: the host has not begun to wait, or is gone
+            with suppress(OSError):  # the host does not read yet, or is gone
                 self._signals.send(ALIVE, socket.MSG_DONTWAIT)
 
 
 def main(descriptors: Sequence[int]) -> None:
-    """Opens what the first message says, and serves it on the sockets of these descriptors."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the host, which may drain first
+    """Opens the model of the first message, and serves it on the sockets of these descriptors."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the host to handle
         signal.signal(number, signal.SIG_IGN)
     steps, signals, *beside = (socket.socket(fileno=descriptor) for descriptor in descriptors)
     transformers_logging.disable_progress_bar()
@@ -161,4 +161,4 @@ if __name__ == "__main__":
         status = 0
     except BaseException:
         traceback.print_exc()
-    os._exit(status)  # a lane's thread that still computes is not waited for
+    os._exit(status)  # does not wait for a lane's thread
