@@ -1,8 +1,8 @@
 """The activations that a micro-batch's backward needs, stored while its rows pass forward.
 
-Stored are the inputs of every layer that trains or lies above one, keys and values, which later windows
-attend to, and as much of the outputs of frozen linears and attention as `Fates` say. The fused forward has no
-graph: what is stored depends on the training rows alone.
+Stored are the inputs of every layer that trains or lies above one, keys and values, to which later windows
+attend, and the outputs of frozen linears and attention that `Fates` keep. The fused forward has no graph:
+what is stored depends on the training rows alone.
 """
 
 import torch
@@ -27,10 +27,10 @@ _NOTHING = Virtual("")
 class ActivationStore:
     """Activations of all rows of a micro-batch, filled window by window, layer by layer.
 
-    `hidden` has the layers' outputs, `saved` what is kept of the inside of layers, `kv` keys and values.
-    tokens, labels [rows] (label -100 is none; a label belongs to the row that predicts it). Where `virtual`
-    has prompts their rows come first, once for all examples, as the first of `lengths`. The first layer's
-    input is embedded again when it is needed.
+    `hidden` has the layers' outputs, `saved` outputs kept from inside layers, `kv` keys and values. tokens,
+    labels [rows] (label -100 is none; a label belongs to the row that predicts it). Where `virtual` has
+    prompts their rows come first, once for all examples, as the first of `lengths`. The first layer's input
+    is embedded again when it is needed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ActivationStore:
     ) -> None:
         self.base, self.lengths, self.labels = base, lengths, labels
         self.rows = len(tokens)
-        self.prompt = virtual.prompt_count  # rows at the beginning that are no example's
+        self.prompt = virtual.prompt_count  # rows at the beginning, before all examples
         self._tokens = tokens
         firsts = [virtual.given_count, *[virtual.count] * (len(lengths) - 1)]  # a prompt counts as an example
         self._positions = torch.cat(
@@ -66,7 +66,7 @@ class ActivationStore:
         return Window.of(self.lengths, start, rows, self.prompt)
 
     def calls_for(self, window: Window) -> LayerCalls:
-        """The layers' arguments for the rows of a window."""
+        """The layers' arguments for a window's rows."""
         return self.base.arguments.narrow(self._calls, window.start, window.rows)
 
     def input(self, layer: int, window: Window, bypasses: Bypasses) -> Tensor:
@@ -84,7 +84,7 @@ class ActivationStore:
         return self.base.embed(self._tokens[window.span], self._positions[window.span], rows)
 
     def release(self) -> None:
-        """Returns all memory to the arena; nothing stored can be read afterwards."""
+        """Returns all memory to the arena, after which nothing can be read."""
         self._lease.release()
         del self.hidden, self.saved, self.kv
 
@@ -97,13 +97,13 @@ class ActivationStore:
 class HiddenStates:
     """Outputs of the layers, [rows, width] each, and gradients that wait between two steps.
 
-    Layers below `lowest`, which do not go back, share one buffer: of a row it holds the newest output only.
-    The buffer of the last layer's output holds, once the loss is known, the gradient of rows that rest
-    between two layers on their way back.
+    Layers below `lowest` have no backward and share one buffer, which holds only a row's newest output. Once
+    the loss is known, the buffer of the last layer's output holds the gradients of rows that rest between two
+    layers on their way back.
     """
 
     def __init__(self, like: Tensor, depth: int, lowest: int, lease: Lease) -> None:
-        """`like` [1, rows, width]: what the first layer is given."""
+        """`like` [1, rows, width] is the first layer's input."""
         passing = max(min(lowest - 1, depth - 1), 0)
         taken = depth - passing + bool(passing)
         buffers = [lease.take(like.shape[1:], like.dtype, like.device) for _ in range(taken)]
@@ -122,16 +122,16 @@ class HiddenStates:
         return self.output(-1, window)
 
     def save_gradient(self, window: Window, gradient: Tensor) -> None:
-        """Stores the gradient [1, window rows, width] of a window that rests between two layers."""
+        """Stores the gradient [1, window rows, width] of a window resting between two layers."""
         self.save(-1, window, gradient[0])
 
     def gradient(self, window: Window) -> Tensor:
-        """The gradient [1, window rows, width] of a window that rests, whole or as part of a larger one."""
+        """The gradient [1, window rows, width] of a resting window, whole or part of a larger one."""
         return self.output(-1, window)
 
 
 class SavedOutputs:
-    """Outputs of frozen linears, by path, and of attention, by layer: those that `fates` keep."""
+    """Kept outputs of frozen linears, by path, and of attention, by layer, as `fates` say."""
 
     def __init__(self, fates: Fates, rows: int, lease: Lease) -> None:
         self.fates = fates
@@ -170,7 +170,7 @@ class SavedOutputs:
         return signs.unpack(self._linears.read(path, window.span), like.shape[-1], like.dtype)
 
     def attended(self, layer: int, window: Window) -> Attended | None:
-        """The output that `save_attended` stored; None if nothing."""
+        """The output stored by `save_attended`, or None."""
         if layer not in self._attended[0]:
             return None
         return Attended(*(buffers.read(layer, window.span)[None] for buffers in self._attended))

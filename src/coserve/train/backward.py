@@ -38,8 +38,8 @@ def backward_windows(
     windows: Sequence[JobWindow], max_rows: int, short: Shortages, pause: TrainingPause
 ) -> None:
     """Takes windows, each with its job, back through their layers, in groups of at most `max_rows` rows. A
-    job that fails or runs out of memory stops there; the windows of other jobs go on. At a pause all stop:
-    their spans end at the layer that was passed last."""
+    job that fails or runs out of memory stops there; other jobs go on. A pause stops all windows: their spans
+    end at the last layer passed."""
     if not windows:
         return
 
@@ -79,8 +79,8 @@ def _groups(layer: int, windows: Sequence[JobWindow], max_rows: int) -> Iterator
 
 
 def _backward_group(layer: int, group: Sequence[JobWindow], short: Shortages) -> None:
-    """Takes a group back through a layer in one pass. A pass that fails cannot tell whose fault that is: then
-    each window is taken back alone."""
+    """Takes a group back through a layer in one pass. If the pass fails, any of the windows may be the cause:
+    then each is taken back alone."""
     group = [window for window in group if window[0] not in short]  # a job may have failed at another window
     found = _try_together(layer, [window for _, window in group]) if len(group) > 1 else None
     for number, (job, window) in enumerate(group):
@@ -90,7 +90,7 @@ def _backward_group(layer: int, group: Sequence[JobWindow], short: Shortages) ->
 
 
 def _try_together(layer: int, windows: "Sequence[BackwardWindow]") -> "list[LayerGradients] | None":
-    """`layer_gradients`; None where it fails."""
+    """As `layer_gradients`; None if it fails."""
     try:
         return layer_gradients(layer, windows)
     except Exception as error:
@@ -100,9 +100,9 @@ def _try_together(layer: int, windows: "Sequence[BackwardWindow]") -> "list[Laye
 
 
 class LayerGradients(NamedTuple):
-    """Gradients of one window's pass back through a layer: of the parameters that train there (None for one
-    that nothing depends on), of the tensors of `MicroBatchKV.past`, and of the layer's input [1, rows, width]
-    where it is needed."""
+    """Gradients of one window's pass back through a layer: of the parameters that train there (None for those
+    without influence), of the tensors of `MicroBatchKV.past`, and of the layer's input [1, rows, width] where
+    it is needed."""
 
     leaves: Sequence[Tensor | None]
     past: Sequence[Tensor]
@@ -110,9 +110,8 @@ class LayerGradients(NamedTuple):
 
 
 def layer_gradients(layer: int, windows: "Sequence[BackwardWindow]") -> list[LayerGradients]:
-    """Re-runs a layer for a window group and goes back through it; returns each window's gradients. The
-    windows stay as they are, so that a failed pass can be repeated. All of them have the same
-    `needs_input_grad`."""
+    """Re-runs a layer for a window group, and its backward; returns each window's gradients. The windows do
+    not change, so that a failed pass can be repeated. All of them have the same `needs_input_grad`."""
     base = windows[0].backward.store.base
     stored = [(w.backward.store, w.window) for w in windows]
     past = [store.kv.past(layer, window).as_leaves() for store, window in stored]
@@ -137,8 +136,8 @@ def layer_gradients(layer: int, windows: "Sequence[BackwardWindow]") -> list[Lay
 
 
 def _kv_grads(layer: int, windows: "Sequence[BackwardWindow]", current: KV) -> KV | None:
-    """Gradients that later windows have left for the keys and values of all rows, [1, groups, rows, width];
-    None if there are none."""
+    """Gradients from later windows for the keys and values of all rows, [1, groups, rows, width]; None if
+    there are none."""
     found = [w.kv_grads(layer) for w in windows]
     if all(own is None for own in found):
         return None
@@ -151,8 +150,8 @@ def _kv_grads(layer: int, windows: "Sequence[BackwardWindow]", current: KV) -> K
 
 
 class Backward:
-    """Backward of one micro-batch through its layers. `leaves` are the tensors of the windows' bypasses that
-    train; `accumulate(leaf, gradient)` is called with each gradient found."""
+    """Backward of one micro-batch through its layers. `leaves` are the trained tensors of the windows'
+    bypasses; `accumulate(leaf, gradient)` is called with each gradient found."""
 
     def __init__(
         self, store: ActivationStore, leaves: Leaves, accumulate: Callable[[Tensor, Tensor], None]
@@ -164,14 +163,14 @@ class Backward:
         self._lowest = min(leaves, default=self._base.depth)
 
     def start(self, window: Window, span: Span, bypasses: Bypasses) -> "BackwardWindow":
-        """The window as it goes back through the layers of `span`, down to the lowest that trains."""
+        """A window on its way back through the layers of `span`, down to the lowest that trains."""
         layers = range(span.last - 1, max(span.first, self._lowest) - 1, -1)
         calls, gradient = self.store.calls_for(window), self.store.hidden.gradient(window)
         return BackwardWindow(self, window, span, layers, bypasses, calls, gradient)
 
     def finish(self, window: "BackwardWindow") -> None:
-        """Leaves the window's gradient in the store where layers remain below its span; else goes on to what
-        trains before the first layer."""
+        """Stores the window's gradient if layers remain below its span; else continues to the parameters that
+        train before the first layer."""
         if window.span.first > max(self._lowest, 0):
             self.store.hidden.save_gradient(window.window, window.gradient)
         elif self._lowest == EMBEDDED:
@@ -179,7 +178,7 @@ class Backward:
 
     def _through_embedding(self, window: Window, bypasses: Bypasses, gradient: Tensor) -> None:
         """Backward of the embedding's bypasses and of virtual tokens. Gradients of virtual keys and values
-        are complete when the leftmost window has come back."""
+        are complete after the leftmost window."""
         leaves = self._leaves[EMBEDDED]
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -196,7 +195,7 @@ class Backward:
     def accumulate(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Adds gradients to those of the leaves."""
         for leaf, gradient in zip(leaves, gradients, strict=True):
-            if gradient is not None:  # an expert no row was routed to
+            if gradient is not None:  # None for an expert without rows
                 self._accumulate(leaf, gradient)
 
     def leaves(self, layer: int) -> tuple[Tensor, ...]:
@@ -210,8 +209,8 @@ class Backward:
 
 @dataclass(slots=True, eq=False)
 class BackwardWindow:
-    """A window on its way back through `layers` of `span`. `gradient` [1, rows, width] is the one for the
-    input of the layer it passed last, or for the output of the span's last layer."""
+    """A window on its way back through `layers` of `span`. `gradient` [1, rows, width] is for the input of
+    the layer passed last, or for the output of the span's last layer."""
 
     backward: Backward
     window: Window
@@ -223,7 +222,8 @@ class BackwardWindow:
     _kv_grads: tuple[int, KV | None] = (-1, None)  # by layer
 
     def stop(self, layer: int) -> None:
-        """Ends its way at `layer`, the last one passed; where it has not begun its span becomes empty."""
+        """Ends the window's way at `layer`, the last one passed; a window not yet begun gets an empty
+        span."""
         if any(below < layer for below in self.layers):
             self.span = Span(min(layer, self.span.last), self.span.last)
 
@@ -236,8 +236,8 @@ class BackwardWindow:
         return self.backward.needs_input_grad(layer, self.bypasses)
 
     def kv_grads(self, layer: int) -> KV | None:
-        """Gradients that later windows have left for this window's keys and values. The store gives them
-        once; a layer that is tried again gets the same."""
+        """Gradients from later windows for this window's keys and values. The store gives them once; a
+        repeated layer gets the same ones."""
         if self._kv_grads[0] != layer:
             found = self.backward.store.kv.collect_grads(layer, self.window, self.gradient.dtype)
             self._kv_grads = layer, found
@@ -255,7 +255,7 @@ class BackwardWindow:
 def vjp(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], asked: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Gradients of `asked`, given those of the outputs; None (which torch's types do not tell) for what no
-    output depends on."""
+    """Gradients for `asked`, given those for the outputs; None (absent from torch's types) for tensors on
+    which no output depends."""
     pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     return torch.autograd.grad([o for o, _ in pairs], asked, [g for _, g in pairs], allow_unused=True)

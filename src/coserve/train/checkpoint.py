@@ -63,7 +63,7 @@ def write_checkpoint(folder: Path, state: TrainingState, base_name: str = "") ->
             return existing
         _make_folder(folder)
         partial = folder / f".{path.name}.partial"
-        if partial.exists():  # what a killed process left
+        if partial.exists():  # left by a killed process
             shutil.rmtree(partial)
         partial.mkdir()
         _write_files(partial, state, base_name)
@@ -80,7 +80,7 @@ def write_checkpoint(folder: Path, state: TrainingState, base_name: str = "") ->
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The good checkpoint of the highest step in `folder`; None where there is none, or no such folder."""
+    """The good checkpoint of the highest step in `folder`; None without one, or without the folder."""
     for step in sorted(_steps(folder), reverse=True):
         path = folder / f"{_PREFIX}{step:06d}"
         found = _checked(path)
@@ -93,7 +93,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 def read_checkpoint(path: Path, name: str, frame: Frame, dtype: torch.dtype) -> TrainingState:
     """The state in a checkpoint, its adapter called `name`; `dtype` is that of master weights.
 
-    Raises JobError where the checkpoint is damaged, AdapterMismatch where it is of another base.
+    Raises JobError if the checkpoint is damaged, AdapterMismatch if it is of another base.
     """
     if _checked(path) is None:
         raise JobError(f"{path} is no checkpoint, or a damaged one")
@@ -143,7 +143,7 @@ def _checked(path: Path) -> Checkpoint | None:
         fields = _fields(path)
         return Checkpoint(path, fields["step"], hashlib.sha256(text).hexdigest(), fields["loss"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # a file is missing, or the manifest is no manifest
+        return None  # a file is missing, or the manifest is invalid
 
 
 def _fields(path: Path) -> Mapping[str, Any]:
@@ -170,7 +170,7 @@ def _free_name(folder: Path, name: str) -> Path:
 
 
 def _make_folder(folder: Path) -> None:
-    """Makes a folder with its parents; each is synced to disk before it is used."""
+    """Makes a folder with its parents, each synced to disk before the next."""
     if not folder.exists():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)

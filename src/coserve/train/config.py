@@ -14,8 +14,8 @@ from coserve.train.save_policy import SavePolicy, SavePolicySetting, save_policy
 class TrainingConfig:
     """Settings of a fine-tuning job.
 
-    `batch_size` examples make one optimizer step, however many micro-batches of at most `rows` rows they
-    are packed into. `max_steps` ends before `epochs` do.
+    `batch_size` examples make one optimizer step, in any number of micro-batches of at most `rows` rows.
+    Training ends after `max_steps` steps if `epochs` take more.
     """
 
     learning_rate: float = 2e-4

@@ -1,4 +1,4 @@
-"""Training examples: token ids with the label of every row, the order they come in, and their packing."""
+"""Training examples: token ids with the label of every row, their order, and their packing."""
 
 import hashlib
 import random
@@ -20,7 +20,7 @@ LossOn = Literal["assistant", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training sequence. `labels[i]` is what row i has to predict: token i + 1, or `IGNORED`."""
+    """One training sequence. `labels[i]` is the target of row i: token i + 1, or `IGNORED`."""
 
     tokens: tuple[int, ...]
     labels: tuple[int, ...]
@@ -44,7 +44,7 @@ class Example:
 class Prepared:
     """A tokenised data set. `truncated` examples lost their ends; `dropped` ones had no label left.
 
-    `digest` is the SHA-256 of what the examples hold and of their order.
+    `digest` is the SHA-256 of the examples' content and order.
     """
 
     examples: tuple[Example, ...]
@@ -59,7 +59,7 @@ class Prepared:
 
 
 def digest(examples: Iterable[Example]) -> str:
-    """SHA-256 of what the examples hold and of their order."""
+    """SHA-256 of the examples' content and order."""
     found = hashlib.sha256()
     for example in examples:
         found.update(len(example).to_bytes(8, "little"))
@@ -70,7 +70,7 @@ def digest(examples: Iterable[Example]) -> str:
 def tokenize(
     record: Record, tokenizer: Tokenizer, loss_on: LossOn = "assistant", max_length: int | None = None
 ) -> Example:
-    """The example that a record makes, cut to `max_length` tokens where that is given.
+    """A record's example, cut to `max_length` tokens if given.
 
     With `loss_on="assistant"` only the assistant's turns of a chat and the completion of a prompt have
     labels; with "all" every token but the first. A text has labels everywhere in both cases.
@@ -85,9 +85,9 @@ def prepare(
     max_length: int | None = None,
     allow_special_tokens: bool = False,
 ) -> Prepared:
-    """All records tokenised; DataError names the example (from 1), or says that none has a label.
+    """Tokenizes all records; DataError names the example (from 1), or says that none has a label.
 
-    What spells a control token in a record is text, unless `allow_special_tokens`.
+    Text that spells a control token stays text, unless `allow_special_tokens`.
     """
     _check_max_length(max_length)
 
@@ -104,7 +104,7 @@ def prepare(
 
 
 def prepare_examples(examples: Iterable[Example], max_length: int | None = None) -> Prepared:
-    """Token examples, cut and dropped as `prepare` does it with records."""
+    """Token examples, cut and dropped as records are by `prepare`."""
     _check_max_length(max_length)
 
     def made() -> Iterator[tuple[Example, bool]]:
@@ -140,7 +140,7 @@ def _check_max_length(max_length: int | None) -> None:
 
 
 def check_fit(prepared: Prepared, positions: int, vocabulary: int) -> None:
-    """Raises DataError where an example is longer than the model's positions or names no token of its."""
+    """Raises DataError if an example is longer than the model's positions or has an unknown token."""
     for number, example in enumerate(prepared.examples, 1):
         if len(example) > positions:
             raise DataError(
@@ -153,7 +153,7 @@ def check_fit(prepared: Prepared, positions: int, vocabulary: int) -> None:
 
 
 def check_room(examples: Sequence[Example], positions: int, virtual: int) -> None:
-    """Raises DataError where an example after an adapter's virtual tokens is longer than the model's
+    """Raises DataError if an example with an adapter's virtual tokens is longer than the model's
     positions."""
     for number, example in enumerate(examples, 1):
         if virtual + len(example) > positions:
@@ -164,7 +164,7 @@ def check_room(examples: Sequence[Example], positions: int, virtual: int) -> Non
 
 
 def steps_per_epoch(examples: int, batch_size: int) -> int:
-    """Optimizer steps in which every example is seen once; the last may be smaller."""
+    """Optimizer steps of one epoch; the last may be smaller."""
     return -(-examples // batch_size)
 
 
@@ -173,8 +173,8 @@ def epochs(
 ) -> Iterator[tuple[int, ...]]:
     """Indices of the examples of each optimizer step, from step `start` on.
 
-    Every epoch is a permutation of its own that depends on (seed, epoch) and nothing else, so a resumed
-    job goes on exactly as it would have.
+    Each epoch is a permutation that depends on (seed, epoch) alone, so a resumed job continues exactly as an
+    uninterrupted one.
     """
     if examples < 1 or batch_size < 1 or epochs < 1 or start < 0:
         raise ConfigError("examples, batch_size and epochs must be at least 1, and start at least 0")
@@ -189,8 +189,8 @@ def epochs(
 def pack(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
     """Micro-batches, as indices into `lengths`, of at most `max_rows` rows; examples stay whole.
 
-    First fit, longest first, which fills them well. Indices ascend within a micro-batch, and micro-batches
-    by their first one. An example longer than `max_rows` travels alone.
+    First fit, longest first, which fills them well. Indices ascend within a micro-batch, and micro-batches by
+    their first index. An example longer than `max_rows` gets a micro-batch of its own.
     """
     packs: list[list[int]] = []
     room: list[int] = []
@@ -213,7 +213,7 @@ def _permutation(count: int, seed: int, epoch: int) -> list[int]:
 
 
 def _shifted(tokens: list[int], wanted: list[bool], max_length: int | None) -> Example:
-    """`wanted[i]` says whether token i is to be learned; its label belongs to the row before."""
+    """`wanted[i]` tells whether token i is a target; its label belongs to the row before."""
     tokens, wanted = tokens[:max_length], wanted[:max_length]
     following = zip(tokens[1:], wanted[1:], strict=True)
     labels = [token if learned else IGNORED for token, learned in following]
@@ -223,7 +223,7 @@ def _shifted(tokens: list[int], wanted: list[bool], max_length: int | None) -> E
 def _encode(
     record: Record, tokenizer: Tokenizer, loss_on: LossOn, allow_special_tokens: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """(tokens, whether each is to be learned)."""
+    """(tokens, whether each is a target)."""
     if isinstance(record, ChatRecord):
         tokens, wanted = encode_chat(record.messages, tokenizer, allow_special_tokens)
         return tokens, [True] * len(tokens) if loss_on == "all" else wanted
@@ -238,10 +238,10 @@ def _encode(
 
 
 def _split(record: PromptRecord, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt, exactly as a request with this prompt has them, and of the completion.
+    """Tokens of the prompt, exactly as in a request with this prompt, and of the completion.
 
-    Both at once where the prompt's tokens come out the same (some tokenizers put a space before whatever
-    stands first), each alone where a token would straddle the border: no one samples that token.
+    Both are encoded together if that keeps the prompt's tokens (some tokenizers put a space before a text),
+    and separately if a token would straddle the border: inference never samples that token.
     """
     prompt = encode(record.prompt)
     both = encode(record.prompt + record.completion)

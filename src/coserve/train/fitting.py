@@ -1,4 +1,4 @@
-"""Settings with which a job would fit where it does not: each one computed, none guessed."""
+"""Settings with which a job that does not fit would fit, each one computed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +10,12 @@ from coserve.train.config import TrainingConfig
 from coserve.train.needs import JobNeeds, Steps, job_needs
 from coserve.train.save_policy import SavePolicy
 
-_SHORTEST: Final = 16  # tokens that an example is cut to at the least: fewer teach nothing
+_SHORTEST: Final = 16  # tokens that a cut example keeps at least: fewer teach nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """An adapter's rank, and what the adapter would be with another one."""
+    """An adapter's rank, and a function from other ranks to the adapter."""
 
     rank: int
     at: Callable[[int], AdapterVersion]
@@ -28,17 +28,17 @@ class JobSize:
     adapter: AdapterVersion
     lengths: Sequence[int]
     config: TrainingConfig
-    rank: Rank | None = None  # None where the adapter has none, or is there already
+    rank: Rank | None = None  # None where the adapter has none, or exists already
 
     def needs(self, base: Base, steps: Steps) -> JobNeeds:
-        """Bytes of the job on an engine that lets it do `steps` at once."""
+        """Bytes of the job on an engine with the limits `steps`."""
         return job_needs(base, self.adapter, self.lengths, self.config, steps)
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Numbers that a setting may be lowered to, the job with each of them, and how it is written. What
-    changes what can be learned `is_last`: it is named where nothing else is enough."""
+    """Smaller values of a setting, the job with each, and their text. A change of the model's learning
+    `is_last`: it is proposed only where no other is enough."""
 
     least: int
     most: int
@@ -48,8 +48,8 @@ class _Change:
 
 
 def settings_that_fit(base: Base, job: JobSize, steps: Steps, room: int) -> list[str]:
-    """Changes that bring a job's needs down to `room` bytes, the least harmful first; none where no such
-    change is enough."""
+    """Changes that reduce a job's needs to `room` bytes, the least harmful first; empty if no change is
+    enough."""
 
     def fits(job: JobSize) -> bool:
         return job.needs(base, steps).total <= room
@@ -59,7 +59,7 @@ def settings_that_fit(base: Base, job: JobSize, steps: Steps, room: int) -> list
         replace(job, config=replace(job.config, keep=SavePolicy.INPUTS)),
         f"keep={SavePolicy.INPUTS.value}",
     )
-    if fits(lean):  # others are alternatives to it; else they come on top
+    if fits(lean):  # other changes are alternatives; else they are added to it
         found.append(also)
     if found or job.config.keep is SavePolicy.INPUTS:
         lean, also = job, ""
@@ -73,7 +73,7 @@ def settings_that_fit(base: Base, job: JobSize, steps: Steps, room: int) -> list
 
 
 def _changes(job: JobSize) -> Iterator[_Change]:
-    """Fewer rows at once change nothing in what is learned, a smaller batch a little."""
+    """Fewer rows at once do not change the result of training, a smaller batch does a little."""
     config, longest, prompt = job.config, max(job.lengths), job.adapter.virtual.prompt_count
 
     def with_config(**fields: Any) -> JobSize:
@@ -97,7 +97,7 @@ def _changes(job: JobSize) -> Iterator[_Change]:
 
 
 def _largest(change: _Change, fits: Callable[[JobSize], bool]) -> int | None:
-    """The largest number that fits, where all smaller ones fit too."""
+    """The largest value that fits, given that all smaller ones fit too."""
     least, most = change.least, change.most
     if least > most or not fits(change.to(least)):
         return None

@@ -1,4 +1,4 @@
-"""Adapters that a job begins with: their weights, or their shapes alone."""
+"""Initial adapters of jobs: with their weights, or as shapes alone."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,20 @@ from coserve.model.base import Base
 
 
 def fresh_adapter(base: Base, name: str, config: object | Sequence[object], seed: int) -> AdapterVersion:
-    """An adapter that changes nothing yet, or as little as its methods can. `config` are the settings of its
-    method; of several, where it is to have several parts. Raises AdapterMismatch."""
+    """An adapter whose initial effect is none, or as small as its methods allow. `config` is the settings of
+    its method, or of each of its parts. Raises AdapterMismatch."""
     drawn = _drawn(base, name, config, seed)
     exact = exact_type(base.dtype)
     return drawn.with_parameters({n: p.to(base.device, exact) for n, p in drawn.parameters().items()})
 
 
 def sketch_adapter(base: Base, name: str, config: object | Sequence[object], seed: int) -> AdapterVersion:
-    """Returns the adapter of `fresh_adapter` with shapes alone: its tensors may only be counted.
-    It takes no memory, unless a method's beginning depends on the base's weights (DoRA's norms)."""
+    """Returns the adapter of `fresh_adapter` as shapes alone: its tensors may only be counted. It takes no
+    memory, unless a method's initial weights depend on the base's weights (DoRA's norms)."""
     try:
         with torch.device("meta"):
             return _drawn(base, name, config, seed)
-    except (RuntimeError, NotImplementedError):  # of mixing numbers that are there with some that are not
+    except (RuntimeError, NotImplementedError):  # from mixing tensors with data and without
         return _drawn(base, name, config, seed)
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of a micro-batch: those of its rows, virtual ones, and the gradients owed to both."""
+"""Keys and values of a micro-batch, of its rows and virtual ones, and the gradients for both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from coserve.train.window import KV, PastKV, Window
 
 
 class MicroBatchKV:
-    """Keys and values that windows leave for later ones, in every layer.
+    """Keys and values of earlier windows for later ones, in every layer.
 
     `reads` has for each layer the layer whose keys and values it attends to, None for its own.
     """
@@ -28,7 +28,7 @@ class MicroBatchKV:
         self._grads = KVGradAccumulator(lease)
 
     def save(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
-        """Stores k [groups, window rows, dk] and v. Backward may be cut into other windows than forward."""
+        """Stores k [groups, window rows, dk] and v. Windows of backward may differ from these."""
         for buffers, x in zip(self._own, (k, v), strict=True):
             buffers.write(layer, window.span, x)
 
@@ -37,7 +37,7 @@ class MicroBatchKV:
         return self._at(layer, window.span)
 
     def past(self, layer: int, window: Window) -> PastKV:
-        """Keys and values that the window's rows may attend to beside those that the layer makes of them."""
+        """Keys and values that the window's rows may attend to beside those of the layer's own pass."""
         source = self._source(layer)
         return PastKV(
             self.virtual.of(source) if self.virtual else None,
@@ -62,8 +62,8 @@ class MicroBatchKV:
             self._grads.add(source, window.span, next(pairs))
 
     def collect_grads(self, layer: int, window: Window, dtype: torch.dtype) -> KV | None:
-        """Gradients that later windows have added for this window's own keys and values, [1, groups, rows,
-        width]; None if none. To be called once, when the window goes back through the layer."""
+        """Gradients from later windows for this window's own keys and values, [1, groups, rows, width]; None
+        if none. Called once, when the window goes back through the layer."""
         return self._grads.collect(layer, window.span, dtype)
 
     def _source(self, layer: int) -> int:
@@ -77,7 +77,7 @@ class MicroBatchKV:
 
 
 class VirtualKV:
-    """Virtual keys and values before every example; false where there are none."""
+    """Virtual keys and values before every example; false if there are none."""
 
     def __init__(self, virtual: Virtual, lease: Lease) -> None:
         self._virtual, self._lease = virtual, lease
@@ -89,7 +89,7 @@ class VirtualKV:
         return bool(self._given)
 
     def of(self, layer: int) -> KV:
-        """A layer's, [1, groups, n, width], outside of any graph."""
+        """Those of a layer, [1, groups, n, width], outside of any graph."""
         return self._given[layer]
 
     def add_grads(self, layer: int, grads: KV) -> None:
@@ -124,11 +124,11 @@ class _Sums:
 
 
 class KVGradAccumulator:
-    """Gradients that later windows find for earlier rows' keys and values, by layer, summed until those rows
-    go back themselves (FlexLLM 6.1, figure 10): in at least float32, over the rows of one example.
+    """Gradients from later windows for earlier rows' keys and values, by layer, summed until the backward of
+    those rows (FlexLLM 6.1, figure 10): in at least float32, over the rows of one example.
 
-    Windows come from the right, so a sum is begun with its most rows; several may cover the same rows where
-    other layers read a layer's keys and values.
+    Windows come from the right, so a sum starts with its most rows; several sums may cover the same rows
+    where other layers read a layer's keys and values.
     """
 
     def __init__(self, lease: Lease) -> None:
@@ -147,8 +147,8 @@ class KVGradAccumulator:
         held.values[:, span] += grads[1][0]
 
     def collect(self, layer: int, rows: slice, dtype: torch.dtype) -> KV | None:
-        """The gradients of a window's keys and values, [1, groups, rows, width]; None if there are none.
-        Sums of which no row is left of the window are closed."""
+        """The gradients of a window's keys and values, [1, groups, rows, width]; None if there are none. Sums
+        without rows left of the window are freed."""
         due = [a for a in self._sums.get(layer, ()) if a.first < rows.stop and rows.start < a.end]
         if not due:
             return None
@@ -164,7 +164,7 @@ class KVGradAccumulator:
         return next((a for a in sums if a.first <= first and end <= a.end), None)
 
     def _over(self, due: list[_Sums], rows: slice, dtype: torch.dtype) -> KV:
-        """All sums together over exactly these rows, zero where there are none."""
+        """The total of all sums over exactly these rows, zero where there are none."""
         count = rows.stop - rows.start
         sums = []
         for stores in ([a.keys for a in due], [a.values for a in due]):

@@ -1,8 +1,8 @@
 """Losses: functions of the log-probabilities of target tokens, and of per-token inputs.
 
-A loss never sees logits or hidden states. It is given the log-probability of each labelled row's target, and
-autograd gives its gradient by these; `train.tail` does the rest. To add a loss, write its function and name
-it in `LOSSES`.
+A loss never sees logits or hidden states. It receives the log-probability of each labelled row's target, and
+autograd computes its gradient for these; `train.tail` does the rest. To add a loss, write its function and
+name it in `LOSSES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ Settings = Mapping[str, float]
 class Loss:
     """`function(logprobs, examples, inputs, settings)` returns the sum [] of the loss over n tokens.
 
-    logprobs [n]; examples [n], which example of the micro-batch each token is of; `inputs`, each [n], are
+    logprobs [n]; examples [n], the index of each token's example in the micro-batch; `inputs`, each [n], are
     those named in `inputs`, and `settings` those in `settings`, with their defaults. Where the loss `couples`
     tokens, n is the whole micro-batch and the tail is passed twice; else it may be any part of it.
     """
@@ -37,7 +37,7 @@ class Loss:
     def gradient(
         self, logprobs: Tensor, examples: Tensor, inputs: Numbers, settings: Settings
     ) -> tuple[Tensor, Tensor]:
-        """(loss [], its gradient by logprobs [n])."""
+        """(loss [], its gradient for logprobs [n])."""
         leaf = logprobs.detach().requires_grad_()
         with torch.enable_grad():
             loss = self.function(leaf, examples, inputs, {**(self.settings or {}), **settings})
@@ -66,12 +66,12 @@ LOSSES: Final[Mapping[str, Loss]] = {
 def loss_spec(
     name: str, inputs: Mapping[str, tuple[float, ...]] | None = None, **settings: float
 ) -> LossSpec:
-    """A loss as plans name it. `inputs` are one number for each row of the micro-batch. Raises ConfigError
-    for what the loss does not have, or lacks."""
+    """A loss in the form of plans. `inputs` are one number for each row of the micro-batch. Raises
+    ConfigError for unknown or missing inputs and settings."""
     inputs = inputs or {}
     if (loss := LOSSES.get(name)) is None:
         raise ConfigError(f"there is no loss {name!r}, only {', '.join(LOSSES)}")
-    if name == "cross_entropy" and not inputs:  # every label weighs one
+    if name == "cross_entropy" and not inputs:  # every label has weight one
         return LossSpec()
     if set(inputs) != set(loss.inputs):
         raise ConfigError(f"the loss {name!r} needs {', '.join(loss.inputs)} for each token")

@@ -17,9 +17,9 @@ from coserve.train.optimizer_offload import MakeOffload
 class MasterWeights:
     """Weights, gradients and moments of one adapter, in float32 (float64 on a float64 base).
 
-    What serves and what is in the graph is a copy in the base's dtype, published as one immutable version:
-    `current`. `in_graph` is the same with leaves of a graph as its parameters, on the same storage; `leaves`
-    are those by stage. `room` are slabs for the weights of the next version, empty without `make_room`.
+    Inference and training graphs use a copy in the base's dtype, published as one immutable version:
+    `current`. `in_graph` is the same with graph leaves as its parameters, on the same storage; `leaves` are
+    these by stage. `room` are slabs for the weights of the next version, empty without `make_room`.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class MasterWeights:
         moments: Mapping[str, Tensor] | None = None,
         make_offload: MakeOffload | None = None,
     ) -> None:
-        """Publishes `start`. `moments` are those to go on with, as `Optimizer.moments` gives them."""
+        """Publishes `start`. `moments` are the initial ones, in the form of `Optimizer.moments`."""
         self._base, self._loaded = base, loaded
         start = _in_order(start, base)
         self.optimizer = Optimizer(
@@ -48,7 +48,7 @@ class MasterWeights:
         self.publish(start.version)
 
     def make_room(self) -> None:
-        """Takes the memory that an update needs, so that many can share one in which nobody runs out."""
+        """Allocates the memory of an update, so that an update of many sessions cannot run out of memory."""
         self.optimizer.bring()
         self.room = self.optimizer.slabs.empty(self._base.dtype, self._base.device)
 
@@ -62,7 +62,7 @@ class MasterWeights:
         self._take_leaves(served)
 
     def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Adds to the gradient of the weight that `leaf` of `in_graph` is a copy of."""
+        """Adds to the gradient of the weight whose copy is `leaf` of `in_graph`."""
         self.optimizer.accumulate(self._names[id(leaf)], gradient)
 
     def _take_leaves(self, published: Mapping[str, Tensor]) -> None:
@@ -76,8 +76,8 @@ class MasterWeights:
 
 
 def _in_order(adapter: AdapterVersion, base: Base) -> AdapterVersion:
-    """Sorts an adapter's bypasses into the model's order: a gradient's norm depends on it in its last
-    bits."""
+    """Sorts an adapter's bypasses into the model's order, on which the last bits of a gradient's norm
+    depend."""
     order = {path: number for number, path in enumerate(base.sites)}
     parts = (
         replace(part, bypasses=dict(sorted(part.bypasses.items(), key=lambda item: order[item[0].path])))

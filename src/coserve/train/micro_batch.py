@@ -1,4 +1,4 @@
-"""A micro-batch on the device, on its way there and back."""
+"""A micro-batch on the device, on its way forward and back."""
 
 from functools import cached_property
 
@@ -22,7 +22,7 @@ from coserve.train.window import Window
 class MicroBatchState:
     """A micro-batch of the optimizer step under way.
 
-    Its store, tail and backward are made when a first window needs them. `loss` is summed over its `labels`,
+    Its store, tail and backward are made when a window first needs them. `loss` is summed over its `labels`,
     None until the last window has come back.
     """
 
@@ -41,14 +41,14 @@ class MicroBatchState:
 
     @cached_property
     def store(self) -> ActivationStore:
-        """Activations that its windows leave for each other and for backward."""
+        """Activations of its windows, for each other and for backward."""
         start, virtual = self.start, self._weights.in_graph.virtual
         tokens, labels = (torch.tensor(x, device=self._base.device) for x in (start.tokens, start.labels))
         return ActivationStore(self._base, start.lengths, tokens, labels, self.fates, self._arena, virtual)
 
     @cached_property
     def tail(self) -> Tail:
-        """Tail that its windows pass."""
+        """Tail for its windows."""
         leaves, weight = self._weights.leaves.get(self._base.depth, ()), 1.0 / self.start.step_labels
         return Tail(self.store, leaves, weight, self.backward.accumulate, self.start.loss)
 
@@ -58,8 +58,8 @@ class MicroBatchState:
         return Backward(self.store, self._weights.leaves, self._weights.accumulate)
 
     def bypasses(self, window: Window) -> Bypasses:
-        """The version being trained, as the rows of `window` see it: with their dropout, and its prompts in
-        place of what the first ones embed."""
+        """The version in training, as applied to the rows of `window`: with their dropout, and its prompts in
+        place of the first rows' embeddings."""
         adapter, seed = self._weights.in_graph, self.start.dropout_seed
         found = adapter.bypasses
         if any(bypass.dropout for _, bypass in adapter.placed()):
@@ -70,12 +70,12 @@ class MicroBatchState:
         return adapter.virtual.embedded(found, window.before, window.prompt)
 
     def finish(self) -> None:
-        """Ends a micro-batch whose last window has come back: its loss waits for the optimizer step."""
+        """Ends a micro-batch after its last window has come back; its loss stays for the optimizer step."""
         self.loss = self.store.loss
         self.drop()
 
     def drop(self) -> None:
-        """Gives back the memory of the activations; no window can go on."""
+        """Frees the activations; no window can go on."""
         made = vars(self)
         if "store" in made:
             self.store.release()

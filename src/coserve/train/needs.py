@@ -1,7 +1,7 @@
-"""Estimates the most bytes a job can come to hold, before anything of it is made.
+"""Estimates the peak bytes of a job before any of them is allocated.
 
-What is computed here is the most a job can need, whichever examples its steps draw: a job that was let in
-never finds that there is less. `TrainingSession.held` is what it holds in fact.
+The estimate is an upper bound, whichever examples the steps draw: an admitted job never lacks memory.
+`TrainingSession.held` is the actual size.
 """
 
 import math
@@ -22,8 +22,8 @@ from coserve.train.pruning.plan import fates_of, input_bytes
 from coserve.train.save_policy import SavePolicy
 from coserve.train.tail import loss_rows
 
-_MOMENTS: Final = 2  # that AdamW keeps of every number
-# A layer's row on its way back holds what its linears were given and what they gave, the same again as
+_MOMENTS: Final = 2  # of AdamW, for each number
+# A layer's row on its way back holds the inputs and outputs of its linears, the same again as
 # gradients, and about as much of norms and products in between. An estimate: `ledger.error` of the bench says
 # how good the whole is.
 _REPLAYED: Final = 3
@@ -31,8 +31,8 @@ _REPLAYED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Work of a job that may be under way at once: micro-batches, and rows of one training window (None is a
-    whole micro-batch). `offloaded` moments rest elsewhere."""
+    """Limits of a job's work under way at once: micro-batches, and rows of one training window (None is a
+    whole micro-batch). `offloaded` moments rest in slower memory."""
 
     in_flight: int
     window: int | None
@@ -41,8 +41,8 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class JobNeeds:
-    """Bytes of one job: `own` by account for as long as it is there, `shared` only while its rows or its
-    update pass."""
+    """Bytes of one job: `own` by account for its whole life, `shared` only while its rows or its update
+    pass."""
 
     own: dict[Account, int]
     shared: int
@@ -55,7 +55,7 @@ class JobNeeds:
 def job_needs(
     base: Base, adapter: AdapterVersion, lengths: Sequence[int], config: TrainingConfig, steps: Steps
 ) -> JobNeeds:
-    """Bytes of a job whose examples have so many tokens each. The adapter may be shapes alone."""
+    """Bytes of a job, from its examples' `lengths` in tokens. The adapter may be shapes alone."""
     virtual = adapter.virtual
     largest, at_once = rows_at_once(lengths, config, steps.in_flight, virtual.prompt_count, base.row_buckets)
     numbers, published = _adapter_bytes(adapter, base.dtype)
@@ -86,7 +86,7 @@ def _adapter_bytes(adapter: AdapterVersion, dtype: torch.dtype) -> tuple[int, in
 def rows_at_once(
     lengths: Sequence[int], config: TrainingConfig, in_flight: int, prompt: int, buckets: RowBuckets
 ) -> tuple[int, int]:
-    """Most rows of one micro-batch, and of all that are under way at once, padding included.
+    """The most rows of one micro-batch, and of all under way at once, padding included.
 
     No optimizer step is longer than the `batch_size` longest examples together.
     """
@@ -100,17 +100,17 @@ def rows_at_once(
 
 
 def activation_bytes(base: Base, rows: int, kept: float, given: int = 0) -> int:
-    """Most bytes of the activations of so many rows, beside `given` virtual tokens: what a store holds when
-    every layer is there, windows ending within examples. `kept` is what is saved of the inside of layers, a
-    row (`Fates.nbytes`)."""
+    """The most bytes of the activations of so many rows, beside `given` virtual tokens: a store's when every
+    layer is there and windows end within examples. `kept` is the bytes a row saved from inside layers
+    (`Fates.nbytes`)."""
     exact = exact_type(base.dtype).itemsize
     owed = sum(cache.width for cache in base.caches) * exact
     return math.ceil(rows * (input_bytes(base) + kept)) + given * owed
 
 
 def step_bytes(base: Base, config: SchedulerConfig, pages: int) -> int:
-    """Most bytes that a step's inference needs while it runs: its rows inside a layer, one layer's keys and
-    values gathered from `pages` bytes of them, and the logits that tokens are drawn from."""
+    """The most bytes of a step's inference while it runs: its rows inside a layer, one layer's keys and
+    values gathered from `pages` bytes of them, and the logits for sampling."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
     rows = config.max_prefill_rows + config.max_running
     widest = max(sum(_wide(base, block.path)) for block in base.chain)
@@ -119,14 +119,14 @@ def step_bytes(base: Base, config: SchedulerConfig, pages: int) -> int:
 
 
 def _wide(base: Base, layer: str) -> tuple[int, int]:
-    """Numbers that a row's linears are given, and give, in one layer."""
+    """Number of inputs and outputs of a row's linears in one layer."""
     inside = [linear for path, linear in base.linears.items() if path.startswith(f"{layer}.")]
     return sum(linear.in_features for linear in inside), sum(linear.out_features for linear in inside)
 
 
 def backward_bytes(base: Base, window: int) -> int:
-    """Most bytes of one piece of the way back: a chunk of logits with its gradient, or a window's rows in the
-    graph of the widest layer. One does not begin before the other has ended."""
+    """The most bytes of one piece of backward: a chunk of logits with its gradient, or a window's rows in the
+    graph of the widest layer. Pieces never overlap."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
     rows = min(loss_rows(base.vocabulary, base.row_buckets), base.row_buckets.pad_rows(window))
     loss = rows * base.vocabulary * (2 * width + exact)

@@ -1,4 +1,4 @@
-"""AdamW over the master weights of jobs, and where its moments are: equal to `torch.optim.AdamW` of each."""
+"""AdamW over the master weights of jobs, equal to `torch.optim.AdamW` of each, and its moments' place."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Neighbours in a slab that have a gradient now, and have had as many updates: [start, stop) of it."""
+    """A run [start, stop) of a slab: weights that have a gradient now, and have had as many updates."""
 
     slab: int
     start: int
@@ -40,7 +40,7 @@ class Piece:
 class Optimizer:
     """One job's weights, gradients and AdamW moments, each end to end in slabs.
 
-    With an `OptimizerOffload` the moments lie there between steps; results stay the same, bit for bit.
+    With an `OptimizerOffload` the moments rest there between steps; results are bit for bit the same.
     `weights` are the master copies, views of slabs; their `grad` is None or a view of a slab as well.
     """
 
@@ -52,7 +52,7 @@ class Optimizer:
         settings: AdamW,
         make_offload: MakeOffload | None = None,
     ) -> None:
-        """`start` are the first weights, which are copied."""
+        """`start` are the initial weights, which are copied."""
         self.settings = settings
         self.slabs = Slabs.of({name: tuple(tensor.shape) for name, tensor in start.items()})
         self.flat = self.slabs.empty(dtype, device)
@@ -77,7 +77,7 @@ class Optimizer:
         weight.grad = slab[slot.start : slot.stop].view(slot.shape).copy_(gradient)
 
     def drop_gradients(self) -> None:
-        """Forgets gradients."""
+        """Drops all gradients."""
         for weight in self.weights.values():
             weight.grad = None
         self._gradients = [None] * len(self.flat)
@@ -97,8 +97,8 @@ class Optimizer:
         return found
 
     def bring(self) -> None:
-        """Makes the moments of all that has a gradient be at hand; zero for what never had one. All memory
-        that a step takes is taken here."""
+        """Brings the moments of all weights with a gradient beside them; new ones are zero. All memory of a
+        step is allocated here."""
         for slab, gradient in enumerate(self._gradients):
             if gradient is None:
                 continue
@@ -108,11 +108,11 @@ class Optimizer:
                 found = [torch.zeros_like(gradient) for _ in KINDS]
             else:
                 continue
-            for kind, moment in zip(KINDS, found, strict=True):  # all or none, should memory not last
+            for kind, moment in zip(KINDS, found, strict=True):  # after both, in case memory runs out
                 self._moments[kind][slab] = moment
 
     def rest(self) -> None:
-        """Ends a step: gradients are gone, moments rest where they do."""
+        """Ends a step: drops gradients, and stores moments in the offload."""
         for name, weight in self.weights.items():
             self._counts[name] += weight.grad is not None
         self.drop_gradients()
@@ -122,7 +122,7 @@ class Optimizer:
         return piece.of(self._gradients)
 
     def state(self, piece: Piece) -> list[Tensor]:
-        """Weights, gradient and moments of a piece, and which update is its next."""
+        """Weights, gradient and moments of a piece, and the number of its next update."""
         return [
             piece.of(self.flat),
             piece.of(self._gradients),
@@ -145,7 +145,7 @@ class Optimizer:
         return found
 
     def restore(self, moments: Mapping[str, Tensor]) -> None:
-        """Takes up what `moments` gave once, on whatever device."""
+        """Restores the moments of an earlier `moments`, from any device."""
         for name, slot in self.slabs.slots.items():
             count = moments.get(f"{name}.{_COUNT}")
             if count is None:
@@ -161,7 +161,7 @@ class Optimizer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights, gradients, and of moments that do not rest elsewhere."""
+        """Bytes of weights, gradients, and moments, except those offloaded."""
         moments = (
             [slab for slabs in self._moments.values() for slab in slabs] if self._offload is None else []
         )
@@ -179,15 +179,15 @@ class Optimizer:
 
 
 def norms(tensors: Sequence[Sequence[Tensor]]) -> list[float]:
-    """The Euclidean norm of each job's tensors together."""
+    """The Euclidean norm of each job's tensors taken together."""
     every = [tensor for own in tensors for tensor in own]
-    found = iter(torch.stack(torch._foreach_norm(every)).cpu() if every else ())  # a device is asked once
+    found = iter(torch.stack(torch._foreach_norm(every)).cpu() if every else ())  # one device transfer
     return [sqrt(sum(float(next(found)) ** 2 for _ in own)) for own in tensors]
 
 
 def step(due: Sequence[tuple[Optimizer, float]]) -> None:
-    """One update of each job by the gradients there are, at its rate; `bring` has been called. Those with the
-    same settings and rate in one operation. Gradients are gone then."""
+    """Updates each job at its learning rate, after `bring`, and drops its gradients. Jobs with the same
+    settings and rate are updated in one operation."""
     alike: dict[tuple[AdamW, float], list[tuple[Optimizer, Piece]]] = {}
     for optimizer, rate in due:
         alike.setdefault((optimizer.settings, rate), []).extend((optimizer, p) for p in optimizer.pieces())

@@ -1,7 +1,7 @@
 """Offloads AdamW's moments between two steps.
 
-They are twice as large as what they belong to, and needed for an instant of every iteration. FineInfer (3.3)
-lets go of them meanwhile; here they lie in slower memory, and come back as the same bits.
+They are twice as large as their weights, and needed for an instant of every iteration. FineInfer (3.3) frees
+them meanwhile; here they rest in slower memory, and come back bit for bit the same.
 """
 
 import mmap
@@ -17,41 +17,41 @@ from torch import Tensor
 from coserve.errors import JobError
 
 KINDS = ("exp_avg", "exp_avg_sq")  # AdamW's moments, each in the shape of its weights
-_ALIGNED = 64  # bytes: what vector instructions like
+_ALIGNED = 64  # bytes, for vector instructions
 
 
 class OptimizerOffload(Protocol):
-    """A place for the moments of some slabs of weights, zero at first."""
+    """A store for the moments of some slabs of weights, zero at first."""
 
     def bring(self, slab: int, kind: str) -> Tensor:
-        """A moment where its weights are, to be changed in place."""
+        """A moment on its weights' device, to be changed in place."""
         ...
 
     def rest(self, slab: int, kind: str, moment: Tensor) -> Tensor:
-        """Lays a moment that `bring` gave down as it is now; the tensor that it lies in."""
+        """Stores a moment from `bring` with its changes; returns the tensor that now holds it."""
         ...
 
     def settle(self) -> None:
-        """All have been laid down: nothing of them stays in fast memory."""
+        """Frees the moments' fast memory once all are stored."""
         ...
 
 
-MakeOffload = Callable[[Sequence[Tensor]], OptimizerOffload]  # of flat slabs of weights
+MakeOffload = Callable[[Sequence[Tensor]], OptimizerOffload]  # for flat slabs of weights
 
 
 def offload_for(device: torch.device, folder: str) -> MakeOffload:
-    """Chooses the place: host memory beside a GPU, files in `folder` beside a CPU."""
+    """Chooses the store: host memory beside a GPU, files in `folder` beside a CPU."""
     return (
         partial(FileOffload, folder=folder) if device.type == "cpu" else partial(HostOffload, device=device)
     )
 
 
 class FileOffload:
-    """One file, mapped into memory. Steps write into the mapping; then the pages are given up, and the system
-    keeps them or writes them out as it sees fit. The file has no name: nothing is left of it whatever ends
-    the process.
+    """One file, mapped into memory. Steps write into the mapping; then the pages are released, and the system
+    keeps them or writes them out as it sees fit. The file has no name, so it disappears however the process
+    ends.
 
-    Raises JobError where the folder has no room for it.
+    Raises JobError if the folder has no room for it.
     """
 
     def __init__(self, weights: Sequence[Tensor], folder: str) -> None:
@@ -59,7 +59,7 @@ class FileOffload:
         total = max(len(KINDS) * sum(sizes), _ALIGNED)
         try:
             with tempfile.TemporaryFile(dir=folder or None, prefix="coserve-moments-") as file:
-                # Room is taken now: a full disk would end the process at the first write to a page.
+                # Allocated in advance: with a full disk the first write to a page would kill the process.
                 os.posix_fallocate(file.fileno(), 0, total)
                 self._map = mmap.mmap(file.fileno(), total)
         except OSError as error:
@@ -81,11 +81,11 @@ class FileOffload:
         return own if moment.data_ptr() == own.data_ptr() else own.copy_(moment)
 
     def settle(self) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED)  # a shared mapping: what was written stays in the file
+        self._map.madvise(mmap.MADV_DONTNEED)  # a shared mapping: written data stays in the file
 
 
 class HostOffload:
-    """The host's memory, pinned where a GPU can then copy faster."""
+    """Host memory, pinned beside a GPU for faster copies."""
 
     def __init__(self, weights: Sequence[Tensor], device: torch.device) -> None:
         self._device = device

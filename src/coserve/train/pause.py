@@ -1,4 +1,4 @@
-"""Training that stops at the next boundary between two layers."""
+"""Pauses training at the next boundary between two layers."""
 
 import threading
 
@@ -22,11 +22,11 @@ class TrainingPause:
         self._asked.clear()
 
     def begin(self, pausable: bool) -> None:
-        """A step begins; `pausable` says whether its training may be stopped."""
+        """Begins a step; `pausable` tells whether its training may be stopped."""
         self._obeys, self._layers = pausable, 0
 
     def passed(self) -> None:
-        """Training has passed a layer, or the tail."""
+        """Records that a layer, or the tail, is passed."""
         self._layers += 1
 
     @property

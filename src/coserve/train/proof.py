@@ -2,8 +2,8 @@
 
 One layer of each kind runs as in training (windows forward, then back from the right) and is compared with
 one pass over all rows under autograd, with plain attention; once with inputs stored alone, and once with all
-that can be stored. So a model that hands more than a hidden state from layer to layer, or whose layers cannot
-be re-run for a window of rows or with what was stored, is found before a job starts.
+that can be stored. So models that pass more than a hidden state from layer to layer, or whose layers cannot
+be re-run for a window of rows or with stored outputs, are found before a job starts.
 """
 
 from contextlib import ExitStack
@@ -34,7 +34,7 @@ from coserve.train.tail import Tail
 from coserve.train.window import Window
 from coserve.train.window_group import ForwardWindow, KeptRows
 
-_EXAMPLES: Final = (8, 5)  # rows: 13 in all, a number that little else of a model has
+_EXAMPLES: Final = (8, 5)  # rows: 13 in all, a size that hardly occurs elsewhere in a model
 _WINDOWS: Final = ((0, 6), (6, 7))  # (start, rows): the second goes on within the first example
 _RANK: Final = 2
 # Of the largest gradient: smaller ones (of queries that hardly choose) are mostly rounding.
@@ -50,8 +50,8 @@ Gradients = dict[str, Tensor]
 
 
 def prove_training(base: Base) -> None:
-    """Raises UnsupportedModel for a base whose gradients would not be those of whole examples, NotOffered for
-    one that gives none."""
+    """Raises UnsupportedModel if the base's gradients in windows are not those of whole examples, NotOffered
+    if the base gives none."""
     for path, linear in base.linears.items():
         linear.placement.expect(Offer.BACKWARD, path)
     with refusing(base.model.config.model_type, "cannot be trained"):
@@ -65,7 +65,7 @@ def prove_training(base: Base) -> None:
 
 
 def _prove(base: Base, seed: int) -> None:
-    """Raises UnsupportedModel where the gradients of one draw are not those of whole examples."""
+    """Raises UnsupportedModel if the gradients of one draw are not those of whole examples."""
     layers = _one_of_each_kind(base)
     paths = [p for p, s in base.sites.items() if s.kind is Kind.LINEAR and s.stage in layers]
     everything = Fates(dict.fromkeys(paths, Fate.SUM), dict.fromkeys(layers, Fate.KEPT))
@@ -77,13 +77,13 @@ def _prove(base: Base, seed: int) -> None:
             for name, gradient in want.items():
                 _expect(base, name, got[name], gradient, least)
     finally:
-        for linear in base.linears.values():  # a server that never trains does not pay for it
+        for linear in base.linears.values():  # spares servers without training the memory
             linear.placement.release_backward()
 
 
 def _expect(base: Base, name: str, got: Tensor, want: Tensor, least: float) -> None:
-    """Raises UnsupportedModel where `got` differs from `want` by more than the type allows, relative to the
-    norm of `want` or to `least` where that is more."""
+    """Raises UnsupportedModel if `got` differs from `want` by more than the type allows, relative to the norm
+    of `want`, or to `least` if that is more."""
     error = float((got.float() - want.float()).norm().nan_to_num(torch.inf))
     allowed = TOLERANCE[base.dtype] * max(float(want.float().norm()), least)
     if not error <= allowed:
@@ -94,8 +94,8 @@ def _expect(base: Base, name: str, got: Tensor, want: Tensor, least: float) -> N
 
 
 def _one_of_each_kind(base: Base) -> list[int]:
-    """Layers that differ in their modules or shapes, from below; the first only where no other is like it,
-    because no gradient of its input is needed."""
+    """Layers that differ in their modules or shapes, from below. The first layer only if its kind has no
+    other, as its input needs no gradient."""
     kinds: dict[object, int] = {}
     for layer in (*range(1, base.depth), 0):
         module = base.model.get_submodule(base.chain.blocks[layer].path)
@@ -107,8 +107,8 @@ def _one_of_each_kind(base: Base) -> list[int]:
 
 class _Proof:
     """A LoRA at the linears `paths` of some `layers`, and a micro-batch of two examples that has gone forward
-    in windows, up to the highest of these. The gradient for each layer's output is drawn at random, and so is
-    the last layer's output."""
+    in windows, up to the highest of these. The gradient for each layer's output is random, and so is the last
+    layer's output."""
 
     def __init__(
         self, base: Base, layers: list[int], paths: list[str], fates: Fates, generator: torch.Generator
@@ -154,7 +154,7 @@ class _Proof:
         return {_LOSS: of_loss} | dict(zip(asked, map(_or_zeros, found, asked.values()), strict=True))
 
     def in_windows(self) -> Gradients:
-        """Gradients by name, computed in windows as training does; `whole` is called before."""
+        """Gradients by name, computed in windows as in training; requires a call of `whole` before."""
         leaves = {layer: self._leaves(layer) for layer in range(self._base.depth)}
         backward = Backward(self._store, leaves, _accumulate)
         tail = Tail(self._store, (), 1.0, backward.accumulate)
@@ -224,7 +224,7 @@ class _AtLayer:
 
 
 class _WholeRows(GraphRows):
-    """Whole examples end to end, each attending within itself; keys and values are those of the graph, also
+    """Whole examples end to end, each attending within itself; keys and values stay in the graph, also those
     of other layers."""
 
     def __init__(self, bypasses: Bypasses) -> None:

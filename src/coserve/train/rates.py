@@ -13,9 +13,9 @@ Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt"]
 class LearningRate:
     """The learning rate of every optimizer step.
 
-    It climbs from 0 to `peak` over the warm-up and then stays there (`constant`), falls in a straight
-    line to 0 at `total_steps` (`linear`), in half a cosine wave to `minimum` (`cosine`), or with
-    1 / sqrt(step) (`inverse_sqrt`). Warm-up is a number of steps or a share of `total_steps`, rounded up.
+    It rises from 0 to `peak` over the warm-up and then stays there (`constant`), falls linearly to 0 at
+    `total_steps` (`linear`), in half a cosine wave to `minimum` (`cosine`), or with 1 / sqrt(step)
+    (`inverse_sqrt`). Warm-up is a number of steps or a share of `total_steps`, rounded up.
     """
 
     peak: float
@@ -65,7 +65,7 @@ class LearningRate:
                 return self.minimum + (self.peak - self.minimum) * wave
 
     def _progress(self, step: int) -> float:
-        """Share of the way from the warm-up's end to `total_steps`; 1 from there on, where transformers'
-        cosine would climb again."""
+        """Share of the way from the warm-up's end to `total_steps`; 1 from there on, where the cosine of
+        transformers would rise again."""
         total = self.total_steps or 0
         return min((step - self.warmup) / max(1, total - self.warmup), 1.0) if step < total else 1.0

@@ -1,4 +1,4 @@
-"""Buffers over all rows of a micro-batch, which its windows fill piece by piece."""
+"""Buffers over all rows of a micro-batch, filled window by window."""
 
 from typing import Generic, TypeVar
 
@@ -10,8 +10,8 @@ K = TypeVar("K", int, str)
 
 
 class RowBuffers(Generic[K]):
-    """Tensors by key, each with `rows` rows along dimension `dim`; the first write to a key takes its memory
-    from `lease`."""
+    """Tensors by key, each with `rows` rows along dimension `dim`, allocated from `lease` at the first write
+    to a key."""
 
     def __init__(self, rows: int, lease: Lease, dim: int = 0) -> None:
         self._rows, self._lease, self._dim = rows, lease, dim

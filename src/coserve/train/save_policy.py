@@ -8,8 +8,8 @@ from coserve.errors import ConfigError
 
 
 class SavePolicy(Enum):
-    """INPUTS keeps layer inputs and computes the rest again. PRUNED keeps what the adapter's gradients need
-    and what is dear to compute. EVERYTHING keeps whatever a frozen linear or an attention gives."""
+    """INPUTS keeps layer inputs and recomputes the rest. PRUNED keeps outputs that the adapter's gradients
+    need and that are expensive to recompute. EVERYTHING keeps all outputs of frozen linears and attention."""
 
     INPUTS = "inputs"
     PRUNED = "pruned"
@@ -18,13 +18,13 @@ class SavePolicy(Enum):
 
 SavePolicySetting = (
     SavePolicy | int
-)  # bytes that a micro-batch's activations may take, spent on what is dearest to compute again
+)  # bytes for a micro-batch's activations, spent on the most expensive to recompute
 
 
 class Fate(Enum):
-    """Fate of an activation. KEPT, or COMPUTED again. SUM: kept with what a bypass adds, whose gradients need
-    no more, so that this is not added again. SIGN: all that is asked of it is where it is positive,
-    which takes a bit. UNUSED: no gradient depends on it, nor does anything that one depends on."""
+    """Fate of an activation. KEPT, or COMPUTED again. SUM: kept with the bypasses' outputs added, as their
+    gradients need only the sum. SIGN: gradients need only where it is positive, one bit each. UNUSED: no
+    gradient depends on it, directly or through other activations."""
 
     KEPT = "kept"
     SUM = "sum"
@@ -36,8 +36,8 @@ class Fate(Enum):
 @dataclass(frozen=True, slots=True)
 class Fates:
     """Fates of frozen linears' products by path and of attention by layer; those not named are `otherwise`.
-    Nothing goes back below layer `lowest`, so that nothing of those layers is kept. `nbytes` is what a row
-    takes of what is kept of them, beside layer inputs, keys and values."""
+    Layers below `lowest` have no backward, and keep nothing. `nbytes` is the bytes kept a row, beside layer
+    inputs, keys and values."""
 
     products: Mapping[str, Fate] = field(default_factory=dict)
     attention: Mapping[int, Fate] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Fates:
 
 
 def save_policy(value: object) -> SavePolicySetting:
-    """A setting as a file or a command line has it: a name, or bytes. Raises ConfigError."""
+    """A setting from a file or a command line: a name, or bytes. Raises ConfigError."""
     if isinstance(value, SavePolicy):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -1,7 +1,7 @@
 """A training session: one adapter's master weights, gradients, activations and versions on the device.
 
-A session knows nothing of epochs, schedules or files. It is given micro-batches, whose rows the scheduler
-sends there and back (`micro_batch`), and optimizer steps (`updating.update_all`). Fine-tuning
+A session knows nothing of epochs, schedules or files. It receives micro-batches, whose rows the scheduler
+sends forward and back (`micro_batch`), and optimizer steps (`updating.update_all`). Fine-tuning
 (`supervised.py`) is a client of it.
 """
 
@@ -27,9 +27,8 @@ from coserve.train.state import Identity, TrainingState
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """Settings of a session, except those that come with each optimizer step. `keep` says which activations
-    are stored, or the bytes that those of a micro-batch may take; `rows` is the most that a micro-batch has,
-    which those bytes are shared by."""
+    """Settings of a session, except those of each optimizer step. `keep` is the policy of stored activations,
+    or the bytes that a micro-batch's may take; `rows`, the most rows of a micro-batch, divide those bytes."""
 
     optimizer: AdamW = field(default_factory=AdamW)
     keep: SavePolicySetting = SavePolicy.INPUTS
@@ -38,11 +37,11 @@ class SessionConfig:
 
 class TrainingSession:
     """Trains one adapter: accumulates gradients of micro-batches and publishes a version at each optimizer
-    step. `micro_batches` are those of the step under way, by key; `weights` what they train.
+    step. `micro_batches` are those of the step under way, by key; `weights` the master weights.
 
     `start` is the version to train from; with `resume` its weights, moments and counts are those of that
-    state. `identity` is kept with the states that are saved. `make_offload` makes the place where moments
-    rest; without it they stay beside the weights.
+    state. `identity` is kept with saved states. `make_offload` makes the store where moments rest; without it
+    they stay beside the weights.
     """
 
     def __init__(
@@ -74,22 +73,22 @@ class TrainingSession:
     # forward_backward
 
     def begin(self, start: MicroBatchStart) -> None:
-        """Takes on a micro-batch of the optimizer step under way."""
+        """Adds a micro-batch to the optimizer step under way."""
         state = MicroBatchState(start, self._base, self.weights, self.fates, self._arena)
         self.micro_batches[start.key] = state
 
     def drop_activations(self) -> None:
-        """Gives back what the micro-batches of the step under way hold; none of them can go on."""
+        """Frees the activations of the step under way; its micro-batches cannot go on."""
         for micro_batch in self.micro_batches.values():
             micro_batch.drop()
 
     def change(self, config: SessionConfig) -> None:
-        """Has the micro-batches to come keep what `config` says. Its optimizer stays as it is."""
+        """Sets what later micro-batches keep, as `config` says. The optimizer stays as it is."""
         self.config = config
         self.fates = fates_of(self._base, self.weights.current, config.keep, config.rows)
 
     def abandon(self) -> None:
-        """Gives back all that the step under way holds, gradients included."""
+        """Frees all state of the step under way, gradients included."""
         self.drop_activations()
         self.micro_batches.clear()
         self.weights.optimizer.drop_gradients()
@@ -98,13 +97,13 @@ class TrainingSession:
 
     @property
     def batch_key(self) -> tuple[object, ...]:
-        """Equal for sessions whose adapters and steps have one shape: their rows are multiplied together when
-        they lie next to each other."""
+        """Equal for sessions whose adapters and steps have the same shapes: their rows are multiplied
+        together if they are adjacent."""
         return self._tokens, self._shape
 
     @property
     def _tokens(self) -> int:
-        """Rows of the examples of the step under way, those of prompts and padding apart."""
+        """Rows of the examples of the step under way, without prompts and padding."""
         prompt = self.weights.current.virtual.prompt_count
         starts = (micro_batch.start for micro_batch in self.micro_batches.values())
         return sum(sum(start.lengths) - start.padding - prompt for start in starts)
@@ -120,7 +119,7 @@ class TrainingSession:
         return sum(float(loss) for loss in losses) / self._labels
 
     def updated(self, loss: float, norm: float, rate: float) -> Updated:
-        """Ends an optimizer step whose weights lie in `weights.room`: publishes them, and returns what to
+        """Ends an optimizer step whose weights are in `weights.room`: publishes them, and returns the
         report."""
         labels, tokens = self._labels, self._tokens
         self.micro_batches.clear()
@@ -134,10 +133,10 @@ class TrainingSession:
         stays = f"the adapter stays at version {self.weights.current.key}"
         return LossNotFinite(f"job {self.job}: {what} at step {self.step + 1}; {stays}")
 
-    # What it holds
+    # State
 
     def state(self) -> TrainingState:
-        """A copy of where the session stands after its last optimizer step, without the one under way."""
+        """A copy of the session's state after its last optimizer step, without the one under way."""
         assert self._identity is not None, "what is saved says what it was trained on"
         optimizer = self.weights.optimizer
         weights = {name: _copy(weight) for name, weight in optimizer.weights.items()}
@@ -147,7 +146,7 @@ class TrainingSession:
 
     @property
     def held(self) -> dict[Account, int]:
-        """Bytes it holds now, by account."""
+        """Bytes held now, by account."""
         return {
             Account.ACTIVATIONS: sum(micro_batch.nbytes for micro_batch in self.micro_batches.values()),
             Account.OPTIMIZERS: self.weights.optimizer.nbytes,

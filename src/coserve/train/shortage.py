@@ -1,4 +1,4 @@
-"""Failures in a job's own rows, lack of memory or any other, end that job alone."""
+"""A failure in a job's rows, lack of memory or any other, fails that job alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from coserve.memory.exhausted import is_out_of_memory
 
 
 class Shortages:
-    """Jobs that have failed, or run out of memory, since the last `take`. `free(job)` returns the memory that
-    such a job's rows hold: the next job may need it."""
+    """Jobs that have failed, or run out of memory, since the last `take`. `free(job)` frees the memory of
+    such a job's rows, which the next job may need."""
 
     def __init__(self, free: Callable[[str], None]) -> None:
         self._free = free
@@ -21,9 +21,8 @@ class Shortages:
 
     @contextmanager
     def of(self, job: str) -> Iterator[None]:
-        """Surrounds work for `job`: where memory runs out, or any other error is raised, the job has failed
-        and no other job notices. The allocator's message is kept, the tensors of the failed frames are
-        not."""
+        """Surrounds work for `job`: if memory runs out, or any other error is raised, this job fails and
+        others are not affected. The allocator's message is kept, the tensors of the failed frames are not."""
         failure: CoserveError | None = None
         try:
             yield
@@ -33,11 +32,11 @@ class Shortages:
                 failure = OutOfMemory(f"job {job} ran out of memory: {words}")
             else:
                 failure = contained(error, f"job {job}", JobError)
-        if failure is not None:  # not before: the error holds the frames, and these what they computed
+        if failure is not None:  # after the error, whose frames hold their tensors
             self._failed[job] = failure
             self._free(job)
 
     def take(self) -> dict[str, CoserveError]:
-        """The jobs that failed since the last call, and their errors."""
+        """Removes and returns the failed jobs and their errors."""
         found, self._failed = self._failed, {}
         return found

@@ -1,7 +1,7 @@
-"""Tensors of many shapes end to end in a few flat ones, so that one operation is over all of them.
+"""Tensors of many shapes end to end in a few flat ones, so that one operation covers all of them.
 
 A *slab* holds neighbours. It is small enough for the C library to keep its bytes when they are freed
-(`memory/malloc.py`): a larger one would come from the system anew at each step, page by page.
+(`memory/malloc.py`): the system would map a larger one anew at each step, page by page.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_MOST: Final = 1 << 22  # numbers of a slab: 16 MiB in float32. A tensor with more has one of its own.
+_MOST: Final = 1 << 22  # elements of a slab: 16 MiB in float32. A larger tensor has its own slab.
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Place of a tensor: numbers [start, stop) of slab `slab`."""
+    """Place of a tensor: elements [start, stop) of slab `slab`."""
 
     slab: int
     start: int
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """Layout of tensors in slabs, by name, in their order; `sizes` are the numbers of each slab."""
+    """Layout of tensors in slabs, by name, in order; `sizes` are the slabs' numbers of elements."""
 
     slots: Mapping[str, Slot]
     sizes: tuple[int, ...]
@@ -45,7 +45,7 @@ class Slabs:
         return Slabs(slots, tuple(sizes))
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Slabs that nobody has written to."""
+        """Uninitialised slabs."""
         return [torch.empty(size, dtype=dtype, device=device) for size in self.sizes]
 
     def views(self, slabs: list[Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""State of a job: all that it needs to go on as if it had never stopped."""
+"""State of a job, complete enough to continue as if never interrupted."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from coserve.errors import JobError
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of a job's data order: what decides which examples an optimizer step is made of. A job goes on
-    only where all of it is the same, else examples would be lost or repeated. `data` is
+    """Identity of a job's data order: everything that decides the examples of each optimizer step. A job
+    resumes only if all of it is the same; else examples would be lost or repeated. `data` is
     `train.example.digest`."""
 
     data: str
@@ -21,7 +21,7 @@ class Identity:
     epochs: int
 
     def expect(self, other: "Identity") -> None:
-        """Raises JobError where `other` would give the steps other examples."""
+        """Raises JobError if `other` would give the steps different examples."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -30,7 +30,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingState:
-    """A job after optimizer step `step`, as tensors on the CPU that nobody writes to.
+    """A job after optimizer step `step`, as constant tensors on the CPU.
 
     `adapter` holds the master weights. `moments` is AdamW's state by path of the linear, letter of the matrix
     and name (`model.layers.0.mlp.up_proj.lora_A.exp_avg`); matrices that never had a gradient have none.

@@ -18,11 +18,11 @@ from coserve.train.state import Identity
 class SupervisedSteps:
     """Cuts a job's examples into optimizer steps, and those into micro-batches.
 
-    Which examples step n is made of depends on `config` and n alone, so a job goes on after `resumed_from`
-    steps exactly as it would have. `adapter` is the version that is trained from. `digest` is that of the
-    examples, and may be left empty where nothing will ever be resumed. `prefix` and `prompt` count the
-    adapter's virtual tokens: those given as keys and values, and those that pass through the model as rows.
-    Micro-batches are filled up to the device's `buckets`.
+    The examples of step n depend on `config` and n alone, so a job continues after `resumed_from` steps
+    exactly as an uninterrupted one. `adapter` is the version to train from. `digest` is that of the examples,
+    and may be empty if the job is never resumed. `prefix` and `prompt` count the adapter's virtual tokens:
+    those given as keys and values, and those that pass through the model as rows. Micro-batches are padded to
+    the device's `buckets`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SupervisedSteps:
         self.job, self.config, self.examples = job, config, examples
         self.adapter = adapter
         self.steps = count_steps(len(examples), config)
-        self.step = resumed_from  # how many have been handed out and ended
+        self.step = resumed_from  # number of ended steps
         self.identity = Identity(digest, config.seed, config.batch_size, config.epochs)
         self._layers, self._prefix, self._prompt = layers, prefix, prompt
         self._buckets = buckets
@@ -64,14 +64,14 @@ class SupervisedSteps:
         return self._packed(keys)
 
     def smaller_step(self, keys: Iterator[int]) -> list[MicroBatch]:
-        """The step under way once more from its beginning, in micro-batches of half the rows that keep as
-        little as there is to keep, and so from now on. What it is made of stays the same."""
+        """Restarts the step under way with the same examples. From now on micro-batches have half the rows,
+        and keep layer inputs alone."""
         assert self._under_way, "no step is under way"
         self.config = replace(self.config, rows=max(1, self.config.rows // 2), keep=SavePolicy.INPUTS)
         return self._packed(keys)
 
     def ended(self, adapter: str) -> None:
-        """The optimizer has stepped, and published the version `adapter`."""
+        """Records an optimizer step, which has published the version `adapter`."""
         self.step += 1
         self.adapter = adapter
         self._under_way = []
@@ -140,8 +140,8 @@ def count_steps(examples: int, config: TrainingConfig) -> int:
 
 
 def _padding(lengths: tuple[int, ...], prompt: int, buckets: RowBuckets) -> tuple[int, ...]:
-    """Examples without labels that fill a micro-batch up to a row count in use, none longer than the real
-    ones: positions are bounded."""
+    """Examples without labels that pad a micro-batch to a row count in use, none longer than the real ones:
+    positions are bounded."""
     rows, longest = prompt + sum(lengths), max(lengths)
     missing = buckets.pad_rows(rows) - rows
     whole, rest = divmod(missing, longest)

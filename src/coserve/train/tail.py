@@ -1,5 +1,5 @@
-"""Training windows through the tail: log-probabilities of targets, the loss, and its gradient for the last
-layer's output."""
+"""Passes training windows through the tail: log-probabilities of targets, the loss, and its gradient for the
+last layer's output."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -26,8 +26,8 @@ class Tail:
     """The final norm, the head and the loss of one micro-batch, in chunks of few logits. Only rows with a
     label pass.
 
-    A loss that couples tokens passes twice: `logprobs` for all windows, then `loss` for all. Others pass
-    once. `leaves` are the parameters that train in the tail; `accumulate(leaves, gradients)` takes their
+    A loss that couples tokens needs two passes: `logprobs` for all windows, then `loss` for all. Others need
+    one. `leaves` are the parameters that train in the tail; `accumulate(leaves, gradients)` receives their
     gradients. `weight` scales the gradient: one over the labels of the whole optimizer step.
     """
 
@@ -44,14 +44,14 @@ class Tail:
         self._spec, self._loss = spec, LOSSES[spec.name]
         device, exact = store.labels.device, torch.promote_types(store.base.dtype, torch.float32)
         self._inputs = {name: torch.tensor(x, dtype=exact, device=device) for name, x in spec.inputs.items()}
-        # NaN where they are not known: a loss that needs all of them cannot pass with one missing.
+        # NaN until known, so that a loss of all of them is NaN if one is missing.
         self._logprobs = torch.full(
             (store.rows if spec.couples else 0,), torch.nan, dtype=exact, device=device
         )
-        self._coupled: Tensor | None = None  # the loss's gradient by all log-probabilities
+        self._coupled: Tensor | None = None  # the loss's gradient for all log-probabilities
 
     def logprobs(self, window: Window, bypasses: Bypasses) -> None:
-        """Takes the window's rows through the tail for their targets' log-probabilities alone."""
+        """Computes the log-probabilities of the targets of the window's rows, without a loss."""
         hidden = self._store.hidden.last(window)[0]
         for chunk in self._chunks(window):
             with torch.no_grad():
@@ -60,8 +60,8 @@ class Tail:
             self._logprobs[rows] = target_logprobs(logits[: len(chunk)], self._store.labels[rows])
 
     def loss(self, window: Window, bypasses: Bypasses) -> None:
-        """Adds the loss of the window's rows to the store's, and saves there its gradient for the last
-        layer's output."""
+        """Adds the loss of the window's rows to the store's, and stores its gradient for the last layer's
+        output."""
         hidden = self._store.hidden.last(window)[0]
         gradient = torch.zeros_like(hidden)
         for chunk in self._chunks(window):
@@ -102,7 +102,7 @@ class Tail:
         return logprob_vjp(logits, labels, by_logprobs * self._weight)
 
     def _coupled_gradient(self) -> Tensor:
-        """The loss's gradient by the log-probabilities of all rows, once they are there."""
+        """The loss's gradient for the log-probabilities of all rows, which must be known."""
         if self._coupled is None:
             rows = (self._store.labels >= 0).nonzero().squeeze(1)
             self._coupled = torch.zeros_like(self._logprobs)
@@ -111,7 +111,7 @@ class Tail:
 
     @cached_property
     def _examples(self) -> Tensor:
-        """Number of the example that each row is of, [rows]; -1 for the prompt's."""
+        """Index of each row's example, [rows]; -1 for the prompt's."""
         lengths, device = self._store.lengths, self._store.labels.device
         numbers = torch.arange(len(lengths), device=device) - int(self._store.prompt > 0)
         return numbers.repeat_interleave(torch.tensor(lengths, device=device))

@@ -1,4 +1,4 @@
-"""The optimizer's steps of all jobs whose turn it is: clipped, stepped and published in a few operations."""
+"""Joint optimizer steps of several jobs: clipped, stepped and published in a few operations."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ Due = tuple[TrainingSession, OptimStep]
 
 
 def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
-    """Steps the optimizers of sessions whose weights have room; returns the outcome of each. A step that is
-    not finite is its own session's alone: nothing it has published changes, nor anything of others."""
+    """Steps the optimizers of sessions whose weights have room; returns each outcome. A step that is not
+    finite fails its own session alone: published versions and other sessions do not change."""
     losses = [session.loss_so_far() for session, _ in due]
     gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.weights.optimizer for s, _ in due)]
     of_gradients = norms(gradients)
@@ -42,12 +42,12 @@ def update_all(due: Sequence[Due]) -> list[Updated | LossNotFinite]:
 
 
 def _clip(due: Sequence[tuple[OptimStep, Sequence[Tensor], float]]) -> None:
-    """Gradients whose norm is above their step's limit."""
+    """Scales gradients down to their step's limit of the norm."""
     clipped: list[Tensor] = []
     factors: list[float] = []
     for update, gradients, norm in due:
         limit = update.max_grad_norm
-        if limit is not None and norm + _ADDED > limit:  # else all would be multiplied by one
+        if limit is not None and norm + _ADDED > limit:  # else the factor would be one
             clipped += gradients
             factors += [limit / (norm + _ADDED)] * len(gradients)
     if clipped:
@@ -55,7 +55,7 @@ def _clip(due: Sequence[tuple[OptimStep, Sequence[Tensor], float]]) -> None:
 
 
 def _write(stepped: Sequence[MasterWeights]) -> list[float]:
-    """Copies weights into the room for their next versions; returns the norm of each session's."""
+    """Copies weights into the room for their next versions; returns each session's norm."""
     if stepped:
         rooms = [room for weights in stepped for room in weights.room]
         torch._foreach_copy_(rooms, [flat for weights in stepped for flat in weights.optimizer.flat])

@@ -14,11 +14,11 @@ from coserve.kernels.rows import concat_rows
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows [start, start + rows) of a micro-batch and how they fall on its examples.
+    """Rows [start, start + rows) of a micro-batch and their examples.
 
-    `past` rows before `start` belong to the window's first example; `pieces` are the rows each example
-    has in the window, in order. Where the micro-batch begins with the adapter's prompt, which stands before
-    every example, `before` of its rows precede the window and `prompt` of them are the window's first.
+    `past` rows before `start` belong to the window's first example; `pieces` are the rows of each example in
+    the window, in order. If the micro-batch begins with the adapter's prompt, which precedes every example,
+    `before` of its rows precede the window and `prompt` of them are the window's first.
     """
 
     start: int
@@ -30,7 +30,7 @@ class Window:
 
     @staticmethod
     def of(lengths: tuple[int, ...], start: int, rows: int, prompt: int = 0) -> "Window":
-        """`prompt` rows stand before all examples; they are the first of `lengths`, if any."""
+        """`prompt` rows precede all examples; they are the first of `lengths`, if any."""
         before = min(start, prompt)
         pieces, past, begin = [], 0, prompt
         for length in lengths[bool(prompt) :]:
@@ -55,12 +55,12 @@ KV = tuple[Tensor, Tensor]  # keys [1, groups, rows, dk] and values [1, groups, 
 
 @dataclass(frozen=True, slots=True)
 class PastKV:
-    """Keys and values that a window's rows attend to beside those the layer makes of them; None where there
-    are none.
+    """Keys and values that a window's rows attend to beside those of the layer's own pass; None if there are
+    none.
 
-    `given` are virtual keys and values, `prompt` those of the prompt's rows before the window: both stand
-    before every example. `own` are those of the rows of the window's first example before the window.
-    `shared` are the window's own, where the layer reads another layer's.
+    `given` are virtual keys and values, `prompt` those of the prompt's rows before the window: both precede
+    every example. `own` are those of the rows of the window's first example before the window. `shared` are
+    the window's own, where the layer reads another layer's.
     """
 
     given: KV | None = None
@@ -76,7 +76,7 @@ class PastKV:
 
     @property
     def ahead(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys, and values, that stand before every example."""
+        """Keys, and values, that precede every example."""
         pairs = [pair for pair in (self.given, self.prompt) if pair is not None]
         return [keys for keys, _ in pairs], [values for _, values in pairs]
 
@@ -98,8 +98,8 @@ def attend_window(
     spec: AttentionSpec,
     kept: Attended | None = None,
 ) -> Tensor:
-    """Attention of a window's rows, each within its own example and to what stands before every example; in
-    the current graph, if there is one. What was `kept` of it is not computed again.
+    """Attention of a window's rows, each within its own example and to everything before every example; in
+    the current graph, if there is one. Outputs in `kept` are not recomputed.
 
     q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv]; returns [1, rows, heads, dv].
     """
@@ -113,8 +113,8 @@ def attend_window(
 def attend_window_keeping(
     q: Tensor, k: Tensor, v: Tensor, past: PastKV, window: Window, spec: AttentionSpec
 ) -> Attended:
-    """As `attend_window`, without a graph, and with what backward needs: out [1, rows, heads, dv] and lse [1,
-    rows, heads]."""
+    """As `attend_window`, without a graph; returns the tensors for backward: out [1, rows, heads, dv] and lse
+    [1, rows, heads]."""
     outs, lses = [], []
     for piece in _pieces(q, k, v, past, window):
         found = attend_keeping(*piece.tensors, spec)
@@ -124,14 +124,14 @@ def attend_window_keeping(
 
 
 class _Rows(Protocol):
-    """Some of a window's rows, in the shape that attention takes."""
+    """Some of a window's rows, in attention's layout."""
 
     def of(self, x: Tensor) -> Tensor:
         """[1, heads, window rows, width] to [batch, heads, t, width]."""
         ...
 
     def back(self, x: Tensor) -> Tensor:
-        """[batch, heads, t, width] to rows first, [1, rows, heads, width]."""
+        """[batch, heads, t, width] to [1, rows, heads, width]."""
         ...
 
 
@@ -151,8 +151,8 @@ class _Together:
 
 
 class _SideBySide:
-    """Whole examples from row `start` on as a batch, padded on the right, where causal attention reads
-    nothing."""
+    """Whole examples from row `start` on as a batch, padded on the right, which causal attention never
+    reads."""
 
     def __init__(self, start: int, pieces: Sequence[int], device: torch.device) -> None:
         self._count, self._longest = len(pieces), row_buckets(device).pad_rows(max(pieces))
@@ -160,7 +160,7 @@ class _SideBySide:
         offsets = start + lengths.cumsum(0) - lengths
         column = torch.arange(self._longest, device=device)
         self._rows = (offsets[:, None] + column.minimum(lengths[:, None] - 1)).flatten()
-        # Where the real rows lie, without a look at values, which a device would have to be waited for.
+        # Indices of the real rows, without reading values, which would wait for the device.
         total = sum(pieces)
         shifts = torch.arange(self._count, device=device) * self._longest - (offsets - start)
         self._real = shifts.repeat_interleave(lengths, output_size=total) + torch.arange(total, device=device)
@@ -175,7 +175,7 @@ class _SideBySide:
 
 @dataclass(frozen=True, slots=True)
 class _Even:
-    """As `_SideBySide`, for examples of one length that needs no padding: rows stay where they lie."""
+    """As `_SideBySide`, for examples of equal length: no padding, and no copy of rows."""
 
     start: int
     count: int
@@ -192,7 +192,7 @@ class _Even:
 
 
 def _beside(start: int, pieces: Sequence[int], device: torch.device) -> _Rows:
-    """Whole examples from row `start` on, each by itself."""
+    """Whole examples from row `start` on, as separate sequences."""
     first = pieces[0]
     if len(pieces) == 1:
         return _Together(start, start + first)
@@ -210,13 +210,13 @@ class _Piece:
 
 
 def _kept_of(rows: _Rows, kept: Attended) -> Attended:
-    """These rows of what was kept of a window's attention."""
+    """The kept attention outputs of these rows."""
     lse = rows.of(kept.lse[..., None].transpose(1, 2))
     return Attended(rows.of(kept.out.transpose(1, 2)), lse.squeeze(-1))
 
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor, past: PastKV, window: Window) -> Iterator[_Piece]:
-    """A window's rows in order: those of the prompt, of the example it begins within, of whole examples."""
+    """A window's rows in order: of the prompt, of the example continued from before, of whole examples."""
     pieces = list(window.pieces)
     keys, values = past.ahead
     start = window.prompt
@@ -235,7 +235,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, past: PastKV, window: Window) -> It
 
 
 def _joined(ahead: list[Tensor], own: Tensor) -> Tensor:
-    """`own` [batch, groups, rows, width] after what stands before each example, [1, groups, n, width]."""
+    """`own` [batch, groups, rows, width] after the rows before each example, [1, groups, n, width]."""
     if not ahead:
         return own
     return torch.cat([*(x.expand(own.shape[0], -1, -1, -1) for x in ahead), own], dim=2)

@@ -1,9 +1,9 @@
-"""The rows of a window group in a layer: on their way forward, and re-run for their gradient.
+"""The rows of a window group in a layer: in forward, and re-run for their gradient.
 
-A window group is one or more windows of distinct micro-batches, one after the other in a batch of rows `[1,
-rows, width]`. The frozen base multiplies all rows at once. Adapters, stores and attention see only the rows
-of their own window: a NaN in one window reaches no other, and each window gets the gradients that it gets in
-a group of one. A group of one copies nothing to join or to part rows.
+A window group is one or more windows of distinct micro-batches, concatenated in a batch of rows `[1, rows,
+width]`. The frozen base multiplies all rows at once. Adapters, stores and attention see only the rows of
+their own window: a NaN in one window reaches no other, and each window gets the same gradients as in a group
+of one. A group of one joins and splits rows without copies.
 """
 
 from collections.abc import Sequence
@@ -43,12 +43,12 @@ class ForwardWindow:
         self.store.hidden.save(layer, self.window, hidden[0])
 
     def stop(self, layer: int) -> None:
-        """Has it go no further than below `layer`."""
+        """Limits the window to layers below `layer`."""
         self.layers = range(self.layers.start, min(self.layers.stop, layer))
 
     @property
     def span(self) -> Span:
-        """The layers that it has passed once it has gone forward."""
+        """The layers passed, once the window has gone forward."""
         return Span(self.layers.start, self.layers.stop)
 
 
@@ -99,9 +99,9 @@ class KeptRows:
 class ReplayedRows(GraphRows):
     """A window group's rows while a layer is re-run for its gradient.
 
-    What is stored of them is not computed again, nor is what no gradient depends on. `past` is one a
-    window, as leaves of the graph. `current` are the graph's own keys and values [1, groups, rows, width],
-    None where the layer reads another layer's.
+    Stored outputs are not recomputed, nor those on which no gradient depends. `past` is one per window, as
+    leaves of the graph. `current` are the graph's own keys and values [1, groups, rows, width], None where
+    the layer reads another layer's.
     """
 
     def __init__(
@@ -170,8 +170,7 @@ def _attend_and_keep(
     v: Tensor,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Attention of `windows`, which attend as the one window `whole`; the stores that keep it get their
-    rows."""
+    """Attention of `windows`, computed as the one window `whole`; stores that keep it receive their rows."""
     keeps = [store.saved.fates.of_attention(layer) is Fate.KEPT for store, _ in windows]
     if not any(keeps):
         return attend_window(q, k, v, past, whole, spec)
@@ -185,7 +184,7 @@ def _attend_and_keep(
 
 
 def _join(pairs: Sequence[KV]) -> KV:
-    """Keys, and values, of windows end to end."""
+    """Concatenates keys, and values, of windows."""
     return concat_rows([k for k, _ in pairs], 2), concat_rows([v for _, v in pairs], 2)
 
 
@@ -194,8 +193,7 @@ def _join_attended(kept: Sequence[Attended]) -> Attended:
 
 
 def _as_one_window(windows: Sequence[StoredWindow]) -> Window | None:
-    """One window whose examples are those of all; None where something stands before any of their
-    examples."""
+    """One window with the examples of all; None if anything precedes any of their examples."""
     if any(w.past or w.before or w.prompt or store.kv.virtual for store, w in windows):
         return None
     pieces = tuple(piece for _, w in windows for piece in w.pieces)
