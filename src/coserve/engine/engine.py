@@ -1,4 +1,4 @@
-"""One engine: a frozen base, and everything that is answered and trained on it."""
+"""One engine: a frozen base, its answers and its training."""
 
 import random
 import threading
@@ -62,8 +62,8 @@ Prompt = str | Sequence[int] | Messages
 class Engine:
     """Answers requests and trains adapters on one frozen base, in the same steps.
 
-    `generate` and `finetune` return handles at once; iterating any of them drives `step`, which advances
-    all of them. Safe to use from several threads.
+    `generate` and `finetune` return handles at once; iterating any handle drives `step`, which advances all
+    of them. Safe to use from several threads.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.clock = config, clock
-        policy = make_policy(config.policy, **config.policy_options)  # a wrong one is found out first
+        policy = make_policy(config.policy, **config.policy_options)  # a wrong policy is refused first
         self.memory = EngineMemory(config)
         special = config.allow_special_tokens
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
@@ -102,7 +102,7 @@ class Engine:
             self.calibrate()
 
     def calibrate(self) -> None:
-        """Measures what steps cost on this machine: seconds, before anything else is under way."""
+        """Measures the costs of steps on this machine, in some seconds; nothing else may be under way."""
         room = self.base, self.config.page_size, self.config.pages
         self.scheduler.cost.fit(measure(self.executor, *room))
         threads = torch.get_num_threads()
@@ -113,7 +113,7 @@ class Engine:
     # The loop
 
     def step(self) -> list[Event]:
-        """One step: decide, run, take in. Returns what it brought about, for every request and job."""
+        """Plans, runs and applies one step. Returns the events of all requests and jobs."""
         with self._lock:
             self.arrivals.before_step()
             self.paged.advance()
@@ -122,7 +122,7 @@ class Engine:
             events = self.scheduler.apply(result, self.clock())
             for event in events:
                 self._deliver(event)
-            return [e for e in events if not (isinstance(e, JobFailed) and e.job in self.jobs)]  # it goes on
+            return [e for e in events if not (isinstance(e, JobFailed) and e.job in self.jobs)]  # retried
 
     def run(self) -> None:
         """Steps until nothing is left to do."""
@@ -143,14 +143,15 @@ class Engine:
         scope: str | None = "",
         newcomer: bool = False,
     ) -> Completion:
-        """Queues one answer and returns its handle.
+        """Queues one request and returns its handle.
 
         `prompt` is text, token ids, or chat messages; `adapter` a name (its current version is used to the
         end) or a version's key. `arrival` is on the engine's clock and defaults to now. `continued` are the
-        answer's first tokens where another engine gave them out: they count as its beginning, and the handle
-        reports only what follows. Without `text` the tokens stay tokens, and stop strings are left to the
-        caller. What prompts of one `scope` have in common is computed once; None shares nothing. The first
-        token of a `newcomer` goes first. Raises RequestError, AdapterNotFound or ConfigError, nothing queued.
+        answer's first tokens if another engine generated them: they count as its beginning, and the handle
+        reports only the tokens after them. Without `text` the answer stays tokens, and stop strings are left
+        to the caller. A prefix common to prompts of one `scope` is computed once; None shares nothing. The
+        first token of a `newcomer` goes first. Raises RequestError, AdapterNotFound or ConfigError, with
+        nothing queued.
         """
         # Before the lock is taken: no step waits while a grammar is compiled.
         grammar = check_sampling(sampling, self.base.vocabulary, self.grammars, continued)
@@ -177,7 +178,7 @@ class Engine:
             return completion
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt; messages go through the chat template, which raises DataError."""
+        """Token ids of a prompt. Messages go through the chat template, which raises DataError."""
         if not isinstance(prompt, Sequence):
             raise RequestError(f"a prompt is text, token ids or messages, not {type(prompt).__name__}")
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
@@ -191,15 +192,15 @@ class Engine:
     # Adapters
 
     def load_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
-        """Makes an adapter in PEFT's format, of any method, answer to `name`."""
+        """Loads an adapter in PEFT's format, of any method, under `name`."""
         return self.add_adapter(self.read_adapter(name, folder))
 
     def read_adapter(self, name: str, folder: str | Path) -> AdapterVersion:
-        """The adapter in `folder`, ready for `add_adapter`. Takes no lock: steps go on meanwhile."""
+        """Reads the adapter in `folder`, for `add_adapter`. Takes no lock: steps go on meanwhile."""
         return read_adapter(folder, name, self.base, self.base.dtype, self.base.device)
 
     def add_adapter(self, adapter: AdapterVersion) -> AdapterVersion:
-        """Makes an adapter that was read before answer to its name, always in memory; returns it numbered."""
+        """Publishes an adapter under its name, and keeps it in memory; returns it with its version number."""
         with self._lock:
             check_name(adapter.name)  # before the weights are on the device
             self.training.refuse_while_trained(adapter.name)
@@ -209,18 +210,18 @@ class Engine:
             return adapter
 
     def register_adapter(self, name: str, folder: str | Path) -> StoredVersion:
-        """Makes the adapter in `folder` answer to `name`, and leaves its weights on disk until a request asks
-        for it. They leave memory again for others; so the folder has to stay as it is."""
+        """Publishes the adapter in `folder` under `name`; its weights stay on disk until a request needs
+        them, and may be evicted again. So the folder has to stay as it is."""
         return self.add_stored(self.look_at_adapter(name, folder))
 
     def look_at_adapter(self, name: str, folder: str | Path, new: bool = False) -> StoredVersion:
-        """Reads the outline of the adapter in `folder`, ready for `add_stored`. Weights of a `new` one are
-        looked through, and not kept. Takes no lock. Raises AdapterError for what does not fit this base."""
+        """Reads the outline of the adapter in `folder`, for `add_stored`. The weights of a `new` one are
+        checked, and not kept. Takes no lock. Raises AdapterError if the adapter does not fit this base."""
         return self._outlines.look(name, folder, new)
 
     def add_stored(self, stored: StoredVersion) -> StoredVersion:
-        """Makes an adapter that was looked at before answer to its name; returns it with its version number.
-        Raises OutOfMemory for one that would never fit."""
+        """Publishes an adapter on disk under its name; returns it with its version number. Raises OutOfMemory
+        if it would never fit."""
         with self._lock:
             self.training.refuse_while_trained(stored.name)
             self.memory.fit(stored.name, stored.cost)
@@ -229,20 +230,20 @@ class Engine:
             return stored
 
     def pin_adapter(self, name: str, pinned: bool = True) -> None:
-        """Has a registered adapter brought in and kept in memory, or no longer kept there."""
+        """Loads a registered adapter and keeps it in memory, or unpins it."""
         with self._lock:
             self.paged.pin(self.bank.look(name).key, pinned)
 
     def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter; answers under way keep it until they end."""
+        """Removes an adapter; answers under way keep it until they end."""
         with self._lock:
             self.training.refuse_while_trained(name)
             self.bank.remove(name)
             self.training.admission.advance()
 
     def weights(self, name: str) -> AdapterVersion:
-        """An adapter's current version, or the one that a key names, with its weights; they are read from
-        files if they are not on the device. Raises AdapterNotFound."""
+        """An adapter's current version, or the version of a given key, with its weights, read from files if
+        they are not on the device. Raises AdapterNotFound."""
         with self._lock:
             known = self.bank.look(name)
             if isinstance(known, StoredVersion) and self.cache.tier(known.key) is not AdapterTier.DEVICE:
@@ -273,12 +274,12 @@ class Engine:
     ) -> FineTuning:
         """Starts training `adapter` and returns the job's handle.
 
-        `data` is a JSONL or text file, records as such a file holds them, or token examples. Every optimizer
-        step publishes a version, which `generate` uses from then on. `method` are the settings of an adapter
-        method, such as LoRAConfig, or of several that are one adapter together. `start_from` is an adapter,
-        or names a loaded one, to continue from (its own settings count then). `job` is the job's id, and one
-        that has ended may be used again. `resume` is where the same job stood before: its steps go on there.
-        `keeping` gets the states worth keeping. Raises DataError, AdapterError or JobError.
+        `data` is a JSONL or text file, records with the fields of such a file's, or token examples. Every
+        optimizer step publishes a version, which `generate` uses from then on. `method` is the settings of an
+        adapter method, such as LoRAConfig, or a sequence of several that form one adapter. `start_from` is an
+        adapter, or a loaded one's name, to continue from (its own settings count then). `job` is the job's
+        id; the id of an ended job may be used again. `resume` is the state at which the same job continues.
+        `keeping` receives the states to keep. Raises DataError, AdapterError or JobError.
         """
         prepared = data if isinstance(data, Prepared) else self.prepare(data, training)
         with self._lock:
@@ -291,7 +292,8 @@ class Engine:
             return self.training.start(asked, keeping)
 
     def prepare(self, data: Data, training: TrainingConfig = TrainingConfig()) -> Prepared:
-        """Reads, checks and tokenizes training data; DataError. Takes no lock: steps go on meanwhile."""
+        """Reads, checks and tokenizes training data. Raises DataError. Takes no lock: steps go on
+        meanwhile."""
         if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], Example):
             prepared = prepare_examples(cast(Sequence[Example], data), training.max_length)
         elif self.text is None:
@@ -305,10 +307,10 @@ class Engine:
 
     @property
     def jobs(self) -> dict[str, FineTuning]:
-        """Jobs that have not ended, by their ids; the others are their callers' alone."""
+        """Jobs that have not ended, by their ids."""
         return self.training.jobs
 
-    # How it is doing
+    # State
 
     @property
     def has_work(self) -> bool:
@@ -316,14 +318,14 @@ class Engine:
         return self.scheduler.has_work
 
     def stats(self) -> EngineStats:
-        """Counters since the start, and where things stand now."""
+        """Counters since the start, and the current state."""
         with self._lock:
             return count(self.scheduler, self.memory, self._pages, self.cache)
 
     # Inside
 
     def _next_result(self) -> StepResult:
-        """The result of the oldest plan under way. Where plans are made ahead the next one is launched
+        """The result of the oldest plan under way. With asynchronous scheduling the next plan is launched
         first, if it can be made already."""
         if not self.config.plans_ahead:
             return self.executor.run(self.scheduler.plan(self.clock()))
@@ -336,7 +338,7 @@ class Engine:
         return result
 
     def _read_stored(self, stored: StoredVersion) -> int:
-        """Brings a stored version onto the device; its bytes there. Runs on the reader's thread."""
+        """Loads a stored version onto the device; returns its bytes there. Runs on the reader's thread."""
         return self.executor.call(ReadAdapter(stored)).nbytes
 
     def _load(self, adapter: AdapterVersion) -> Outline:
@@ -346,14 +348,14 @@ class Engine:
         self.executor.call(DropAdapters((key,), tier))
 
     def _publish(self, result: StepResult) -> None:
-        """Notes the versions that a step's optimizer steps have made; they are like those before."""
+        """Publishes the versions of a step's optimizer steps, with the outlines of those before."""
         for updated in result.updated.values():
             name, _, number = updated.version.rpartition("@")
             before = self.bank.look(name)
             self.bank.publish(KnownVersion(name, int(number), before.outline))
 
     def _steps(self, policy: Policy) -> Steps:
-        """Limits of what a job may have under way at once."""
+        """Limits of a job's work under way at once."""
         settings = self.scheduler.config
         window = settings.training_window or settings.max_training_rows
         return Steps(settings.micro_batches_in_flight, None if policy.whole else window, self.config.offload)
@@ -398,7 +400,7 @@ class Engine:
         )
 
     def _drive(self) -> bool:
-        """One step if there is anything to do; callers on other threads take the lock before it."""
+        """Runs one step if there is anything to do; callers on other threads take the lock before it."""
         self.arrivals.give_way()
         with self._lock:
             if not self.scheduler.has_work:
@@ -428,7 +430,7 @@ class Engine:
         adapter = completion.sequence.request.adapter
         if adapter is not None:
             self.cache.release(adapter, key)
-            if self.training.admission.waiting:  # maybe for the bytes of this adapter
+            if self.training.admission.waiting:  # perhaps for this adapter's bytes
                 self.training.admission.advance()
 
     def _cancel_sequence(self, key: int) -> None:
@@ -437,5 +439,5 @@ class Engine:
 
 
 def _text_of(model: str | Path | PreTrainedModel, special: bool) -> Text | None:
-    """Text with the tokenizer saved beside a model; a model object brings none."""
+    """Text with the tokenizer saved beside a model; None for a model object."""
     return None if isinstance(model, PreTrainedModel) else Text.load(model, special)

@@ -32,13 +32,13 @@ from coserve.model.parameters import held_bytes, parameters_of
 
 
 class Base:
-    """One frozen foundation model. Built by `coserve.model.load`, which proves that it gives the model's own
+    """One frozen foundation model. Built by `coserve.model.load`, which checks that it gives the model's own
     results.
 
-    Attributes: `model` (transformers' own), `cell` (whose rows are running), `linears` by path, `sites` where
-    adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (how many; tied ones
-    once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that), `chain` (its
-    layers, and every way through them), `frozen` (what its parameters are, wherever they are kept).
+    Attributes: `model` (transformers' own), `cell` (the rows in the pass), `linears` by path, `sites` where
+    adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (their number; tied
+    ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that), `chain` (its
+    layers, and every loop over them), `frozen` (its frozen parameters, wherever they are).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Base:
         self.vocabulary = 0
         self._arguments: RowArguments | None = None
         self._decoder: Any = model.get_decoder()
-        self._standing_aside = threading.RLock()  # two lanes of a step have one model
+        self._standing_aside = threading.RLock()  # a step's two lanes share the model
 
     @property
     def depth(self) -> int:
@@ -76,17 +76,17 @@ class Base:
 
     @property
     def hands_on(self) -> bool:
-        """Tells whether some layers read other layers' keys and values."""
+        """Tells whether some layers attend to other layers' keys and values."""
         return any(cache.reads is not None for cache in self.caches)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as they are held now, shared storage counted once."""
+        """Bytes of all weights in their current form, shared storage counted once."""
         return held_bytes(parameters_of(self.model).values())
 
     @property
     def nbytes_to_train(self) -> int:
-        """Bytes that its linears will hold more once something trains."""
+        """Additional bytes of its linears once a job trains."""
         return sum(linear.placement.nbytes_to_train for linear in self.linears.values())
 
     @property
@@ -105,7 +105,7 @@ class Base:
         return frozenset(path for path, site in self.sites.items() if site.stage == self.depth)
 
     def learn_arguments(self) -> None:
-        """Finds out which layer arguments count rows, by running the prologue for two numbers of them."""
+        """Finds the layer arguments with a dimension of rows, by running the prologue for two row counts."""
         fewer, more = (torch.arange(rows, device=self.device) for rows in (5, 7))
         hidden, first = self.prologue(torch.zeros_like(fewer), fewer)
         _, second = self.prologue(torch.zeros_like(more), more)
@@ -117,8 +117,8 @@ class Base:
     def prologue(
         self, tokens: Tensor, positions: Tensor, rows: Rows | None = None
     ) -> tuple[Tensor, LayerCalls]:
-        """Embeddings [1, rows, width] and the layers' arguments, for tokens [rows] at positions [rows]; those
-        of `rows` have a say in the embeddings."""
+        """Embeddings [1, rows, width] and the layers' arguments, for tokens [rows] at positions [rows].
+        Bypasses of `rows` apply to the embeddings."""
         hidden, calls = self._begin(tokens, positions, rows)
         return hidden, _distinct(calls)
 
@@ -127,8 +127,8 @@ class Base:
         return self._begin(tokens, positions, rows)[0]
 
     def tail(self, hidden: Tensor, rows: Rows | None = None) -> Tensor:
-        """Logits [rows, vocabulary] of hidden [1, rows, width], in the current graph if there is one; `rows`
-        has a say in norm and head."""
+        """Logits [rows, vocabulary] of hidden [1, rows, width], in the current graph if there is one.
+        Bypasses of `rows` apply to norm and head."""
         self.chain.on_layer()
         last = self.depth - 1
 
@@ -136,7 +136,7 @@ class Base:
             answered.append(None)
             if len(answered) <= last:
                 return given
-            self.cell.rows = rows  # not before: these rows have been embedded already
+            self.cell.rows = rows  # after the dummy embeddings: bypasses do not apply there
             return hidden
 
         answered: list[None] = []
@@ -155,7 +155,7 @@ class Base:
         def note(hidden: Tensor, call: Call) -> Tensor:
             if not first:
                 first.append(hidden)
-                self.cell.rows = None  # what follows the layers is none of these rows' business
+                self.cell.rows = None  # their bypasses apply to the embeddings alone
             calls.append(_reading_pages(call) if self.hands_on else call)
             return hidden
 
@@ -180,7 +180,8 @@ class Base:
 
 
 class _Elsewhere(KVSharingDict):  # type: ignore[misc]
-    """Replaces the dict in which layers leave keys and values for other layers; these read pages instead."""
+    """Replaces the dict through which layers share keys and values with later layers, which read pages
+    instead."""
 
     def __setitem__(self, key: str, item: Any) -> None:
         pass
@@ -190,7 +191,7 @@ class _Elsewhere(KVSharingDict):  # type: ignore[misc]
 
 
 _NOTHING = torch.empty(0)
-_ELSEWHERE = _Elsewhere()  # one for all, so that layers which are called alike still are
+_ELSEWHERE = _Elsewhere()  # shared, so that `_distinct` finds equal calls
 
 
 def _reading_pages(call: Call) -> Call:
@@ -216,13 +217,13 @@ def _distinct(calls: list[Call]) -> LayerCalls:
 def attention_function(
     cell: BatchCell, caches: dict[int, CacheShape], masks: Masks
 ) -> Callable[..., tuple[Tensor, None]]:
-    """The function a base's attention modules call in place of transformers' own.
+    """The function that a base's attention modules call in place of transformers' own.
 
     Passes queries, keys and values to the rows in `cell`, and records each layer's cache shape for `load`: a
     layer given the keys of another reads that layer's cache. Returns [1, rows, heads, dv], contiguous as
     transformers' own.
     """
-    given: dict[int, weakref.ref[Tensor]] = {}  # keys, while it is learnt who reads whose
+    given: dict[int, weakref.ref[Tensor]] = {}  # keys, while the sharing of caches is learnt
 
     def attention(
         module: Any,
@@ -244,7 +245,7 @@ def attention_function(
             caches[layer] = CacheShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, reads)
             given[layer] = weakref.ref(key)
         shape = caches[layer]
-        if shape.reads is not None:  # whoever attends has them already
+        if shape.reads is not None:  # the rows have stored them already
             groups, rows = shape.groups, query.shape[2]
             key, value = (query.new_zeros(()).expand(1, groups, rows, n) for n in (shape.key, shape.value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

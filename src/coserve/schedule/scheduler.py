@@ -1,8 +1,8 @@
-"""Decides, step by step, what the executor does next.
+"""Plans the executor's work, step by step.
 
 Deterministic, without a clock of its own or tensors. The caller alternates `plan`, the executor, and `apply`;
 all other methods are called between two steps. `plan_ahead` makes further plans before the results of those
-under way are known, which count as done.
+under way are known, and counts these as done.
 """
 
 from collections import deque
@@ -31,12 +31,12 @@ from coserve.schedule.stats import Stats
 from coserve.schedule.training_packer import TrainingPacker, in_order
 from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_through
 
-_NAP: Final = 0.001  # seconds between two looks at whether somebody who is kept back may come in
+_NAP: Final = 0.001  # seconds between two checks of blocked sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A plan under way and its expected end, with the positions of its micro-batches before it, by key."""
+    """A plan under way, its expected end, and its micro-batches' positions before it, by key."""
 
     plan: Plan
     ends: float
@@ -46,8 +46,8 @@ class Launched:
 class Scheduler:
     """One engine's schedule: requests and jobs in, plans out, results back in, events out.
 
-    `training` takes jobs' optimizer steps: when all micro-batches of one are done a plan has its `update` in
-    `updates`, and the `StepDone` that follows asks for the next one.
+    `training` takes jobs' optimizer steps. When all micro-batches of a step are done, a plan has its `update`
+    in `updates`; the `StepDone` that follows asks for the job's next step.
 
     Times (`now`, `arrival`) are seconds on one clock of the caller's choice.
     """
@@ -60,19 +60,19 @@ class Scheduler:
         self._requests = RequestQueues(config, pages)
         self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
-        self._sequences: dict[int, Sequence] = {}  # those that have not ended
-        self._events: list[Event] = []  # of what happened between two steps
+        self._sequences: dict[int, Sequence] = {}  # that have not ended
+        self._events: list[Event] = []  # from between two steps
         self._launched: deque[Launched] = deque()  # plans under way
-        self._pauses = 0  # results that told of training that was stopped
+        self._pauses = 0  # results with paused training
         self._underway: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
-        self._split: float | None = None  # how the machine is split meanwhile
+        self._split: float | None = None  # the machine's split meanwhile
         self._newcomer_at = -INFINITE  # when the last newcomer came
-        self._last_training = (0.0, 0.0)  # when the last step ended, and the seconds that training took of it
+        self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
 
-    # What the engine tells it between two steps
+    # For the engine, between two steps
 
     def new_key(self) -> int:
-        """A key that no sequence and no micro-batch of this engine has."""
+        """A key unique among this engine's sequences and micro-batches."""
         return next(self._keys)
 
     def room(self, prompt: int, virtual: int) -> int:
@@ -82,15 +82,14 @@ class Scheduler:
     def submit(
         self, request: Request, now: float, output: Iterable[int] = (), blocked: bool = False
     ) -> Sequence:
-        """Puts a request into the waiting line; raises a RequestError if it can never be served.
+        """Adds a request to the waiting queue; raises a RequestError if it can never be served.
 
-        `output` is how the answer begins, where somebody else began it: an answer that is complete already
-        ends at once, and the next `apply` returns its `Finished`. One that is `blocked` stays out of the
-        line until `unblock`.
+        `output` is the part of the answer that another engine generated: a complete answer ends at once, and
+        the next `apply` returns its `Finished`. A `blocked` request stays out of the queue until `unblock`.
         """
         self._requests.check(request)
         sequence = Sequence(self.new_key(), request, output=list(output))
-        # Training runs last in a step: who arrived during one waited for the training in it.
+        # Training runs last in a step: a request that arrived during one waited for its training.
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)
         self._sequences[sequence.key] = sequence
@@ -105,11 +104,11 @@ class Scheduler:
         return sequence
 
     def unblock(self, sequence: Sequence) -> None:
-        """Puts a sequence that was kept back into the waiting line."""
+        """Adds a blocked sequence to the waiting queue."""
         self._requests.unblock(sequence)
 
     def _take_over(self, sequence: Sequence, now: float) -> None:
-        """An answer that began elsewhere: its first token is out, the next one is due as of now."""
+        """Continues an answer of another engine: its first token is out, the next is due from now on."""
         sequence.first_token_at, sequence.last_token_at = sequence.request.arrival, now
         sequence.reported = len(sequence.request.prompt) - 1
         reason = answers.stop_reason(sequence, self.config)
@@ -117,11 +116,11 @@ class Scheduler:
             self.finish(sequence.key, reason)
 
     def cancel(self, key: int) -> None:
-        """Ends a sequence that nobody waits for any more; nothing happens if it has ended already."""
+        """Ends a sequence as cancelled; has no effect if it has ended already."""
         self.finish(key, FinishReason.CANCELLED)
 
     def finish(self, key: int, reason: FinishReason, now: float | None = None) -> None:
-        """Ends a sequence for a reason that only the caller can see, such as a stop string in its text.
+        """Ends a sequence for a reason known to the caller alone, such as a stop string in its text.
 
         `now` defaults to the time of its last token. The next `apply` returns its `Finished`.
         """
@@ -138,7 +137,7 @@ class Scheduler:
         self._retire(sequence, FinishReason.CANCELLED, sequence.last_token_at or sequence.request.arrival)
         self._events.append(RequestFailed(key, sequence.request.id, error))
 
-    # What there is
+    # State
 
     @property
     def has_work(self) -> bool:
@@ -149,13 +148,13 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        """Sequences without pages that may enter, most urgent first: those that lost them while rows of
-        theirs are under way may not yet."""
+        """Sequences without pages that may enter, most urgent first. Preempted ones with rows under way may
+        not."""
         return tuple(sequence for sequence in self._requests.waiting if not sequence.under_way)
 
     @property
     def blocked_on_adapter(self) -> tuple[Sequence, ...]:
-        """Sequences that are kept back, most urgent first."""
+        """Blocked sequences, most urgent first."""
         return tuple(self._requests.blocked_on_adapter)
 
     @property
@@ -165,20 +164,20 @@ class Scheduler:
 
     @property
     def under_way(self) -> int:
-        """Plans whose results have not come."""
+        """Number of plans without a result."""
         return len(self._launched)
 
     # One step
 
     def plan(self, now: float) -> Plan:
-        """Plans the next step: inference first, then the training that the policy lets ride along."""
+        """Plans the next step: inference first, then the training that the policy allows."""
         plan = self._plan(now)
         self._launch(plan, now)
         return plan
 
     def plan_ahead(self, now: float) -> Plan | None:
-        """Plans the step after those under way, as of when these are expected to end. None where nothing can
-        be planned before their results are there."""
+        """Plans the step after those under way, for the time at which these are expected to end. None where a
+        plan needs their results."""
         last = self._launched[-1].plan
         if self._underway or last.split is not None or last.is_empty:
             return None
@@ -209,8 +208,8 @@ class Scheduler:
         return replace(plan, idle=self._idle(view)) if plan.is_empty else plan
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
-        """Takes the executor's answer to the oldest plan under way in; `now` is when the step ended. Returns
-        what it brought about."""
+        """Applies the executor's result of the oldest plan under way; `now` is when the step ended. Returns
+        the events."""
         launched = self._launched.popleft()
         plan = launched.plan
         if plan.pauses < self._pauses:
@@ -249,11 +248,11 @@ class Scheduler:
         )
 
     def _decode(self, builder: PlanBuilder) -> bool:
-        """One row of every sequence that has only its newest token to compute. Tells whether somebody lost
-        pages for it."""
+        """Adds a row for each sequence with only its newest token to compute. Tells whether this preempted a
+        sequence."""
         before = self.stats.preemptions
         ready = decoding(self.running, self.cost, self.config)
-        for sequence in ready:  # who is preempted meanwhile has more than one row to compute again
+        for sequence in ready:  # one preempted meanwhile has several rows to compute
             if sequence.remaining == 1 and self._grow(sequence):
                 builder.add(sequence, 1)
         return self.stats.preemptions > before
@@ -265,9 +264,9 @@ class Scheduler:
         return grown
 
     def _prefill(self, builder: PlanBuilder, view: View, closed: bool) -> None:
-        """Prompt rows, the most urgent prompt first, of those who run and those who enter.
+        """Adds prompt rows of running and entering sequences, the most urgent prompt first.
 
-        Nobody enters where it is `closed`, for this step took somebody's pages: they would only change hands
+        No sequence enters where it is `closed`, as the step preempted one: pages would only change hands
         again.
         """
         left = self.config.max_prefill_rows
@@ -276,7 +275,7 @@ class Scheduler:
         limit = prefill_limit(builder, line, self.cost, self.config) / self._slowness
         limit = min(limit, step_limit(self._requests.running, self.cost, self.config))
         for sequence in line:
-            if not sequence.pages:  # who entered before it may have taken what it would have found
+            if not sequence.pages:  # sequences before it may have taken its cached pages
                 self._requests.prefixes.look_up(sequence)
             filled = self._requests.prefixes.rows(sequence.request)
             rows = self._chunk(builder, sequence, filled, left, limit)
@@ -292,13 +291,13 @@ class Scheduler:
 
     @property
     def _slowness(self) -> float:
-        """Factor by which inference takes longer than on the whole machine."""
+        """Inference time beside training in a lane, relative to the whole machine."""
         return self.cost.lanes.inference if self._underway else 1.0
 
     def _chunk(self, builder: PlanBuilder, sequence: Sequence, filled: int, most: int, limit: float) -> int:
-        """Prompt rows that keep the step within `limit` seconds; the first chunk in it has a minimum.
+        """Number of prompt rows that keeps the step within `limit` seconds; its first chunk has a minimum.
 
-        Before them pass `filled` virtual tokens, all at once.
+        `filled` virtual tokens pass before them, all at once.
         """
         beside = any(map(is_new, self._requests.running)) and not is_new(sequence)
         if is_new(sequence):
@@ -314,7 +313,7 @@ class Scheduler:
     def _largest_chunk(
         self, builder: PlanBuilder, sequence: Sequence, filled: int, least: int, most: int, limit: float
     ) -> int:
-        """Rows between `least` and `most`, the most that are predicted to keep the step within `limit`."""
+        """The most rows, between `least` and `most`, that are predicted to keep the step within `limit`."""
         while least < most:
             rows = (least + most + 1) // 2
             if self.cost.predict_features(builder.with_rows(sequence, rows, filled)) <= limit:
@@ -324,7 +323,7 @@ class Scheduler:
         return least
 
     def _train(self, builder: PlanBuilder, view: View, jobs: list[QueueEntry]) -> None:
-        """Jobs in turn: an optimizer step that is due, or the next windows of the micro-batches."""
+        """Adds, job by job, an optimizer step that is due or the next windows of micro-batches."""
         self.stats.fused_possible += bool(builder.inference)
         slack = measure(builder, self._requests, self.cost, self.config)
         expected = builder.now - self._newcomer_at <= LATELY and not self.config.interruptible
@@ -350,7 +349,7 @@ class Scheduler:
                     packer.window(batch)
 
     def _idle(self, view: View) -> float:
-        """Seconds that the policy lets everybody wait for nothing that this step could do."""
+        """Seconds for which an empty step sleeps, as the policy or blocked sequences require."""
         if not view.waiting:
             return _NAP if self._requests.blocked_on_adapter else 0.0
         return max(self.policy.wake(view) - view.now, 0.0)
@@ -376,7 +375,7 @@ class Scheduler:
         )
 
     def _launch(self, plan: Plan, begins: float) -> None:
-        """Counts a plan as under way, and what is in it as done."""
+        """Records a plan as under way, and its work as done."""
         ends = begins + plan.predicted + plan.idle
         for segment in plan.inference:
             note_planned(self._sequences[segment.key], segment, ends)
@@ -388,7 +387,8 @@ class Scheduler:
     # Applying
 
     def _account(self, plan: Plan, result: StepResult, now: float) -> None:
-        """Counts the step, learns from its time, and charges its training to those who waited for it."""
+        """Counts the step, corrects the cost model, and charges the training to the requests that waited for
+        it."""
         if not (plan.inference or plan.training or plan.updates or result.trained):
             return
         plan = self._as_run(plan, result)
@@ -411,7 +411,7 @@ class Scheduler:
         return replace(plan, predicted=self.cost.predict(plan))
 
     def _training_seconds(self, plan: Plan, seconds: float) -> float:
-        """The share of a step that it would not have taken without its training."""
+        """The seconds of a step that its training added."""
         if not (plan.training or plan.updates or self._underway):
             return 0.0
         if not plan.inference:
@@ -432,7 +432,7 @@ class Scheduler:
             else:
                 self.stats.prefill_tokens += segment.length
             event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
-            if sequence.pages:  # a plan that was made meanwhile may have taken them
+            if sequence.pages:  # a later plan may have preempted it
                 self._requests.prefixes.record(sequence)
             if event is None:
                 continue
@@ -443,7 +443,7 @@ class Scheduler:
         return events
 
     def _rewind(self, launched: "Launched", result: StepResult) -> None:
-        """Takes back the training that a pause stopped, and that of later plans, which will not run."""
+        """Rewinds the training that a pause stopped, and that of later plans, which will not run."""
         self._pauses += 1
         positions = dict(launched.positions)
         for later in self._launched:
@@ -452,7 +452,7 @@ class Scheduler:
         self.training.paused(positions, result.trained, unbegun)
 
     def _note_underway(self, plan: Plan, result: StepResult) -> None:
-        """Training in a lane of its own stays under way until it is done; any other is done or paused."""
+        """Keeps training in a lane of its own as under way until it is done; any other is done or paused."""
         launched = () if plan.split is None else (*self._underway, *plan.training)
         self._underway = tuple(segment for segment in launched if segment not in result.trained)
         self._split = plan.split

@@ -1,4 +1,4 @@
-"""The server's end of the engine's socket. Requests outlive the engine that answers them."""
+"""The server's end of the engine's socket. Requests survive the crash of an engine."""
 
 import asyncio
 import logging
@@ -39,27 +39,27 @@ from coserve.wire.messages import (
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.05  # between two attempts to reach the engine
-SILENT_SECONDS = 4.0  # after which an engine, which says something every second, counts as one that hangs
-MOST_LIVES = 5  # engines that may die under a request without a token of it in between
+SILENT_SECONDS = 4.0  # without a report, which is due every second, until an engine counts as hanging
+MOST_LIVES = 5  # engine deaths that end a request, without a token of it in between
 
 
-CONNECTING: Final = 1.0  # seconds that may lie between an engine that says it is ready and a link that knows
+CONNECTING: Final = 1.0  # seconds from an engine's readiness until the link has connected, at most
 
 
 class EngineLink:
-    """Finds the engine at a socket, again whenever it has died, and keeps every live request going.
+    """Connects to the engine, reconnects after a crash, and continues live requests on the next engine.
 
-    `run` does the work and is to be run as a task; it ends only by being cancelled, or with an exception that
-    is a bug. Everything else may be called from the same event loop. `patience` is how many seconds requests
-    wait for an engine that is gone. `news` hands on what engines tell beside answers.
+    `run` does the work as a task; it ends only by cancellation, or with an exception that is a bug. All other
+    methods may be called from the same event loop. `patience` is the number of seconds that requests wait for
+    a missing engine. `news` passes on the engine's messages other than answers.
 
-    Tokens that pile up for a slow reader are bounded by its request's `max_tokens`.
+    Tokens waiting for a slow reader are bounded by its request's `max_tokens`.
     """
 
     def __init__(self, socket: Path, patience: float = 120.0) -> None:
         self.hello: Hello | None = None  # the newest engine's, kept while there is none
         self.stats: EngineStats | None = None
-        self.resident: frozenset[str] = frozenset()  # adapters that were in memory when the engine last told
+        self.resident: frozenset[str] = frozenset()  # adapters in memory at the engine's last statistics
         self.connections = 0  # since the start; more than one if an engine died
         self.live: dict[str, LiveRequest] = {}  # requests under way
         self.news = EngineNews(self._acknowledge)
@@ -68,10 +68,10 @@ class EngineLink:
         self._verdicts = Verdicts()
         self._socket, self.patience = socket, patience
         self._connection: EngineConnection | None = None
-        self._heard = 0.0  # when the engine last said anything, on `time.monotonic`
+        self._heard = 0.0  # time of the engine's last message, on `time.monotonic`
         self._connected = asyncio.Event()
         self._refusal: EngineLost | None = None
-        self._told_all = asyncio.Event()  # the engine has nothing more to say: it is drained, or gone
+        self._told_all = asyncio.Event()  # the engine is drained, or gone
         self._refs = count(1)
 
     # For routes
@@ -83,12 +83,12 @@ class EngineLink:
 
     @property
     def silence(self) -> float:
-        """Seconds since the engine that is connected said anything; infinite while there is none. Beyond
-        `SILENT_SECONDS` it hangs, or is in a very long step."""
+        """Seconds since the connected engine's last message; infinite without an engine. Beyond
+        `SILENT_SECONDS` the engine hangs, or is in a very long step."""
         return math.inf if self._connection is None else time.monotonic() - self._heard
 
     async def wait_ready(self, timeout: float | None = None) -> Hello:
-        """The engine's Hello, as soon as there is an engine. Raises EngineLost after `timeout` seconds."""
+        """Waits for an engine and returns its Hello. Raises EngineLost after `timeout` seconds."""
         try:
             await asyncio.wait_for(self._connected.wait(), timeout)
         except TimeoutError:
@@ -97,10 +97,10 @@ class EngineLink:
         return self.hello
 
     async def generate(self, request: AnswerRequest) -> AsyncGenerator[Token, None]:
-        """The tokens of an answer, each once, whatever happens to engines meanwhile.
+        """The tokens of an answer, each once, also across engine crashes.
 
-        Closing the iterator cancels the request: the engine is told before this returns. Raises the
-        CoserveError that the engine refused it with, or EngineLost.
+        Closing the iterator cancels the request in the engine before it returns. Raises the engine's
+        CoserveError, or EngineLost.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -121,15 +121,15 @@ class EngineLink:
             self._forget(live)
 
     async def load(self, key: str, path: Path, new: bool = False) -> None:
-        """Has the engine load an adapter version, once per engine, and look through the weights of a `new`
-        one. Raises the error that the engine refused it with."""
+        """Loads an adapter version into the engine, once per engine; the weights of a `new` one are checked.
+        Raises the engine's error."""
         while True:
             await self.wait_ready(self.patience)
             with suppress(ConnectionError):
                 return await self._load(self._current(), key, path, new)
 
     async def unload(self, key: str) -> None:
-        """Has the engine forget an adapter version; an engine that died has forgotten it already."""
+        """Unloads an adapter version from the engine, if there is one."""
         connection = self._connection
         if connection is None or connection.loads.pop(key, None) is None:
             return
@@ -137,8 +137,7 @@ class EngineLink:
             await connection.ask(RemoveAdapter(next(self._refs), key))
 
     async def pin(self, key: str, path: Path, pinned: bool) -> None:
-        """Has the engine keep an adapter version in memory, or no longer. Raises the error that the engine
-        refused it with."""
+        """Pins an adapter version in the engine's memory, or unpins it. Raises the engine's error."""
         while True:
             await self.wait_ready(self.patience)
             with suppress(ConnectionError):
@@ -147,11 +146,11 @@ class EngineLink:
                 return await connection.ask(PinAdapter(next(self._refs), key, pinned))
 
     async def check(self, asked: MethodFields | JobSpec) -> None:
-        """Has the engine check the settings of an adapter method, or whether a job could ever run: what it
-        trains, and the memory that it needs. Raises what is refused.
+        """Has the engine check the settings of an adapter method, or whether a job could ever run: its sites
+        and its memory. Raises the engine's error.
 
-        Asks engine after engine, no longer than requests wait for one, and not again what crashes them.
-        Raises EngineLost where none gets to the end of it.
+        Retries on the next engine for up to `patience` seconds, unless the check itself crashes engines.
+        Raises EngineLost if none completes it.
         """
         item = WorkItem("check", str(next(self._refs)))
         try:
@@ -175,21 +174,22 @@ class EngineLink:
             self.probation.left(item)
 
     def send(self, command: Command) -> None:
-        """Sends a command. Without an engine it is dropped: `on_connect` is the place to say it again."""
+        """Sends a command. Without an engine it is dropped: `news.on_connect` is the place to send it
+        again."""
         if self._connection is not None:
             self._connection.post(command)
 
     def refuse(self, error: EngineLost) -> None:
-        """Ends every answer with this error, those under way and those still to come."""
+        """Ends every answer with this error, both current and future ones."""
         self._refusal = error
         for live in self.live.values():
             live.arrived.put_nowait(error)
 
     async def drain(self, reconnect: float) -> None:
-        """Has the engine put its jobs on disk; returns when all it told of them has been handed on.
+        """Has the engine write its jobs' checkpoints; returns when all its messages have been passed on.
 
-        Without an engine it waits `reconnect` seconds, for one that is there and not found yet, and no
-        longer: what the jobs of one that is gone had kept is on disk already. So it is if it dies meanwhile.
+        Without an engine it waits up to `reconnect` seconds for one that is up and not connected yet: the
+        checkpoints of a dead engine's jobs are on disk already. So they are if the engine dies meanwhile.
         """
         with suppress(EngineLost):
             await self.wait_ready(reconnect)
@@ -200,7 +200,7 @@ class EngineLink:
     # The task
 
     async def run(self) -> None:
-        """Connects, listens, and connects again."""
+        """Connects, reads reports, and reconnects."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.news.run())
             while True:
@@ -261,14 +261,13 @@ class EngineLink:
                 self._fail(live, EngineLost(f"{live.lives} engines died under this request without a token"))
 
     def _judge(self, hello: Hello) -> None:
-        """Finds the work that crashed the engine before this one, and puts the other work that was under way
-        on probation."""
+        """Finds the work that crashed the previous engine, and puts the other work under way on probation."""
         is_new = self.hello is not None and self.hello.generation != hello.generation
         if not (is_new and hello.crash):
             self.probation.forget_engine()
             return
         for each in self.live.values():
-            each.lives = max(each.lives - 1, 0)  # a crash counts there, and not among ends from outside
+            each.lives = max(each.lives - 1, 0)  # `probation` counts crashes, `lives` other deaths
         for item in self.probation.crashed():
             live = self.live.get(item.id) if item.kind == "request" else None
             found = self._verdicts.find(item, None if live is None else live.request, hello.crash)
@@ -287,7 +286,7 @@ class EngineLink:
         self._heard = time.monotonic()
         for token in report.tokens:
             if (live := self.live.get(token.id)) is None:
-                continue  # cancelled while this was on its way
+                continue  # cancelled meanwhile
             if token.fault is not None:
                 self._fail(live, error_named(token.fault.kind, token.fault.text))
             else:
@@ -330,8 +329,7 @@ class EngineLink:
             self._fail(live, error)
 
     async def _submit_in_turn(self, connection: EngineConnection, live: LiveRequest) -> None:
-        """Submits a request once its adapter is loaded and, where the request is a suspect, nothing else is
-        on trial."""
+        """Submits a request once its adapter is loaded and, if the request is a suspect, its trial begins."""
         request = live.request
         try:
             if request.adapter is not None and request.folder is not None:
@@ -340,7 +338,7 @@ class EngineLink:
         except CoserveError as error:
             self._fail(live, error)
         except ConnectionError:
-            pass  # the next engine gets it
+            pass  # submitted again to the next engine
         else:
             if request.id in self.live:
                 self._post_request(connection, live)
@@ -361,7 +359,7 @@ class EngineLink:
         try:
             await asyncio.shield(connection.loads[key])
         except CoserveError:
-            connection.loads.pop(key, None)  # another attempt may find the folder mended
+            connection.loads.pop(key, None)  # the folder may be repaired before the next attempt
             raise
 
     def _replied(self, item: WorkItem, reply: "asyncio.Future[None]") -> None:

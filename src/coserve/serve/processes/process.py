@@ -1,4 +1,4 @@
-"""Child processes of the supervisor: start lines in, status lines out, a log, an end."""
+"""Child processes of the supervisor: start lines in, status lines out, logs, exits."""
 
 import asyncio
 import os
@@ -15,15 +15,16 @@ from coserve.errors import ConfigError, ServerError
 from coserve.wire.control import Status, decode_line
 
 LONGEST_LINE = 2**20  # bytes
-LARGEST_LOG = 16 * 2**20  # bytes; a longer one is put aside when a process starts
+LARGEST_LOG = 16 * 2**20  # bytes; a larger one is renamed when a process starts
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-LAST_WORDS = 1.0  # seconds that one that hangs has to write the stacks of its threads into its log
+LAST_WORDS = 1.0  # seconds for a hanging child to write its threads' stacks to its log
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How a child ended: its exit status, negative for the signal that ended it; `why` is what it said of its
-    end, or why the supervisor ended it, as `was_hanging` tells. It may have been stopped (SIGSTOP) before."""
+    """End of a child: its exit status, negative for a signal. `why` is the child's own reason, or the
+    supervisor's if it ended the child as hanging (`was_hanging`). `was_stopped` tells whether it was stopped
+    (SIGSTOP) before."""
 
     code: int
     why: str = ""
@@ -31,7 +32,7 @@ class ProcessEnd:
     was_stopped: bool = False
 
     def __str__(self) -> str:
-        """In words: its own or the supervisor's, or what its exit status says."""
+        """In words: the child's or the supervisor's reason, or the exit status."""
         if self.why:
             return self.why
         if self.code >= 0:
@@ -45,8 +46,8 @@ class ProcessEnd:
 
     @property
     def crash(self) -> str:
-        """Cause, in words, of an end that the process itself brought about: an exception, a memory fault, or
-        a hanging loop. Empty where it was ended from outside: drained, killed, or stopped by a signal."""
+        """Cause, in words, of an end by the process itself: an exception, a memory fault, or a hanging loop.
+        Empty where it was ended from outside: drained, killed, or stopped by a signal."""
         is_own = self.was_hanging or self.code == 1 or -self.code in _OWN_SIGNALS
         return str(self) if is_own and not self.was_stopped else ""
 
@@ -70,13 +71,13 @@ class ChildLog:
 
 
 class ChildProcess:
-    """One child. It is in a process group of its own: Ctrl-C in a terminal reaches the supervisor only.
+    """One child, in a process group of its own: Ctrl-C in a terminal reaches the supervisor only.
 
-    Not in a session of its own: Linux may share out time by sessions (autogroups), and then the low priority
-    of an engine that is being imported would mean nothing beside the one that answers.
+    It has no session of its own: Linux may share out time by sessions (autogroups), and then the low priority
+    of an importing engine would have no effect on the answering one.
 
-    `heard` is when it last said anything, on `time.monotonic`; `beats_itself` whether its own loop says it,
-    rather than the thread that speaks for it while it starts. One that hangs `is_doomed` once it is to end.
+    `heard` is the time of its last message, on `time.monotonic`; `beats_itself` whether its own loop sends
+    heartbeats, not the thread that does so while it starts. `is_doomed` is set when it is ended as hanging.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: ChildLog) -> None:
@@ -88,7 +89,7 @@ class ChildProcess:
         self.is_doomed = False
         self._why = ""
         self._process = process
-        self._told = False  # the line that says what it has to do, before which it must not hear another
+        self._told = False  # whether its start line was sent, which must be its first
         self._stopped_since: float | None = None
         self._said: asyncio.Queue[Status | None] = asyncio.Queue()
         self._listening = asyncio.create_task(self._listen())
@@ -121,7 +122,7 @@ class ChildProcess:
         return self._process.returncode is not None
 
     def tell(self, line: str) -> None:
-        """Sends one line; a child that is gone does not hear it, and its end is seen elsewhere."""
+        """Sends one line. A child that has ended does not receive it; `wait` reports its end."""
         assert self._process.stdin is not None
         self._told = True
         if not self._process.stdin.is_closing():
@@ -134,19 +135,19 @@ class ChildProcess:
             self.tell("")
 
     async def status(self) -> Status | None:
-        """The next status line but for heartbeats; None when there will be no more."""
+        """The next status except heartbeats; None when there will be no more."""
         status = await self._said.get()
         if status is None:
             self._said.put_nowait(None)
         return status
 
     async def _listen(self) -> None:
-        """Takes in the child's lines. Lines that are no status are passed over."""
+        """Reads the child's lines. Lines other than statuses are ignored."""
         assert self._process.stdout is not None
         while True:
             try:
                 line = await self._process.stdout.readline()
-            except ValueError:  # longer than any status
+            except ValueError:  # longer than `LONGEST_LINE`
                 continue
             if not line:
                 break
@@ -164,35 +165,35 @@ class ChildProcess:
         self._said.put_nowait(status)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Does not count so many seconds as silence."""
+        """Deducts so many seconds from its silence."""
         self.heard = min(self.heard + seconds, now)
         if self._stopped_since is not None:
             self._stopped_since = min(self._stopped_since + seconds, now)
 
     def stopped_since(self, now: float) -> float | None:
-        """Time at which the process was first seen stopped (SIGSTOP); None while it runs. On systems that do
-        not report stops (macOS) it is always None, and the process's silence tells."""
+        """Time at which the process was first seen stopped (SIGSTOP); None while it runs. It is always None
+        on systems without reports of stops (macOS), where only the silence shows."""
         if hasattr(os, "waitid") and not self.has_ended:
             with suppress(ChildProcessError):
-                changes = os.WSTOPPED | os.WCONTINUED | os.WNOHANG  # not its end: asyncio waits for that
+                changes = os.WSTOPPED | os.WCONTINUED | os.WNOHANG  # not its exit: asyncio waits for that
                 while (found := os.waitid(os.P_PID, self.pid, changes)) is not None:
                     self._stopped_since = now if found.si_code == os.CLD_STOPPED else None
         return self._stopped_since
 
     async def wait(self) -> ProcessEnd:
-        """Its end. All that it said has been taken in."""
+        """Waits for its end; all its messages have been read then."""
         code = await self._process.wait()
-        with suppress(TimeoutError):  # a process that it started may hold the pipe open
+        with suppress(TimeoutError):  # a child of its own may hold the pipe open
             await asyncio.wait_for(asyncio.shield(self._listening), LAST_WORDS)
         return ProcessEnd(code, self._why, self.is_doomed, self._stopped_since is not None)
 
     def hurry(self) -> bool:
-        """Gives each of its threads the priority that the supervisor has; False where that is not allowed.
+        """Gives each of its threads the supervisor's priority; False where that is not allowed.
 
-        Only root, or who has been given a limit for it, may raise a priority that was lowered.
+        Only root, or a user with a limit for it, may raise a lowered priority.
         """
         usual = os.getpriority(os.PRIO_PROCESS, 0)
-        with suppress(ProcessLookupError, FileNotFoundError):  # it is just ending: that is seen elsewhere
+        with suppress(ProcessLookupError, FileNotFoundError):  # it is ending: `wait` reports that
             for thread in os.listdir(f"/proc/{self.pid}/task") if sys.platform == "linux" else ():
                 try:
                     os.setpriority(os.PRIO_PROCESS, int(thread), usual)
@@ -201,15 +202,15 @@ class ChildProcess:
         return True
 
     def kill(self) -> None:
-        """Ends it and whatever it has started: they are one process group."""
+        """Kills its process group: the child and all its children."""
         if not self.has_ended:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def abort(self, why: str) -> None:
-        """Ends one that hangs: it leaves the stacks of its threads in its log if it still can."""
+        """Ends a hanging child, which writes the stacks of its threads to its log if it still can."""
         self._why, self.is_doomed = why, True
-        for number in (signal.SIGABRT, signal.SIGCONT):  # one that is stopped hears the first after the other
+        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped child gets the first after the second
             if not self.has_ended:
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, number)
@@ -218,7 +219,7 @@ class ChildProcess:
         self.kill()
 
     async def end(self, patience: float) -> ProcessEnd:
-        """Asks it to end and kills it if that takes longer than `patience` seconds."""
+        """Ends the child with SIGTERM, and kills it after `patience` seconds."""
         if not self.has_ended:
             with suppress(ProcessLookupError):
                 self._process.terminate()
