@@ -21,13 +21,13 @@ from coserve.train.supervised import SupervisedSteps
 Sample = tuple[Features, float]
 
 _JOB = "calibration"
-_ROUNDS = 3  # of every step the quickest counts: whatever else the machine did only ever made it slower
+_ROUNDS = 3  # the quickest run of a step counts: other load only makes it slower
 _DECODE = ((1, 32), (4, 256), (16, 64), (16, 256))  # (sequences, cached tokens of each)
 _PREFILL = ((1, 32), (1, 128), (1, 256), (8, 32))  # (sequences, prompt tokens of each)
 _WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
 _BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window in the lane beside them
 _STEPS = 48  # of these sequences, at most, beside one window
-_KEYS = count(-1, -1)  # never a scheduler's
+_KEYS = count(-1, -1)  # negative, unlike a scheduler's
 
 
 def measure(executor: Executor, base: Base, page_size: int, pages: int) -> list[Sample]:

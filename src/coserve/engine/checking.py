@@ -21,7 +21,7 @@ from coserve.train.pruning.plan import foresee
 from coserve.train.state import TrainingState
 from coserve.wire.messages import JobSpec
 
-_FIRST: Final = 512  # examples that are looked at: a job needs at least the bytes that some of its data need
+_FIRST: Final = 512  # examples read: a job needs at least the bytes for a part of its data
 
 
 def read_beginning(engine: Engine, spec: JobSpec) -> PreparedJob:
@@ -64,7 +64,7 @@ def _foresee(
     """Traces which activations of a job will be stored: most of a second, once for each shape of layers.
     `first` is the adapter it starts from; for a fresh one only its shapes, and `fresh` its methods. Takes no
     lock: steps go on meanwhile."""
-    foresee(engine.base, first, training.keep)  # for whoever counts its bytes, here
+    foresee(engine.base, first, training.keep)  # for byte estimates in this process
     if fresh is None:
         engine.executor.call(TraceLayers(training.keep, start=first))
     else:

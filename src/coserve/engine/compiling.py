@@ -13,7 +13,7 @@ from coserve.model.grammar import Grammar, Grammars
 from coserve.wire.messages import Submit
 
 SECONDS: Final = 10.0  # that compiling may take; the largest that a server lets through take 0.3
-_THREADS: Final = 2  # so that one that takes long stands in nobody's way
+_THREADS: Final = 2  # so that a long compilation does not delay the others
 _TOO_LONG: Final = f"compiling the grammar takes longer than {SECONDS:.0f} s: use a smaller schema"
 
 
@@ -22,7 +22,7 @@ class _Compiling:
     """One grammar, and the requests that wait for it with their arrivals."""
 
     waiting: dict[str, tuple[Submit, float]] = field(default_factory=dict)
-    began: float | None = None  # when a thread took it up
+    began: float | None = None  # when a thread began it
 
 
 class Compiling:

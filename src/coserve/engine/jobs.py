@@ -81,7 +81,7 @@ class _ServedJob:
     step: int = 0
     kept: int = 0  # the newest step whose state was passed on to be written
     pending: deque[_PendingCheckpoint] = field(default_factory=deque)
-    stop: JobStatus | None = None  # asked for while its data was read
+    stop: JobStatus | None = None  # stop requested while its data was read
     ending: JobEnded | None = None
     again: StartJob | None = None
 
@@ -94,9 +94,9 @@ class Jobs:
         self._jobs: dict[str, _ServedJob] = {}
         self._numbered = 0
         self._unacknowledged: deque[Numbered] = deque()
-        self._fresh: list[Numbered] = []  # not told on this connection
+        self._fresh: list[Numbered] = []  # not reported on this connection
 
-    # What a server asks for
+    # Commands of a server
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ class Jobs:
             if job.ending is not None or job.stop is not None:
                 job.again = command
             return
-        if self._is_over(spec.job):  # the server will hear of it
+        if self._is_over(spec.job):  # its end is still to be reported
             return
         self._jobs[spec.job] = job = _ServedJob(spec, self._engine.clock(), command.weight)
         self._background.do("reading the job", partial(_read, self._engine, spec), partial(self._begin, job))
@@ -137,7 +137,7 @@ class Jobs:
         if keep and job.step and not job.waits:
             state = job.handle.pause()
             self._keep(job, state)
-            _leave_unscored(job)  # whoever goes on from here scores it
+            _leave_unscored(job)  # scored when the job resumes from it
             self._end(job, JobStatus.PAUSED)
         else:
             job.handle.cancel()
@@ -171,7 +171,7 @@ class Jobs:
         while self._unacknowledged and self._unacknowledged[0].number <= number:
             self._unacknowledged.popleft()
 
-    # What the loop does
+    # Calls of the loop
 
     def repeat_news(self) -> None:
         """Queues all unacknowledged events again, for a new server."""
@@ -229,7 +229,7 @@ class Jobs:
         except CoserveError as error:
             self._end(job, JobStatus.FAILED, error)
             return
-        # The engine holds these while it must.
+        # The handle keeps these as long as they are needed.
         job.ready = replace(ready, prepared=replace(prepared, start=None, resume=None))
         if job.handle.status == JobStatus.QUEUED:
             job.waits = True
@@ -260,7 +260,7 @@ class Jobs:
         if handle.status == JobStatus.RUNNING:
             self._engine.training.set_weight(name, job.weight)  # it may have changed while the job waited
         self._tell(_started(name, job.step, handle.steps, ready.prepared))
-        if ready.checkpoint is not None:  # the engine that wrote it may have died before it was known
+        if ready.checkpoint is not None:  # the engine that wrote it may have died before reporting it
             job.pending.append(_PendingCheckpoint(self._scoring(job), ready.checkpoint))
             job.kept = ready.checkpoint.step
         if handle.status == JobStatus.SUCCEEDED:  # nothing was left to do
@@ -285,7 +285,7 @@ class Jobs:
         assert job.handle is not None
         if job.handle.status == JobStatus.SUCCEEDED:
             self._end(job, JobStatus.SUCCEEDED)
-        elif job.handle.error is not None:  # of what comes after a step
+        elif job.handle.error is not None:  # an error after a step
             self._end(job, JobStatus.FAILED, job.handle.error)
 
     def _keep(self, job: _ServedJob, state: TrainingState) -> None:
@@ -315,7 +315,7 @@ class Jobs:
             job.pending.remove(pending)
         if pending.scoring is not None:
             pending.scoring.cancel()
-        self._give_up(job, outcome)  # whatever its end was: without its checkpoint the job has failed
+        self._give_up(job, outcome)  # without its checkpoint the job has failed, whatever its end was
 
     def _end(self, job: _ServedJob, status: JobStatus, error: CoserveError | None = None) -> None:
         fault = None if error is None else fault_of(error)

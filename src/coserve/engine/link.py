@@ -134,7 +134,7 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the other side may have been quicker
+        with contextlib.suppress(OSError):  # the other side may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._frames.put(None)
 
@@ -143,7 +143,7 @@ class Connection:
             try:
                 self._socket.sendall(frame)
             except OSError:
-                return  # the reader sees the end as well, and says so
+                return  # the reader reports the end
             with self._lock:
                 self._backlog -= len(frame)
 
@@ -184,7 +184,7 @@ class Link:
         self._current: Connection | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            path.unlink(missing_ok=True)  # of an engine that was killed
+            path.unlink(missing_ok=True)  # left by a killed engine
             self._listener.bind(str(path))
             path.chmod(0o600)
         except OSError as error:

@@ -26,7 +26,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.train.needs import step_bytes
 
 _ADAPTERS: Final = "adapters"
-_STORED: Final = "stored adapters"  # those that lie on disk, too
+_STORED: Final = "stored adapters"  # including those on disk
 _LIBRARIES: Final = "libraries"
 
 
@@ -39,7 +39,7 @@ class EngineMemory:
         device = usable_device(config.device)
         bound_compiled_shapes()
         self.meter = make_meter(device)
-        self.imports = resident_bytes()  # of the process so far: no budget counts it
+        self.imports = resident_bytes()  # of the imports, which no budget counts
         self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
         self._limit = _limit_of(config, self.ledger.budget)
 
@@ -116,7 +116,7 @@ class EngineMemory:
                 "adapters may have: raise engine.adapter_memory or engine.memory"
             )
 
-    # What there is
+    # State
 
     def audit(self) -> dict[Account, int]:
         """Charges the bytes that are really held; returns bytes by account."""

@@ -8,7 +8,7 @@ from coserve.core.sequence import Sequence
 from coserve.errors import CoserveError
 from coserve.schedule.scheduler import Scheduler
 
-_PATIENT: Final = 4  # steps that a prompt from afar leaves to others, at most
+_PATIENT: Final = 4  # steps for which blocked requests give way to others, at most
 
 
 class PagedAdapters:
@@ -23,8 +23,8 @@ class PagedAdapters:
 
     def __init__(self, cache: AdapterCache, scheduler: Scheduler, reads: Reads) -> None:
         self._cache, self._scheduler, self._reads = cache, scheduler, reads
-        self._newest = 0  # key of the last request that was seen to begin
-        self._left_out = 0  # steps that nobody has entered in since somebody was ready
+        self._newest = 0  # key of the newest request seen running
+        self._left_out = 0  # steps without an admission since one was ready
 
     def came(self, sequence: Sequence) -> None:
         """Handles a queued request for an adapter: unblocks it if the adapter is in memory, else has that

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors.torch import load_file  # noqa: F401  # what loading would import: it is to be quick
+from safetensors.torch import load_file  # noqa: F401  # imported in advance, so that loading is quick
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
@@ -87,7 +87,7 @@ def main(pipes: SupervisorPipes) -> None:
     if costs is not None:
         costs.write(engine.scheduler.cost.learned)
     pipes.say(Status("drained"))
-    os._exit(0)  # threads that still read for jobs of the next engine are not waited for
+    os._exit(0)  # does not wait for threads that still read jobs' data
 
 
 class Loop:
@@ -141,7 +141,7 @@ class Loop:
             case Done():
                 item.then()
             case _:
-                pass  # a server that was replaced
+                pass  # from a replaced server
 
     def _leave(self) -> None:
         if self._leaving and self._server is None:
@@ -171,7 +171,7 @@ def _load(start: EngineStart) -> Engine:
     """Loads the engine, without step costs."""
     if start.threads is not None:
         torch.set_num_threads(start.threads)
-    scheduler = {**start.config.scheduler, "interruptible": True}  # by what comes into the inbox
+    scheduler = {**start.config.scheduler, "interruptible": True}  # by messages to the inbox
     return Engine(start.model, replace(start.config, calibrate=False, scheduler=scheduler))
 
 

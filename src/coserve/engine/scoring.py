@@ -22,7 +22,7 @@ _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0, ignore_eos=True)
 def check_lengths(engine: Engine, examples: Sequence[Example], virtual: int) -> None:
     """Raises DataError for an example too long to be scored by an adapter with `virtual` virtual tokens."""
     size = engine.config.page_size
-    template = virtual % size > 0  # a page of the adapter's that no sequence reads as it is
+    template = virtual % size > 0  # an adapter's page that sequences copy
     most = min(engine.base.max_positions, (engine.config.pages - template) * size) - virtual
     for number, example in enumerate(examples, 1):
         if len(example) > most:
@@ -54,7 +54,7 @@ class Scoring:
         self._under_way = [(e, c) for e, c in self._under_way if c.finish_reason is None]
         while self._waiting and len(self._under_way) < _UNDER_WAY:
             example = self._waiting.popleft()
-            # Nobody asks this of the version again: it leaves the cache to others.
+            # Never repeated, so other prompts get the prefix cache.
             answer = self._engine.generate(example.tokens, self._version, _SCORE, text=False, scope=None)
             self._under_way.append((example, answer))
         if self._under_way:

@@ -112,7 +112,7 @@ class Training:
             if isinstance(event, StepDone):
                 self._steps[event.job].ended(event.updated.version)
                 handle.take(event)
-                if handle.is_under_way:  # whoever was told of the step may have ended the job
+                if handle.is_under_way:  # a listener to the step may have ended the job
                     self._feed(event.job)
             elif not self._goes_on_smaller(event):
                 self._fail(event.job, event.error)

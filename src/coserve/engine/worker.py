@@ -48,7 +48,7 @@ from coserve.wire.messages import (
 )
 
 _STATS_EVERY = 1.0  # seconds
-_SPEAK_EVERY = 1.0  # seconds; whoever hears nothing for several of these is right to worry
+_SPEAK_EVERY = 1.0  # seconds; a server takes several without a report as a hang
 _REMEMBER_EVERY = 60.0  # seconds
 
 
@@ -68,14 +68,14 @@ class Worker:
         self._compiling = Compiling(engine.grammars, engine.executor, background, self._generate, self._fail)
         self._connection = 0  # counts servers, so that a late reply never reaches the next one
         self._answers: dict[str, Completion] = {}
-        self._ids: dict[int, str] = {}  # of the answers, by their sequences' keys
+        self._ids: dict[int, str] = {}  # ids of answers, by their sequences' keys
         self._tokens: list[Token] = []
         self._replies: list[Reply] = []
-        self._stale = True  # whether something was done since the last statistics
-        self._told = 0.0  # when those were sent
-        self._spoke = 0.0  # when anything was
+        self._stale = True  # whether work was done since the last statistics
+        self._told = 0.0  # when the last statistics were sent
+        self._spoke = 0.0  # when the last report was sent
         self._costs = costs
-        self._remembered = time.monotonic()  # when the costs were last put into their file
+        self._remembered = time.monotonic()  # when the costs were last written
 
     # The server
 
@@ -128,7 +128,7 @@ class Worker:
                     "checking the job", read, partial(self._checked, command.ref, self._connection)
                 )
             case StartJob():
-                if not self.draining:  # else it goes on in the engine that comes next
+                if not self.draining:  # else the next engine resumes it
                     self._jobs.start(command)
             case StopJob():
                 self._jobs.stop(command.job, command.keep)
@@ -159,7 +159,7 @@ class Worker:
     def step(self) -> None:
         """Runs one step of the engine and records its events for the report."""
         events = self._engine.step()
-        self._stale = True  # also where a step only takes back what a cancelled answer held
+        self._stale = True  # also for a step that only frees a cancelled answer's state
         for event in events:
             self._tell(event)
         self._jobs.after_step(events)
@@ -296,11 +296,11 @@ class Worker:
     def _looked_at(self, command: AddAdapter, connection: int, outcome: Outcome[StoredVersion]) -> None:
         error = outcome if isinstance(outcome, CoserveError) else None
         if isinstance(outcome, StoredVersion) and command.key not in self._engine.bank:
-            try:  # it may have been asked for twice
+            try:  # it may be a repeated request
                 self._engine.add_stored(outcome)
             except CoserveError as refusal:
                 error = refusal
-        if isinstance(error, InternalError):  # of a file that nobody foresaw
+        if isinstance(error, InternalError):  # from an unforeseen fault of a file
             error = AdapterError(str(error))
         if connection == self._connection:
             self._reply(command.ref, error)
@@ -317,7 +317,7 @@ class Worker:
                     command.ref, ConfigError(str(error)) if isinstance(error, InternalError) else error
                 )
 
-        # A thousand patterns take their time, and no step waits for it.
+        # Thousands of patterns take long, so steps do not wait for them.
         self._background.do("checking the settings", partial(settings_of, command.method), checked)
 
     def _checked(self, ref: int, connection: int, outcome: Outcome[PreparedJob]) -> None:

@@ -131,7 +131,7 @@ class FusedRows(GroupRows):
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         found = [(rows, b.outputs[path]) for rows, b in self._adapters if path in b.outputs]
         if found:
-            y = y.clone()  # a module may give what it was given
+            y = y.clone()  # a module may return its input
             for rows, bypass in found:
                 self._add(bypass, rows, x[0], y[0])
         return y
@@ -154,7 +154,7 @@ class FusedRows(GroupRows):
         found = [(rows, b.inputs[path]) for rows, b in self._adapters if path in b.inputs]
         if not found:
             return x
-        changed = x.clone()  # others are given x as well
+        changed = x.clone()  # other modules read x too
         x2, changed2 = x.flatten(0, -2), changed.flatten(0, -2)
         for rows, bypass in found:
             self._add(bypass, rows, x2, changed2)

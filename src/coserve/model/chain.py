@@ -29,7 +29,7 @@ class Traveller(Protocol):
 
 
 T = TypeVar("T", bound=Traveller)
-Composed = tuple[Rows, LayerCalls]  # whose rows these are, and what the layers are called with beside them
+Composed = tuple[Rows, LayerCalls]  # the rows in a run, and the layers' other arguments
 
 
 class Chain:
@@ -87,7 +87,7 @@ class Chain:
             with self._cell.set(rows):
                 hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
                 out = self.layer(layer, hidden, calls)
-            # Rows that only fill up a batch are part of what the first traveller entered with.
+            # Padding rows are part of the first traveller's input.
             parts = torch.split(out, [x.shape[1] for x in inputs], 1)
             for traveller, part in zip(active, parts, strict=True):
                 traveller.take(layer, part)

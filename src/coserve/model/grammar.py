@@ -119,7 +119,7 @@ class Matcher:
         if not self._matcher.is_stopped():
             found = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
             mask = found[:vocab] > 0
-        if self._matcher.is_stopped():  # which it may have found out just now
+        if self._matcher.is_stopped():  # possibly by the last token
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[self._eos_ids] = True
         return mask.to(device)

@@ -42,7 +42,7 @@ class Group(ABC):
         return None
 
 
-# What stands for a product, None where it has to be asked for; and what makes, meanwhile, the sum of bypasses
+# What stands for a product, None where it has to be computed; and what makes, meanwhile, the sum of bypasses
 # that see the input alone, [..., out], or None where there are none.
 Prepared = tuple[Tensor | None, Callable[[], Tensor | None]]
 Answer = tuple[Tensor, Tensor | None]  # the product, and that sum

@@ -103,7 +103,7 @@ def _load(model: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
             raise
         kind = "folder" if Path(model).exists() else "local folder or reachable hub name"
         raise ModelNotFound(f"{str(model)!r} is no {kind} with a causal language model: {error}") from error
-    if missing := sorted(report["missing_keys"]):  # transformers would draw them at random
+    if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
         raise ModelError(
             f"{str(model)!r} lacks {len(missing)} of the model's tensors, such as {missing[0]!r}"
         )

@@ -43,7 +43,7 @@ def _storage(tensor: Tensor) -> int:
     """Identity of a tensor's memory; packed tensors have no torch storage."""
     if tensor.is_mkldnn:
         return id(tensor)
-    pointer: int = tensor.untyped_storage()._cdata  # there for tensors without data, too
+    pointer: int = tensor.untyped_storage()._cdata  # defined for tensors without data, too
     return pointer
 
 

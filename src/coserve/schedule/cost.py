@@ -287,7 +287,7 @@ class CostModel:
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
         # An optimizer step alone takes three times its few milliseconds now and then; that says nothing about
-        # a step that somebody waits for.
+        # steps with inference.
         if features.answers:
             self.misses.observe(taken / predicted, features.trains)
         self._correct_weights(values, taken, predicted)
@@ -365,7 +365,7 @@ def _features(work: Plan | Features) -> Features:
 
 def _solve(rows: list[list[float]]) -> dict[int, float]:
     """Weights w >= 0 by column that minimise |rows @ w - 1|; columns of zeros are left out."""
-    import numpy as np  # here, as they take half a second to import, and only a first start measures
+    import numpy as np  # here: half a second to import, for first starts alone
     from scipy.optimize import nnls
 
     matrix = np.array(rows)

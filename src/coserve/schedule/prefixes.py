@@ -112,7 +112,7 @@ class Prefixes:
 
     def _fill(self, request: Request, pages: list[int]) -> None:
         for page, name in zip(pages, self._virtual_names(request), strict=True):
-            if (old := self._pages.find(name)) is not None:  # some of them may still be there
+            if (old := self._pages.find(name)) is not None:  # some pages may still be there
                 self._pages.forget(old)
             self._pages.name(page, name)
         assert request.adapter is not None, "virtual tokens are an adapter's"

@@ -21,9 +21,7 @@ class RequestQueues:
     """The waiting line, the running sequences with their pages, and the blocked ones."""
 
     def __init__(self, config: SchedulerConfig, pages: PagePool) -> None:
-        self.blocked_on_adapter: list[
-            Sequence
-        ] = []  # back, for want of what they need beside pages; most urgent first
+        self.blocked_on_adapter: list[Sequence] = []  # waiting for their adapters; most urgent first
         self.waiting: list[Sequence] = []  # most urgent first
         self.running: list[Sequence] = []  # in order of arrival
         self.released: list[int] = []  # keys whose device state the next plan drops

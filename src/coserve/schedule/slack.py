@@ -62,7 +62,7 @@ def limits(
         found.append((arrival + slo.first_token - now) / (1 + margin) - ahead)
     if slo.between_tokens is not None and sequence.newest_at is not None:
         found.append((sequence.newest_at + slo.between_tokens - now) / (1 + margin) - ahead)
-    if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # nothing saves one that has passed
+    if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # a missed one cannot be met
         # Shared out evenly: what is spent at once is missing when requests that arrive make steps longer.
         # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
         tokens = sequence.steps_left

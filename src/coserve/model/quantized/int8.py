@@ -81,7 +81,7 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [out, in] and scales [out]. Each row is scaled by its largest weight."""
     lowest, highest = torch.aminmax(weight, dim=1)
     largest = torch.maximum(-lowest, highest).to(exact_type(weight.dtype))
-    tiny = torch.finfo(weight.dtype).tiny  # a row of zeros stays one
+    tiny = torch.finfo(weight.dtype).tiny  # keeps a row of zeros
     scale = (largest / _LARGEST).clamp_min(tiny).to(weight.dtype)
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     step = max(_PIECE // weight.shape[1], 1)

@@ -63,8 +63,8 @@ class Adaptive(Hybrid):
     def __init__(self) -> None:
         self._newest: deque[_Seen] = deque(maxlen=_REMEMBERED)
         self._last = 0  # key of the last of them
-        self._left = INFINITE  # seconds until somebody is due
-        self._prompts = 0.0  # seconds of others' prompts before the first token of who comes now
+        self._left = INFINITE  # seconds until a request is due
+        self._prompts = 0.0  # seconds of other prompts before the first token of a new arrival
         self._alone = -INFINITE  # when training last had the machine to itself, or half of it
         self._split_at = INFINITE  # when the machine was last split, if it ever was
 
@@ -109,7 +109,7 @@ class Adaptive(Hybrid):
         self._alone = view.now
         sure = 1 + view.cost.margin(config, trains=True)
         seconds, job = min(self.quantum(view), self._left / sure), view.jobs[0].name
-        # Only who is in turn: with the rest of a long quantum others would get more than their weight.
+        # Only the job in turn: the rest of a long quantum would give others more than their weight.
         return Allowance(seconds, rows, minimum=INFINITE, cut=self._cuts(view), job=job)
 
     def quantum(self, view: View) -> float:

@@ -40,7 +40,7 @@ class LatestEntry:
     def until_entry(self, sequence: Sequence, alone: bool = False) -> float:
         """Seconds until a waiting request has to enter, together with all others that wait or `alone`."""
         slo, waited = sequence.request.slo, self._view.now - sequence.request.arrival
-        if sequence.output or sequence.admitted_at is not None:  # begun elsewhere, or preempted
+        if sequence.output or sequence.admitted_at is not None:  # begun by another engine, or preempted
             return 0.0
         sure = 1 + self._margin
         prefill = self._prefill_seconds(sequence.remaining) if alone else self.prompts

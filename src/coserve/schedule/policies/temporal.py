@@ -35,7 +35,7 @@ class Temporal(WholeBatches):
         self.whole_jobs = grain == "request"
         self._n = n
         self._batches = None if batch is None else StaticBatches(batch, delay)
-        self._last = 0  # how many had finished when training last gave the machine back
+        self._last = 0  # finished sequences at the end of the last training
 
     def begins(self, view: View) -> bool:
         """Tells whether n requests were served, or none are there; a static batch is served to its end

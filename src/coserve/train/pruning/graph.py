@@ -99,7 +99,7 @@ def prune(graph: Graph) -> tuple[Operator, ...]:
         if left != operator.outputs:
             operators[place] = _with_outputs(operator, left, users, place)
     makers = {value: place for place, operator in enumerate(graph.reverse) for value in operator.outputs}
-    queue = deque(range(len(operators)))  # a trace has operators, too, that nobody ever used
+    queue = deque(range(len(operators)))  # a trace has unused operators, too
     while queue:
         place = queue.popleft()
         operator = operators[place]

@@ -16,7 +16,7 @@ from coserve.train.pruning.once import Once
 from coserve.train.pruning.sketch import Sketch
 from coserve.train.pruning.trace import trace
 
-_SKETCHES: Final = 8  # models that are remembered
+_SKETCHES: Final = 8  # models cached
 _CHOICES: Final = 512  # kinds of layers with an adapter
 
 

@@ -19,7 +19,7 @@ from coserve.train.save_policy import Fate, Fates, SavePolicy, SavePolicySetting
 Choices = Mapping[int, Choice]
 
 # Bytes of a base from which on inputs alone are worth a trace: it takes most of a second, and finds which
-# products nobody needs, a fifth of the way back.
+# products are unused, a fifth of backward.
 _LARGE: Final = 1 << 24
 
 
