@@ -87,7 +87,7 @@ class SamplingTable:
         self.limited: set[int] = set()  # of these, with a top-k
         self.nucleus: set[int] = set()  # with a top-p
         self.floored: set[int] = set()  # with a min-p
-        self.logprobs: dict[int, int] = {}  # slots that want them -> number of alternatives
+        self.logprobs: dict[int, int] = {}  # slots with log-probabilities -> number of alternatives
 
     @property
     def is_plain(self) -> bool:

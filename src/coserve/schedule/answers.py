@@ -21,9 +21,7 @@ def record(
         return None
     assert ends == (sampled.token is not None), "a token follows the last one known, and only that"
     scored = _fresh(sequence, segment, sampled)
-    if (
-        sequence.request.sampling.max_tokens == 0
-    ):  # the prompt was to be scored, and what follows it is nobody's
+    if sequence.request.sampling.max_tokens == 0:  # the prompt was to be scored, without an answer
         return TokenEvent(sequence.key, sequence.request.id, None, None, scored) if scored or ends else None
     if sampled.token is not None:
         _append(sequence, sampled.token, now)

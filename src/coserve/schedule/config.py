@@ -6,7 +6,7 @@ from typing import Final
 from coserve.core.row_buckets import EXACT, RowBuckets
 from coserve.errors import ConfigError
 
-# Fields that the engine fills in, from its model and its own settings; nobody else may set them.
+# Fields that only the engine may set, from its model and its own settings.
 SET_BY_ENGINE: Final = frozenset(
     {
         "layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing", "interruptible",
@@ -29,17 +29,17 @@ class SchedulerConfig:
     min_training_rows: int = 32  # smallest window tried when time is short; a quarter of it for the loss
     training_window: int | None = None  # rows of every window, never cut (a quarter for the loss); None: free
     micro_batches_in_flight: int = 2  # of one job at once; each costs bytes of activations
-    quantum: float = 0.03  # training in a step without inference: the wait of who arrives meanwhile
-    max_quantum: float = 0.5  # the same where arrivals stop training, or requests have been patient of late
+    quantum: float = 0.03  # training in a step without inference: the longest wait of an arrival
+    max_quantum: float = 0.5  # the same where arrivals stop training, or recent requests were patient
     interruptible: bool = False  # whether arrivals stop the training of the step under way
     quantum_with_inference: float = 0.1  # most training beside inference, however large the slack
     ride_along: float = 1.0  # training beside requests that state no bound, per second of inference
     reliability: float = 0.995  # share of steps that are to take no longer than allowed for; more train less
     max_margin: float = 1.0  # most that is allowed for, relative to a prediction; more would stop training
-    starvation: float | None = 0.5  # a job that got nothing for so long gets one piece; None: never
-    patience: float = 10.0  # deadline in the waiting line of who states none; smaller lets fewer pass
-    prefix_sharing: bool = False  # whether what prompts have in common is computed once
-    row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no row is filled up
+    starvation: float | None = 0.5  # seconds after which an unserved job gets one piece; None: never
+    patience: float = 10.0  # deadline of waiting requests that state none; smaller lets fewer pass
+    prefix_sharing: bool = False  # whether common prefixes of prompts are computed once
+    row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no padding is needed
 
     def __post_init__(self) -> None:
         checks = {

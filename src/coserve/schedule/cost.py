@@ -21,7 +21,7 @@ from coserve.schedule.segments import causal_pairs, training_segment
 # a small model on a small machine, slow rather than fast, so that first guesses err towards less training.
 DEFAULT_WEIGHTS: Mapping[str, float] = {
     "step": 1e-3,  # every step once
-    "forward_layers": 1e-2,  # a forward pass over the whole depth: weights are read once, whoever needs them
+    "forward_layers": 1e-2,  # a forward pass over the whole depth: weights are read once for all rows
     "forward_rows": 1e-4,  # a row through the whole depth
     "tail_rows": 5e-5,  # a row through the final norm and the head: sampled, or scored for prompt_logprobs
     "decode_context": 1e-7,  # a cached token read by a decode row
@@ -49,7 +49,7 @@ NAMES = tuple(DEFAULT_WEIGHTS)
     _UPDATES,
 ) = range(len(NAMES))
 
-# Steps of one kind share what makes them slower or faster than when they were measured.
+# Steps of one kind share a factor of slowness relative to their measurement.
 _KIND_OF = tuple(
     "backward" if name.startswith("backward") else name if name in ("loss_rows", "updates") else "forward"
     for name in NAMES
