@@ -14,7 +14,7 @@ from coserve.serve.adapter_registry import registry
 from coserve.serve.adapter_registry.imports import CONFIG, WEIGHTS, copy_adapter
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
-from coserve.wire.messages import AddAdapter, JobStarted, JobStep, Numbered, StartJob, Submit
+from coserve.wire.messages import AddAdapter, JobStarted, JobStep, Numbered, RemoveAdapter, StartJob, Submit
 from serving import Play, World
 
 BAD = 13  # the seed of a job that crashes engines
@@ -108,14 +108,17 @@ def test_an_import_that_crashes_engines_leaves_nothing_on_disk(play: Play, tmp_p
 
 def test_an_import_that_nobody_waits_for_leaves_nothing_on_disk(play: Play, tmp_path: Path) -> None:
     async def story(world: World) -> None:
+        def heard(kind: type) -> bool:
+            return any(isinstance(command, kind) for command in world.engine.said)
+
         world.engine.hangs = True
-        adapters = world.state.store.folder / "adapters"
         sending = asyncio.create_task(upload(world, make_files(tmp_path / "one")))
-        await world.until(lambda: any(not folder.name.startswith(".") for folder in adapters.iterdir()))
+        await world.until(lambda: heard(AddAdapter))
         sending.cancel()
+        await world.until(lambda: heard(RemoveAdapter))
         world.engine.hangs = False
         await asyncio.gather(sending, return_exceptions=True)
-        await world.until(lambda: not [*adapters.iterdir()])
+        await world.until(lambda: not [*(world.state.store.folder / "adapters").iterdir()])
 
     play(story)
 
