@@ -17,7 +17,6 @@ from coserve.core.plan import (
     Lane,
     Plan,
     Sampled,
-    StepResult,
     TokenLogprobs,
     TrainingSegment,
 )
@@ -67,9 +66,9 @@ class DeterministicExecutor(LocalExecutor):
     def _prove(self) -> None:
         fixed.prove_fixed(self.base)
 
-    def run(self, plan: Plan) -> StepResult:
-        """Runs the lanes of a split plan one after the other, as a split changes the numbers of threads."""
-        return super().run(replace(plan, split=None))
+    def launch(self, plan: Plan) -> None:
+        """Takes a split plan without its split, which changes the numbers of threads."""
+        super().launch(replace(plan, split=None))
 
     def _pass(self, lane: Lane) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         found: dict[int, Sampled] = {}
