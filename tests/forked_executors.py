@@ -22,7 +22,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from coserve.executors import service
 from coserve.executors.deterministic import DeterministicExecutor
 from coserve.executors.local import LocalExecutor
 from coserve.executors.opening import open_remote
@@ -83,7 +82,6 @@ def compute_as_tests_do(shared: int) -> None:
         return run
 
     load._load = loaded
-    service.open_local = exactly(service.open_local)
     for kind in (LocalExecutor, DeterministicExecutor):
         for name in ("run", "call"):
             setattr(kind, name, exactly(getattr(kind, name)))
