@@ -39,7 +39,8 @@ def spoil(module: ModuleType) -> None:
     """Makes the engine of this module one that can be brought down."""
     engine: Any = module.Engine
     step: Callable[[Any], Any] = engine.step
-    finetune: Callable[..., Any] = engine.finetune
+    jobs: Any = module.Training
+    start: Callable[..., Any] = jobs.start
     look: Callable[..., Any] = engine.look_at_adapter
 
     def step_or_strike(self: Any) -> Any:
@@ -52,9 +53,9 @@ def spoil(module: ModuleType) -> None:
                 strike(job.fault)
         return step(self)
 
-    def noted(self: Any, data: Any, adapter: str, method: Any, training: Any, *rest: Any) -> Any:
-        job = finetune(self, data, adapter, method, training, *rest)
-        place = training.seed - SEED
+    def noted(self: Any, prepared: Any, *rest: Any) -> Any:
+        job = start(self, prepared, *rest)
+        place = prepared.config.seed - SEED
         job.fault = FAULTS[place] if 0 <= place < len(FAULTS) else ""
         return job
 
@@ -64,7 +65,7 @@ def spoil(module: ModuleType) -> None:
             strike(revision.removeprefix(MARK))
         return look(self, name, folder, *rest)
 
-    engine.step, engine.finetune, engine.look_at_adapter = step_or_strike, noted, look_or_strike
+    engine.step, jobs.start, engine.look_at_adapter = step_or_strike, noted, look_or_strike
 
 
 class Spoiler(MetaPathFinder):
