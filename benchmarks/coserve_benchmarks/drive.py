@@ -1,16 +1,18 @@
 """Replays a workload on an engine, timed by the wall clock and not by the scheduler's own counters."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
+from typing import Protocol
 
-from coserve.core.events import StepDone, TokenEvent, TrainingProgress
+from coserve.core.events import Event, StepDone, TokenEvent, TrainingProgress
 from coserve.core.request import SLO
-from coserve.engine.completion import Completion
+from coserve.core.sequence import Sequence
 from coserve.engine.engine import Engine
-from coserve.engine.finetuning import FineTuning
-from coserve.workload.requests import TimedRequest, Workload
+from coserve.schedule.scheduler import Scheduler
+from coserve.workload.requests import TimedJob, TimedRequest, Workload
 from coserve_benchmarks.ours import greedy, start_job
 
 _NAP = 0.001  # seconds; the wait for an arrival is cut into so many
@@ -121,46 +123,105 @@ class LoadResult:
         return begin * self.seconds <= at - self.started < end * self.seconds
 
 
+class LoadTarget(Protocol):
+    """A machine that a workload is replayed on, with a clock of its own."""
+
+    scheduler: Scheduler
+
+    def clock(self) -> float:
+        """Seconds."""
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass between two steps."""
+
+    def ask(self, request: TimedRequest, arrival: float) -> Sequence:
+        """Submits a request that arrived at `arrival`."""
+
+    def cancel(self, answer: Sequence) -> None:
+        """Ends an answer."""
+
+    def start(self, job: TimedJob) -> Callable[[], None]:
+        """Starts a job, and gives what cancels it."""
+
+    def step(self, arrival: float = ...) -> list[Event]:
+        """One step; the next request comes at `arrival`."""
+
+
+class EngineTarget:
+    """An engine in this process, on the wall's clock. Arrivals do not interrupt its steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.scheduler = engine.scheduler
+        self.clock = engine.clock
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps, at most for a moment: a policy may have the engine wake up."""
+        time.sleep(min(_NAP, seconds))
+
+    def ask(self, request: TimedRequest, arrival: float) -> Sequence:
+        """See `LoadTarget`."""
+        sampling = greedy(request.answer)
+        return self._engine.generate(request.prompt, request.adapter, sampling, request.slo, arrival).sequence
+
+    def cancel(self, answer: Sequence) -> None:
+        """See `LoadTarget`."""
+        self.scheduler.cancel(answer.key)
+
+    def start(self, job: TimedJob) -> Callable[[], None]:
+        """See `LoadTarget`."""
+        return start_job(self._engine, job).cancel
+
+    def step(self, arrival: float = float("inf")) -> list[Event]:
+        """See `LoadTarget`."""
+        return self._engine.step()
+
+
 def serve(engine: Engine, workload: Workload, patience: float = float("inf")) -> LoadResult:
-    """Runs the engine until every request has its answer; training goes on meanwhile if there is some.
+    """Replays a workload on an engine in this process; see `replay`."""
+    return replay(EngineTarget(engine), workload, patience)
+
+
+def replay(target: LoadTarget, workload: Workload, patience: float = float("inf")) -> LoadResult:
+    """Runs the target until every request has its answer; training goes on meanwhile if there is some.
 
     A request counts as arrived at its instant, even where a step was under way: what that step still took
     is part of its wait. A token counts when the step that made it has returned. A training token counts
     half when its rows were kept and half when they came back, layer by layer. Who has no answer `patience`
     seconds after the load is over is given up, and so are its jobs.
     """
-    return _Run(engine, workload).until(workload.seconds + patience)
+    return _Run(target, workload).until(workload.seconds + patience)
 
 
 class _Run:
     """A workload that is being replayed."""
 
-    def __init__(self, engine: Engine, workload: Workload) -> None:
-        self._engine, self._workload = engine, workload
+    def __init__(self, target: LoadTarget, workload: Workload) -> None:
+        self._target, self._workload = target, workload
         self._requests = sorted(workload.requests, key=lambda request: -request.at)  # the next one last
         self._jobs = sorted(workload.jobs, key=lambda job: -job.at)
-        self._open: dict[int, tuple[AnswerTimes, Completion]] = {}
-        self._started_jobs: list[FineTuning] = []
-        self._load = LoadResult(engine.clock(), workload.seconds)
+        self._open: dict[int, tuple[AnswerTimes, Sequence]] = {}
+        self._cancel_jobs: list[Callable[[], None]] = []
+        self._load = LoadResult(target.clock(), workload.seconds)
 
     def until(self, end: float) -> LoadResult:
         """Runs until the load is over, or until `end` seconds after its beginning."""
-        engine, load = self._engine, self._load
+        target, load = self._target, self._load
         used = time.process_time()
-        while self._is_going_on and (now := engine.clock()) < load.started + end:
+        while self._is_going_on and (now := target.clock()) < load.started + end:
             self._arrive(now - load.started)
-            if engine.scheduler.has_work:
+            if target.scheduler.has_work:
                 self._step()
             else:
-                time.sleep(min(_NAP, max(0.0, self._next_at - (now - load.started))))
-        load.finished_at = engine.clock()
+                target.wait(max(0.0, self._next_at - (now - load.started)))
+        load.finished_at = target.clock()
         load.processor = time.process_time() - used
         self._give_up()
         return load
 
     @property
     def _is_going_on(self) -> bool:
-        is_early = bool(self._jobs) or self._engine.clock() < self._load.started + self._workload.seconds
+        is_early = bool(self._jobs) or self._target.clock() < self._load.started + self._workload.seconds
         return bool(self._requests or self._open) or (bool(self._workload.jobs) and is_early)
 
     @property
@@ -170,29 +231,28 @@ class _Run:
 
     def _arrive(self, now: float) -> None:
         while self._jobs and self._jobs[-1].at <= now:
-            self._started_jobs.append(start_job(self._engine, self._jobs.pop()))
+            self._cancel_jobs.append(self._target.start(self._jobs.pop()))
         while self._requests and self._requests[-1].at <= now:
             self._ask(self._requests.pop())
 
     def _ask(self, request: TimedRequest) -> None:
         arrival = self._load.started + request.at
-        handle = self._engine.generate(
-            request.prompt, request.adapter, greedy(request.answer), request.slo, arrival
-        )
-        kept = handle.sequence in self._engine.scheduler.blocked_on_adapter
+        sequence = self._target.ask(request, arrival)
+        kept = sequence in self._target.scheduler.blocked_on_adapter
         answered = AnswerTimes(arrival, slo=request.slo, kept=kept)
         self._load.answers.append(answered)
-        self._open[handle.sequence.key] = answered, handle
+        self._open[sequence.key] = answered, sequence
 
     def _step(self) -> None:
-        events = self._engine.step()
-        now = self._engine.clock()
+        arrival = self._load.started + self._requests[-1].at if self._requests else float("inf")
+        events = self._target.step(arrival)
+        now = self._target.clock()
         for event in events:
             if isinstance(event, TokenEvent) and event.token is not None:
-                answered, handle = self._open[event.key]
+                answered, sequence = self._open[event.key]
                 answered.tokens.append(now)
                 if event.finish_reason is not None:
-                    answered.deferred = handle.sequence.deferred
+                    answered.deferred = sequence.deferred
                     del self._open[event.key]
             elif isinstance(event, TrainingProgress):
                 self._load.trained.append((now, event.rows / 2))
@@ -201,9 +261,9 @@ class _Run:
 
     def _give_up(self) -> None:
         """Cancels what is left, so that the engine is free for another load."""
-        for answered, handle in self._open.values():
+        for answered, sequence in self._open.values():
             answered.tokens.clear()
-            handle.cancel()
-        for job in self._started_jobs:
-            job.cancel()
-        self._engine.step()
+            self._target.cancel(sequence)
+        for cancel in self._cancel_jobs:
+            cancel()
+        self._target.step()

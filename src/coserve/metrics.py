@@ -17,10 +17,10 @@ class MirroredCounter:
     """Mirrors another process's counter, which restarts at zero with that process."""
 
     def __init__(self, counter: Counter) -> None:
-        self._counter, self._seen = counter, 0
-        self.total = 0  # what the counter stands at
+        self._counter, self._seen = counter, 0.0
+        self.total = 0.0  # what the counter stands at
 
-    def reach(self, count: int) -> None:
+    def reach(self, count: float) -> None:
         """Sets the mirrored counter's current value; a lower one than before means a restart."""
         more = count - self._seen if count >= self._seen else count
         self._counter.inc(more)
@@ -79,6 +79,15 @@ class Metrics:
         )
         self.slo_met = MirroredCounter(self._counter("slo_met", "Answers within all bounds."))
         self.slo_missed = MirroredCounter(self._counter("slo_missed", "Answers beyond a bound."))
+        self.slowdown = self._gauge(
+            "slowdown_ratio", "Time of the newest 256 answers, over what it would be without training."
+        )
+        self.answer_seconds = MirroredCounter(
+            self._counter("answer_seconds", "Of answers that ended, from arrival to the last token.")
+        )
+        self.answer_deferred_seconds = MirroredCounter(
+            self._counter("answer_deferred_seconds", "Of these seconds, those that training took.")
+        )
         self.cost_model_error = self._gauge(
             "cost_model_error_ratio", "Mean relative error of predicted step times."
         )

@@ -4,6 +4,7 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 
 from coserve.wire.messages import Fault
 from serving import Play, World
@@ -30,6 +31,10 @@ def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
         await trainer.step(job.id, 1, loss=2.0)
         running = await jobs.retrieve(job.id)
         assert running.trained_tokens == 60 and running.estimated_finish is not None
+        await world.until(lambda: world.state.link.stats is not None)
+        assert world.state.link.stats is not None
+        world.state.link.stats = replace(world.state.link.stats, slowdown=1.25)
+        assert (await jobs.retrieve(job.id)).slowdown == 1.25
         assert 3 <= running.estimated_finish - running.created_at <= 6  # two more steps of 2 seconds
 
         await trainer.checkpoint(job.id, 1)
@@ -49,6 +54,7 @@ def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
         await trainer.end(job.id, "succeeded", 3)
         done = await jobs.retrieve(job.id)
         assert done.status == "succeeded" and done.trained_tokens == 180 and done.finished_at
+        assert done.slowdown is None
         assert done.fine_tuned_model == name.removesuffix(":ckpt-step-1") and done.estimated_finish is None
 
         models: Any = {model.id: model for model in (await client.models.list()).data}

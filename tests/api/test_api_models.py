@@ -403,6 +403,9 @@ def test_metrics_have_vllms_names(play: Play) -> None:
             "engine_steps_total",
             "slo_met_total",
             "slo_missed_total",
+            "slowdown_ratio",
+            "answer_seconds_total",
+            "answer_deferred_seconds_total",
         ):
             assert f"# TYPE coserve_{name}" in answer.text
 

@@ -52,7 +52,7 @@ def engine_of(
     scheduler = {
         "training_window": WINDOW,
         "min_training_rows": 1,  # what windows would be cut to, were they cut
-        "ride_along": 20.0,
+        "slowdown": None,
         **settings.pop("scheduler", {}),
     }
     options = {"calibrate": False, "page_size": 4, "cache_tokens": 4096, "scheduler": scheduler, **settings}

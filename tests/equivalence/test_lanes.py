@@ -85,7 +85,7 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
     name, folders = adapters
     scheduler = {
         "max_prefill_rows": 16, "min_prefill_rows": 4, "max_training_rows": 24, "min_training_rows": 3,
-        "ride_along": 3.0,
+        "slowdown": 4.0,
     }  # fmt: skip
     config = EngineConfig(calibrate=False, cache_tokens=2048, page_size=8, policy=policy, scheduler=scheduler)
     split = fused = 0

@@ -46,7 +46,7 @@ def engine_with(folders: dict[str, Path], **settings: object) -> Engine:
         "min_prefill_rows": 4,
         "max_training_rows": 32,
         "min_training_rows": 4,
-        "ride_along": 20.0,  # so that jobs get somewhere while the few tokens of a test are answered
+        "slowdown": None,  # so that jobs get somewhere while the few tokens of a test are answered
     }
     options = {"calibrate": False, "page_size": 4, "cache_tokens": 4096, "scheduler": scheduler, **settings}
     engine = Engine(tiny("mistral"), EngineConfig(**options))

@@ -147,7 +147,7 @@ def test_any_mix_is_one_at_a_time(name: str, pages: int, folders: dict[tuple[str
     """All methods and the base in the same steps, while a prefix and a prompt train beside them; with few
     pages sequences are preempted, and virtual tokens freed and filled again."""
     cuts = {"max_prefill_rows": 24, "min_prefill_rows": 4, "max_training_rows": 24, "min_training_rows": 3}
-    engine = engine_of(name, folders, cache_tokens=pages * PAGE, scheduler={**cuts, "ride_along": 20.0})
+    engine = engine_of(name, folders, cache_tokens=pages * PAGE, scheduler={**cuts, "slowdown": None})
     draws = random.Random(f"mix/{name}")
     data = [
         Example(tuple(p), (*p[1:], -100)) for p in prompts(draws, [draws.randint(2, 50) for _ in range(16)])

@@ -38,7 +38,7 @@ EXACTLY: dict[str, Any] = {
 
 def engine_of(name: str, dtype: torch.dtype, **settings: object) -> Engine:
     cuts = {"max_training_rows": 24, "min_training_rows": 3, "max_prefill_rows": 16, "min_prefill_rows": 4}
-    scheduler = {**cuts, "ride_along": 20.0, **settings.pop("scheduler", {})}  # type: ignore[dict-item]
+    scheduler = {**cuts, "slowdown": None, **settings.pop("scheduler", {})}  # type: ignore[dict-item]
     config = {"calibrate": False, "page_size": PAGE, "cache_tokens": 1024, "scheduler": scheduler, **settings}
     return Engine(tiny(name, dtype), EngineConfig(**config))
 

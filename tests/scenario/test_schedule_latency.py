@@ -197,7 +197,7 @@ def test_no_starvation_bound_means_no_exception() -> None:
 
 
 def test_who_states_nothing_shares_the_machine_evenly() -> None:
-    world = World(ride_along=1.0)
+    world = World(slowdown=2.0)
     sequence = world.submit(SLO(), answer=200)
     while not sequence.is_finished:
         world.step()

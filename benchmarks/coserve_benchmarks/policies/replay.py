@@ -24,7 +24,7 @@ from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.folder import save_shape, training_lines
 from coserve_benchmarks.ours import CACHE_TOKENS, Bench
 from coserve_benchmarks.policies.contest import bounds_deferral, charge_deferral
-from coserve_benchmarks.policies.testbed import RELIABILITY, Testbed, patience_for
+from coserve_benchmarks.policies.testbed import Testbed, patience_for
 from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served
 from coserve_benchmarks.streams import StreamRequest, StreamResult
@@ -102,12 +102,12 @@ def _urgency(slo: SLO) -> tuple[float, ...]:
 
 
 def _config(tiers: dict[SLO, str], adapters: dict[str, Path]) -> str:
-    """A configuration file: the bounds of the tiers, the adapters, and the scheduler as the engine's bench
-    has it."""
-    lines = ["[server.engine.scheduler]", f"reliability = {RELIABILITY}"]
+    """A configuration file: the bounds of the tiers, none of which keeps one by default, and the adapters."""
+    lines = []
     for slo, tier in tiers.items():
         stated = ((one.name, getattr(slo, one.name)) for one in fields(SLO))
-        lines += [f"[server.slo.{tier}]", *(f"{name} = {float(b)!r}" for name, b in stated if b is not None)]
+        bounds = ((name, float("inf") if bound is None else float(bound)) for name, bound in stated)
+        lines += [f"[server.slo.{tier}]", *(f"{name} = {bound!r}" for name, bound in bounds)]
     lines.append("[server.adapters]")
     lines += [f'"{name}" = "{path}"' for name, path in adapters.items()]
     return "\n".join(lines) + "\n"

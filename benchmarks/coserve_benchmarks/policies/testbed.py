@@ -19,8 +19,6 @@ from coserve_benchmarks.policies.contest import PROMISED, Judge, attained, bound
 from coserve_benchmarks.policies.isolated import isolated
 
 _PATIENCE: Final = 5.0  # seconds after a load, for the last answers, beside their longest bound
-# 0.9995 to the 32nd is 0.984: what a step may miss, an answer of many steps misses as often.
-RELIABILITY: Final = 0.9995
 
 
 def patience_for(workload: Workload) -> float:
@@ -62,7 +60,7 @@ class EngineTestbed(Testbed):
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._threads = torch.get_num_threads()
-        self.engine: Engine = make_engine(bench, scheduler={"reliability": RELIABILITY})
+        self.engine: Engine = make_engine(bench)
 
     def run(self, policy: str, workload: Workload, patience: float | None = None) -> LoadResult:
         """See `Testbed.run`."""

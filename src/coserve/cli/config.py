@@ -19,7 +19,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, get_origin, get_type_hints
 
@@ -29,7 +29,7 @@ from coserve.config import EngineConfig
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.schedule.config import SchedulerConfig
-from coserve.serve.settings import TIERS, ServerSettings
+from coserve.serve.settings import DEFAULT_SLO, TIERS, ServerSettings
 from coserve.wire.control import decode_path
 
 PREFIX = "COSERVE_"
@@ -73,6 +73,8 @@ def load_server_settings(
     """
     merged = _layers("server", flags, config, environment)
     _convert(merged, _Places)
+    if isinstance(tiers := merged.get("slo"), dict):  # a tier's other bounds stay those by default
+        merged["slo"] = _merge({tier: _stated(slo) for tier, slo in DEFAULT_SLO.items()}, tiers)
     if "model" not in merged:
         from coserve import tiny
 
@@ -176,6 +178,10 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         else:
             merged[key] = value
     return merged
+
+
+def _stated(slo: SLO) -> dict[str, float]:
+    return {name: bound for name, bound in asdict(slo).items() if bound is not None}
 
 
 def _convert(values: Mapping[str, Any], kind: type[T]) -> T:

@@ -91,6 +91,9 @@ def summary(watched: Watched, now: float) -> str:
         parts.append(f"validation loss {watched.validation[max(watched.validation)]:.4f}")
     if watched.tokens_per_second is not None and not watched.is_over:
         parts.append(f"{watched.tokens_per_second:.0f} tokens/s")
+    slowdown = watched.job.get("slowdown")
+    if isinstance(slowdown, int | float) and slowdown > 1.0:
+        parts.append(f"answers take {slowdown:.2f} times as long")
     if (left := watched.seconds_left(now)) is not None:
         parts.append(f"{duration(left)} left")
     return " | ".join(parts)

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from coserve.cli.options import Config, State, config_of, given
+from coserve.core.request import SLO
 from coserve.errors import ConfigError
+from coserve.serve.settings import TIERS
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
 
@@ -63,6 +65,14 @@ def serve(
         typer.Option(
             metavar="NAME[:OPTIONS]",
             help="How training is fitted between answers, such as adaptive or temporal:5; hybrid by default.",
+        ),
+    ] = None,
+    slowdown: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[TIER=]RATIO",
+            help="How much longer training may make answers take, of all tiers or of one; may be repeated. "
+            "By default priority=1.25, default=1.5, and any for flex.",
         ),
     ] = None,
     adapter_root: Annotated[
@@ -136,6 +146,7 @@ def serve(
         standby=False if no_standby else None,
         log_level=log_level,
         adapters=_adapters(adapter) if adapter else None,
+        slo=_slowdowns(slowdown) if slowdown else None,
         engine=given(
             device=device,
             dtype=dtype,
@@ -177,6 +188,22 @@ def _check_model(model: str) -> None:
     """Raises ConfigError for a folder that is missing: the hub would report it as a malformed name."""
     if not Path(model).exists() and not HUB_NAME.fullmatch(model):
         raise ConfigError(f"there is no model folder {model}")
+
+
+def _slowdowns(given: list[str]) -> dict[str, dict[str, float]]:
+    """Bounds of the tiers, of which later ones count."""
+    found: dict[str, dict[str, float]] = {}
+    for written in given:
+        tier, _, ratio = written.rpartition("=")
+        if tier and tier not in TIERS:
+            raise ConfigError(f"--slowdown {written}: there is no tier {tier!r}, only {', '.join(TIERS)}")
+        try:
+            bound = SLO(slowdown=float(ratio))
+        except (ValueError, ConfigError) as error:
+            raise ConfigError(f"--slowdown {written}: expected a ratio of at least 1, as 1.5") from error
+        assert bound.slowdown is not None, "it was given"
+        found |= {one: {"slowdown": bound.slowdown} for one in ((tier,) if tier else TIERS)}
+    return found
 
 
 def _adapters(given: list[str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isfinite
 from types import MappingProxyType
+from typing import Final
 
 from coserve.errors import ConfigError
 
@@ -24,19 +25,31 @@ class SLO:
     """Service-level objective: bounds on a request's waits, in seconds; None is no bound.
 
     `deferral` is FineInfer's bound (algorithm 1): the total delay that training may cause this request,
-    before admission and while it runs.
+    before admission and while it runs. `slowdown` is a ratio, at least 1: the time to the first token, and
+    the mean time between tokens, over what they would be without training.
     """
 
     first_token: float | None = None
     between_tokens: float | None = None
     end_to_end: float | None = None
     deferral: float | None = None
+    slowdown: float | None = None
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in ("first_token", "between_tokens", "end_to_end", "deferral"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"slo.{name} must be a number of seconds >= 0, not {value}")
+        if self.slowdown is not None and not self.slowdown >= 1:
+            raise ConfigError(f"slo.slowdown must be a ratio >= 1, not {self.slowdown}")
+
+    @property
+    def states_bound(self) -> bool:
+        """Tells whether the request is bound by anything."""
+        return self != _UNBOUND
+
+
+_UNBOUND: Final = SLO()
 
 
 @dataclass(frozen=True, slots=True)

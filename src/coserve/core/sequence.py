@@ -87,6 +87,7 @@ class Sequence:
     cached: int | None = None  # tokens of the prompt that were found when it first ran
     preemptions: int = 0
     deferred: float = 0.0  # seconds that training has delayed this request so far
+    deferred_first: float = 0.0  # the same when its first token came
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None

@@ -61,7 +61,7 @@ def _append(sequence: Sequence, token: int, now: float) -> None:
     sequence.output.append(token)
     sequence.unsampled -= 1
     if sequence.last_token_at is None:
-        sequence.first_token_at = now
+        sequence.first_token_at, sequence.deferred_first = now, sequence.deferred
     else:
         sequence.slowest = max(sequence.slowest, now - sequence.last_token_at)
     sequence.last_token_at = now

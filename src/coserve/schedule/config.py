@@ -33,10 +33,10 @@ class SchedulerConfig:
     max_quantum: float = 0.5  # the same where arrivals stop training, or recent requests were patient
     interruptible: bool = False  # whether arrivals stop the training of the step under way
     quantum_with_inference: float = 0.1  # most training beside inference, however large the slack
-    ride_along: float = 1.0  # training beside requests that state no bound, per second of inference
-    reliability: float = 0.995  # share of steps that are to take no longer than allowed for; more train less
+    slowdown: float | None = 1.5  # by training, of answers while no bound is in force; None: any
+    reliability: float = 0.99  # share of answers that are to keep a bound on their tokens; more train less
     max_margin: float = 1.0  # most that is allowed for, relative to a prediction; more would stop training
-    starvation: float | None = 0.5  # seconds after which an unserved job gets one piece; None: never
+    starvation: float | None = None  # seconds after which a job gets one piece despite bounds; None: never
     patience: float = 10.0  # deadline of waiting requests that state none; smaller lets fewer pass
     prefix_sharing: bool = False  # whether common prefixes of prompts are computed once
     row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no padding is needed
@@ -55,7 +55,7 @@ class SchedulerConfig:
             "quantum": self.quantum > 0,
             "max_quantum": self.max_quantum > 0,
             "quantum_with_inference": self.quantum_with_inference >= 0,
-            "ride_along": self.ride_along >= 0,
+            "slowdown": self.slowdown is None or self.slowdown >= 1,
             "reliability": 0 <= self.reliability < 1,
             "max_margin": self.max_margin >= 0,
             "starvation": self.starvation is None or self.starvation >= 0,

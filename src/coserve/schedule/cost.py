@@ -14,7 +14,7 @@ from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegmen
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.lanes import LaneCosts
-from coserve.schedule.margin import Margin
+from coserve.schedule.margin import Margin, share_of_steps
 from coserve.schedule.segments import causal_pairs, training_segment
 
 # What one unit of each feature is. The numbers are the seconds per unit assumed before any measurement:
@@ -251,9 +251,11 @@ class CostModel:
                 features.add_training(replace(forward, direction=way))
         return self.predict_features(features)
 
-    def margin(self, config: SchedulerConfig, trains: bool) -> float:
-        """Relative margin for predictions of steps with or without training."""
-        return min(self.misses.covering(config.reliability, trains), config.max_margin)
+    def margin(self, config: SchedulerConfig, trains: bool, tokens: int = 1) -> float:
+        """Relative margin for predictions of steps with or without training, of which answers of `tokens`
+        tokens need as many in time."""
+        share = share_of_steps(config.reliability, tokens)
+        return min(self.misses.covering(share, trains), config.max_margin)
 
     def fit(self, samples: Iterable[tuple[Plan | Features, float]]) -> None:
         """Refits the weights by non-negative least squares on the relative error.

@@ -42,7 +42,8 @@ def prefill_limit(
     builder: PlanBuilder, line: Ordered[Sequence], cost: CostModel, config: SchedulerConfig
 ) -> float:
     """Seconds for a step of the decode rows in `builder` and of prompts' rows from `line`, in their order."""
-    margin = cost.margin(config, trains=False)
+    tokens = max((one.request.sampling.max_tokens for one in builder.answering), default=1)
+    margin = cost.margin(config, trains=False, tokens=tokens)
     kept = step_limit(builder, margin)
     if kept == INFINITE or not line:
         return kept

@@ -30,6 +30,7 @@ from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
 from coserve.schedule.training_packer import TrainingPacker, in_order
 from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_through
+from coserve.schedule.utilization import Utilization
 
 _NAP: Final = 0.001  # seconds between two checks of blocked sequences
 
@@ -68,6 +69,7 @@ class Scheduler:
         self._split: float | None = None  # the machine's split meanwhile
         self._newcomer_at = -INFINITE  # when the last newcomer came
         self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
+        self._utilization = Utilization()
 
     # For the engine, between two steps
 
@@ -245,6 +247,7 @@ class Scheduler:
             jobs=tuple(jobs),
             finished=self.stats.finished,
             starving=starving,
+            utilization=self._utilization.share,
         )
 
     def _decode(self, builder: PlanBuilder) -> bool:
@@ -252,8 +255,8 @@ class Scheduler:
         sequence."""
         before = self.stats.preemptions
         ready = decoding(self.running, self.cost, self.config)
-        for sequence in ready:  # one preempted meanwhile has several rows to compute
-            if sequence.remaining == 1 and self._grow(sequence):
+        for sequence in ready:
+            if sequence.pages and self._grow(sequence):  # without any it was preempted meanwhile
                 builder.add(sequence, 1)
         return self.stats.preemptions > before
 
@@ -325,7 +328,7 @@ class Scheduler:
     def _train(self, builder: PlanBuilder, view: View, jobs: list[QueueEntry]) -> None:
         """Adds, job by job, an optimizer step that is due or the next windows of micro-batches."""
         self.stats.fused_possible += bool(builder.inference)
-        slack = measure(builder, self._requests, self.cost, self.config)
+        slack = measure(builder, self._requests, self.cost, self.config, self._utilization.share)
         expected = builder.now - self._newcomer_at <= LATELY and not self.config.interruptible
         shortly = self.config.quantum if expected else INFINITE
         allowance = self.policy.allow(
@@ -393,6 +396,7 @@ class Scheduler:
             return
         plan = self._as_run(plan, result)
         training = self._training_seconds(plan, result.seconds)
+        self._utilization.observe(now, self._rows_seconds(plan, result.seconds - training))
         for sequence in self._requests:
             sequence.deferred += training
         self._last_training = (now, training)
@@ -418,6 +422,15 @@ class Scheduler:
             return seconds
         alone = self.cost.predict_features(Features.of_segments(plan.inference))
         return seconds * max(0.0, 1.0 - alone / max(plan.predicted, alone, 1e-9))
+
+    def _rows_seconds(self, plan: Plan, inference: float) -> float:
+        """The seconds of a step's inference that its rows add to reading the weights once for all."""
+        if not plan.inference:
+            return 0.0
+        empty = Features()
+        empty.add_inference(0, 0, 0, None)
+        alone = self.cost.predict_features(Features.of_segments(plan.inference))
+        return inference * max(1.0 - self.cost.predict_features(empty) / max(alone, 1e-9), 0.0)
 
     def _take_answers(
         self, segments: Iterable[InferenceSegment], result: StepResult, now: float

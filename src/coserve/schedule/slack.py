@@ -1,16 +1,19 @@
 """Slack: how much training latency bounds allow, FlexLLM's SLO (6.2) and FineInfer's deferral bound (3.2).
 
-Both bounds become one number, the seconds by which a request may be delayed; a step's slack is the smallest
+All bounds become one number, the seconds by which a request may be delayed; a step's slack is the smallest
 of its requests'.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues
+from coserve.schedule.utilization import own_slowdown
 
 INFINITE = float("inf")
 
@@ -26,42 +29,43 @@ class Slack:
     deferral: float
 
 
-def measure(builder: PlanBuilder, queues: RequestQueues, cost: CostModel, config: SchedulerConfig) -> Slack:
-    """The slack of a step whose inference is planned, less a margin for prediction errors."""
-    margin = cost.margin(config, trains=True)
-    step = cost.predict_features(builder.features) if builder.inference else 0.0
-    planned = {segment.key: segment.length for segment in builder.inference}
+def measure(
+    builder: PlanBuilder, queues: RequestQueues, cost: CostModel, config: SchedulerConfig, utilization: float
+) -> Slack:
+    """The slack of a step whose inference is planned, less a margin for prediction errors.
+
+    `utilization` is the machine's by inference, 0 to 1.
+    """
+    ahead = _Ahead(builder, queues, cost, config)
     training = whole = deferral = INFINITE
-    queue = 0  # rows that must pass before the sequence at hand has its next token
-    for sequence in [*queues.running, *queues.waiting[: config.max_running]]:
-        rest = sequence.remaining - planned.get(sequence.key, 0)
-        queue += rest
-        ahead = step + (
-            _pass(sequence, sequence.length - rest, queue, queues, cost, config)
-            if rest and _is_bound(sequence)
-            else 0.0
-        )
-        ride_along = config.ride_along * step
-        left = limits(sequence, builder.now, ahead, step, margin) or [(ride_along, ride_along)]
-        training = min(training, *(share for share, _ in left))
-        whole = min(whole, *(together for _, together in left))
+    for sequence, seconds in ahead:
+        left = _limits(sequence, builder.now, seconds, ahead.step, cost, config)
+        # With no other bound in force, the default one.
+        slowdown = sequence.request.slo.slowdown or (None if left else config.slowdown)
+        if slowdown is not None and slowdown < INFINITE:
+            left_over = unspent(sequence, builder.now, seconds, own_slowdown(slowdown, utilization))
+            left.append((left_over, left_over))
+        training = min(training, *(share for share, _ in left), INFINITE)
+        whole = min(whole, *(together for _, together in left), INFINITE)
         if sequence.request.slo.deferral is not None:
-            deferral = min(deferral, _deferral(sequence, margin))
-    return Slack(step, max(training, 0.0), max(whole, 0.0), max(deferral, 0.0))
+            deferral = min(deferral, _deferral(sequence, cost.margin(config, trains=True)))
+    return Slack(ahead.step, max(training, 0.0), max(whole, 0.0), max(deferral, 0.0))
 
 
-def limits(
-    sequence: Sequence, now: float, ahead: float, step: float, margin: float
+def _limits(
+    sequence: Sequence, now: float, ahead: float, step: float, cost: CostModel, config: SchedulerConfig
 ) -> list[tuple[float, float]]:
     """Seconds that each bound in force leaves for training, in this step and in total, with the next token
     `ahead` seconds away."""
     slo, arrival = sequence.request.slo, sequence.request.arrival
+    margin = cost.margin(config, trains=True)
     found: list[float] = []
     shared: list[tuple[float, float]] = []
     if slo.first_token is not None and sequence.newest_at is None:
         found.append((arrival + slo.first_token - now) / (1 + margin) - ahead)
     if slo.between_tokens is not None and sequence.newest_at is not None:
-        found.append((sequence.newest_at + slo.between_tokens - now) / (1 + margin) - ahead)
+        each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
+        found.append((sequence.newest_at + slo.between_tokens - now) / (1 + each) - ahead)
     if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # a missed one cannot be met
         # Shared out evenly: what is spent at once is missing when requests that arrive make steps longer.
         # Single steps are mispredicted one way and the other: of n of them the sum is n ** 0.5 as unsure.
@@ -73,29 +77,72 @@ def limits(
     return [*shared, *zip(found, found, strict=True)]
 
 
+def unspent(sequence: Sequence, now: float, ahead: float, slowdown: float) -> float:
+    """Seconds that training may still take, so that `slowdown` holds when the next token comes `ahead`
+    seconds from now.
+
+    It holds for the time to the first token, and then for the time since that one, over the same times less
+    what training has taken of them. What one step leaves is there for the next: training in few large pieces
+    reads the weights less often.
+    """
+    if sequence.first_token_at is None:
+        since, taken = sequence.request.arrival, sequence.deferred
+    else:
+        since, taken = sequence.first_token_at, sequence.deferred - sequence.deferred_first
+    return (slowdown - 1.0) * (max(now - since, 0.0) + ahead) - slowdown * taken
+
+
 def _deferral(sequence: Sequence, margin: float) -> float:
     bound = sequence.request.slo.deferral
     return INFINITE if bound is None else (bound - sequence.deferred) / (1 + margin)
 
 
-def _is_bound(sequence: Sequence) -> bool:
-    slo = sequence.request.slo
-    return (slo.first_token, slo.between_tokens, slo.end_to_end) != (None, None, None)
+class _Ahead:
+    """Seconds until each sequence's next token: this step, and those that its prompt takes beyond it.
 
-
-def _pass(
-    sequence: Sequence, start: int, rows: int, queues: RequestQueues, cost: CostModel, config: SchedulerConfig
-) -> float:
-    """Seconds for `rows` rows of the sequence in as many steps as needed.
-
-    They attend to the `start` tokens before its own, and every step pays for reading its adapter.
+    These hold the rows of the prompts before it in the line, and a decode row of every running sequence.
+    `step` is this step's inference.
     """
-    adapter, virtual = sequence.request.adapter, sequence.virtual
-    features = Features()
-    filled = queues.prefixes.rows(sequence.request)
-    features.add_fill(virtual - filled, filled)
-    features.add_inference(virtual + start, rows, 1, adapter)
-    further = -(-rows // config.max_prefill_rows) - 1
-    empty = Features()
-    empty.add_inference(0, 0, 0, adapter)
-    return cost.predict_features(features) + further * cost.predict_features(empty)
+
+    def __init__(
+        self, builder: PlanBuilder, queues: RequestQueues, cost: CostModel, config: SchedulerConfig
+    ) -> None:
+        self._queues, self._cost, self._config = queues, cost, config
+        self._planned = {segment.key: segment.length for segment in builder.inference}
+        self.step = cost.predict_features(builder.features) if builder.inference else 0.0
+
+    def __iter__(self) -> Iterator[tuple[Sequence, float]]:
+        queues, further = self._queues, 0.0
+        rows = 0  # that must pass before the sequence at hand has its next token
+        for sequence in [*queues.running, *queues.waiting[: self._config.max_running]]:
+            rest = sequence.remaining - self._planned.get(sequence.key, 0)
+            rows += rest
+            if rest:
+                further = self._further(sequence, sequence.length - rest, rows)
+            yield sequence, self.step + (further if rest else 0.0)
+
+    def _further(self, sequence: Sequence, start: int, rows: int) -> float:
+        """Seconds for `rows` prompt rows in as many steps as needed.
+
+        They attend to the `start` tokens before the sequence's own, and every step pays for reading the
+        weights, its adapter, and for the rows of running sequences.
+        """
+        adapter, virtual = sequence.request.adapter, sequence.virtual
+        filled = self._queues.prefixes.rows(sequence.request)
+        steps = -(-rows // self._config.max_prefill_rows)
+        first, later = Features(), Features()
+        first.add_fill(virtual - filled, filled)
+        first.add_inference(virtual + start, rows, 1, adapter)
+        later.add_inference(0, 0, 0, adapter)
+        passes = self._cost.predict_features(first) + (steps - 1) * self._cost.predict_features(later)
+        return passes + steps * self._decode_rows
+
+    @cached_property
+    def _decode_rows(self) -> float:
+        """Seconds that running sequences' rows add to a step."""
+        features = Features()
+        features.add_inference(0, 0, 0, None)
+        alone = self._cost.predict_features(features)
+        for sequence in self._queues.running:
+            features.add_inference(sequence.virtual + sequence.length, 1, 1, None)
+        return self._cost.predict_features(features) - alone

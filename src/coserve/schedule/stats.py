@@ -1,9 +1,13 @@
 """Counters of the scheduler."""
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
 
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Sequence
+
+RECENT: Final = 256  # answers that the slowdown is said of
 
 
 @dataclass(slots=True)
@@ -24,6 +28,15 @@ class Stats:
     finished: int = 0  # sequences that ended, cancelled ones included
     slo_met: int = 0  # finished sequences that stated a bound and had all of theirs kept
     slo_missed: int = 0
+    answer_seconds: float = 0.0  # of finished answers, from arrival to the last token
+    answer_deferred_seconds: float = 0.0  # of these, those that training took
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    @property
+    def slowdown(self) -> float:
+        """Time of recent answers over what it would have been without training; 1 without any."""
+        seconds, deferred = map(sum, zip(*self.recent, strict=True)) if self.recent else (0.0, 0.0)
+        return seconds / (seconds - deferred) if seconds > deferred else 1.0
 
     def count_entered(self, sequence: Sequence) -> None:
         """Counts a sequence that begins to run; a preempted one only the first time."""
@@ -34,13 +47,28 @@ class Stats:
     def count_finished(self, sequence: Sequence, now: float) -> None:
         """Counts an answer that ended at `now`, unless it was cancelled."""
         self.finished += 1
-        slo = sequence.request.slo
-        stated = (slo.first_token, slo.between_tokens, slo.end_to_end, slo.deferral)
-        if sequence.finish_reason is FinishReason.CANCELLED or stated == (None, None, None, None):
+        if sequence.finish_reason is FinishReason.CANCELLED:
             return
-        arrival = sequence.request.arrival
+        slo, arrival = sequence.request.slo, sequence.request.arrival
+        self.answer_seconds += now - arrival
+        self.answer_deferred_seconds += sequence.deferred
+        self.recent.append((now - arrival, sequence.deferred))
+        if not slo.states_bound:
+            return
         first = now if sequence.first_token_at is None else sequence.first_token_at
-        took = (first - arrival, sequence.slowest, now - arrival, sequence.deferred)
-        kept = all(bound is None or time <= bound for bound, time in zip(stated, took, strict=True))
+        stated = (slo.first_token, slo.between_tokens, slo.end_to_end, slo.deferral, slo.slowdown)
+        took = (first - arrival, sequence.slowest, now - arrival, sequence.deferred, slowdown_taken(sequence))
+        kept = all(bound is None or value <= bound for bound, value in zip(stated, took, strict=True))
         self.slo_met += kept
         self.slo_missed += not kept
+
+
+def slowdown_taken(sequence: Sequence) -> float:
+    """The larger slowdown by training, of a sequence's time to the first token and of that since then."""
+    if sequence.first_token_at is None or sequence.last_token_at is None:
+        return 1.0
+    spans = (
+        (sequence.first_token_at - sequence.request.arrival, sequence.deferred_first),
+        (sequence.last_token_at - sequence.first_token_at, sequence.deferred - sequence.deferred_first),
+    )
+    return max((span / max(span - taken, 1e-9) for span, taken in spans if taken > 0.0), default=1.0)

@@ -25,8 +25,8 @@ ANY = "*"  # in lists of hosts and origins
 TIERS = ("priority", "default", "flex")  # in the order in which a tenant's own requests go
 DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
     {
-        "priority": SLO(first_token=0.5, between_tokens=0.1),
-        "default": SLO(first_token=2.0, between_tokens=0.25),
+        "priority": SLO(first_token=0.5, between_tokens=0.1, slowdown=1.25),
+        "default": SLO(first_token=2.0, between_tokens=0.25, slowdown=1.5),
         "flex": SLO(deferral=60.0),
     }
 )

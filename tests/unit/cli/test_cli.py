@@ -106,6 +106,22 @@ def test_serve_takes_a_policy(policy: str) -> None:
     assert json.loads(result.stdout)["engine"]["policy"] == policy
 
 
+def test_serve_takes_slowdowns_of_tiers_beside_their_other_bounds() -> None:
+    asked = [option for ratio in ("2", "flex=8", "default=inf") for option in ("--slowdown", ratio)]
+    result = coserve("serve", *asked, "--show-config")
+    assert result.returncode == 0
+    told = json.loads(result.stdout)["slo"]
+    bounds = {tier: (slo["slowdown"], slo["first_token"]) for tier, slo in told.items()}
+    assert bounds == {"priority": (2, 0.5), "default": (None, 2), "flex": (8, None)}
+
+
+@pytest.mark.parametrize("written", ["0.5", "nan", "", "flex=", "fast=2", "default=quick"])
+def test_a_wrong_slowdown_is_one_line(written: str) -> None:
+    result = coserve("serve", "--slowdown", written, "--show-config")
+    assert result.returncode == 1
+    assert one_line(result.stderr).startswith(f"coserve: --slowdown {written}: ")
+
+
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's engine does not measure what steps cost before the demo reads what it is given."""

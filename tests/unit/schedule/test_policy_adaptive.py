@@ -22,7 +22,7 @@ from timetable import COSTS, Ask, Tune, World, table
 
 # A token takes a second, a micro-batch three (see `timetable`); of a quantum of 3 seconds one is too little
 # to train in. Beside answers there is no training but what costs nothing: the way there, in the same pass.
-SLOW = {"quantum": 3.0, "max_quantum": 3.0, "quantum_with_inference": 3.0, "ride_along": 0.0}
+SLOW = {"quantum": 3.0, "max_quantum": 3.0, "quantum_with_inference": 3.0, "slowdown": 1.0}
 DEPTH = 4
 
 

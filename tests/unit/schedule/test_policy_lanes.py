@@ -52,7 +52,7 @@ def test_hybrid_fills_each_step_up_to_the_bound() -> None:
     s is rows x layers / 32 there, and / 16 back: 15/16 of a second is left for it. Of two windows of equal
     work the one of more rows is taken.
     """
-    it = world("hybrid", PASSES, {"x": Ask(0, 6, SLO(between_tokens=2.0))}, quantum=3.0)
+    it = world("hybrid", PASSES, {"x": Ask(0, 6, SLO(between_tokens=2.0))}, quantum=3.0, slowdown=2.0)
     it.run(until=60)
     assert steps(it) == [
         # No token before this one: as much training as answering, 17/16. 32 x 1 or 16 x 2 take 1.

@@ -300,12 +300,29 @@ def test_who_arrives_during_training_was_deferred_by_it() -> None:
         (SLO(between_tokens=1e-3), 0),
         (SLO(end_to_end=1e-3), 0),
         (SLO(first_token=9.0, between_tokens=9.0, end_to_end=9.0, deferral=9.0), 1),
+        (SLO(slowdown=1.0), 1),
     ],
 )
 def test_bounds_kept_and_broken_are_counted(slo: SLO, met: int) -> None:
     it, executor = world()
     it.submit(request(slo=slo), 0.0)
     drain(it, executor)
+    assert (it.stats.slo_met, it.stats.slo_missed) == (met, 1 - met)
+
+
+@pytest.mark.parametrize(("slowdown", "met"), [(1.01, 0), (1000.0, 1)])
+def test_the_slowdown_of_answers_is_counted(slowdown: float, met: int) -> None:
+    """This one waits for the step under way, which trains, and then for what its bound leaves to training."""
+    it, executor = world()
+    it.training.add("job", micro_batches(it, rows=3000))
+    executor.step(it)
+    sequence = it.submit(request(arrival=0.0, slo=SLO(slowdown=slowdown)), executor.now)
+    while not sequence.is_finished:
+        executor.step(it)
+    inference = sum(CostModel().predict(replace(plan, training=())) for plan in executor.plans[1:])
+    assert it.stats.answer_seconds == pytest.approx(executor.now)
+    assert it.stats.answer_deferred_seconds == pytest.approx(executor.now - inference, rel=0.05)
+    assert it.stats.slowdown == pytest.approx(executor.now / inference, rel=0.1)
     assert (it.stats.slo_met, it.stats.slo_missed) == (met, 1 - met)
 
 

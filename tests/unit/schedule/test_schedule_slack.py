@@ -8,8 +8,9 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues
 from coserve.schedule.slack import INFINITE, Slack, measure
+from coserve.schedule.utilization import own_slowdown
 
-CONFIG = SchedulerConfig(layers=4, max_positions=512, ride_along=0.5, reliability=0.9)
+CONFIG = SchedulerConfig(layers=4, max_positions=512, slowdown=1.5, reliability=0.9)
 NOW = 10.0
 
 
@@ -34,20 +35,22 @@ def waiting(slo: SLO, key: int = 2, arrival: float = NOW) -> Sequence:
     return Sequence(key, Request("r", (1,) * 20, SamplingParams(max_tokens=11), slo=slo, arrival=arrival))
 
 
-def slack(running: list[Sequence], line: list[Sequence], error: float = 0.0) -> Slack:
+def slack(
+    running: list[Sequence], line: list[Sequence], error: float = 0.0, utilization: float = 0.0
+) -> Slack:
     it, builder = RequestQueues(CONFIG, PagePool(8, 64)), PlanBuilder(NOW)
     it.running = running
     for sequence in line:
         it.join(sequence)
     for sequence in running:
         builder.add(sequence, 1)
-    return measure(builder, it, model(error), CONFIG)
+    return measure(builder, it, model(error), CONFIG, utilization)
 
 
 def test_who_states_nothing_gets_a_share() -> None:
     found = slack([decoding(SLO())], [])
     assert found.inference == pytest.approx(0.011)
-    assert found.training == pytest.approx(0.5 * 0.011)
+    assert found.training == pytest.approx(0.5 * (0.005 + 0.011))  # since its first token, and the next
     assert found.deferral == INFINITE
 
 
@@ -79,13 +82,13 @@ def test_a_broken_bound_leaves_nothing() -> None:
 
 def test_first_token_of_one_who_waits() -> None:
     found = slack([decoding(SLO(between_tokens=1.0))], [waiting(SLO(first_token=0.1))])
-    assert found.training == pytest.approx(0.1 - 0.011 - (0.01 + 0.020))
+    assert found.training == pytest.approx(0.1 - 0.011 - (0.01 + 0.020 + 0.001))  # beside a decode row
 
 
 def test_those_ahead_in_the_line_count_too() -> None:
     line = [waiting(SLO(first_token=0.1), 2), waiting(SLO(first_token=0.1), 3)]
     found = slack([decoding(SLO(between_tokens=1.0))], line)
-    assert found.training == pytest.approx(0.1 - 0.011 - (0.01 + 0.040))
+    assert found.training == pytest.approx(0.1 - 0.011 - (0.01 + 0.040 + 0.001))
 
 
 def test_first_token_is_over_once_it_came() -> None:
@@ -101,12 +104,41 @@ def test_end_to_end_is_shared_out_over_the_tokens_left() -> None:
 def test_what_is_spent_at_once_breaks_no_bound_of_a_step() -> None:
     found = slack([decoding(SLO(end_to_end=2.0, between_tokens=0.3))], [])
     assert found.whole == pytest.approx(0.3 - 0.005 - 0.011)
-    assert slack([decoding(SLO(end_to_end=2.0)), decoding(SLO(), 3)], []).whole == pytest.approx(0.5 * 0.012)
+    found = slack([decoding(SLO(end_to_end=2.0)), decoding(SLO(), 3)], [])
+    assert found.whole == pytest.approx(0.5 * (0.005 + 0.012))
     assert slack([decoding(SLO(between_tokens=0.001))], []).whole == 0.0
 
 
 def test_an_end_that_has_passed_binds_no_more() -> None:
-    assert slack([decoding(SLO(end_to_end=0.5))], []).training == pytest.approx(0.5 * 0.011)
+    assert slack([decoding(SLO(end_to_end=0.5))], []).training == pytest.approx(0.5 * (0.005 + 0.011))
+
+
+@pytest.mark.parametrize(("slowdown", "utilization"), [(1.25, 0.0), (1.5, 0.0), (1.5, 0.6), (3.0, 0.3)])
+def test_of_a_slowdown_what_earlier_steps_left_is_there(slowdown: float, utilization: float) -> None:
+    direct = own_slowdown(slowdown, utilization)
+    sequence = decoding(SLO(slowdown=slowdown))
+    sequence.first_token_at, sequence.deferred, sequence.deferred_first = NOW - 2.0, 0.7, 0.6
+    found = slack([sequence], [], utilization=utilization).training
+    alone = 2.0 + 0.011 - (0.7 - 0.6)  # what its tokens would have taken
+    assert found == pytest.approx(direct * alone - (2.0 + 0.011))
+    sequence.deferred = 0.6 + 2.0 * (slowdown - 1)
+    assert slack([sequence], [], utilization=utilization).training == 0.0
+
+
+def test_a_slowdown_holds_for_the_first_token_by_itself() -> None:
+    line = waiting(SLO(slowdown=1.5), arrival=NOW - 0.3)
+    line.deferred = 0.1
+    found = slack([decoding(SLO(between_tokens=9.0))], [line])
+    alone = 0.2 + 0.011 + (0.01 + 0.020 + 0.001)
+    assert found.training == pytest.approx(1.5 * alone - (alone + 0.1))
+
+
+def test_the_tighter_of_a_bound_and_a_slowdown_counts() -> None:
+    tight = slack([decoding(SLO(between_tokens=0.018, slowdown=9.0))], [])
+    assert tight.training == pytest.approx(0.018 - 0.005 - 0.011)
+    loose = slack([decoding(SLO(between_tokens=9.0, slowdown=1.5))], [])
+    assert loose.training == pytest.approx(0.5 * (0.005 + 0.011))
+    assert slack([decoding(SLO(slowdown=INFINITE))], []).training == INFINITE
 
 
 def test_deferral_is_what_is_left_of_it() -> None:

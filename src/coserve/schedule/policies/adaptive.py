@@ -24,6 +24,7 @@ _HALF: Final = 0.5  # of the machine, for answers beside training in a lane of i
 # one after the other, but while they run nothing shows what answers would take alone: where a machine became
 # slower meanwhile the model blames the lanes.
 _WORTH: Final = -0.25
+_FULL: Final = 0.7  # utilization by inference in a lane, beyond which requests that arrive pile up
 _FEWEST: Final = 4.0  # steps beside a piece: of shorter ones too much of the lane's time is lost
 _SPENT: Final = 0.8  # of what all steps of an answer may take longer, on those beside one piece
 _AGAIN: Final = 10.0  # seconds after which lanes that gained too little are tried once more
@@ -132,6 +133,8 @@ class Adaptive(Hybrid):
         adds to them. 0 beside prompts, which are not memory-bound.
         """
         if any(sequence.remaining > 1 for sequence in view.running):
+            return 0.0
+        if view.utilization * view.cost.lanes.inference > _FULL:
             return 0.0
         if not _splitting_pays(view) and view.now - self._split_at < _AGAIN:
             return 0.0

@@ -28,6 +28,7 @@ class View:
     running: tuple[Sequence, ...]  # in order of arrival
     jobs: tuple[QueueEntry, ...]  # that have something to run; the one whose turn it is first
     finished: int  # sequences that ended since the start
+    utilization: float = 0.0  # of the machine by inference of late, 0 to 1
     starving: bool = False  # whether the first in turn got nothing for as long as it may
     inference_seconds: float = 0.0
     slack: float = INFINITE  # most training that breaks no bound, if all steps to come have as much

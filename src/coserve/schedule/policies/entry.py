@@ -6,6 +6,8 @@ from typing import Final
 from coserve.core.sequence import Sequence
 from coserve.schedule.cost import Features
 from coserve.schedule.policies.base import INFINITE, View
+from coserve.schedule.slack import unspent
+from coserve.schedule.utilization import own_slowdown
 
 _SURE: Final = 0.9  # of a bound: a request that enters last cannot make up for a slow step
 
@@ -58,6 +60,9 @@ class LatestEntry:
         if slo.deferral is not None:
             longer = sequence.steps_left * (self._step - self._alone)
             found.append(_SURE * slo.deferral - sequence.deferred - longer)
+        if slo.slowdown is not None and slo.slowdown < INFINITE:
+            direct = own_slowdown(slo.slowdown, self._view.utilization)
+            found.append(_SURE * unspent(sequence, self._view.now, prefill, direct))
         return min(found, default=0.0)
 
     def _can_follow(self) -> bool:

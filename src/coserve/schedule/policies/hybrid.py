@@ -8,9 +8,9 @@ class Hybrid(Policy):
     """Requests enter at once; training fills each step up to its smallest slack.
 
     Training alone runs for a quantum at a time (at least one window through one layer or the tail), the
-    longest that an arriving request waits; where arrivals pause training, they wait for a layer at most. A
-    starving job gets its smallest piece despite latency bounds, at most once in `config.starvation` seconds,
-    but never beyond a request's bound on its total deferral.
+    longest that an arriving request waits; where arrivals pause training, they wait for a layer at most.
+    Where `config.starvation` is set, a starving job gets its smallest piece despite latency bounds, at most
+    once in so many seconds, but never beyond a request's bound on its total deferral.
     """
 
     pausable = True

@@ -101,6 +101,9 @@ def _gauge(state: State) -> None:
     metrics.slo_missed.reach(stats.slo_missed)
     ended = metrics.slo_met.total + metrics.slo_missed.total
     metrics.slo_attainment.set(metrics.slo_met.total / ended if ended else 1.0)
+    metrics.slowdown.set(stats.slowdown)
+    metrics.answer_seconds.reach(stats.answer_seconds)
+    metrics.answer_deferred_seconds.reach(stats.answer_deferred_seconds)
     metrics.cost_model_error.set(stats.cost_error)
     metrics.cost_model_margin.set(stats.cost_margin)
     for account, nbytes in stats.memory.items():

@@ -206,6 +206,11 @@ def _metadata(request: Request) -> dict[str, str] | None:
     return found or None
 
 
+def _slowdown(state: State, job: JobRecord) -> float | None:
+    stats = state.link.stats
+    return stats.slowdown if stats is not None and job.status == JobStatus.RUNNING else None
+
+
 def _shown(state: State, job: JobRecord) -> JobObject:
     finish = None
     if job.status == JobStatus.RUNNING and None not in (job.pace, job.stepped, job.steps):
@@ -220,6 +225,9 @@ def _shown(state: State, job: JobRecord) -> JobObject:
             "created_at": job.created,
             "finished_at": job.finished,
             "estimated_finish": finish,
+            "slowdown": state.link.stats.slowdown
+            if job.status == JobStatus.RUNNING and state.link.stats
+            else None,
             "fine_tuned_model": job.name if job.status == JobStatus.SUCCEEDED else None,
             "organization_id": job.tenant,
             "training_file": job.training_file,

@@ -181,6 +181,10 @@ class JobObject(BaseModel):
     created_at: int
     finished_at: int | None
     estimated_finish: int | None
+    slowdown: float | None = Field(
+        default=None,
+        description="Of a running job: how much longer recent answers took because of all training.",
+    )
     fine_tuned_model: str | None
     organization_id: str
     training_file: str
