@@ -33,6 +33,13 @@ def demo(
         float, typer.Option(min=1.0, help="Seconds of training; the other acts are in proportion.")
     ] = 75.0,
     conversations: Annotated[int, typer.Option(min=1, max=64, help="Conversations at any time.")] = 8,
+    first_token: Annotated[
+        float,
+        typer.Option(min=0.001, help="Bound on the time to the first token that requests state, seconds."),
+    ] = 1.0,
+    between_tokens: Annotated[
+        float, typer.Option(min=0.001, help="Bound between two tokens that requests state, seconds.")
+    ] = 0.05,
     device: Annotated[str, typer.Option(help="cpu, or cuda, cuda:1, ...")] = "cpu",
     plain: Annotated[bool, typer.Option("--plain", help="Line by line, as when piped.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="The closing tables only.")] = False,
@@ -43,7 +50,7 @@ def demo(
     from coserve.demo.story import Options, Story
     from coserve.demo.view import make_view
 
-    chosen = Options(data, trace, model, device, seconds, conversations)
+    chosen = Options(data, trace, model, device, seconds, conversations, first_token, between_tokens)
     report = Story(chosen, make_view(plain, quiet)).tell()
     if json_file is not None:
         try:

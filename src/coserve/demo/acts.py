@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from coserve.config import EngineConfig
 from coserve.core.events import Event
+from coserve.core.request import SLO
 from coserve.demo.figures import Phase, RateMeter, phase
 from coserve.demo.load_generator import LoadGenerator, RequestSource
 from coserve.demo.view import DemoView, JobProgress, Snapshot
@@ -29,6 +30,7 @@ class ActRunner:
     def __init__(self, engine: Engine, view: DemoView) -> None:
         self.engine, self._view = engine, view
         self._stopped = False
+        self._acts = 0  # played so far
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -54,20 +56,27 @@ class ActRunner:
         act: str,
         source: RequestSource,
         seconds: float,
-        slo: float | None = None,
+        slo: SLO = SLO(),
         jobs: Sequence[FineTuning] = (),
+        answers: int = 0,
+        longest: float = 0.0,
     ) -> Phase:
         """Runs an act for `seconds`, or until all of `jobs` have ended, and gives its figures.
 
-        The act lasts at least until each job has made a step, as tight bounds leave training little time.
-        `slo` is the bound between tokens that each request states. Ctrl-C ends the act, not the figures.
+        With `answers` the act goes on until that many are complete, but not beyond `longest` seconds. It
+        lasts at least until each job has made a step, as tight bounds leave training little time. The figures
+        are of the time until the first job ended: all of them trained until then. `slo` is the bounds that
+        each request states. Ctrl-C ends the act, not the figures.
         """
-        engine, clients = self.engine, LoadGenerator(self.engine, source, slo)
+        engine, self._acts = self.engine, self._acts + 1
+        clients = LoadGenerator(engine, source, slo, scope=f"act-{self._acts}")
         started = engine.clock()
         meter = RateMeter(engine.scheduler.stats, started)
         now, shown = started, started
+        figures: Phase | None = None
         while not self._stopped and not _all_ended(jobs):
-            if now >= started + seconds and _all_begun(jobs):
+            enough = clients.latencies.answers >= answers or now >= started + longest
+            if now >= started + seconds and enough and _all_begun(jobs):
                 break
             clients.submit()
             if engine.scheduler.has_work:
@@ -75,12 +84,22 @@ class ActRunner:
             else:
                 time.sleep(0.001)  # until the next request of a trace arrives
             now = engine.clock()
+            if figures is None and _any_ended(jobs):
+                figures = self._figures(clients, meter, now)
             if now >= shown + self._view.period:
                 shown = now
-                self._view.show(self._snapshot(act, clients, meter, now, seconds, slo, jobs))
+                left = min(seconds - now + started, time_left(jobs, now - started))
+                if answers > clients.latencies.answers:
+                    left = max(left, min(longest - now + started, clients.time_to(answers, now - started)))
+                self._view.show(self._snapshot(act, clients, meter, now, left, jobs))
+        if figures is None:
+            figures = self._figures(clients, meter, now)
         clients.cancel_all()
-        elapsed = now - started
-        return phase(clients.latencies, meter.total(engine.scheduler.stats, now), elapsed)
+        return figures
+
+    def _figures(self, clients: LoadGenerator, meter: RateMeter, now: float) -> Phase:
+        total = meter.total(self.engine.scheduler.stats, now)
+        return phase(clients.latencies, total, now - meter.started, now)
 
     def _snapshot(
         self,
@@ -88,19 +107,17 @@ class ActRunner:
         clients: LoadGenerator,
         meter: RateMeter,
         now: float,
-        seconds: float,
-        slo: float | None,
+        left: float,
         jobs: Sequence[FineTuning],
     ) -> Snapshot:
-        elapsed = now - meter.started
         return Snapshot(
             act=act,
-            elapsed=elapsed,
-            left=min(seconds - elapsed, time_left(jobs, elapsed)),
+            elapsed=now - meter.started,
+            left=left,
             rates=meter.now(self.engine.scheduler.stats, now),
             gap_p50=clients.latencies.gap(0.5, NEWEST),
             gap_p99=clients.latencies.gap(0.99, NEWEST),
-            slo=slo,
+            bound=clients.latencies.slo.between_tokens,
             jobs=tuple(
                 JobProgress(j.adapter, len(j.history), j.steps, [u.loss for u in j.history]) for j in jobs
             ),
@@ -124,7 +141,7 @@ def time_left(jobs: Sequence[FineTuning], elapsed: float) -> float:
 def open_engine(model: str | Path, device: str) -> tuple[Engine, str]:
     """An engine in the precision that suits the device, and a sentence that says which and why."""
     logging.disable_progress_bar()  # a loading bar would stand in the middle of the view
-    dtype, why = ("bfloat16", "In bfloat16") if device != "cpu" else choose_dtype()
+    dtype, why = ("bfloat16", "in bfloat16") if device != "cpu" else choose_dtype()
     return Engine(model, EngineConfig(dtype=dtype, device=device)), why
 
 
@@ -132,10 +149,8 @@ def choose_dtype() -> tuple[str, str]:
     """bfloat16 where this processor multiplies it faster than float32, measured on one small product."""
     single, half = _product_seconds(torch.float32), _product_seconds(torch.bfloat16)
     name = "bfloat16" if half < single else "float32"
-    return (
-        name,
-        f"In {name}: a small product takes {half * 1e3:.2f} ms in bfloat16, {single * 1e3:.2f} in float32",
-    )
+    took = f"{half * 1e3:.2f} ms in bfloat16 and {single * 1e3:.2f} ms in float32"
+    return name, f"in {name}, as one product of matrices took {took}"
 
 
 @torch.no_grad()
@@ -155,5 +170,9 @@ def _all_begun(jobs: Sequence[FineTuning]) -> bool:
     return all(job.history or job.status != "running" for job in jobs)
 
 
+def _any_ended(jobs: Sequence[FineTuning]) -> bool:
+    return any(not job.is_under_way for job in jobs)
+
+
 def _all_ended(jobs: Sequence[FineTuning]) -> bool:
-    return bool(jobs) and all(job.status != "running" for job in jobs)
+    return bool(jobs) and not any(job.is_under_way for job in jobs)

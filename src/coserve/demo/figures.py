@@ -4,7 +4,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from coserve.demo.latency import Latencies, percentile
+from coserve.core.request import SLO
+from coserve.demo.latency import Latencies, Waits, figures_of
 from coserve.schedule.stats import Stats
 
 WINDOW: Final = 3.0  # seconds that the rates on screen look back
@@ -24,7 +25,7 @@ def rates(before: Stats, after: Stats, seconds: float) -> TokenRates:
     """Rates between two readings of the scheduler's counters, `seconds` apart."""
     if seconds <= 0:
         return TokenRates()
-    rows = after.kept_rows + after.backward_rows - before.kept_rows - before.backward_rows
+    rows = (after.kept_rows - before.kept_rows) + (after.backward_rows - before.backward_rows)
     possible = after.fused_possible - before.fused_possible
     return TokenRates(
         decode=(after.decode_tokens - before.decode_tokens) / seconds,
@@ -61,36 +62,33 @@ class Phase:
 
     seconds: float
     output_tokens_per_second: float
-    prompt_tokens_per_second: float
+    prompt_tokens_per_second: float  # computed ones, without those found in the cache
     training_tokens_per_second: float
     fused_share: float | None
-    answers: int
-    first_token_p50: float | None
-    first_token_p99: float | None
-    between_tokens_p50: float | None
-    between_tokens_p99: float | None
-    gaps_within_slo: float | None = None  # None where no bound was stated
-    answers_within_slo: float | None = None
+    answers: int  # complete ones
+    unanswered: int  # requests whose answers were not complete when the measuring ended
+    unanswered_late: int  # of these, the ones that had broken a bound
+    answers_within: float | None  # share of the complete answers with every wait within its bound
+    first_token: Waits
+    between_tokens: Waits
 
 
-def phase(latencies: Latencies, measured: TokenRates, seconds: float) -> Phase:
-    """Figures of a finished act."""
+def phase(latencies: Latencies, measured: TokenRates, seconds: float, now: float) -> Phase:
+    """Figures of an act that was measured for `seconds` until `now`."""
     slo = latencies.slo
+    bounded = slo.first_token is not None or slo.between_tokens is not None
     return Phase(
         seconds=seconds,
-        output_tokens_per_second=latencies.tokens / seconds,
+        output_tokens_per_second=latencies.tokens / seconds if seconds > 0 else 0.0,
         prompt_tokens_per_second=measured.prefill,
         training_tokens_per_second=measured.training,
         fused_share=measured.fused,
         answers=latencies.answers,
-        first_token_p50=percentile(latencies.firsts, 0.5),
-        first_token_p99=percentile(latencies.firsts, 0.99),
-        between_tokens_p50=latencies.gap(0.5),
-        between_tokens_p99=latencies.gap(0.99),
-        gaps_within_slo=None if slo is None else latencies.gaps_within(slo),
-        answers_within_slo=None
-        if slo is None or not latencies.answers
-        else latencies.kept / latencies.answers,
+        unanswered=latencies.unanswered,
+        unanswered_late=latencies.late(now),
+        answers_within=latencies.kept / latencies.answers if bounded and latencies.answers else None,
+        first_token=figures_of(latencies.firsts, slo.first_token),
+        between_tokens=figures_of(latencies.gaps, slo.between_tokens),
     )
 
 
@@ -111,19 +109,41 @@ class AdapterFigures:
     exact_after: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds that each request states, seconds: to its first token, and between two tokens."""
+
+    first_token: float
+    between_tokens: float
+
+    @property
+    def slo(self) -> SLO:
+        """The bounds as a request states them."""
+        return SLO(first_token=self.first_token, between_tokens=self.between_tokens)
+
+
 @dataclass(slots=True)
 class DemoReport:
     """All figures measured so far."""
 
+    date: str = ""
+    processor: str = ""
+    threads: int = 0
+    device: str = ""
+    torch_version: str = ""
     model: str = ""
     dtype: str = ""
-    threads: int = 0
+    planned_seconds: float = 0.0  # of training
+    conversations: int = 0
+    data: str | None = None  # file's name
     seconds: float = 0.0
     stopped: bool = False  # by Ctrl-C
-    slo_between_tokens: float | None = None
+    asked: Bounds | None = None
+    bounds: Bounds | None = None  # those of both acts: the ones asked for, or multiples that are kept
     trace: dict[str, Any] | None = None
     alone: Phase | None = None
     training: Phase | None = None
+    alone_again: Phase | None = None  # after the training
     adapters: list[AdapterFigures] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:

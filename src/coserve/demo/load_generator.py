@@ -54,12 +54,15 @@ class _Person:
 class Conversations:
     """Simulates `seats` simultaneous conversations; a new one starts as soon as one has no more questions.
 
-    The last seats talk to the adapters of `lessons`, one each, also while these are being trained; everyone
-    else asks the base for stories and about the small world, turn after turn.
+    The last seats ask the held-out questions of `lessons`, one each: of their adapters, also while these are
+    being trained, or of the base where not `adapted`. Everyone else asks the base for stories and about the
+    small world, turn after turn. What a seat asks, and the seeds of its answers, do not depend on when
+    answers come or on `adapted`: two acts have the same load, of which the faster one has more.
     """
 
-    def __init__(self, seats: int, lessons: Sequence[Lesson] = (), seed: int = 0) -> None:
-        self._random = Random(f"conversations/{seed}")
+    def __init__(self, seats: int, lessons: Sequence[Lesson] = (), adapted: bool = True) -> None:
+        self._random = [Random(f"conversations/{seat}") for seat in range(seats)]
+        self._adapted = adapted
         self._free = deque(range(seats))
         self._people: dict[int, _Person] = {}
         taught = lessons[: max(seats - 1, 0)]
@@ -77,14 +80,15 @@ class Conversations:
             person.messages.append({"role": "assistant", "content": text})
 
     def _pupil(self, seat: int) -> DemoRequest:
-        """A held-out question to an adapter in training."""
+        """A held-out question, to an adapter in training or to the base."""
         lesson = self._taught[seat]
-        question = self._random.choice(lesson.held_out)
+        question = self._random[seat].choice(lesson.held_out)
         sampling = SamplingParams(max_tokens=LONGEST_ANSWER)
-        return DemoRequest(seat, question.prompt, question.text, sampling, lesson.adapter)
+        adapter = lesson.adapter if self._adapted else None
+        return DemoRequest(seat, question.prompt, question.text, sampling, adapter)
 
     def _next_turn(self, seat: int) -> DemoRequest:
-        draw = self._random
+        draw = self._random[seat]
         person = self._people.get(seat)
         if person is None or not person.left:
             person = self._people[seat] = _Person([], draw.choice(TURNS))
@@ -94,7 +98,8 @@ class Conversations:
         else:
             turns = KINDS[draw.choice(list(KINDS))](draw, "held_out").prompt
         person.messages += turns
-        sampling = SamplingParams(max_tokens=LONGEST_ANSWER, temperature=0.7, top_p=0.95)
+        seed = draw.getrandbits(32)
+        sampling = SamplingParams(max_tokens=LONGEST_ANSWER, temperature=0.7, top_p=0.95, seed=seed)
         return DemoRequest(seat, tuple(person.messages), turns[-1]["content"], sampling)
 
 
@@ -121,11 +126,14 @@ class _PendingAnswer:
 
 
 class LoadGenerator:
-    """Submits a source's requests to an engine, and measures the answers."""
+    """Submits a source's requests to an engine, and measures the answers.
 
-    def __init__(self, engine: Engine, source: RequestSource, slo: float | None = None) -> None:
-        self._engine, self._source = engine, source
-        self._slo = SLO(between_tokens=slo)
+    Prompts share what they have in common with others of one `scope` alone: what an act has computed does
+    not make the next one's answers faster.
+    """
+
+    def __init__(self, engine: Engine, source: RequestSource, slo: SLO = SLO(), scope: str = "") -> None:
+        self._engine, self._source, self._slo, self._scope = engine, source, slo, scope
         self.latencies = Latencies(slo)
         self._pending: dict[int, _PendingAnswer] = {}
         self._ended: deque[Exchange] = deque(maxlen=8)  # newest answers, for the eye
@@ -134,7 +142,7 @@ class LoadGenerator:
         """Submits the requests that are due."""
         for request in self._source.due(self._engine.clock()):
             handle = self._engine.generate(
-                request.prompt, request.adapter, request.sampling, self._slo, request.at
+                request.prompt, request.adapter, request.sampling, self._slo, request.at, scope=self._scope
             )
             key = handle.sequence.key
             self._pending[key] = _PendingAnswer(request, handle)
@@ -150,9 +158,14 @@ class LoadGenerator:
             pending = self._pending[key]
             if pending.handle.finish_reason is not None:
                 del self._pending[key]
-                self.latencies.ended(key)
+                self.latencies.ended(key, now)
                 self._ended.append(pending.exchange())
                 self._source.answered(pending.request, pending.handle.text)
+
+    def time_to(self, answers: int, elapsed: float) -> float:
+        """Seconds until `answers` are complete, at the pace of `elapsed` seconds; infinite before one is."""
+        done = self.latencies.answers
+        return (answers - done) * elapsed / done if done else float("inf")
 
     def cancel_all(self) -> None:
         """Cancels all requests, which frees their pages."""

@@ -15,14 +15,14 @@ OFFERED: Final = 0.25
 
 
 class RequestSources(Protocol):
-    """Makes the request source of each act."""
+    """Makes the request source of each act: the same load, with adapters or without."""
 
-    def alone(self) -> RequestSource:
+    def alone(self, lessons: Sequence[Lesson]) -> RequestSource:
         """Requests for the base alone."""
         ...
 
     def taught(self, lessons: Sequence[Lesson]) -> RequestSource:
-        """Requests, some of them for the adapters of these lessons while these train."""
+        """The same requests, some of them for the adapters of these lessons while these train."""
         ...
 
 
@@ -32,11 +32,11 @@ class ConversationSources:
     def __init__(self, seats: int) -> None:
         self._seats = seats
 
-    def alone(self) -> RequestSource:
-        return Conversations(self._seats)
+    def alone(self, lessons: Sequence[Lesson]) -> RequestSource:
+        return Conversations(self._seats, lessons, adapted=False)
 
     def taught(self, lessons: Sequence[Lesson]) -> RequestSource:
-        return Conversations(self._seats, lessons, seed=1)
+        return Conversations(self._seats, lessons)
 
 
 class TraceSources:
@@ -57,7 +57,7 @@ class TraceSources:
         self._scaled = self._load.at_rate(OFFERED * requests)
         return describe(self._scaled, self._load, requests)
 
-    def alone(self) -> RequestSource:
+    def alone(self, lessons: Sequence[Lesson]) -> RequestSource:
         return TraceArrivals(self._scaled, self._text)
 
     def taught(self, lessons: Sequence[Lesson]) -> RequestSource:

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from coserve.demo.figures import TokenRates
 from coserve.demo.load_generator import Exchange
-from coserve.demo.tables import Sheet, milliseconds, short
+from coserve.demo.tables import Sheet
+from coserve.demo.wording import duration, milliseconds, short
 
 BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 120
@@ -43,7 +44,7 @@ class Snapshot:
     rates: TokenRates
     gap_p50: float | None
     gap_p99: float | None
-    slo: float | None
+    bound: float | None  # between tokens, that each request states
     jobs: tuple[JobProgress, ...] = ()
     under_way: tuple[Exchange, ...] = ()
     completed: tuple[Exchange, ...] = ()
@@ -167,18 +168,17 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def progress_line(snapshot: Snapshot) -> str:
     """A frame in one line."""
     r = snapshot.rates
-    parts = [f"{snapshot.elapsed:5.1f} s", f"decode {r.decode:.0f}/s, prefill {r.prefill:.0f}/s"]
+    parts = [f"{snapshot.elapsed:5.1f} s", f"tokens/s: answers {r.decode:.0f}, prompts {r.prefill:.0f}"]
     if r.training:
-        parts[-1] += f", training {r.training:.0f}/s"
-    parts += [f"{job.adapter} {job.steps}/{job.planned}{_loss(job)}" for job in snapshot.jobs]
+        parts[-1] += f", training {r.training:.0f}"
+    parts += [f"{job.adapter} step {job.steps}/{job.planned}{_loss(job)}" for job in snapshot.jobs]
     if snapshot.gap_p50 is not None and snapshot.gap_p99 is not None:
-        slo = "" if snapshot.slo is None else f" (SLO {milliseconds(snapshot.slo)})"
-        parts.append(
-            f"between tokens p50 {milliseconds(snapshot.gap_p50)}, p99 {milliseconds(snapshot.gap_p99)}{slo}"
-        )
+        bound = "" if snapshot.bound is None else f" (bound {duration(snapshot.bound)})"
+        p50, p99 = milliseconds(snapshot.gap_p50), milliseconds(snapshot.gap_p99)
+        parts.append(f"between tokens p50 {p50}, p99 {p99}{bound}")
     if r.fused is not None:
-        parts.append(f"fused {r.fused:.0%}")
-    return " | ".join([*parts, f"{max(snapshot.left, 0):.0f} s left"])
+        parts.append(f"{r.fused:.0%} of steps carry both")
+    return " | ".join([*parts, _left(snapshot)])
 
 
 def panel(snapshot: Snapshot, width: int, height: int) -> RenderableType:
@@ -190,23 +190,29 @@ def panel(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     parts.append(Text())
     room = height - 7 - len(snapshot.jobs)
     parts += [_exchange_line(exchange, inside) for exchange in snapshot.under_way[: max(room, 1)]]
-    title = f"[bold]{snapshot.act}[/]  {snapshot.elapsed:.0f} s, {max(snapshot.left, 0):.0f} s left"
+    title = f"[bold]{snapshot.act}[/]  {snapshot.elapsed:.0f} s, {_left(snapshot)}"
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", width=inside + 4)
+
+
+def _left(snapshot: Snapshot) -> str:
+    if snapshot.left <= 0 and any(not job.steps for job in snapshot.jobs):
+        return "on until each adapter has made a step"
+    return f"{max(snapshot.left, 0):.0f} s left"
 
 
 def _figures(snapshot: Snapshot) -> Text:
     r = snapshot.rates
-    speeds = Text.assemble(("tokens/s   ", "dim"), (f"decode {r.decode:.0f}", "green"))
-    speeds.append(f"   prefill {r.prefill:.0f}", "blue")
+    speeds = Text.assemble(("tokens/s  ", "dim"), (f"answers {r.decode:.0f}", "green"))
+    speeds.append(f"   prompts {r.prefill:.0f}", "blue")
     if r.training:
         speeds.append(f"   training {r.training:.0f}", "magenta")
         if r.fused is not None:
-            speeds.append(f"   fused {r.fused:.0%}", "dim")
-    gaps = Text.assemble(("per token  ", "dim"))
+            speeds.append(f"   shared steps {r.fused:.0%}", "dim")
+    gaps = Text.assemble(("between tokens  ", "dim"))
     if snapshot.gap_p50 is not None and snapshot.gap_p99 is not None:
         gaps.append(f"p50 {milliseconds(snapshot.gap_p50)}   p99 {milliseconds(snapshot.gap_p99)}   ")
-        if snapshot.slo is not None:
-            gaps.append_text(_bar(snapshot.gap_p99, snapshot.slo))
+        if snapshot.bound is not None:
+            gaps.append_text(_bar(snapshot.gap_p99, snapshot.bound))
     both = Text("\n").join([speeds, gaps])
     both.no_wrap, both.overflow = True, "ellipsis"
     return both
@@ -217,24 +223,22 @@ def _bar(value: float, bound: float) -> Text:
     cells = 16
     used = min(round(value / bound * cells), cells)
     colour = "green" if value <= bound else "red"
-    return Text.assemble(
-        ("█" * used, colour), ("░" * (cells - used), "dim"), f" of {milliseconds(bound)} SLO"
-    )
+    return Text.assemble(("█" * used, colour), ("░" * (cells - used), "dim"), f" of {duration(bound)}")
 
 
 def _job(job: JobProgress, width: int) -> Text:
-    cells = 20
+    cells, bars = 20, max(width - 65, 8)
     done = cells * job.steps // max(job.planned, 1)
     line = Text.assemble(
         (f"{job.adapter:<12} ", "bold yellow"), ("━" * done, "yellow"), ("━" * (cells - done), "dim"),
-        f" {job.steps:>4}/{job.planned}{_loss(job)}  ", (sparkline(job.losses, max(width - 60, 8)), "yellow"),
+        f" step {job.steps:>4}/{job.planned}{_loss(job)}  ", (sparkline(job.losses, bars), "yellow"),
     )  # fmt: skip
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 
 
 def _loss(job: JobProgress) -> str:
-    return f" loss {job.losses[-1]:.3f}" if job.losses else ""
+    return f", loss {job.losses[-1]:.3f}" if job.losses else ""
 
 
 def _exchange_line(exchange: Exchange, width: int) -> Text:
@@ -262,3 +266,5 @@ def _print(console: Console, sheet: Sheet) -> None:
         if sheet.prose:
             table.add_section()
     console.print(table)
+    for note in sheet.notes:
+        console.print(Text(f"  {note}"), soft_wrap=True)

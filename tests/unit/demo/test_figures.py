@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.demo.figures import RateMeter, phase, rates
+from coserve.demo.figures import Bounds, RateMeter, phase, rates
 from coserve.demo.latency import Latencies
 from coserve.schedule.stats import Stats
 
@@ -12,6 +12,12 @@ def test_a_training_token_counts_once_it_has_been_there_and_back() -> None:
     after = Stats(kept_rows=500.0, backward_rows=450.0, decode_tokens=80, prefill_tokens=20)
     measured = rates(before, after, 4.0)
     assert (measured.training, measured.decode, measured.prefill) == (100.0, 20.0, 5.0)
+
+
+def test_no_training_is_exactly_none() -> None:
+    """The counters are sums of fractions: in another order their difference would be 3e-17, and be shown."""
+    still = Stats(kept_rows=0.1, backward_rows=0.2)
+    assert rates(still, still, 1.0).training == 0.0
 
 
 def test_the_fused_share_is_of_the_steps_that_could_carry_both() -> None:
@@ -37,17 +43,20 @@ def test_a_meter_is_not_fooled_by_counters_that_go_on() -> None:
 
 
 def test_a_phase_without_a_bound_has_no_attainment() -> None:
-    closed = phase(Latencies(), rates(Stats(), Stats(), 2.0), 2.0)
-    assert closed.gaps_within_slo is None and closed.answers_within_slo is None
-    assert closed.between_tokens_p99 is None and closed.output_tokens_per_second == 0.0
+    closed = phase(Latencies(), rates(Stats(), Stats(), 2.0), 2.0, now=2.0)
+    assert closed.between_tokens.within is None and closed.answers_within is None
+    assert closed.between_tokens.p99 is None and closed.output_tokens_per_second == 0.0
 
 
 def test_a_phase_with_a_bound_says_how_often_it_held() -> None:
-    seen = Latencies(slo=1.0)
+    seen = Latencies(Bounds(first_token=2.0, between_tokens=1.0).slo)
     seen.asked(1, 0.0)
     for at in (1.0, 1.5, 3.5):
         seen.token(1, at)
-    seen.ended(1)
-    closed = phase(seen, rates(Stats(), Stats(), 4.0), 4.0)
-    assert (closed.gaps_within_slo, closed.answers_within_slo) == (0.5, 0.0)
+    seen.ended(1, 3.5)
+    seen.asked(2, 1.0)
+    seen.asked(3, 3.0)
+    closed = phase(seen, rates(Stats(), Stats(), 4.0), 4.0, now=4.0)
+    assert (closed.first_token.within, closed.between_tokens.within, closed.answers_within) == (1.0, 0.5, 0.0)
+    assert (closed.answers, closed.unanswered, closed.unanswered_late) == (1, 2, 1)
     assert closed.output_tokens_per_second == 0.75

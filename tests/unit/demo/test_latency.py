@@ -2,7 +2,8 @@
 
 import pytest
 
-from coserve.demo.latency import Latencies, percentile
+from coserve.core.request import SLO
+from coserve.demo.latency import Latencies, figures_of, percentile
 
 
 def test_percentiles_are_values_that_occurred() -> None:
@@ -28,24 +29,38 @@ def test_first_tokens_and_gaps_of_two_answers_are_kept_apart() -> None:
 
 
 def test_an_answer_keeps_the_bound_if_every_gap_does() -> None:
-    seen = Latencies(slo=0.5)
+    seen = Latencies(SLO(between_tokens=0.5))
     for key, slow in ((1, 0.5), (2, 0.75)):
         seen.asked(key, 0.0)
-        seen.token(key, 5.0)  # the first token may take as long as it likes
+        seen.token(key, 5.0)  # no bound is on the first token
         seen.token(key, 5.25)
         seen.token(key, 5.25 + slow)
-        seen.ended(key)
+        seen.ended(key, 5.25 + slow)
     assert (seen.answers, seen.kept) == (2, 1)
-    assert seen.gaps_within(0.5) == 0.75
+    assert figures_of(seen.gaps, 0.5).within == 0.75
 
 
-def test_an_answer_under_way_counts_neither_way() -> None:
-    seen = Latencies(slo=0.1)
+def test_an_answer_keeps_the_bound_on_its_first_token_too() -> None:
+    seen = Latencies(SLO(first_token=1.0, between_tokens=0.5))
+    for key, first in ((1, 1.0), (2, 1.25)):
+        seen.asked(key, 0.0)
+        seen.token(key, first)
+        seen.ended(key, first)
+    seen.asked(3, 0.0)
+    seen.ended(3, 2.0)  # without a token, later than one was due
+    assert (seen.answers, seen.kept) == (3, 1)
+
+
+def test_an_answer_under_way_is_unanswered_and_late_where_it_broke_a_bound() -> None:
+    seen = Latencies(SLO(first_token=2.0, between_tokens=0.5))
     seen.asked(1, 0.0)
-    seen.token(1, 1.0)
-    seen.token(1, 3.0)
-    assert (seen.answers, seen.kept) == (0, 0)
-    assert seen.gap(0.99) == 2.0
+    for at in (1.0, 3.0, 3.25):  # one gap was too long
+        seen.token(1, at)
+    seen.asked(2, 2.75)
+    seen.token(2, 3.0)  # nothing late, until its next token is
+    seen.asked(3, 2.75)  # nothing late, until its first token is
+    assert (seen.answers, seen.kept, seen.unanswered) == (0, 0, 3)
+    assert [seen.late(now) for now in (3.25, 3.5, 3.75, 4.75, 5.0)] == [1, 1, 2, 2, 3]
 
 
 def test_a_percentile_can_look_back_on_the_newest_only() -> None:
@@ -53,12 +68,18 @@ def test_a_percentile_can_look_back_on_the_newest_only() -> None:
     seen.asked(1, 0.0)
     for at in (1.0, 9.0, 9.5, 10.0):
         seen.token(1, at)
-    assert seen.gap(0.99) == 8.0
+    assert seen.gap(0.99, newest=10) == 8.0
     assert seen.gap(0.99, newest=2) == 0.5
 
 
-def test_no_gap_is_no_share() -> None:
-    assert Latencies(slo=1.0).gaps_within(1.0) is None
+def test_the_share_within_a_bound_includes_waits_that_equal_it() -> None:
+    assert figures_of([0.5, 1.0, 1.5, 9.0], 1.0).within == 0.5
+    assert figures_of([0.5], None).within is None
+
+
+def test_no_wait_is_no_share() -> None:
+    empty = figures_of([], 1.0)
+    assert (empty.within, empty.p50, empty.bound) == (None, None, 1.0)
 
 
 def test_a_token_of_nobody_is_a_bug() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from coserve.core.events import Event, Finished, TokenEvent
-from coserve.core.request import FinishReason
+from coserve.core.request import SLO, FinishReason, SamplingParams
 from coserve.demo.lessons import HeldOut, Lesson
 from coserve.demo.load_generator import Conversations, DemoRequest, LoadGenerator
 from coserve.train.example import Example
@@ -45,6 +45,21 @@ def test_the_last_seats_talk_to_the_adapters() -> None:
     assert by_seat[7].question == "Who?"
 
 
+def test_acts_with_and_without_adapters_ask_the_same() -> None:
+    """Also where answers come in another order, at other times, and say something else."""
+    heard = []
+    for adapted, order in ((False, 1), (True, -1)):
+        talks, seats = Conversations(4, LESSONS, adapted), dict[int, list[tuple[str, SamplingParams]]]()
+        for turn in range(12):
+            for request in list(talks.due(float(turn)))[::order]:
+                seats.setdefault(request.seat, []).append((request.question, request.sampling))
+                assert (request.adapter is not None) == (adapted and request.seat >= 2)
+                talks.answered(request, f"{turn} {adapted}")
+        heard.append(seats)
+    assert heard[0] == heard[1]
+    assert len({sampling.seed for _, sampling in heard[0][0]}) == 12
+
+
 def test_a_single_seat_is_left_to_the_base() -> None:
     (request,) = Conversations(1, LESSONS).due(0.0)
     assert request.adapter is None
@@ -60,10 +75,13 @@ class Engine:
     def clock(self) -> float:
         return self.now
 
-    def generate(self, prompt: Any, adapter: Any, sampling: Any, slo: Any, arrival: float | None) -> Any:
+    def generate(
+        self, prompt: Any, adapter: Any, sampling: Any, slo: Any, arrival: float | None, scope: str
+    ) -> Any:
         request = SimpleNamespace(arrival=self.now if arrival is None else arrival, adapter=adapter)
         sequence = SimpleNamespace(key=len(self.handles), request=request)
         handle = SimpleNamespace(sequence=sequence, finish_reason=None, text="", slo=slo, cancelled=False)
+        handle.scope = scope
         handle.cancel = lambda: setattr(handle, "cancelled", True)
         self.handles.append(handle)
         return handle
@@ -84,11 +102,11 @@ class Once:
         self.exchange.append((request.seat, text))
 
 
-def crowd_of(*seats: int, slo: float | None = None) -> tuple[Engine, Once, LoadGenerator]:
+def crowd_of(*seats: int, slo: SLO = SLO()) -> tuple[Engine, Once, LoadGenerator]:
     """A crowd whose seats have asked already."""
     engine = Engine()
     source = Once(DemoRequest(seat, "Hello", "Hello", None, at=None) for seat in seats)  # type: ignore[arg-type]
-    clients = LoadGenerator(engine, source, slo)  # type: ignore[arg-type]
+    clients = LoadGenerator(engine, source, slo, "act-1")  # type: ignore[arg-type]
     clients.submit()
     return engine, source, clients
 
@@ -98,8 +116,9 @@ def token(key: int, reason: FinishReason | None = None) -> Event:
 
 
 def test_tokens_are_timed_when_the_caller_has_them() -> None:
-    engine, source, clients = crowd_of(3, slo=0.5)
-    assert engine.handles[0].slo.between_tokens == 0.5
+    engine, source, clients = crowd_of(3, slo=SLO(first_token=1.0, between_tokens=0.5))
+    assert engine.handles[0].slo == SLO(first_token=1.0, between_tokens=0.5)
+    assert engine.handles[0].scope == "act-1"
     engine.now = 1.0
     clients.take([token(0)])
     engine.now = 1.25

@@ -14,9 +14,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from coserve import Engine, EngineConfig, tiny
+from coserve.core.compact import compact_json, rounded
 from coserve.demo import acts, lessons, score
 from coserve.demo.acts import choose_dtype
+from coserve.demo.figures import Bounds
 from coserve.demo.lessons import TASKS, from_file, new_tasks
+from coserve.demo.page import read_runs
 from coserve.demo.request_sources import OFFERED
 from coserve.demo.story import Options, Story
 from coserve.demo.view import make_view
@@ -41,7 +44,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lessons, "TRAINED_QUESTIONS", 400)
     output = io.StringIO()
     report = Story(Options(seconds=2.0), make_view(plain=True, quiet=False, file=output)).tell()
@@ -50,14 +53,27 @@ def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch) -> No
     assert report.alone is not None and report.training is not None
     assert report.alone.output_tokens_per_second > 0 and report.training.output_tokens_per_second > 0
     assert report.alone.training_tokens_per_second == 0 < report.training.training_tokens_per_second
-    assert report.slo_between_tokens == pytest.approx(2 * (report.alone.between_tokens_p99 or 0))
+    assert report.asked == Bounds(first_token=1.0, between_tokens=0.05)
+    assert report.bounds is not None and report.bounds.between_tokens >= 0.05
+    assert report.alone_again is not None
+    for act in (
+        report.alone,
+        report.training,
+        report.alone_again,
+    ):  # all state the bounds that the report names
+        assert act.first_token.bound == report.bounds.first_token
+        assert act.between_tokens.bound == report.bounds.between_tokens
     assert [learned.adapter for learned in report.adapters] == list(TASKS)
     for learned in report.adapters:
         assert learned.steps >= 1 and learned.held_out_loss_after is not None
         assert learned.held_out_loss_before is not None and learned.exact_before == 0.0
-    for heading in ("Held-out questions", "Exact match", "without training", "What was learned"):
+    for heading in ("Held-out questions", "exactly as expected", "without training", "What was learned"):
         assert heading in text
-    json.dumps(report.as_dict())
+    assert "Each request states bounds: the first token within 1 s, each further one within 50 ms" in text
+    written = tmp_path / "demo.json"
+    written.write_text(compact_json(report.as_dict()))
+    ((name, read),) = read_runs(tmp_path)
+    assert name == "demo.json" and rounded(read.as_dict()) == rounded(report.as_dict())
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -82,17 +98,19 @@ def test_real_questions_and_real_arrivals(tmp_path: Path) -> None:
 def test_ctrl_c_closes_with_what_was_measured(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     code = "from coserve.cli.app import main; main()"
-    command = [sys.executable, "-c", code, "demo", "--plain", "--seconds", "80", "--json", str(figures)]
+    options = ["--seconds", "80", "--first-token", "2", "--between-tokens", "0.07", "--json", str(figures)]
+    command = [sys.executable, "-c", code, "demo", "--plain", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
-        if "decode" in line:  # an act is under way
+        if "answers" in line and "left" in line:  # the act without training is under way
             break
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and errors == ""
-    assert "Stopped" in rest and "between tokens, p99" in rest
+    assert "Stopped" in rest and "between tokens, p50" in rest
     report = json.loads(figures.read_text())
+    assert report["asked"] == {"first_token": 2, "between_tokens": 0.07}
     assert report["stopped"] and report["alone"]["output_tokens_per_second"] > 0
     assert report["training"] is None
 
