@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 
-from coserve.core.events import StepDone, TokenEvent, TrainingProgress
+from coserve.core.events import StepDone, TokenEvent
 from coserve.core.request import SLO
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning
 from coserve.workload.requests import TimedRequest, Workload
-from coserve_benchmarks.ours import greedy, start_job
+from coserve_benchmarks.ours import greedy, start_job, tokens_trained
 
 _NAP = 0.001  # seconds; the wait for an arrival is cut into so many
 
@@ -126,8 +126,8 @@ def serve(engine: Engine, workload: Workload, patience: float = float("inf")) ->
 
     A request counts as arrived at its instant, even where a step was under way: what that step still took
     is part of its wait. A token counts when the step that made it has returned. A training token counts
-    half when its rows were kept and half when they came back, layer by layer. Who has no answer `patience`
-    seconds after the load is over is given up, and so are its jobs.
+    half on its way forward and half on its way back, layer by layer (`ours.tokens_trained`). Who has no
+    answer `patience` seconds after the load is over is given up, and so are its jobs.
     """
     return _Run(engine, workload).until(workload.seconds + patience)
 
@@ -194,10 +194,10 @@ class _Run:
                 if event.finish_reason is not None:
                     answered.deferred = handle.sequence.deferred
                     del self._open[event.key]
-            elif isinstance(event, TrainingProgress):
-                self._load.trained.append((now, event.rows / 2))
             elif isinstance(event, StepDone):
                 self._load.losses.append(event.updated.loss)
+        if trained := tokens_trained(events):
+            self._load.trained.append((now, trained))
 
     def _give_up(self) -> None:
         """Cancels what is left, so that the engine is free for another load."""
