@@ -175,8 +175,11 @@ def _note(bench: Bench, alone: LoadResult, together: LoadResult, terms: _Terms) 
         results.series(f"coserve.{name}_gaps", [round(gap, 5) for gap in sorted(gaps)])
         results.series(f"coserve.{name}_throughput", load.per_second())
     results.figure("coserve.together_training", together.training_rate(), "tokens/s")
-    results.figure("coserve.inference_share", together.output_rate() / terms.capacity, "of capacity")
-    results.figure("coserve.training_share", together.training_rate() / terms.peak, "of peak")
+    for name, share, unit in (
+        ("inference", together.output_rate() / terms.capacity, "of capacity"),
+        ("training", together.training_rate() / terms.peak, "of peak"),
+    ):
+        results.figure(f"coserve.{name}_share", share, unit, floor=lambda: 1.0)
     results.figure("coserve.requests", len(together.answers), "requests")
     assert terms.slo.between_tokens is not None and terms.slo.first_token is not None
     results.figure("coserve.slo_between_tokens", terms.slo.between_tokens, "seconds")

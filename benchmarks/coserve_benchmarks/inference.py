@@ -63,11 +63,19 @@ def _prompts(bench: Bench) -> list[Tokens]:
 def _figure(bench: Bench, name: str, times: Timing) -> None:
     """Output tokens a second, beside the most that prompts at the matrix rate and decode steps at the
     memory's bandwidth allow."""
-    settings, shape, machine = bench.settings, bench.shape, bench.machine
+    settings = bench.settings
     tokens = settings.prompts * settings.answer
-    floor = machine.floor_train_seconds(shape.prefill_flops(settings.prompts, settings.prompt)) + sum(
-        machine.floor_decode_seconds(shape.decode_bytes(settings.prompts, settings.prompt + step))
-        for step in range(1, settings.answer)
-    )
     spread = (tokens / times.high, tokens / times.low)
-    bench.results.figure(name, tokens / times.median, "output tokens/s", spread, tokens / floor)
+
+    def floor() -> float:
+        return tokens / floor_seconds(bench, settings.prompts, settings.prompt, settings.answer)
+
+    bench.results.figure(name, tokens / times.median, "output tokens/s", spread, floor)
+
+
+def floor_seconds(bench: Bench, prompts: int, length: int, answer: int) -> float:
+    """Least time for answers: the prompts at the matrix rate, then every decode step's bytes."""
+    shape, machine = bench.shape, bench.machine
+    return machine.floor_train_seconds(shape.prefill_flops(prompts, length)) + sum(
+        machine.floor_decode_seconds(shape.decode_bytes(prompts, length + step)) for step in range(1, answer)
+    )

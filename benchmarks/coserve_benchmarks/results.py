@@ -1,7 +1,7 @@
 """Results of a run, written to its file after every row."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,15 @@ class Figure:
     high: float | None = None
     floor: float | None = None
 
+    @property
+    def is_impossible(self) -> bool:
+        """Tells whether the figure is better than its floor, which is wrong then. Of rates and of shares
+        more is better, of anything else less."""
+        if self.floor is None:
+            return False
+        more_is_better = "/s" in self.unit or self.unit.startswith("of ")
+        return self.value > self.floor if more_is_better else self.value < self.floor
+
 
 class Results:
     """The keys of the bars at the top level of the JSON, everything else in sections beside them."""
@@ -78,13 +87,14 @@ class Results:
         bars: Mapping[str, Bar | None] = BARS,
     ) -> None:
         self._path = None if path is None else Path(path)
-        self._header = header
+        self.header = header
         self._bars = dict(bars)
         self._keys: dict[str, float] = {}
         self._spreads: dict[str, tuple[float, float]] = {}
         self._notes: dict[str, str] = {}
         self._series: dict[str, list[Any]] = {}
         self._sections: dict[str, Any] = {}
+        self._floors: dict[str, Callable[[], float]] = {}
         self.figures: dict[str, Figure] = {}
 
     def take_over(self, earlier: Mapping[str, Any]) -> None:
@@ -94,7 +104,9 @@ class Results:
         self._notes.update(earlier["notes"])
         self._series.update(earlier["series"])
         self.figures.update({name: Figure(**figure) for name, figure in earlier["figures"].items()})
-        self._header["groups"] = list(dict.fromkeys([*earlier["groups"], *self._header["groups"]]))
+        run = {key: earlier.get(key) for key in ("groups", "code", "date", "ended", "machine")}
+        self.header["earlier"] = [*earlier.get("earlier", ()), run]
+        self.header["groups"] = list(dict.fromkeys([*earlier["groups"], *self.header["groups"]]))
 
     def row(self, key: str, value: float, spread: tuple[float, float] | None = None, note: str = "") -> None:
         """Sets one key of the table and writes everything down."""
@@ -119,11 +131,20 @@ class Results:
         value: float,
         unit: str,
         spread: tuple[float, float] | None = None,
-        floor: float | None = None,
+        floor: Callable[[], float] | None = None,
     ) -> None:
-        """Adds an absolute figure."""
+        """Adds an absolute figure. Its `floor` is asked for again whenever results are written: of a machine
+        that turns out to be faster than it was before the run, it is another."""
         low, high = spread if spread is not None else (None, None)
-        self.figures[name] = Figure(value, unit, low, high, floor)
+        self.figures[name] = Figure(value, unit, low, high)
+        self._floors.pop(name, None)
+        if floor is not None:
+            self._floors[name] = floor
+
+    def floored(self) -> dict[str, Figure]:
+        """All figures with their floors of now."""
+        now = {name: replace(self.figures[name], floor=floor()) for name, floor in self._floors.items()}
+        return self.figures | now
 
     def note(self, name: str, text: str) -> None:
         """Adds a sentence about how something was measured."""
@@ -139,15 +160,18 @@ class Results:
         self.save()
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole run so far, ready for JSON."""
+        """The whole run so far, ready for JSON. `peak_wrong` names the figures that are better than their
+        floors: of these no share of a peak can be told."""
+        figures = self.floored()
         return {
             **self._keys,
-            **self._header,
+            **self.header,
             "bars": {key: "" if bar is None else str(bar) for key, bar in self._bars.items()},
             "met": self._met(),
             "spreads": self._spreads,
-            "figures": {name: asdict(figure) for name, figure in self.figures.items()},
-            "floors": {n: f.floor for n, f in self.figures.items() if f.floor is not None},
+            "figures": {name: asdict(figure) for name, figure in figures.items()},
+            "floors": {n: f.floor for n, f in figures.items() if f.floor is not None},
+            "peak_wrong": [name for name, figure in figures.items() if figure.is_impossible],
             "notes": self._notes,
             "series": self._series,
             **self._sections,

@@ -90,6 +90,7 @@ def _at(rounds: ContestRunner, name: str, rate: float) -> tuple[Contest, list[fl
     _note(rounds, ONE + where, tried)
     with OneProcess(shape, turns) as one:
         contest.add(ONE, one.run(workload), f"the best of {len(tried)} settings: {turns.describe()}")
+    contest.peak = max(peak, rounds.peak(workload, times=2.0))
     rounds.keep(contest)
     return contest, ratios, shares
 

@@ -128,7 +128,8 @@ def absolute(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for name, figure in results.get("figures", {}).items():
         low, high, floor = figure.get("low"), figure.get("high"), figure.get("floor")
         between = "" if low is None or high is None else f"{number(low)} – {number(high)}"
-        bound = "" if floor is None else number(floor)
+        is_wrong = name in results.get("peak_wrong", ())
+        bound = "" if floor is None else "the peak is wrong" if is_wrong else number(floor)
         rows.append((name, number(figure["value"]), between, bound, str(figure.get("unit", ""))))
     return rows
 

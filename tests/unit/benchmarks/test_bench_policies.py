@@ -64,14 +64,13 @@ def test_a_round_is_summed_up() -> None:
         finished_at=105.0,
     )
     workload = Workload("w", "W", 4.0, requests, ())
-    found = summary(load, workload, {"own": own_bounds, "2 s": within(2.0)}, peak=60.0, note="said")
+    found = summary(load, workload, {"own": own_bounds, "2 s": within(2.0)}, note="said")
     assert found == {
         "latency": {"mean": 1.25, "p50": 1.25, "p99": pytest.approx(1.985)},  # 0.5 and 2
         "first_token": {"mean": 0.5, "p50": 0.5, "p99": 0.5},
         "between": {"mean": 0.75, "p50": 0.75, "p99": pytest.approx(0.995)},  # 0.5 and 1
         "attainment": {"own": 0.25, "2 s": 0.5},  # of all four
         "training": pytest.approx((60.0 + 99.0 / 6) / 4),  # of the last step's time a sixth is within
-        "training_share": pytest.approx((60.0 + 99.0 / 6) / 4 / 60.0),
         "loss": [3.5, 1.0],  # the first and the last tenth
         "processor": 6.0 / 5.0 / torch.get_num_threads(),
         "requests": 4,
@@ -84,7 +83,7 @@ def test_a_round_is_summed_up() -> None:
 
 def test_a_round_in_which_nothing_happened() -> None:
     load = LoadResult(100.0, 0.5, finished_at=100.5)
-    found = summary(load, Workload("w", "W", 0.5, (), ()), {"own": own_bounds}, 60.0, "")
+    found = summary(load, Workload("w", "W", 0.5, (), ()), {"own": own_bounds}, "")
     assert found["latency"] is found["first_token"] is found["between"] is found["loss"] is None
     assert (found["training"], found["attainment"], found["flow"]) == (0.0, {"own": 0.0}, [[0.0] * 4])
 
@@ -92,7 +91,7 @@ def test_a_round_in_which_nothing_happened() -> None:
 def test_processors_are_used_until_the_load_is_over() -> None:
     """Whose training is in a process of its own goes on after the last answer."""
     load = LoadResult(100.0, 4.0, processor=6.0, finished_at=101.0)
-    found = summary(load, Workload("w", "W", 4.0, (), ()), {"own": own_bounds}, 60.0, "")
+    found = summary(load, Workload("w", "W", 4.0, (), ()), {"own": own_bounds}, "")
     assert found["processor"] == 1.5 / torch.get_num_threads()
 
 
@@ -105,6 +104,19 @@ def test_what_is_judged() -> None:
     assert within(2.0)(AnswerTimes(1.0, [2.0, 3.0])) and not within(1.9)(AnswerTimes(1.0, [2.0, 3.0]))
     load = LoadResult(0.0, 1.0, [AnswerTimes(0.0, [0.5]), AnswerTimes(0.0, [1.5])])
     assert attained(load, Workload("w", "W", 1.0, (TimedRequest(0, (1,), 1),) * 4, ()), within(1.0)) == 0.25
+
+
+def test_nobody_has_more_than_the_peak() -> None:
+    """The share of who trains more than the peak is not told; that the peak is wrong is."""
+    found = contest("w", adaptive=(1.0, 130.0), hybrid=(1.0, 60.0))
+    found.runs["adaptive"]["note"] = "said"
+    found.peak = 120.0
+    runs = found.as_dict()["runs"]
+    assert runs["hybrid"]["training_share"] == 0.5 and runs["adaptive"]["training_share"] is None
+    assert runs["adaptive"]["note"] == (
+        "said; it trained more than the peak that was measured: the peak is wrong"
+    )
+    assert found.as_dict()["peak"] == 120.0 and found.beyond_peak == ["adaptive"]
 
 
 # Who leads
@@ -137,10 +149,11 @@ class Scripted:
     """An arena whose policies do in each round what is written down for it."""
 
     def __init__(self, **script: list[tuple[float, float]]) -> None:
-        self.script, self.ran = script, list[str]()
+        self.script, self.ran, self.peaks = script, list[str](), list[float]()
 
     def peak(self, workload: Workload, seconds: float) -> float:
-        return 100.0
+        self.peaks.append(seconds)
+        return 100.0 + len(self.peaks)
 
     def run(self, policy: str, workload: Workload) -> LoadResult:
         self.ran.append(policy)
@@ -203,6 +216,7 @@ def test_those_that_one_round_does_not_tell_apart_have_more_in_turn() -> None:
     found = it.contest(workload, names, {"1 s": within(1.0)}, {"1 s": "1 s"})
     again = ["adaptive", "hybrid", "isolated"]
     assert testbed.ran == [*names, "isolated", *again, *again]
+    assert testbed.peaks == pytest.approx([0.3, 0.6]) and found.peak == 102.0  # before and after, the best
     assert [found.training(name) for name in (*names, "isolated")] == pytest.approx(
         [81, 72, 54, 90, 82.8], rel=0.2
     )
@@ -296,7 +310,7 @@ def test_a_contest_of_two(testbed: EngineTestbed, tmp_path: Path, monkeypatch: p
     assert found.runs["isolated"]["note"].startswith("1 of 1 processors serve")
     assert found.peak > 0 and found.attainment(OURS) == found.runs[OURS]["attainment"]["own"]
     section = json.loads((tmp_path / "bench.json").read_text())["workloads"]["poisson"]
-    assert section["runs"] == rounded(found.runs) and section["bounds"] == {"own": "5 s"}
+    assert section["runs"] == rounded(found.as_dict()["runs"]) and section["bounds"] == {"own": "5 s"}
     assert not testbed.engine.has_work  # the next round finds nothing of this one
 
 
@@ -415,7 +429,9 @@ def test_further_groups_join_what_a_file_has(tmp_path: Path) -> None:
     assert (both["fineinfer.gain"], both["spreads"]["fineinfer.gain"]) == (1.5, [1.0, 2.0])
     assert both["notes"]["fineinfer.gain"] == "said" and both["met"]["fineinfer.gain"]
     assert both["figures"].keys() >= {"bench.tiers", "bench.switch"}
-    assert both["workloads"]["w"]["runs"] == rounded(found.runs) and both["switch"].keys() >= {"seconds"}
+    assert both["workloads"]["w"]["runs"] == rounded(found.as_dict()["runs"]) and both["switch"].keys() >= {
+        "seconds"
+    }
     assert both["ours.best_lead"] == pytest.approx(1.3)  # of all that the file has
 
 
