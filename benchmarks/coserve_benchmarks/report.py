@@ -52,8 +52,7 @@ def _keys_table(results: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="right")
     verdicts = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: ""}
     for key, bar in results["bars"].items():
-        if key not in results:
-            table.add_row(escape(key), "not run", "", bar, "")
+        if key not in results:  # its group has not run
             continue
         spread = _range(results["spreads"].get(key))
         table.add_row(escape(key), _value(results[key]), spread, bar, verdicts[results["met"].get(key)])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve.core.compact import compact_json
+from coserve_benchmarks.timing import OF_ROUNDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Bar:
         return f"{'≤' if self.at_most else '≥'} {self.value:g}"
 
 
-BARS = {
+BARS: Mapping[str, Bar | None] = {
     "inference.vs_generate": Bar(2.0),
     "inference.vs_continuous_batching": Bar(4.0),
     "finetune.vs_peft": Bar(1.4),
@@ -35,6 +36,7 @@ BARS = {
     "coserve.slo_attainment": Bar(0.99),
     "coserve.efficiency": Bar(0.85),
     "coserve.vs_time_slicing": Bar(1.1),
+    "coserve.vs_time_slicing_training": None,
     "coserve.fused_share": Bar(0.5),
 }
 
@@ -56,10 +58,13 @@ SERVER_BARS: Mapping[str, Bar | None] = {
 }
 
 
+_OLD = "least and greatest round"  # what spreads were before they were intervals
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """An absolute figure in its unit, its least and greatest round, and the floor: what no program on
-    this machine could beat (for a rate, the most; for seconds or bytes, the least)."""
+    """An absolute figure in its unit, the interval of its median over rounds, and the floor: what no program
+    on this machine could beat (for a rate, the most; for seconds or bytes, the least)."""
 
     value: float
     unit: str
@@ -91,6 +96,7 @@ class Results:
         self._bars = dict(bars)
         self._keys: dict[str, float] = {}
         self._spreads: dict[str, tuple[float, float]] = {}
+        self._spreads_are: dict[str, str] = {}
         self._notes: dict[str, str] = {}
         self._series: dict[str, list[Any]] = {}
         self._sections: dict[str, Any] = {}
@@ -101,6 +107,8 @@ class Results:
         """Begins with what an earlier run wrote down, without its sections; what is measured again counts."""
         self._keys.update({key: earlier[key] for key in self._bars if key in earlier})
         self._spreads.update({key: (low, high) for key, (low, high) in earlier["spreads"].items()})
+        spreads_are = earlier.get("spreads_are", {})
+        self._spreads_are.update({key: spreads_are.get(key, _OLD) for key in earlier["spreads"]})
         self._notes.update(earlier["notes"])
         self._series.update(earlier["series"])
         self.figures.update({name: Figure(**figure) for name, figure in earlier["figures"].items()})
@@ -108,13 +116,20 @@ class Results:
         self.header["earlier"] = [*earlier.get("earlier", ()), run]
         self.header["groups"] = list(dict.fromkeys([*earlier["groups"], *self.header["groups"]]))
 
-    def row(self, key: str, value: float, spread: tuple[float, float] | None = None, note: str = "") -> None:
-        """Sets one key of the table and writes everything down."""
+    def row(
+        self,
+        key: str,
+        value: float,
+        spread: tuple[float, float] | None = None,
+        note: str = "",
+        spread_is: str = OF_ROUNDS,
+    ) -> None:
+        """Sets one key of the table and writes everything down. `spread_is` says what its spread is."""
         assert key in self._bars, f"{key} is not in the table"
         assert math.isfinite(value), f"{key} came out as {value}"
         self._keys[key] = value
         if spread is not None:
-            self._spreads[key] = spread
+            self._spreads[key], self._spreads_are[key] = spread, spread_is
         if note:
             self._notes[key] = note
         self.save()
@@ -169,6 +184,7 @@ class Results:
             "bars": {key: "" if bar is None else str(bar) for key, bar in self._bars.items()},
             "met": self._met(),
             "spreads": self._spreads,
+            "spreads_are": {**self._spreads_are, "figures": f"low and high: {OF_ROUNDS}, unless noted"},
             "figures": {name: asdict(figure) for name, figure in figures.items()},
             "floors": {n: f.floor for n, f in figures.items() if f.floor is not None},
             "peak_wrong": [name for name, figure in figures.items() if figure.is_impossible],

@@ -122,7 +122,7 @@ def _peers(bench: Bench, sizes: AdapterSizes, series: str, ours: partial[float])
         "peft_mixed": AtBestThreads(mixed, most),
         "naive": AtBestThreads(NaivePasses(mixed, bench.shape, sizes.prompt), most),
     }
-    times = alternate({"ours": ours, **peers}, min(sizes.rounds, 3), most, warmup=0)
+    times = alternate({"ours": ours, **peers}, sizes.rounds, most, warmup=0)
     results = bench.results
     for name, peer in peers.items():
         taken = times[name]

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from coserve.core.request import SLO
 from coserve.workload.requests import Workload
 from coserve_benchmarks.drive import AnswerTimes, LoadResult
-from coserve_benchmarks.timing import percentile
+from coserve_benchmarks.timing import interval, percentile
 
 OURS: Final = "adaptive"
 ISOLATED: Final = "isolated"
@@ -148,9 +149,15 @@ def _middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ordered = sorted(rounds, key=itemgetter("training"))
     labels = ordered[0]["attainment"]
     attained = {label: sum(one["attainment"][label] for one in rounds) / len(rounds) for label in labels}
-    spread = [ordered[0]["training"], ordered[-1]["training"]]
+    rates = [one["training"] for one in rounds]
     middle = ordered[(len(ordered) - 1) // 2]
-    return {**middle, "attainment": attained, "rounds": len(rounds), "training_spread": spread}
+    return {
+        **middle,
+        "attainment": attained,
+        "rounds": len(rounds),
+        "training_rounds": rates,
+        "training_spread": list(interval(np.median, rates)),
+    }
 
 
 def _flow(load: LoadResult, workload: Workload) -> list[list[float]]:

@@ -74,8 +74,7 @@ def keys(results: Mapping[str, Any]) -> list[KeyRow]:
     """Each key against its bar, and whether it is met."""
     rows = []
     for key, bar in results.get("bars", {}).items():
-        if key not in results:
-            rows.append(KeyRow(key, "not run", "", str(bar), None))
+        if key not in results:  # its group has not run
             continue
         spread = results.get("spreads", {}).get(key)
         between = "" if spread is None else " – ".join(number(end) for end in spread)
