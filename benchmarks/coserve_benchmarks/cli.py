@@ -45,6 +45,10 @@ def engine(
         str,
         typer.Option(help="local; or remote: what steps cost in a process of their own."),
     ] = "local",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compiled", help="Try peers with torch.compile, too (minutes; needs a C++ compiler)."),
+    ] = False,
 ) -> None:
     """Measures serving, training, and both at once, beside their floors and other programs."""
     check_writable("--json", json_file)
@@ -52,7 +56,7 @@ def engine(
     from coserve_benchmarks.engine import run_engine
     from coserve_benchmarks.report import print_report
 
-    print_report(run_engine(shape, quick, only or None, json_file, plans, executor))
+    print_report(run_engine(shape, quick, only or None, json_file, plans, executor, compiled))
 
 
 @app.command()

@@ -23,6 +23,7 @@ def begin(
     known: Collection[str],
     json_path: str | Path | None,
     bars: Mapping[str, Bar | None],
+    compiled: bool = False,
 ) -> Bench:
     """Measures the machine; results go to `json_path` row by row, with the code that is measured. Raises
     ConfigError for an unknown shape or group."""
@@ -41,7 +42,7 @@ def begin(
         "ended": None,  # where the run was interrupted
         "machine": machine.as_dict(),
     }
-    return Bench(chosen, settings, machine, Results(header, json_path, bars))
+    return Bench(chosen, settings, machine, Results(header, json_path, bars), compiled)
 
 
 def run_groups(bench: Bench, groups: Collection[str], runs: Mapping[str, Callable[[], object]]) -> None:

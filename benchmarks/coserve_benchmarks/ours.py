@@ -35,6 +35,7 @@ class Bench:
     settings: Settings
     machine: Machine
     results: Results
+    compiled: bool = False  # whether peers may take minutes for torch.compile
 
 
 def make_engine(bench: Bench, **config: Any) -> Engine:

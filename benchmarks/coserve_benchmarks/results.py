@@ -100,6 +100,7 @@ class Results:
         self._notes: dict[str, str] = {}
         self._series: dict[str, list[Any]] = {}
         self._sections: dict[str, Any] = {}
+        self._peers: dict[str, dict[str, Any]] = {}
         self._floors: dict[str, Callable[[], float]] = {}
         self.figures: dict[str, Figure] = {}
 
@@ -165,6 +166,10 @@ class Results:
         """Adds a sentence about how something was measured."""
         self._notes[name] = text
 
+    def peer(self, name: str, best: str, tried: Mapping[str, float]) -> None:
+        """Adds the settings that a peer was tried with: the best ones, and the seconds of all."""
+        self._peers[name] = {"best": best, "tried": dict(tried)}
+
     def series(self, name: str, values: Sequence[Any]) -> None:
         """Adds points to draw from, such as every latency of a run."""
         self._series[name] = list(values)
@@ -190,6 +195,7 @@ class Results:
             "peak_wrong": [name for name, figure in figures.items() if figure.is_impossible],
             "notes": self._notes,
             "series": self._series,
+            "peers": self._peers,
             **self._sections,
         }
 

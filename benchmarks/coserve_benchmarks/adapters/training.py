@@ -65,6 +65,9 @@ def _against_sequential(bench: Bench, sizes: AdapterSizes) -> None:
         "peft": PeftTraining(bench.shape, data, _RANK, matched=False),
         "peft_matched": PeftTraining(bench.shape, data, _RANK, matched=True),
     }
+    for name, peer in peers.items():
+        tried = peer.tune(False, bench.machine.threads)
+        bench.results.peer(f"train.small[{name}]", peer.settings(False).describe(), tried)
     together = Trainers(bench, sizes.jobs, 1, sizes.job_tokens, sizes.job_steps)
     contestants: dict[str, Callable[[], float]] = {
         "together": together,

@@ -287,20 +287,15 @@ def test_output_tokens_are_those_in_the_handles_and_in_the_peers_answers(
 def test_a_decode_step_is_one_of_the_engines(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that counts steps each bench's figure of a step is one second, and of a round its steps."""
     engine = make_engine(bench, calibrate=False)
-    StepClock(monkeypatch, decode, mixed, remote)
+    clock = StepClock(monkeypatch, decode, mixed, remote)
     sizes = AdapterSizes.of(TINY, SHAPE, quick=True)
     assert decode.decode_seconds(engine, bench, sizes, [None]) == 1.0
     assert mixed._decode_seconds(engine, bench, [None, None], 5) == 5.0  # type: ignore[list-item]
     assert remote._decode(bench, engine, 3)() == 1.0
-    job_steps = 0
-
-    def look(plan: Plan) -> None:
-        nonlocal job_steps
-        job_steps += len(plan.updates)
-
-    with watch_plans(engine, look):
+    updated: list[int] = []
+    with watch_plans(engine, lambda plan: updated.extend(clock.steps for _ in plan.updates)):
         a_step = remote._train(bench, engine)()
-    assert job_steps >= 1 + remote._TRAINING_STEPS and a_step >= 1.0
+    assert a_step == (updated[remote._TRAINING_STEPS] - updated[0]) / remote._TRAINING_STEPS
 
 
 def ids_seen(model: Any) -> list[int]:
