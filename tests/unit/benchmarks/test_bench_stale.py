@@ -1,6 +1,7 @@
 """What is recorded of a run's code and machine, and whether results are older than what they depend on."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,6 +63,8 @@ class Repository:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
     monkeypatch.setattr(stale, "RESULTS", {"engine.json": Presented("docs/page.md", ("src",))})
     yield Repository(tmp_path / "repository")
 
@@ -274,6 +277,8 @@ def test_two_results_of_a_page_have_a_line_each(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     presented = stale.RESULTS["engine.json"]
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
     monkeypatch.setattr(stale, "RESULTS", {"engine.json": presented, "trains.json": presented})
     page = repository.root / presented.page
     page.write_text("# Title\n\nText.\n")
