@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,20 +20,21 @@ from coserve.core.request import SLO
 from coserve.core.sequence import Direction
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
+from coserve.errors import ServerError
 from coserve.executors.local import LocalExecutor
 from coserve.memory.arena import Lease
 from coserve.train.fresh import fresh_adapter
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, training_tokens
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks import coserving, drive, finetune, inference, ours, remote
+from coserve_benchmarks import coserving, drive, finetune, inference, ours, overhead, remote
 from coserve_benchmarks.adapters import decode, figure, swap, training
 from coserve_benchmarks.adapters.approaches import Batch
 from coserve_benchmarks.adapters.run import run_adapters
 from coserve_benchmarks.adapters.sizes import AdapterSizes, adapter_bytes
 from coserve_benchmarks.drive import AnswerTimes, LoadResult
 from coserve_benchmarks.machine import measure_machine
-from coserve_benchmarks.memory import activations, limited
+from coserve_benchmarks.memory import activations, eight_bits, limited, quantized
 from coserve_benchmarks.memory.peers import OURS, peer_of
 from coserve_benchmarks.methods import mixed
 from coserve_benchmarks.ours import (
@@ -282,6 +284,108 @@ def test_output_tokens_are_those_in_the_handles_and_in_the_peers_answers(
     peer._model.generate = kept
     peer()
     assert made[0].numel() - sum(map(len, prompts)) == tokens
+
+
+class Counted:
+    """In place of a module's `alternate`: every contestant has one round of a second. `rounds` are the tokens
+    that engines answered and trained in each, by events and by optimizer steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+        self.rounds: list[tuple[str, int, int]] = []
+        self._answered = self._trained = 0
+        step = Engine.step
+
+        def counted(engine: Engine) -> list[Event]:
+            events = step(engine)
+            for event in events:
+                self._answered += isinstance(event, TokenEvent) and event.token is not None
+                self._trained += event.updated.tokens if isinstance(event, StepDone) else 0
+            return events
+
+        monkeypatch.setattr(Engine, "step", counted)
+        for module in modules:
+            monkeypatch.setattr(module, "alternate", self)
+
+    def __call__(
+        self, contestants: Mapping[str, Callable[[], float]], *_: Any, **__: Any
+    ) -> dict[str, Timing]:
+        for name, run in contestants.items():
+            self._answered = self._trained = 0
+            run()
+            self.rounds.append((name, self._answered, self._trained))
+        return {name: Timing((1.0,)) for name in contestants}
+
+
+def test_rates_of_answers_are_the_tokens_of_a_round(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch, inference, eight_bits, quantized)
+    monkeypatch.setattr(eight_bits, "logit_errors", lambda texts: (0.0, 0.0))
+    assert inference.capacity(bench) == counted.rounds[-1][1] > 0
+    eight_bits.measure_eight_bits(bench)
+    figures = figures_of(bench)
+    for kind, answered, _ in counted.rounds[-2:]:
+        assert figures[f"cache8.{kind}_rate"] == answered > 0
+    before = len(counted.rounds)
+    monkeypatch.setattr(quantized, "QUANTIZED", ())
+    monkeypatch.setattr(quantized, "_BATCHES", (2, 5))
+    quantized._speeds(bench)
+    figures = figures_of(bench)
+    (_, few, _), (_, many, _), (_, _, trained) = counted.rounds[before:]
+    assert figures["quantized.decode[none,2]"] == few > 0
+    assert figures["quantized.decode[none,5]"] == many > few
+    assert figures["quantized.training[none]"] == trained > 0
+
+
+def test_rates_of_training_are_the_tokens_of_a_round(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch, finetune, activations, training)
+    assert finetune.peak(bench) == counted.rounds[-1][2] > 0
+    peer = peer_of("ia3", SHAPE, activations.held_tokens(bench))
+    activations._measure(bench, "ia3", peer, 1000, "", SavePolicy.PRUNED)
+    figures = figures_of(bench)
+    assert figures["activations.ours_speed[ia3]"] == counted.rounds[-2][2] > 0
+    assert figures["activations.peer_speed[ia3]"] == peer._ids.numel()
+    before = len(counted.rounds)
+    training.run(bench, AdapterSizes.of(TINY, SHAPE, quick=True))
+    figures = figures_of(bench)
+    ours = {name: trained for name, _, trained in counted.rounds[before:] if trained}
+    assert ours == {
+        "one": figures["train.tokens[one]"],
+        "many": figures["train.tokens[many]"],
+        "together": figures["train.small[together]"],
+    }
+
+
+def test_tokens_through_http_are_those_that_clients_received(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second each; a client that does not get all of its tokens ends the bench."""
+    received: list[int] = []
+    short = 0
+
+    class Clients:
+        processor_seconds = 0.0
+
+        def __init__(self, url: str, model: str, asks: Sequence[StreamRequest]) -> None:
+            self._asks = asks
+
+        def __enter__(self) -> "Clients":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def result(self) -> list[StreamResult]:
+            received[:] = [ask.answer - short for ask in self._asks]
+            return [StreamResult(0.0, ended=1.0, written=count, attempts=1) for count in received]
+
+    monkeypatch.setattr(overhead, "Clients", Clients)
+    counted = Counted(monkeypatch, overhead)
+    served: Any = SimpleNamespace(url="", name="")
+    overhead.run(bench, served)
+    figures = figures_of(bench)
+    assert figures["overhead.http"] == sum(received) > 0
+    assert figures["overhead.direct"] == counted.rounds[-1][1]
+    short = 1
+    with pytest.raises(ServerError, match="cut short"):
+        overhead.run(bench, served)
 
 
 def test_a_decode_step_is_one_of_the_engines(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
