@@ -2,13 +2,18 @@
 
 import random
 import time
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Tokens, fixed_prompts
+from coserve_benchmarks.inference import floor_seconds
 from coserve_benchmarks.ours import Bench, greedy, make_engine, start_training, warm_training
-from coserve_benchmarks.timing import percentile
+from coserve_benchmarks.timing import OF_REQUESTS, interval, percentile
 
 
 def run(bench: Bench) -> None:
@@ -27,19 +32,21 @@ def run(bench: Bench) -> None:
     busy = _latencies(engine, bench, prompts)
     job.cancel()
 
+    def floor() -> float:
+        return floor_seconds(bench, 1, settings.blocking_prompt, settings.blocking_answer)
+
     for name, found in (("idle", idle), ("training", busy)):
-        spread = (min(found), max(found))
-        results.figure(f"blocking.{name}_p50", percentile(found, 0.5), "seconds", spread)
-        results.figure(f"blocking.{name}_p99", percentile(found, 0.99), "seconds", spread, _floor(bench))
+        middle, tail = (interval(partial(np.quantile, q=share), found) for share in (0.5, 0.99))
+        results.figure(f"blocking.{name}_p50", percentile(found, 0.5), "seconds", middle)
+        results.figure(f"blocking.{name}_p99", percentile(found, 0.99), "seconds", tail, floor)
         results.series(f"blocking.{name}", found)
-    half = len(idle) // 2
-    halves = [
-        percentile(b, 0.99) / percentile(i, 0.99)
-        for i, b in ((idle[:half], busy[:half]), (idle[half:], busy[half:]))
-    ]
-    note = f"{len(idle)} requests one after another; the spread is that of the two halves"
+    note = f"{len(idle)} requests one after another, without training and beside it"
     ratio = percentile(busy, 0.99) / percentile(idle, 0.99)
-    results.row("blocking.ratio", ratio, (min(halves), max(halves)), note)
+    results.row("blocking.ratio", ratio, interval(_tail_ratio, busy, idle), note, OF_REQUESTS)
+
+
+def _tail_ratio(busy: Any, idle: Any, axis: int) -> Any:
+    return np.quantile(busy, 0.99, axis=axis) / np.quantile(idle, 0.99, axis=axis)
 
 
 def _latencies(engine: Engine, bench: Bench, prompts: list[Tokens]) -> list[float]:
@@ -63,13 +70,3 @@ def _latencies(engine: Engine, bench: Bench, prompts: list[Tokens]) -> list[floa
 
 def _ends(event: object, key: int) -> bool:
     return isinstance(event, TokenEvent) and event.key == key and event.finish_reason is not None
-
-
-def _floor(bench: Bench) -> float:
-    """Lower bound in seconds: the prompt at the matrix rate, then every decode step's bytes."""
-    settings, shape, machine = bench.settings, bench.shape, bench.machine
-    prompt = machine.floor_train_seconds(shape.prefill_flops(1, settings.blocking_prompt))
-    return prompt + sum(
-        machine.floor_decode_seconds(shape.decode_bytes(1, settings.blocking_prompt + step))
-        for step in range(1, settings.blocking_answer)
-    )

@@ -45,6 +45,10 @@ def engine(
         str,
         typer.Option(help="local; or remote: what steps cost in a process of their own."),
     ] = "local",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compiled", help="Try peers with torch.compile, too (minutes; needs a C++ compiler)."),
+    ] = False,
 ) -> None:
     """Measures serving, training, and both at once, beside their floors and other programs."""
     check_writable("--json", json_file)
@@ -52,7 +56,7 @@ def engine(
     from coserve_benchmarks.engine import run_engine
     from coserve_benchmarks.report import print_report
 
-    print_report(run_engine(shape, quick, only or None, json_file, plans, executor))
+    print_report(run_engine(shape, quick, only or None, json_file, plans, executor, compiled))
 
 
 @app.command()
@@ -197,3 +201,28 @@ def draw(
     from coserve_benchmarks.redraw import redraw
 
     redraw(results, out)
+
+
+@app.command()
+def stale(
+    folder: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of results; docs/results of the checkout."),
+    ] = None,
+    mark: Annotated[bool, typer.Option("--mark", help="Say so on the pages that present them.")] = False,
+) -> None:
+    """Lists committed results beside the commits that have changed what they depend on since."""
+    from coserve_benchmarks.history import Checkout
+    from coserve_benchmarks.stale import mark as mark_pages
+    from coserve_benchmarks.stale import print_standings, standings
+
+    here = Path(__file__).resolve()
+    root = here.parents[2]
+    folder = folder or root / "docs" / "results"
+    if not folder.is_dir():
+        raise ConfigError(f"there are no results at {folder}; say where with --folder")
+    found = standings(folder, Checkout.around(here))
+    print_standings(found)
+    if mark:
+        for page in mark_pages(root, found):
+            print(f"marked {page.relative_to(root)}")

@@ -7,13 +7,13 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Protocol
 
-from coserve.core.events import Event, StepDone, TokenEvent, TrainingProgress
+from coserve.core.events import Event, StepDone, TokenEvent
 from coserve.core.request import SLO
 from coserve.core.sequence import Sequence
 from coserve.engine.engine import Engine
 from coserve.schedule.scheduler import Scheduler
 from coserve.workload.requests import TimedJob, TimedRequest, Workload
-from coserve_benchmarks.ours import greedy, start_job
+from coserve_benchmarks.ours import greedy, start_job, tokens_trained
 
 _NAP = 0.001  # seconds; the wait for an arrival is cut into so many
 
@@ -187,8 +187,8 @@ def replay(target: LoadTarget, workload: Workload, patience: float = float("inf"
 
     A request counts as arrived at its instant, even where a step was under way: what that step still took
     is part of its wait. A token counts when the step that made it has returned. A training token counts
-    half when its rows were kept and half when they came back, layer by layer. Who has no answer `patience`
-    seconds after the load is over is given up, and so are its jobs.
+    half on its way forward and half on its way back, layer by layer (`ours.tokens_trained`). Who has no
+    answer `patience` seconds after the load is over is given up, and so are its jobs.
     """
     return _Run(target, workload).until(workload.seconds + patience)
 
@@ -254,10 +254,10 @@ class _Run:
                 if event.finish_reason is not None:
                     answered.deferred = sequence.deferred
                     del self._open[event.key]
-            elif isinstance(event, TrainingProgress):
-                self._load.trained.append((now, event.rows / 2))
             elif isinstance(event, StepDone):
                 self._load.losses.append(event.updated.loss)
+        if trained := tokens_trained(events):
+            self._load.trained.append((now, trained))
 
     def _give_up(self) -> None:
         """Cancels what is left, so that the engine is free for another load."""

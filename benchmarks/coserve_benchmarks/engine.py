@@ -21,6 +21,7 @@ def run_engine(
     json_path: str | Path | None = None,
     plans: str | Path | None = None,
     executor: str = "local",
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Measures the rows of some groups (all, by default) and returns what `--json` writes.
 
@@ -29,14 +30,15 @@ def run_engine(
     so an interrupted run keeps what it has. `plans` receives the training that the co-serving run's plans
     held (`plans.watch_plans`). `quick` is for trying it out: fewer, shorter rounds, and on the tiny shape
     smaller ones. With an `executor` that is "remote" its steps are measured instead, over those of a local
-    one. Raises ConfigError for an unknown shape, group or executor.
+    one. Where `compiled`, peers are tried with torch.compile, too, if there is a C++ compiler. Raises
+    ConfigError for an unknown shape, group or executor.
     """
     if executor not in ("local", REMOTE):
         raise ConfigError(f"--executor must be local or remote, not {executor!r}")
     is_remote = executor == REMOTE
     known, bars = ((REMOTE,), REMOTE_BARS) if is_remote else (GROUPS, BARS)
     groups = known if only is None else tuple(only)
-    bench = begin(shape, quick, groups, known, json_path, bars)
+    bench = begin(shape, quick, groups, known, json_path, bars, compiled)
     runs = {  # in this order: the last one's denominators are figures of the first two
         "inference": partial(inference.run, bench),
         "finetune": partial(finetune.run, bench),

@@ -1,6 +1,9 @@
 """Row `first_byte_p99_ms`: time to the first byte of a stream while two jobs train."""
 
 import time
+from functools import partial
+
+import numpy as np
 
 from coserve.workload.requests import poisson_requests
 from coserve_benchmarks.client import Clients
@@ -9,7 +12,7 @@ from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served
 from coserve_benchmarks.streams import StreamRequest
-from coserve_benchmarks.timing import percentile
+from coserve_benchmarks.timing import OF_REQUESTS, interval, percentile
 
 _EXAMPLES = 16  # batches of different data before they repeat
 _EPOCHS = 50  # more than any run takes
@@ -30,6 +33,7 @@ def run(bench: Bench, served: Served) -> None:
             ledger.cancel_job(job)
     finally:
         ledger.close()
+    tail = partial(np.quantile, q=0.99)
     for name, waits in (("alone", alone), ("training", together)):
         for share, label in ((0.5, "p50"), (0.99, "p99")):
             results.figure(f"first_byte.{name}_{label}", 1000 * percentile(waits, share), "ms")
@@ -41,7 +45,8 @@ def run(bench: Bench, served: Served) -> None:
         f"{settings.server_batch} x {settings.server_length} tokens a step; the first byte comes with the "
         "first token"
     )
-    results.row("first_byte_p99_ms", 1000 * percentile(together, 0.99), note=note)
+    waits = [1000 * wait for wait in together]
+    results.row("first_byte_p99_ms", percentile(waits, 0.99), interval(tail, waits), note, OF_REQUESTS)
 
 
 def _first_bytes(bench: Bench, served: Served) -> list[float]:

@@ -1,6 +1,6 @@
 """Rows `inference.*`: output tokens a second of a closed batch of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
@@ -19,12 +19,15 @@ def run(bench: Bench) -> None:
     ours = timed(lambda: answer_all(engine, prompts, answer))
 
     peer = StaticGenerate(bench.shape, prompts, answer)
+    tried = peer.tune(bench.compiled)
+    bench.results.peer("inference.generate", peer.settings.describe(), tried)
+    note = f"the peer runs with {peer.settings.describe()}, the fastest of {_all(tried)}"
     times = alternate({"ours": ours, "generate": peer}, bench.settings.rounds, bench.machine.threads)
     del peer
     _figure(bench, "inference.ours", times["ours"])
     _figure(bench, "inference.generate", times["generate"])
     ratio = speedup(times["ours"], times["generate"])
-    bench.results.row("inference.vs_generate", ratio.value, (ratio.low, ratio.high))
+    bench.results.row("inference.vs_generate", ratio.value, (ratio.low, ratio.high), note)
 
     best, tried = best_batch_settings(bench.shape, prompts, _PROBE_ANSWER)
     batching = ContinuousBatching(bench.shape, prompts, answer, best)
@@ -32,9 +35,14 @@ def run(bench: Bench) -> None:
     batching.close()
     _figure(bench, "inference.continuous_batching", times["batching"])
     ratio = speedup(times["ours"], times["batching"])
-    seconds = ", ".join(f"{name}: {taken:.2f} s" for name, taken in tried.items())
-    note = f"the peer runs with {best.describe()}, the fastest on {_PROBE_ANSWER}-token answers ({seconds})"
+    bench.results.peer("inference.continuous_batching", best.describe(), tried)
+    answers = f"the fastest on {_PROBE_ANSWER}-token answers"
+    note = f"the peer runs with {best.describe()}, {answers} of {_all(tried)}"
     bench.results.row("inference.vs_continuous_batching", ratio.value, (ratio.low, ratio.high), note)
+
+
+def _all(tried: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} ({taken:.2f} s)" for name, taken in tried.items())
 
 
 def capacity(bench: Bench) -> float:
@@ -63,11 +71,19 @@ def _prompts(bench: Bench) -> list[Tokens]:
 def _figure(bench: Bench, name: str, times: Timing) -> None:
     """Output tokens a second, beside the most that prompts at the matrix rate and decode steps at the
     memory's bandwidth allow."""
-    settings, shape, machine = bench.settings, bench.shape, bench.machine
+    settings = bench.settings
     tokens = settings.prompts * settings.answer
-    floor = machine.floor_train_seconds(shape.prefill_flops(settings.prompts, settings.prompt)) + sum(
-        machine.floor_decode_seconds(shape.decode_bytes(settings.prompts, settings.prompt + step))
-        for step in range(1, settings.answer)
-    )
     spread = (tokens / times.high, tokens / times.low)
-    bench.results.figure(name, tokens / times.median, "output tokens/s", spread, tokens / floor)
+
+    def floor() -> float:
+        return tokens / floor_seconds(bench, settings.prompts, settings.prompt, settings.answer)
+
+    bench.results.figure(name, tokens / times.median, "output tokens/s", spread, floor)
+
+
+def floor_seconds(bench: Bench, prompts: int, length: int, answer: int) -> float:
+    """Least time for answers: the prompts at the matrix rate, then every decode step's bytes."""
+    shape, machine = bench.shape, bench.machine
+    return machine.floor_train_seconds(shape.prefill_flops(prompts, length)) + sum(
+        machine.floor_decode_seconds(shape.decode_bytes(prompts, length + step)) for step in range(1, answer)
+    )

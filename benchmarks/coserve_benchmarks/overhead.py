@@ -4,7 +4,7 @@ from coserve.errors import ServerError
 from coserve.serve.settings import DEFAULT_SLO
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.client import Clients
-from coserve_benchmarks.inference import answer_all
+from coserve_benchmarks.inference import answer_all, floor_seconds
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.served import Served
 from coserve_benchmarks.streams import StreamRequest
@@ -32,15 +32,13 @@ def run(bench: Bench, served: Served) -> None:
     times = alternate({"http": stream_all, "direct": direct}, settings.streams_rounds, bench.machine.threads)
     tokens = settings.streams * settings.streams_answer
     length = settings.streams_prompt
-    floor = bench.machine.floor_train_seconds(shape.prefill_flops(settings.streams, length)) + sum(
-        bench.machine.floor_decode_seconds(shape.decode_bytes(settings.streams, length + step))
-        for step in range(1, settings.streams_answer)
-    )
+
+    def floor() -> float:
+        return tokens / floor_seconds(bench, settings.streams, length, settings.streams_answer)
+
     for name, taken in times.items():
         spread = (tokens / taken.high, tokens / taken.low)
-        bench.results.figure(
-            f"overhead.{name}", tokens / taken.median, "output tokens/s", spread, tokens / floor
-        )
+        bench.results.figure(f"overhead.{name}", tokens / taken.median, "output tokens/s", spread, floor)
     ratio = speedup(times["http"], times["direct"])
     took = max(clients_took)
     note = (

@@ -4,10 +4,13 @@ A peer is built once, and a call does one round of its work and returns the seco
 """
 
 import logging
+import os
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -17,25 +20,106 @@ from coserve.workload.requests import Tokens
 from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.saved import SavedBytes
 
+_PAD: Final = 64  # tokens
+_HOPELESS: Final = 2.0  # times the best so far: whoever is slower at first is not asked again
+
+
+class PeerSettings(Protocol):
+    """Settings of a peer, hashable and told in words."""
+
+    def describe(self) -> str: ...
+
+
+S = TypeVar("S", bound=PeerSettings)
+
+
+def best_of(candidates: Mapping[S, Callable[[], float]]) -> tuple[S, dict[str, float]]:
+    """The fastest of a peer's settings, and the seconds of all that were tried. The first call of each warms
+    up; where it alone takes over twice the best so far it counts as it is."""
+    tried: dict[S, float] = {}
+    for settings, work in candidates.items():
+        first = work()
+        hopeless = bool(tried) and first > _HOPELESS * min(tried.values())  # warm or not
+        tried[settings] = first if hopeless else work()
+    best = min(tried, key=tried.__getitem__)
+    return best, {settings.describe(): seconds for settings, seconds in tried.items()}
+
+
+def has_compiler() -> bool:
+    """Tells whether there is a C++ compiler, which torch.compile needs on a CPU."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSettings:
+    """Settings of transformers' `generate`: its cache (`dynamic`, or `static` of full length from the start),
+    and `pad`, a number of tokens of which prompts are padded to a multiple, on the left."""
+
+    cache: str = "dynamic"
+    pad: int = 1
+    compiled: bool = False
+
+    def describe(self) -> str:
+        padded = f"padded to a multiple of {self.pad}" if self.pad > 1 else "nothing padded"
+        return f"{self.cache} cache, {padded}" + (", torch.compile" if self.compiled else "")
+
 
 class StaticGenerate:
-    """transformers' `generate` on one batch of prompts of equal length: nothing is padded."""
+    """transformers' `generate` on one batch of prompts of equal length."""
 
-    def __init__(self, shape: ModelShape, prompts: Sequence[Tokens], answer: int) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        prompts: Sequence[Tokens],
+        answer: int,
+        settings: GenerateSettings = GenerateSettings(),
+    ) -> None:
         self._model: Any = shape.build()
-        self._ids = torch.tensor(prompts)
-        self._answer = answer
+        self._prompts, self._answer = torch.tensor(prompts), answer
+        self.use(settings)
+
+    def use(self, settings: GenerateSettings) -> None:
+        """Goes on with other settings."""
+        self.settings = settings
+        pads = -self._prompts.shape[1] % settings.pad
+        self._ids = torch.nn.functional.pad(self._prompts, (pads, 0))
+        self._mask = torch.nn.functional.pad(torch.ones_like(self._prompts), (pads, 0))
+        self._more = {} if settings.cache == "dynamic" else {"cache_implementation": settings.cache}
+        if settings.compiled:
+            self._model.forward = torch.compile(self._model.forward)
+        else:
+            vars(self._model).pop("forward", None)  # the class's own is found again
+
+    def tune(self, compiled: bool = False) -> dict[str, float]:
+        """Chooses the fastest settings; the seconds of all that were tried."""
+        length = self._prompts.shape[1]
+        pads = [pad for pad in (1, _PAD) if pad == 1 or length % pad]
+        tried = [GenerateSettings(cache, pad) for cache in ("dynamic", "static") for pad in pads]
+        if compiled and has_compiler():
+            tried.append(GenerateSettings("static", compiled=True))
+        best, seconds = best_of({settings: self._trial(settings) for settings in tried})
+        self.use(best)
+        return seconds
+
+    def _trial(self, settings: GenerateSettings) -> Callable[[], float]:
+        def run() -> float:
+            if self.settings != settings:
+                self.use(settings)
+            return self()
+
+        return run
 
     @torch.no_grad()
     def __call__(self) -> float:
         started = time.perf_counter()
         out = self._model.generate(
             self._ids,
-            attention_mask=torch.ones_like(self._ids),
+            attention_mask=self._mask,
             max_new_tokens=self._answer,
             min_new_tokens=self._answer,
             do_sample=False,
             pad_token_id=0,
+            **self._more,
         )
         seconds = time.perf_counter() - started
         assert out.shape[1] == self._ids.shape[1] + self._answer, "every answer has full length"
@@ -109,22 +193,50 @@ def best_batch_settings(
     shape: ModelShape, prompts: Sequence[Tokens], answer: int
 ) -> tuple[BatchSettings, dict[str, float]]:
     """The fastest of some settings on answers of `answer` tokens, and the seconds of all that were tried."""
-    tried: dict[BatchSettings, float] = {}
     rows = sum(map(len, prompts))
-    for attention, part in (("sdpa", 4), ("sdpa", 8), ("paged|eager", 8)):
-        settings = BatchSettings(attention, max(rows // part, 4 * len(prompts)))
-        peer = ContinuousBatching(shape, prompts, answer, settings)
-        first = peer()
-        hopeless = bool(tried) and first > 2 * min(tried.values())  # warm or not
-        tried[settings] = first if hopeless else peer()
-        peer.close()
-    return min(tried, key=tried.__getitem__), {s.describe(): seconds for s, seconds in tried.items()}
+    open_: dict[BatchSettings, ContinuousBatching] = {}
+
+    def trial(settings: BatchSettings) -> Callable[[], float]:
+        def run() -> float:
+            if settings not in open_:
+                _close_all(open_)
+                open_[settings] = ContinuousBatching(shape, prompts, answer, settings)
+            return open_[settings]()
+
+        return run
+
+    kinds = (("sdpa", 4), ("sdpa", 8), ("paged|eager", 8))
+    chosen = [BatchSettings(attention, max(rows // part, 4 * len(prompts))) for attention, part in kinds]
+    found = best_of({settings: trial(settings) for settings in chosen})
+    _close_all(open_)
+    return found
+
+
+def _close_all(open_: dict[BatchSettings, ContinuousBatching]) -> None:
+    while open_:
+        open_.popitem()[1].close()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """Settings of a plain training step: examples that pass at once, and threads (0: all there are)."""
+
+    micro_batch: int
+    threads: int = 0
+    compiled: bool = False
+
+    def describe(self) -> str:
+        threads = f"{self.threads} threads" if self.threads else "all threads"
+        return f"{self.micro_batch} examples at once, {threads}" + (
+            ", torch.compile" if self.compiled else ""
+        )
 
 
 class TorchTraining:
     """A plain training step: forward with labels, backward, clipping, AdamW.
 
-    `model` is the `base` with whatever trains in it; all examples are of one length.
+    `model` is the `base` with whatever trains in it; all examples are of one length, and pass at once unless
+    `tune` finds that a part of them at a time is faster.
     """
 
     def __init__(self, base: Any, model: Any, examples: Sequence[Tokens], vocabulary: int) -> None:
@@ -133,6 +245,8 @@ class TorchTraining:
         self._optimizer = torch.optim.AdamW(self._trained, lr=2e-4, fused=True)
         self._ids = torch.tensor(examples)
         self._vocabulary = vocabulary
+        self._whole = TrainingSettings(len(examples))
+        self._settings: dict[bool, TrainingSettings] = {}  # with and without checkpointing
         self._model.train()
 
     @property
@@ -140,18 +254,61 @@ class TorchTraining:
         """Number types of the trained parameters."""
         return {p.dtype for p in self._trained}
 
+    def settings(self, checkpointing: bool) -> TrainingSettings:
+        """The fastest settings so far, of those that `tune` has tried."""
+        return self._settings.get(checkpointing, self._whole)
+
+    def tune(self, checkpointing: bool, threads: int, compiled: bool = False) -> dict[str, float]:
+        """Chooses the fastest settings for `threads` threads at most; the seconds of all that were tried.
+        Fewer examples at once need less memory, and more passes."""
+        count = len(self._ids)
+        parts = sorted({count, max(1, count // 2), 1}, reverse=True)
+        tried = [TrainingSettings(part) for part in parts]
+        if threads > 1:
+            tried.append(TrainingSettings(count, 1))
+        if compiled and has_compiler():
+            tried.append(TrainingSettings(count, compiled=True))
+        best, seconds = best_of({s: self._trial(checkpointing, s) for s in tried})
+        self._settings[checkpointing] = best
+        return seconds
+
+    def _trial(self, checkpointing: bool, settings: TrainingSettings) -> Callable[[], float]:
+        def run() -> float:
+            self._settings[checkpointing] = settings
+            return self.step(checkpointing)
+
+        return run
+
     def step(self, checkpointing: bool) -> float:
-        """Seconds of one optimizer step on all examples."""
+        """Seconds of one optimizer step on all examples, at the settings that `tune` chose."""
         self._set_checkpointing(checkpointing)
+        settings, most = self.settings(checkpointing), torch.get_num_threads()
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        try:
+            return self._step(settings)
+        finally:
+            torch.set_num_threads(most)
+
+    def _step(self, settings: TrainingSettings) -> float:
+        model = self._compiled_model if settings.compiled else self._model
         started = time.perf_counter()
-        loss = self._model(input_ids=self._ids, labels=self._ids, use_cache=False).loss
-        loss.backward()
+        loss = torch.zeros(())
+        for start in range(0, len(self._ids), settings.micro_batch):
+            ids = self._ids[start : start + settings.micro_batch]
+            part = model(input_ids=ids, labels=ids, use_cache=False).loss * (len(ids) / len(self._ids))
+            part.backward()
+            loss += part.detach()
         torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        assert torch.isfinite(loss.detach()), "the peer's loss is not a number"
+        assert torch.isfinite(loss), "the peer's loss is not a number"
         return seconds
+
+    @cached_property
+    def _compiled_model(self) -> Any:
+        return torch.compile(self._model)
 
     def saved_bytes(self) -> tuple[int, int]:
         """Bytes kept between forward and backward without checkpointing: (activations, logits)."""

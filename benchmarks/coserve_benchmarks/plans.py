@@ -42,7 +42,7 @@ class RecordedStep:
 @contextmanager
 def watch_plans(engine: Engine, look: Callable[[Plan], None]) -> Iterator[None]:
     """Calls `look` with every plan the engine has run, before the schedule takes its result in."""
-    original = engine.executor.run
+    outer, original = vars(engine.executor).get("run"), engine.executor.run
 
     def run(plan: Plan) -> StepResult:
         result = original(plan)
@@ -54,6 +54,8 @@ def watch_plans(engine: Engine, look: Callable[[Plan], None]) -> Iterator[None]:
         yield
     finally:
         del engine.executor.run  # the class's own is found again
+        if outer is not None:  # somebody else watches, too
+            engine.executor.run = outer  # type: ignore[method-assign]
 
 
 def local_sessions(engine: Engine) -> Mapping[str, TrainingSession]:

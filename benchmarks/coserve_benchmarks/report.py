@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+_WRONG = "the peak is wrong"  # where a figure is better than its floor
 _INK = {"alone": "#7a7a7a", "together": "#0b6e99", "training": "#d1495b"}
 
 
@@ -23,10 +24,25 @@ def print_report(results: Mapping[str, Any], console: Console | None = None) -> 
         f"{machine['threads']} threads, torch {machine['torch_version']}, {results['date']}; reads "
         f"{machine['bandwidth'] / 1e9:.0f} GB/s, multiplies {machine['matrix_rate'] / 1e9:.0f} GFLOP/s"
     )
+    console.print(code_and_load(results), highlight=False)
     console.print(_keys_table(results))
     console.print(_figures_table(results))
     for name, text in results["notes"].items():
         console.print(f"[bold]{escape(name)}[/bold]: {escape(text)}", highlight=False)
+
+
+def code_and_load(results: Mapping[str, Any]) -> str:
+    """Sentence about the code that a run measured, and about the machine before and after it."""
+    code, machine = results.get("code") or {}, results["machine"]
+    commit = f"commit {code['commit'][:10]}" if code.get("commit") else "no commit"
+    told = [commit + (", with changes that are not committed" if code.get("dirty") else "")]
+    for moment in ("before", "after"):
+        if state := machine.get(moment):
+            told.append(
+                f"{moment} the run {state['bandwidth'] / 1e9:.0f} GB/s, {state['matrix_rate'] / 1e9:.0f} "
+                f"GFLOP/s, load {state['load'][0]:g}"
+            )
+    return "; ".join(told)
 
 
 def _keys_table(results: Mapping[str, Any]) -> Table:
@@ -36,8 +52,7 @@ def _keys_table(results: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="right")
     verdicts = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: ""}
     for key, bar in results["bars"].items():
-        if key not in results:
-            table.add_row(escape(key), "not run", "", bar, "")
+        if key not in results:  # its group has not run
             continue
         spread = _range(results["spreads"].get(key))
         table.add_row(escape(key), _value(results[key]), spread, bar, verdicts[results["met"].get(key)])
@@ -50,10 +65,11 @@ def _figures_table(results: Mapping[str, Any]) -> Table:
     for heading in ("value", "spread", "floor"):
         table.add_column(heading, justify="right")
     table.add_column("unit")
+    impossible = results.get("peak_wrong", ())
     for name, figure in results["figures"].items():
         low, high, floor = figure["low"], figure["high"], figure["floor"]
         spread = "" if low is None else _range((low, high))
-        floor = "" if floor is None else _number(floor)
+        floor = "" if floor is None else _WRONG if name in impossible else _number(floor)
         table.add_row(escape(name), _number(figure["value"]), spread, floor, figure["unit"])
     return table
 

@@ -3,8 +3,11 @@
 import time
 from statistics import median
 
+import numpy as np
+
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.served import Served, Victim
+from coserve_benchmarks.timing import interval
 
 
 def run(bench: Bench, served: Served) -> None:
@@ -18,9 +21,9 @@ def run(bench: Bench, served: Served) -> None:
         away.append(time.monotonic() - killed)
         loading.append(served.load_seconds)
     results = bench.results
-    results.figure("restart.load_s", median(loading), "seconds", (min(loading), max(loading)))
+    results.figure("restart.load_s", median(loading), "seconds", interval(np.median, loading))
     beyond = [whole - load for whole, load in zip(away, loading, strict=True)]
-    results.figure("restart.beyond_load_s", median(beyond), "seconds", (min(beyond), max(beyond)))
+    results.figure("restart.beyond_load_s", median(beyond), "seconds", interval(np.median, beyond))
     results.raise_bar("restart.ready_s", median(loading))
     note = "from kill -9 of the engine to ready; the bar is 5 s and the model's own loading time"
-    results.row("restart.ready_s", median(away), (min(away), max(away)), note)
+    results.row("restart.ready_s", median(away), interval(np.median, away), note)

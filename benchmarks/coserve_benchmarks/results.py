@@ -1,12 +1,13 @@
 """Results of a run, written to its file after every row."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from coserve.core.compact import compact_json
+from coserve_benchmarks.timing import OF_ROUNDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Bar:
         return f"{'≤' if self.at_most else '≥'} {self.value:g}"
 
 
-BARS = {
+BARS: Mapping[str, Bar | None] = {
     "inference.vs_generate": Bar(2.0),
     "inference.vs_continuous_batching": Bar(4.0),
     "finetune.vs_peft": Bar(1.4),
@@ -35,6 +36,7 @@ BARS = {
     "coserve.slo_attainment": Bar(0.99),
     "coserve.efficiency": Bar(0.85),
     "coserve.vs_time_slicing": Bar(1.1),
+    "coserve.vs_time_slicing_training": None,
     "coserve.fused_share": Bar(0.5),
 }
 
@@ -56,16 +58,28 @@ SERVER_BARS: Mapping[str, Bar | None] = {
 }
 
 
+_OLD = "least and greatest round"  # what spreads were before they were intervals
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """An absolute figure in its unit, its least and greatest round, and the floor: what no program on
-    this machine could beat (for a rate, the most; for seconds or bytes, the least)."""
+    """An absolute figure in its unit, the interval of its median over rounds, and the floor: what no program
+    on this machine could beat (for a rate, the most; for seconds or bytes, the least)."""
 
     value: float
     unit: str
     low: float | None = None
     high: float | None = None
     floor: float | None = None
+
+    @property
+    def is_impossible(self) -> bool:
+        """Tells whether the figure is better than its floor, which is wrong then. Of rates and of shares
+        more is better, of anything else less."""
+        if self.floor is None:
+            return False
+        more_is_better = "/s" in self.unit or self.unit.startswith("of ")
+        return self.value > self.floor if more_is_better else self.value < self.floor
 
 
 class Results:
@@ -78,31 +92,45 @@ class Results:
         bars: Mapping[str, Bar | None] = BARS,
     ) -> None:
         self._path = None if path is None else Path(path)
-        self._header = header
+        self.header = header
         self._bars = dict(bars)
         self._keys: dict[str, float] = {}
         self._spreads: dict[str, tuple[float, float]] = {}
+        self._spreads_are: dict[str, str] = {}
         self._notes: dict[str, str] = {}
         self._series: dict[str, list[Any]] = {}
         self._sections: dict[str, Any] = {}
+        self._peers: dict[str, dict[str, Any]] = {}
+        self._floors: dict[str, Callable[[], float]] = {}
         self.figures: dict[str, Figure] = {}
 
     def take_over(self, earlier: Mapping[str, Any]) -> None:
         """Begins with what an earlier run wrote down, without its sections; what is measured again counts."""
         self._keys.update({key: earlier[key] for key in self._bars if key in earlier})
         self._spreads.update({key: (low, high) for key, (low, high) in earlier["spreads"].items()})
+        spreads_are = earlier.get("spreads_are", {})
+        self._spreads_are.update({key: spreads_are.get(key, _OLD) for key in earlier["spreads"]})
         self._notes.update(earlier["notes"])
         self._series.update(earlier["series"])
         self.figures.update({name: Figure(**figure) for name, figure in earlier["figures"].items()})
-        self._header["groups"] = list(dict.fromkeys([*earlier["groups"], *self._header["groups"]]))
+        run = {key: earlier.get(key) for key in ("groups", "code", "date", "ended", "machine")}
+        self.header["earlier"] = [*earlier.get("earlier", ()), run]
+        self.header["groups"] = list(dict.fromkeys([*earlier["groups"], *self.header["groups"]]))
 
-    def row(self, key: str, value: float, spread: tuple[float, float] | None = None, note: str = "") -> None:
-        """Sets one key of the table and writes everything down."""
+    def row(
+        self,
+        key: str,
+        value: float,
+        spread: tuple[float, float] | None = None,
+        note: str = "",
+        spread_is: str = OF_ROUNDS,
+    ) -> None:
+        """Sets one key of the table and writes everything down. `spread_is` says what its spread is."""
         assert key in self._bars, f"{key} is not in the table"
         assert math.isfinite(value), f"{key} came out as {value}"
         self._keys[key] = value
         if spread is not None:
-            self._spreads[key] = spread
+            self._spreads[key], self._spreads_are[key] = spread, spread_is
         if note:
             self._notes[key] = note
         self.save()
@@ -119,15 +147,28 @@ class Results:
         value: float,
         unit: str,
         spread: tuple[float, float] | None = None,
-        floor: float | None = None,
+        floor: Callable[[], float] | None = None,
     ) -> None:
-        """Adds an absolute figure."""
+        """Adds an absolute figure. Its `floor` is asked for again whenever results are written: of a machine
+        that turns out to be faster than it was before the run, it is another."""
         low, high = spread if spread is not None else (None, None)
-        self.figures[name] = Figure(value, unit, low, high, floor)
+        self.figures[name] = Figure(value, unit, low, high)
+        self._floors.pop(name, None)
+        if floor is not None:
+            self._floors[name] = floor
+
+    def floored(self) -> dict[str, Figure]:
+        """All figures with their floors of now."""
+        now = {name: replace(self.figures[name], floor=floor()) for name, floor in self._floors.items()}
+        return self.figures | now
 
     def note(self, name: str, text: str) -> None:
         """Adds a sentence about how something was measured."""
         self._notes[name] = text
+
+    def peer(self, name: str, best: str, tried: Mapping[str, float]) -> None:
+        """Adds the settings that a peer was tried with: the best ones, and the seconds of all."""
+        self._peers[name] = {"best": best, "tried": dict(tried)}
 
     def series(self, name: str, values: Sequence[Any]) -> None:
         """Adds points to draw from, such as every latency of a run."""
@@ -139,17 +180,22 @@ class Results:
         self.save()
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole run so far, ready for JSON."""
+        """The whole run so far, ready for JSON. `peak_wrong` names the figures that are better than their
+        floors: of these no share of a peak can be told."""
+        figures = self.floored()
         return {
             **self._keys,
-            **self._header,
+            **self.header,
             "bars": {key: "" if bar is None else str(bar) for key, bar in self._bars.items()},
             "met": self._met(),
             "spreads": self._spreads,
-            "figures": {name: asdict(figure) for name, figure in self.figures.items()},
-            "floors": {n: f.floor for n, f in self.figures.items() if f.floor is not None},
+            "spreads_are": {**self._spreads_are, "figures": f"low and high: {OF_ROUNDS}, unless noted"},
+            "figures": {name: asdict(figure) for name, figure in figures.items()},
+            "floors": {n: f.floor for n, f in figures.items() if f.floor is not None},
+            "peak_wrong": [name for name, figure in figures.items() if figure.is_impossible],
             "notes": self._notes,
             "series": self._series,
+            "peers": self._peers,
             **self._sections,
         }
 

@@ -11,12 +11,12 @@ class Settings:
     prompt: int = 256
     answer: int = 32
     rounds: int = 5
-    slow_rounds: int = 3  # against a peer that takes some ten seconds a round
+    slow_rounds: int = 5  # against a peer that takes some ten seconds a round
 
     batch: int = 4
     length: int = 512
     rank: int = 8
-    train_rounds: int = 3
+    train_rounds: int = 5
 
     blocking_batch: int = 32
     blocking_length: int = 400
@@ -37,7 +37,7 @@ class Settings:
     server_batch: int = 4  # of the server's jobs
     server_length: int = 128
 
-    restarts: int = 3
+    restarts: int = 5
 
     held_batch: int = 2  # examples whose activations are held
     held_length: int = 1024

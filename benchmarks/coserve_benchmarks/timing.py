@@ -1,12 +1,62 @@
-"""Alternating measurement: A, B, A, B, ... so that drift of the machine affects all contestants alike."""
+"""Alternating measurement: A, B, A, B, ... so that drift of the machine affects all contestants alike; and
+intervals of what so many rounds or requests show."""
 
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any, Final
 
+import numpy as np
 import torch
+
+_CONFIDENCE: Final = 0.95
+_RESAMPLES: Final = 2000
+_SEED: Final = 0
+# What the two ends of a spread are, for the JSON.
+OF_ROUNDS: Final = "95 % bootstrap interval of the median over paired rounds"
+OF_REQUESTS: Final = "95 % bootstrap interval over requests"
+OF_SHARE: Final = "95 % binomial interval (Clopper-Pearson) over requests"
+OF_SECONDS: Final = "95 % bootstrap interval over the seconds of the load"
+
+
+def interval(
+    statistic: Callable[..., Any], *samples: Sequence[float], paired: bool = False
+) -> tuple[float, float]:
+    """The 95 % bootstrap interval (percentiles, seeded) of a statistic of one sample or of several.
+
+    `paired` samples are drawn together. The statistic takes arrays and the `axis` to reduce. Of a single
+    observation nothing can be told: both ends are its value.
+    """
+    arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
+    if any(len(array) < 2 for array in arrays):
+        alone = float(statistic(*arrays, axis=-1))
+        return alone, alone
+    from scipy.stats import bootstrap
+
+    found = bootstrap(
+        arrays,
+        statistic,
+        n_resamples=_RESAMPLES,
+        vectorized=True,
+        paired=paired,
+        confidence_level=_CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(_SEED),
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def share_interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval (Clopper and Pearson's) of the share of `count` requests that something holds for.
+    Where it holds for all, a bootstrap would never draw one that it does not hold for."""
+    if not count:
+        return share, share
+    from scipy.stats import binomtest
+
+    found = binomtest(round(share * count), count).proportion_ci(_CONFIDENCE)
+    return float(found.low), float(found.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +71,18 @@ class Timing:
 
     @property
     def low(self) -> float:
-        return min(self.seconds)
+        """Lower end of the median's interval."""
+        return interval(np.median, self.seconds)[0]
 
     @property
     def high(self) -> float:
-        return max(self.seconds)
+        """Upper end of the median's interval."""
+        return interval(np.median, self.seconds)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Ratio of two contestants' speeds: that of the medians, and the least and greatest of two neighbouring
-    rounds."""
+    """Ratio of two contestants' speeds: the median of the ratios of neighbouring rounds, and its interval."""
 
     value: float
     low: float
@@ -41,7 +92,12 @@ class Ratio:
 def speedup(ours: Timing, peer: Timing) -> Ratio:
     """The peer's seconds over ours for the same work; above one, ours is faster."""
     rounds = [theirs / mine for mine, theirs in zip(ours.seconds, peer.seconds, strict=True)]
-    return Ratio(peer.median / ours.median, min(rounds), max(rounds))
+    return ratio_of(rounds)
+
+
+def ratio_of(rounds: Sequence[float]) -> Ratio:
+    """The median of ratios that were found in so many rounds, and its interval."""
+    return Ratio(median(rounds), *interval(np.median, rounds))
 
 
 def timed(work: Callable[[], object]) -> Callable[[], float]:

@@ -82,7 +82,7 @@ def add_random(engine: Engine, name: str, rank: int, seed: int) -> str:
 
 def _figures(bench: Bench, sizes: AdapterSizes, series: str, times: dict[str, Timing]) -> None:
     """Milliseconds of a step beside what reading its bytes, or its arithmetic, takes at least."""
-    shape, machine = bench.shape, bench.machine
+    shape = bench.shape
     base = shape.decode_bytes(sizes.rows, sizes.prompt)
     bench.results.figure(f"{series}.decode.bytes[base]", base / 1e6, "MB a step")
     for name, timing in times.items():
@@ -91,11 +91,16 @@ def _figures(bench: Bench, sizes: AdapterSizes, series: str, times: dict[str, Ti
         read = adapter_bytes(shape, ranks)
         flops = 2 * sizes.rows * (shape.layer_weights + shape.head_weights)
         flops += 2 * sizes.rows * sum(map(shape.lora_weights, ranks)) // max(len(ranks), 1)
-        floor = max(machine.floor_decode_seconds(base + read), machine.floor_train_seconds(flops))
         spread = (1e3 * timing.low, 1e3 * timing.high)
-        bench.results.figure(f"{series}.decode.step[{name}]", 1e3 * timing.median, "ms", spread, 1e3 * floor)
+        floor = partial(_floor_ms, bench, base + read, flops)
+        bench.results.figure(f"{series}.decode.step[{name}]", 1e3 * timing.median, "ms", spread, floor)
         if ranks:
             bench.results.figure(f"{series}.decode.bytes[{name}]", read / 1e6, "MB a step")
+
+
+def _floor_ms(bench: Bench, nbytes: float, flops: float) -> float:
+    machine = bench.machine
+    return 1e3 * max(machine.floor_decode_seconds(nbytes), machine.floor_train_seconds(flops))
 
 
 def _vs_floor(bench: Bench, sizes: AdapterSizes, times: dict[str, Timing]) -> None:
@@ -117,7 +122,7 @@ def _peers(bench: Bench, sizes: AdapterSizes, series: str, ours: partial[float])
         "peft_mixed": AtBestThreads(mixed, most),
         "naive": AtBestThreads(NaivePasses(mixed, bench.shape, sizes.prompt), most),
     }
-    times = alternate({"ours": ours, **peers}, min(sizes.rounds, 3), most, warmup=0)
+    times = alternate({"ours": ours, **peers}, sizes.rounds, most, warmup=0)
     results = bench.results
     for name, peer in peers.items():
         taken = times[name]

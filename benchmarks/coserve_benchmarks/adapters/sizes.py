@@ -31,7 +31,7 @@ class AdapterSizes:
     job_tokens: int = 128
     job_steps: int = 2  # of each, in a timed round
     rounds: int = 5
-    train_rounds: int = 3
+    train_rounds: int = 5
 
     @staticmethod
     def of(settings: Settings, shape: ModelShape, quick: bool) -> "AdapterSizes":

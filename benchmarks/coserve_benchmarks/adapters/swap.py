@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 from coserve.adapters.files import CONFIG, WEIGHTS, write_adapter
@@ -29,7 +30,7 @@ from coserve.wire.messages import Paging
 from coserve.workload.requests import TimedRequest, Workload, fixed_prompts
 from coserve_benchmarks.drive import AnswerTimes, LoadResult, serve
 from coserve_benchmarks.ours import Bench, greedy, make_engine
-from coserve_benchmarks.timing import percentile
+from coserve_benchmarks.timing import OF_REQUESTS, interval, percentile
 
 _RANK: Final = 8
 _EXPONENT: Final = 1.0  # of the power law, Zipf's
@@ -167,27 +168,47 @@ def _others(
 
 
 def _tell(bench: Bench, sizes: SwapSizes, rounds: Sequence[dict[str, LoadResult]]) -> None:
-    """Reports the row: its value is of all rounds together, its spread of single ones."""
+    """Reports the row, of all rounds together."""
     others = [
         _others(sizes, _workload(bench, sizes, number, "cold"), loads) for number, loads in enumerate(rounds)
     ]
     p99 = {arm: [_gap(found[arm]) for found in others if arm in found] for arm in ARMS}
     together = {arm: [a for found in others for a in found.get(arm, ())] for arm in ARMS}
     for arm in ARMS:
-        spread = (1e3 * min(p99[arm]), 1e3 * max(p99[arm]))
+        low, high = interval(_GapsOf(together[arm]), range(len(together[arm])))
+        spread = (1e3 * low, 1e3 * high)
         bench.results.figure(f"swap.others_gap_p99[{arm}]", 1e3 * _gap(together[arm]), "ms", spread)
         bench.results.figure(f"swap.others_gap_p50[{arm}]", 1e3 * _gap(together[arm], 0.5), "ms")
         _first_tokens(bench, f"others_first_token[{arm}]", together[arm])
     asked = [answered for loads in rounds for answered in loads["cold"].answers]
     _first_tokens(bench, "cold_first_token", [answered for answered in asked if answered.kept])
-    ratios = [cold / warm for cold, warm in zip(p99["cold"], p99["warm"], strict=True)]
     note = (
         f"{sizes.adapters} adapters on disk (links to {sizes.files} files, which the system's cache holds), "
         f"memory for {sizes.resident}, {sizes.rate:g} requests a second; in the first round, over the others "
         f"alone, without the work of the rest: {p99['cold'][0] / p99['alone'][0]:.2f}"
     )
     value = _gap(together["cold"]) / _gap(together["warm"])
-    bench.results.row("swap.others_p99_ratio", value, (min(ratios), max(ratios)), note)
+    arms = [_GapsOf(together[arm]) for arm in TIMED]
+
+    def ratio(*requests: Any, axis: int) -> Any:
+        cold, warm = (arm(those, axis=axis) for arm, those in zip(arms, requests, strict=True))
+        return cold / warm
+
+    spread = interval(ratio, *(range(len(together[arm])) for arm in TIMED))
+    bench.results.row("swap.others_p99_ratio", value, spread, note, OF_REQUESTS)
+
+
+class _GapsOf:
+    """The 99th percentile of the gaps of answers, which are given by their places."""
+
+    def __init__(self, answers: Sequence[AnswerTimes]) -> None:
+        self._gaps = [answered.gaps for answered in answers]
+
+    def __call__(self, places: Any, axis: int) -> Any:
+        return np.apply_along_axis(self._of, axis, places)
+
+    def _of(self, places: Any) -> float:
+        return float(np.quantile(np.concatenate([self._gaps[int(place)] for place in places]), 0.99))
 
 
 def _gap(answers: Sequence[AnswerTimes], share: float = 0.99) -> float:

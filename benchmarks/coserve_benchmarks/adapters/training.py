@@ -6,6 +6,7 @@ from functools import partial
 
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.engine.engine import Engine
+from coserve.engine.finetuning import FineTuning
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import training_tokens
 from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, AdapterSizes
@@ -19,21 +20,23 @@ _DATA = 4  # optimizer steps' worth of different examples
 
 class Trainers:
     """Jobs on an engine of their own, `batch` examples of `length` tokens each a step; a call runs until each
-    has made `steps` optimizer steps."""
+    has made `steps` optimizer steps, which are `tokens` in all."""
 
     def __init__(self, bench: Bench, jobs: int, batch: int, length: int, steps: int = 1) -> None:
         self._engine: Engine = make_engine(bench, cache_tokens=1024, scheduler=NOBODY_WAITS)
-        self._jobs, self._steps = jobs, steps
+        self.jobs: list[FineTuning] = []
+        self.tokens, self._steps = jobs * steps * batch * length, jobs * steps
         config = endless(bench, batch, keep=SavePolicy.EVERYTHING)
         for job in range(jobs):
             data = training_tokens(
                 [length] * batch * _DATA, bench.shape.vocabulary, bench.settings.seed + job
             )
-            self._engine.finetune(examples(data), f"trained-{job}", LoRAConfig(rank=_RANK), config)
+            started = self._engine.finetune(examples(data), f"trained-{job}", LoRAConfig(rank=_RANK), config)
+            self.jobs.append(started)
 
     def __call__(self) -> float:
         """Seconds until all have stepped that often; between calls nothing runs."""
-        return seconds_of_steps(self._engine, self._jobs * self._steps)
+        return seconds_of_steps(self._engine, self._steps)
 
 
 def run(bench: Bench, sizes: AdapterSizes) -> None:
@@ -50,7 +53,7 @@ def _against_one(bench: Bench, sizes: AdapterSizes) -> None:
     }
     times = alternate(contestants, sizes.train_rounds, bench.machine.threads)
     for name, timing in times.items():
-        _figure(bench, f"train.tokens[{name}]", sizes.tokens, timing)
+        _figure(bench, f"train.tokens[{name}]", contestants[name].tokens, timing)
     ratio = speedup(times["many"], times["one"])
     note = f"{sizes.trained} adapters of rank {_RANK}, {length} tokens of each, and as many tokens of one"
     bench.results.row(f"train.vs_single[{sizes.trained}]", ratio.value, (ratio.low, ratio.high), note)
@@ -62,14 +65,17 @@ def _against_sequential(bench: Bench, sizes: AdapterSizes) -> None:
         "peft": PeftTraining(bench.shape, data, _RANK, matched=False),
         "peft_matched": PeftTraining(bench.shape, data, _RANK, matched=True),
     }
+    for name, peer in peers.items():
+        tried = peer.tune(False, bench.machine.threads)
+        bench.results.peer(f"train.small[{name}]", peer.settings(False).describe(), tried)
+    together = Trainers(bench, sizes.jobs, 1, sizes.job_tokens, sizes.job_steps)
     contestants: dict[str, Callable[[], float]] = {
-        "together": Trainers(bench, sizes.jobs, 1, sizes.job_tokens, sizes.job_steps),
+        "together": together,
         **{name: partial(_one_after_the_other, peer, sizes) for name, peer in peers.items()},
     }
     times = alternate(contestants, sizes.train_rounds, bench.machine.threads)
-    tokens = sizes.jobs * sizes.job_steps * sizes.job_tokens
     for name, timing in times.items():
-        _figure(bench, f"train.small[{name}]", tokens, timing)
+        _figure(bench, f"train.small[{name}]", together.tokens, timing)
     for name in peers:
         ratio = speedup(times["together"], times[name])
         key = "train.vs_sequential" + name.removeprefix("peft")

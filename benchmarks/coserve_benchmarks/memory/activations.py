@@ -40,6 +40,8 @@ def run(bench: Bench) -> None:
         tokens = held_tokens(bench)
         peer = peer_of(method, bench.shape, tokens)
         theirs, logits = peer.saved_bytes()
+        tried = peer.tune(False, bench.machine.threads)
+        bench.results.peer(f"activations.peer[{method}]", peer.settings(False).describe(), tried)
         bench.results.figure(f"activations.peer_bytes[{method}]", theirs, "bytes")
         bench.results.figure(f"activations.peer_logits[{method}]", logits, "bytes")
         _measure(bench, method, peer, theirs, "", SavePolicy.PRUNED)

@@ -32,9 +32,9 @@ def measure_eight_bits(bench: Bench) -> None:
     }
     times = alternate(work, settings.slow_rounds, bench.machine.threads)
     for kind, timing in times.items():
-        rates = [settings.prompts * settings.answer / seconds for seconds in timing.seconds]
-        rate = settings.prompts * settings.answer / timing.median
-        bench.results.figure(f"cache8.{kind}_rate", rate, "output tokens/s", (min(rates), max(rates)))
+        tokens = settings.prompts * settings.answer
+        spread = (tokens / timing.high, tokens / timing.low)
+        bench.results.figure(f"cache8.{kind}_rate", tokens / timing.median, "output tokens/s", spread)
     mean, most = logit_errors(settings.cache8_texts)
     unit = "nats, of what the embedded model says of its own texts"
     bench.results.figure("cache8.logit_error", mean, f"{unit}: the mean")

@@ -128,9 +128,8 @@ def _speeds(bench: Bench) -> None:
             for kind, engine in engines.items()
         }
         for kind, times in alternate(work, settings.slow_rounds, bench.machine.threads).items():
-            rates = [batch * settings.answer / seconds for seconds in times.seconds]
             rate = batch * settings.answer / times.median
-            spread = (min(rates), max(rates))
+            spread = (batch * settings.answer / times.high, batch * settings.answer / times.low)
             bench.results.figure(f"quantized.decode[{kind},{batch}]", rate, "output tokens/s", spread)
     for engine in engines.values():
         start_training(engine, bench, "trained", SavePolicy.EVERYTHING)

@@ -29,10 +29,8 @@ def run(bench: Bench) -> None:
         bench.machine.threads,
     )
     for name, timing in found.items():
-        rates = [count * steps / seconds for seconds in timing.seconds]
-        bench.results.figure(
-            f"mixed.{name}", count * steps / timing.median, "tokens/s", (min(rates), max(rates))
-        )
+        spread = (count * steps / timing.high, count * steps / timing.low)
+        bench.results.figure(f"mixed.{name}", count * steps / timing.median, "tokens/s", spread)
     ratio = speedup(found["mixed"], found["same"])
     note = f"{count} adapters, one decoding sequence each, {steps} steps, {bench.settings.rounds} rounds"
     bench.results.row("mixed.vs_same", ratio.value, (ratio.low, ratio.high), note)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from coserve.core.request import SLO
 from coserve.workload.requests import Workload
 from coserve_benchmarks.drive import AnswerTimes, LoadResult
-from coserve_benchmarks.timing import percentile
+from coserve_benchmarks.timing import interval, percentile
 
 OURS: Final = "adaptive"
 ISOLATED: Final = "isolated"
@@ -24,7 +25,7 @@ Judge = Callable[[AnswerTimes], bool]
 @dataclass(slots=True)
 class Contest:
     """A workload and the rounds of all contestants on it. `judges` test bounds, by their labels; the first
-    one counts where one must. `peak` is the machine's fine-tuning rate alone, tokens/s.
+    one counts where one must. `peak` is the machine's fine-tuning rate alone, tokens/s, at its best so far.
 
     For a contestant with several rounds `runs` has the median one, by fine-tuning, with the mean attainment.
     """
@@ -39,7 +40,7 @@ class Contest:
 
     def add(self, name: str, load: LoadResult, note: str = "") -> dict[str, Any]:
         """Adds a round."""
-        found = summary(load, self.workload, self.judges, self.peak, note)
+        found = summary(load, self.workload, self.judges, note)
         self._rounds.setdefault(name, []).append(found)
         self.runs[name] = _middle(self._rounds[name])
         kept = ", ".join(f"{share:.1%} {label}" for label, share in found["attainment"].items())
@@ -66,15 +67,29 @@ class Contest:
         rate: float = self.runs[name]["training"]
         return rate
 
+    @property
+    def beyond_peak(self) -> list[str]:
+        """Contestants that trained more than the peak, which is wrong then."""
+        return [name for name, run in self.runs.items() if run["training"] > self.peak]
+
     def as_dict(self) -> dict[str, Any]:
-        """The contest for JSON and for the page."""
+        """The contest for JSON and for the page. Of a contestant beyond the peak no share of it is told."""
+        wrong = self.beyond_peak
+        runs = {
+            name: {**run, "training_share": None if name in wrong else run["training"] / max(self.peak, 1e-9)}
+            for name, run in self.runs.items()
+        }
+        for name in wrong:
+            said = "it trained more than the peak that was measured: the peak is wrong"
+            runs[name]["note"] = "; ".join(filter(None, (runs[name].get("note", ""), said)))
         return {
             "title": self.workload.title,
             "scale": self.workload.scale,
             "seconds": self.workload.seconds,
             "bounds": dict(self.bounds),
             "latency_bounds": dict(self.latency_bounds),
-            "runs": self.runs,
+            "peak": self.peak,
+            "runs": runs,
         }
 
 
@@ -106,9 +121,7 @@ def attained(load: LoadResult, workload: Workload, judge: Judge) -> float:
     return sum(map(judge, load.answers)) / max(1, len(workload.requests))
 
 
-def summary(
-    load: LoadResult, workload: Workload, judges: Mapping[str, Judge], peak: float, note: str
-) -> dict[str, Any]:
+def summary(load: LoadResult, workload: Workload, judges: Mapping[str, Judge], note: str) -> dict[str, Any]:
     """All figures of a round."""
     answered = [answer for answer in load.answers if answer.tokens]
     latencies = sorted(answer.latency for answer in answered)
@@ -121,7 +134,6 @@ def summary(
         "between": _spread([gap for answer in answered for gap in answer.gaps]),
         "attainment": {label: attained(load, workload, judge) for label, judge in judges.items()},
         "training": load.overall_training_rate(),
-        "training_share": load.overall_training_rate() / peak,
         "loss": [sum(losses[:few]) / few, sum(losses[-few:]) / few] if losses else None,
         "processor": load.processor / wall / torch.get_num_threads(),
         "requests": len(workload.requests),
@@ -137,9 +149,15 @@ def _middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ordered = sorted(rounds, key=itemgetter("training"))
     labels = ordered[0]["attainment"]
     attained = {label: sum(one["attainment"][label] for one in rounds) / len(rounds) for label in labels}
-    spread = [ordered[0]["training"], ordered[-1]["training"]]
+    rates = [one["training"] for one in rounds]
     middle = ordered[(len(ordered) - 1) // 2]
-    return {**middle, "attainment": attained, "rounds": len(rounds), "training_spread": spread}
+    return {
+        **middle,
+        "attainment": attained,
+        "rounds": len(rounds),
+        "training_rounds": rates,
+        "training_spread": list(interval(np.median, rates)),
+    }
 
 
 def _flow(load: LoadResult, workload: Workload) -> list[list[float]]:

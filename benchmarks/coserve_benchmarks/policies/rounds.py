@@ -1,6 +1,6 @@
 """Groups of `coserve bench policies`: a workload each, fitted to the machine, and every policy on it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from types import MappingProxyType
@@ -70,9 +70,10 @@ class ContestRunner:
         bounds: dict[str, str],
         named: Mapping[str, str] = MappingProxyType({}),
         latency_bounds: Mapping[str, float] = MappingProxyType({}),
+        compared: Collection[str] = (),
     ) -> Contest:
-        """Runs every policy on a workload, and isolation where the arena has it; those close to ours run
-        again, in turn. `named` are policies with options, by shorter names."""
+        """Runs every policy on a workload, and isolation where there is one. Those close to ours and those
+        `compared` with one another run again, in turn. `named` are policies with options, by a short name."""
         peak = self.peak(workload)
         contest = Contest(workload, bounds, judges, peak, latency_bounds)
         everybody = {**named, **{policy: policy for policy in policies}, ISOLATED: ISOLATED}
@@ -87,15 +88,17 @@ class ContestRunner:
                     contest.add(name, *apart)
 
         run(everybody)
-        close = [name for name in contest.runs if contest.is_close(name)] if OURS in everybody else []
-        for _ in range(self.sizes.again if len(close) > 1 else 0):
-            run(close)
+        close = {name for name in contest.runs if contest.is_close(name)} if OURS in everybody else set()
+        chosen = (close if len(close) > 1 else set()) | set(compared)
+        for _ in range(self.sizes.again if chosen else 0):
+            run(name for name in everybody if name in chosen)
+        contest.peak = max(peak, self.peak(workload, times=2.0))
         self.keep(contest)
         return contest
 
-    def peak(self, workload: Workload) -> float:
-        """Fine-tuning rate of the workload's jobs without its requests, tokens/s."""
-        return self.testbed.peak(workload, _PEAK_SHARE * self.sizes.seconds)
+    def peak(self, workload: Workload, times: float = 1.0) -> float:
+        """Fine-tuning rate of the workload's jobs without its requests, tokens/s, watched `times` as long."""
+        return self.testbed.peak(workload, times * _PEAK_SHARE * self.sizes.seconds)
 
     def keep(self, contest: Contest) -> None:
         """Writes a finished contest into the results."""

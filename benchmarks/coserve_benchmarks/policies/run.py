@@ -23,6 +23,7 @@ from coserve_benchmarks.policies.rounds import ContestRunner, RoundSettings
 from coserve_benchmarks.policies.testbed import EngineTestbed, Testbed
 from coserve_benchmarks.policies.traffic import poisson
 from coserve_benchmarks.results import Bar
+from coserve_benchmarks.timing import ratio_of
 
 TRACED: Final = ("azure", "azure-arrivals")
 GROUPS: Final = (
@@ -44,7 +45,7 @@ _SHAPE: Final = "255m"
 _QUICK_SHAPE: Final = "19m"
 _SECONDS: Final = 30.0
 _QUICK_SECONDS: Final = 5.0
-_AGAIN: Final = 2  # further rounds, unless quick, of those that one does not tell apart
+_AGAIN: Final = 4  # further rounds, unless quick, of those that one does not tell apart
 _QUICK: Final = ("switch", "report", "fineinfer", "poisson", "tiers", "answers", "instead")
 _NOTICED: Final = 1.02  # training more than this beyond ours, at our attainment or more, dominates it
 _LONGEST: Final = 512  # tokens of a prompt that is read from a file
@@ -178,7 +179,19 @@ def _compare(rounds: ContestRunner) -> None:
     if counted:
         best = max(counted, key=lambda name: leads[name][0])
         told = "; ".join(f"{name} {lead:.2f} over {other}" for name, (lead, other) in leads.items())
-        results.row("ours.best_lead", leads[best][0], note=f"on {best}; at 99 % attainment: {told}")
+        lead, other = leads[best]
+        spread = _lead_interval(contests[best]["runs"], other)
+        results.row("ours.best_lead", lead, spread, f"on {best}; at 99 % attainment: {told}")
+
+
+def _lead_interval(runs: Mapping[str, Mapping[str, Any]], other: str) -> tuple[float, float] | None:
+    """Interval of what ours trained over another's, by the rounds that both had; None where the results that
+    a run goes on with do not have them."""
+    rates = [runs[name].get("training_rounds") or () for name in (OURS, other)]
+    if not all(rates) or not all(rates[1]):
+        return None
+    found = ratio_of([ours / theirs for ours, theirs in zip(*rates, strict=False)])
+    return found.low, found.high
 
 
 def _judged(run: Mapping[str, Any]) -> tuple[float, float]:

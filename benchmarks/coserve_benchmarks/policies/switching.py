@@ -7,14 +7,17 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
+import numpy as np
+
 from coserve.core.plan import Plan, StepResult
 from coserve.schedule.policies import make_policy
 from coserve.workload.requests import Workload
 from coserve_benchmarks.ours import Bench, greedy, seconds_of_steps, start_job
 from coserve_benchmarks.policies.testbed import EngineTestbed
-from coserve_benchmarks.timing import timed
+from coserve_benchmarks.timing import interval, timed
 
 _TURNS: Final = 6  # requests and iterations in one round
+_MORE: Final = 2 * _TURNS - 2  # switches by turns beyond those of two blocks; both begin after training
 _Ran = tuple[bool, float, float]  # whether a step trained, and its beginning and end
 
 
@@ -31,13 +34,14 @@ def measure(bench: Bench, testbed: EngineTestbed, workload: Workload, rounds: in
     for _ in range(rounds):
         gc.collect()
         with_switches = turns.watching(by_turns, ran)
-        found.append((with_switches - in_blocks()) / (2 * _TURNS - 1))
+        found.append((with_switches - in_blocks()) / _MORE)
     turns.end()
-    seconds = max(median(found), 0.0)
+    seconds = median(found)
     told = (
-        f"median of {rounds} rounds; what {2 * _TURNS} pieces of work take longer by turns than in two blocks"
+        f"median of {rounds} rounds: what {2 * _TURNS} pieces of work take longer by turns than in blocks, "
+        f"over the {_MORE} switches that turns have more; below zero it is less than the rounds tell apart"
     )
-    bench.results.row("switch.seconds", seconds, (min(found), max(found)), told)
+    bench.results.row("switch.seconds", seconds, interval(np.median, found), told)
     parts = {
         "initialisation": _between(ran, into_training=False),
         "clean_up": _between(ran, into_training=True),
@@ -111,4 +115,4 @@ def _between(ran: Sequence[_Ran], into_training: bool) -> float:
             others.append(begun - ended)
         elif trains == into_training:
             switches.append(begun - ended)
-    return max(median(switches) - median(others), 0.0)
+    return median(switches) - median(others)

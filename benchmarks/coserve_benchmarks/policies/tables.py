@@ -74,8 +74,7 @@ def keys(results: Mapping[str, Any]) -> list[KeyRow]:
     """Each key against its bar, and whether it is met."""
     rows = []
     for key, bar in results.get("bars", {}).items():
-        if key not in results:
-            rows.append(KeyRow(key, "not run", "", str(bar), None))
+        if key not in results:  # its group has not run
             continue
         spread = results.get("spreads", {}).get(key)
         between = "" if spread is None else " – ".join(number(end) for end in spread)
@@ -128,7 +127,8 @@ def absolute(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for name, figure in results.get("figures", {}).items():
         low, high, floor = figure.get("low"), figure.get("high"), figure.get("floor")
         between = "" if low is None or high is None else f"{number(low)} – {number(high)}"
-        bound = "" if floor is None else number(floor)
+        is_wrong = name in results.get("peak_wrong", ())
+        bound = "" if floor is None else "the peak is wrong" if is_wrong else number(floor)
         rows.append((name, number(figure["value"]), between, bound, str(figure.get("unit", ""))))
     return rows
 

@@ -5,8 +5,8 @@ held-out questions (names, operand pairs, lists) also occur in freshly drawn tra
 """
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -14,9 +14,11 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coserve.core.compact import compact_json
 from coserve.tiny import WEIGHTS
 from coserve.tiny.newtasks import NEW_TASKS, examples
 from coserve.tiny.world import HARD_KINDS, KINDS, Question, questions
+from coserve_benchmarks.history import measured_code
 
 FIGURES_START: Final = "<!-- figures: start -->"
 FIGURES_END: Final = "<!-- figures: end -->"
@@ -134,7 +136,8 @@ def main() -> None:
     if options.document:
         into_document(options.document, text)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        run = {"code": measured_code(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        options.json.write_text(compact_json(report | run), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -52,15 +52,6 @@ def test_training_is_measured() -> None:
     assert all(results[key] > 0 for key in ("train.vs_single[2]", "train.vs_sequential"))
 
 
-def test_what_loading_does_to_others_is_measured() -> None:
-    results = run_adapters("tiny", quick=True, only=["swap"])
-    assert results["swap.others_p99_ratio"] > 0
-    figures = {name: figure["value"] for name, figure in results["figures"].items()}
-    assert figures["swap.known"] == 40 and 0 < figures["swap.hit_rate"] < 1
-    assert figures["swap.loaded"] > 6 and figures["swap.cold_first_token_p50"] > 0
-    assert {f"swap.others_gap_p99[{arm}]" for arm in ("cold", "warm", "alone")} <= figures.keys()
-
-
 def test_unknown_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match="no group"):
         run_adapters("tiny", quick=True, only=["paging"])

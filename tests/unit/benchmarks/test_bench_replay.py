@@ -78,6 +78,9 @@ def test_what_clients_of_a_server_see(testbed: ServerTestbed) -> None:
     assert [a.arrival - load.started for a in load.answers] == pytest.approx([0.2, 0.1, 0.4], abs=0.15)
     assert all(0.0 < answer.latency < 20.0 and answer.keeps(answer.slo) for answer in load.answers)
     assert load.training_rate() > 0 and len(load.losses) >= len(load.trained) > 0
+    step = JOB.batch * len(JOB.examples[0])
+    assert {tokens % step for _, tokens in load.trained} == {0.0}  # whole optimizer steps
+    assert sum(tokens for _, tokens in load.trained) <= step * len(load.losses)
     assert load.finished_at - load.started >= 3.0 and load.processor > 0.1
 
 

@@ -1,11 +1,27 @@
+from typing import Any
+
+import numpy as np
 import pytest
 
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.workload.shapes import shape_named
+from coserve_benchmarks.adapters.sizes import AdapterSizes
+from coserve_benchmarks.adapters.swap import SwapSizes
 from coserve_benchmarks.drive import AnswerTimes, LoadResult
+from coserve_benchmarks.policies import instead, run
 from coserve_benchmarks.results import BARS, Bar, Results
-from coserve_benchmarks.timing import Timing, alternate, percentile, speedup
+from coserve_benchmarks.settings import FULL
+from coserve_benchmarks.timing import (
+    OF_REQUESTS,
+    OF_ROUNDS,
+    Timing,
+    alternate,
+    interval,
+    percentile,
+    share_interval,
+    speedup,
+)
 
 
 def test_contestants_take_turns_and_warm_up() -> None:
@@ -21,9 +37,76 @@ def test_contestants_take_turns_and_warm_up() -> None:
     assert times["b"].seconds == (3.0, 3.0)
 
 
-def test_speedup_is_of_medians_and_its_spread_of_neighbours() -> None:
-    ratio = speedup(Timing((1.0, 2.0, 1.0)), Timing((3.0, 4.0, 5.0)))
-    assert (ratio.value, ratio.low, ratio.high) == (4.0, 2.0, 5.0)
+def test_a_ratio_is_the_median_of_those_of_neighbouring_rounds() -> None:
+    """A machine that slows down by half in the middle changes no ratio of a round."""
+    ours, peer = Timing((1.0, 2.0, 1.0, 1.0, 2.0)), Timing((3.0, 6.5, 3.0, 2.5, 6.0))
+    ratio = speedup(ours, peer)
+    assert ratio.value == 3.0
+    assert 2.5 <= ratio.low <= 3.0 <= ratio.high <= 3.25
+    draws = np.random.default_rng(1).normal(size=25)
+    assert interval(np.mean, draws) == interval(np.mean, draws)  # the resamples are seeded
+
+
+def test_intervals_narrow_with_more_rounds_and_cover_what_is_drawn() -> None:
+    draws = np.random.default_rng(3)
+    widths = []
+    for count in (5, 80, 1000):
+        low, high = interval(np.median, draws.normal(10.0, 1.0, count))
+        assert low < 10.0 < high
+        widths.append(high - low)
+    assert widths == sorted(widths, reverse=True)
+    assert interval(np.median, [2.0] * 5) == (2.0, 2.0)
+    assert interval(np.median, [3.0]) == (3.0, 3.0)  # of one round nothing can be told
+    assert Timing((4.0,)).low == 4.0 == Timing((4.0,)).high
+
+
+def test_nine_of_ten_intervals_of_a_median_hold_it() -> None:
+    """Of five rounds the percentile interval goes about from the first to the last: 94 % hold the median."""
+    draws = np.random.default_rng(7)
+    held = [
+        low < 0.0 < high for low, high in (interval(np.median, draws.normal(0.0, 1.0, 5)) for _ in range(100))
+    ]
+    assert 0.85 <= sum(held) / len(held) <= 1.0
+
+
+def test_paired_samples_are_drawn_together() -> None:
+    ours = np.arange(1.0, 41.0)
+
+    def ratio(a: Any, b: Any, axis: int) -> Any:
+        return np.mean(a, axis=axis) / np.mean(b, axis=axis)
+
+    low, high = interval(ratio, ours, 2 * ours, paired=True)
+    assert low == high == pytest.approx(0.5)
+    low, high = interval(ratio, ours, 2 * ours)
+    assert low < 0.45 < 0.55 < high
+
+
+def test_a_share_of_all_requests_is_not_certain() -> None:
+    assert share_interval(1.0, 60) == (pytest.approx(0.9404, abs=1e-4), 1.0)
+    low, high = share_interval(0.9, 100)
+    assert (low, high) == (pytest.approx(0.8238, abs=1e-4), pytest.approx(0.9510, abs=1e-4))
+    assert share_interval(0.0, 0) == (0.0, 0.0)
+
+
+def test_every_ratio_has_at_least_five_rounds() -> None:
+    rounds = (FULL.rounds, FULL.slow_rounds, FULL.train_rounds, FULL.streams_rounds, FULL.restarts)
+    sizes = AdapterSizes.of(FULL, shape_named("255m"), quick=False)
+    assert min(*rounds, sizes.rounds, sizes.train_rounds, SwapSizes().rounds) >= 5
+    assert min(instead._ROUNDS, 1 + run._AGAIN) >= 5
+
+
+def test_a_json_says_what_its_spreads_are() -> None:
+    results = Results({}, None, {"a": None, "b": None, "c": None, "d": None})
+    results.row("a", 1.0, (0.5, 1.5))
+    results.row("b", 1.0, (0.5, 1.5), spread_is=OF_REQUESTS)
+    results.row("c", 1.0)
+    found = results.as_dict()["spreads_are"]
+    assert found.pop("figures").endswith("unless noted")
+    assert found == {"a": OF_ROUNDS, "b": OF_REQUESTS}
+    older = {"d": 2.0, "spreads": {"d": [1, 3]}, "notes": {}, "series": {}, "figures": {}, "groups": []}
+    results.header["groups"] = []
+    results.take_over(older)
+    assert results.as_dict()["spreads_are"]["d"] == "least and greatest round"
 
 
 def test_percentile() -> None:
