@@ -47,6 +47,7 @@ def install() -> None:
         "Stream": mock.MagicMock(),
         "stream": lambda _: nullcontext(),
         "get_device_name": lambda *_: "no GPU",
+        "get_device_capability": lambda *_: (9, 0),
     }
     for name, stand_in in given.items():
         setattr(torch.cuda, name, stand_in)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
+from coserve.attention.paged import make_batched
 from coserve.attention.plain import PlainBackend
 from coserve.attention.store import Int8KVStore
 from coserve.attention.tiled import TiledBackend
@@ -20,6 +21,7 @@ from coserve.kernels.attention import AttentionSpec
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 8e-2}
 _BACKENDS: Final[Mapping[str, Callable[..., AttentionBackend[Any]]]] = {
     "batched": BatchedBackend,
+    "the device's": make_batched,
     "batched, eight bits": partial(BatchedBackend, store=Int8KVStore),
     "tiled": TiledBackend,
     "tiled, eight bits": partial(TiledBackend, store=Int8KVStore),

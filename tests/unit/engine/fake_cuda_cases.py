@@ -62,7 +62,7 @@ def main() -> None:
             trains(engine)
         print(f"{name} in {time.process_time() - started:.0f} s", flush=True)
     if is_installed():
-        missing = {"_shrink", "_expand", "_outer"} - launched.keys()
+        missing = {"_shrink", "_expand", "_outer", "_attend"} - launched.keys()
         assert not missing, f"{missing} were not launched"
 
 
