@@ -53,7 +53,7 @@ PARTS: Final = tuple(
     Part(name, f"coserve_benchmarks.gpu.{module}", limit)
     for name, module, limit in (
         ("device", "device", 40.0),
-        ("kernels", "kernels", 60.0),
+        ("kernels", "kernels", 90.0),
         ("equivalence", "equivalence", 110.0),
         ("decode", "decode", 80.0),
         ("profile", "profiling", 60.0),

@@ -7,6 +7,7 @@ first comparison has transformers' own forward, too.
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -38,6 +39,8 @@ Case = Callable[[str, torch.dtype], Found]  # of a device and a type
 
 def run_bare(log: PartLog, device: str) -> None:
     """All cases in float32, then in bfloat16."""
+    if not _has_four_bits():
+        log.note("bitsandbytes is not installed: nothing was compared in four bits")
     for dtype in (torch.float32, torch.bfloat16):
         for name, worst in attention.errors(device, dtype).items():
             _report(log, f"attention, {name}, {_called(dtype)}", worst, attention.TOLERANCE[dtype])
@@ -56,10 +59,15 @@ def _cases(dtype: torch.dtype) -> Mapping[str, Case]:
     found: dict[str, Case] = {"llama, own forward": _own, "adapters of every method": _adapters}
     found["gradients of every method"] = _gradients
     found |= {f"{kind}, answers": _answers(kind) for kind in kinds}
-    found |= {f"llama, {bits}": _answers("llama", quantize=bits) for bits in ("8bit", "4bit")}
+    bits = ("8bit", "4bit") if _has_four_bits() else ("8bit",)
+    found |= {f"llama, {quantize}": _answers("llama", quantize=quantize) for quantize in bits}
     found["llama, eight-bit cache"] = _answers("llama", cache_dtype="int8")
     found["llama, deterministic"] = _answers("llama", deterministic=True)
     return found
+
+
+def _has_four_bits() -> bool:
+    return find_spec("bitsandbytes") is not None
 
 
 def _called(dtype: torch.dtype) -> str:
