@@ -68,6 +68,7 @@ def main() -> None:
 
 def settings() -> dict[str, Any]:
     cuts = {"max_training_rows": 32, "min_training_rows": 12, "max_prefill_rows": 32, "min_prefill_rows": 4}
+    cuts |= {"quantum": 5, "max_quantum": 5}  # several jobs in a step
     return {"device": DEVICE, "calibrate": False, "cache_tokens": 2048, "page_size": 4, "scheduler": cuts}
 
 
@@ -106,7 +107,8 @@ def trains(engine: Engine) -> None:
     data = [Example((1,) * n, (1,) * n) for n in (9, 30, 14, 5)]
     keeps = [SavePolicy.INPUTS, SavePolicy.EVERYTHING, SavePolicy.PRUNED]
     jobs = []
-    asked = {**{name: TRAINED[name] for name in JOBS}, "dora": LoRAConfig(rank=2, dora=True)}
+    asked = {name: TRAINED[name] for name in JOBS}
+    asked |= {"second lora": LoRAConfig(rank=3), "dora": LoRAConfig(rank=2, dora=True)}
     for number, (name, config) in enumerate(asked.items()):
         training = TrainingConfig(batch_size=2, max_steps=2, rows=48, keep=keeps[number % 3])
         jobs.append(engine.finetune(data, f"tuned {name}", config, training))
