@@ -16,7 +16,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy
 from coserve.kernels.triton import is_installed
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
-from fake_cuda import DEVICE, install, on_fake_cuda, stub_triton
+from fake_cuda import DEVICE, Waits, install, on_fake_cuda, stub_triton
 from mixed import TRAINED
 from models import ARCHITECTURES
 
@@ -41,6 +41,7 @@ CASES: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 # tokens that are given and that are run.
 ADAPTERS: Final = ("lora", "larger lora", "ia3", "bottleneck", "prefix", "prompt")
 JOBS: Final = ("lora", "ia3", "prefix, bottleneck and bitfit", "prompt")
+LACKING: Final = {"deepseek_v3": "prefix"}  # its keys and values have unlike widths
 # Lines at which a decode step waits: for its tokens, and nowhere else.
 MOST_WAITS: Final = 1
 
@@ -58,8 +59,8 @@ def main() -> None:
         with on_fake_cuda() as waits:
             engine = Engine(model(kind), EngineConfig(**{**settings(), **config}))
             assert str(engine.base.device) == DEVICE
-            answers(engine, waits)
-            trains(engine)
+            answers(engine, waits, LACKING.get(name, "-"))
+            trains(engine, LACKING.get(name, "-"))
         print(f"{name} in {time.process_time() - started:.0f} s", flush=True)
     if is_installed():
         missing = {"_shrink", "_expand", "_outer", "_attend"} - launched.keys()
@@ -81,10 +82,10 @@ def model(kind: str) -> PreTrainedModel:
     return made.eval()
 
 
-def answers(engine: Engine, waits: Any) -> None:
+def answers(engine: Engine, waits: Waits, lacking: str) -> None:
     """Prompts of adapters of all methods side by side, in chunks, with every kind of sampling."""
     names: list[str | None] = [None]
-    for name in ADAPTERS:
+    for name in (name for name in ADAPTERS if lacking not in name):
         drawn = fresh_adapter(engine.base, name, TRAINED[name], 0)
         engine.add_adapter(drawn.in_type(engine.base.dtype))
         names.append(name)
@@ -102,12 +103,12 @@ def answers(engine: Engine, waits: Any) -> None:
     assert all(len(handle.tokens) == 4 for handle in handles)
 
 
-def trains(engine: Engine) -> None:
+def trains(engine: Engine, lacking: str) -> None:
     """A job of each method at once, beside an answer, for two steps."""
     data = [Example((1,) * n, (1,) * n) for n in (9, 30, 14, 5)]
     keeps = [SavePolicy.INPUTS, SavePolicy.EVERYTHING, SavePolicy.PRUNED]
     jobs = []
-    asked = {name: TRAINED[name] for name in JOBS}
+    asked = {name: TRAINED[name] for name in JOBS if lacking not in name}
     asked |= {"second lora": LoRAConfig(rank=3), "dora": LoRAConfig(rank=2, dora=True)}
     for number, (name, config) in enumerate(asked.items()):
         training = TrainingConfig(batch_size=2, max_steps=2, rows=48, keep=keeps[number % 3])
