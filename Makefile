@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow check bench tiny install dev clean
+.PHONY: demo test slow check bench gpu tiny install dev clean
 
 demo: install
 	$(BIN)/coserve demo
@@ -27,6 +27,14 @@ check: dev
 
 bench: dev
 	$(BIN)/coserve bench engine --json docs/results/engine.json
+
+# On a GPU, in nine minutes and without a network: what is right, how fast it is, and where the time goes.
+# It makes no environment: PYTHON is one that has torch, Triton and transformers (docs/gpu.md).
+DEVICE ?= cuda
+SHAPE ?= 8b
+gpu:
+	@PYTHONPATH=src:benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m coserve_benchmarks.gpu \
+		--device $(DEVICE) --shape $(SHAPE) --out $(or $(OUT),build/gpu) $(if $(WHEELS),--wheels $(WHEELS))
 
 tiny: dev
 	$(BIN)/python -m coserve.tiny.build

@@ -10,6 +10,7 @@ Other rows (DoRA, IA3, long prompts, a pool's only adapter in the step) use thei
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Final
 
 import torch
 
@@ -18,6 +19,10 @@ from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.adapters.lowrank import LoRABypass, is_lora
 from coserve.kernels.lora.dispatch import make_slot_backend, make_slot_tables, slot_bounds, slot_rank
 from coserve.kernels.lora.slots import SlotTables, SlotWeights
+
+# A CPU's memory is taken when it is first written, a GPU's when it is asked for: 256 slots of rank 16 at all
+# linears of an 8B model would be 21 GB. There tables begin with so many slots, and double when they are full.
+_FIRST_SLOTS: Final = 16
 
 Shape = tuple[tuple[str, int], ...]  # of a pool: its linears' paths, and the rank of its slots at each
 
@@ -37,7 +42,12 @@ class SlotEntry:
 class LoraSlotPool:
     """Adapters of one shape, each in a slot of every linear's tables."""
 
-    def __init__(self, groups: Iterable[Sequence[str]], slots: int, first: SlotEntry) -> None:
+    def __init__(
+        self, groups: Iterable[Sequence[str]], slots: int, first: SlotEntry, grows: bool = False
+    ) -> None:
+        """`slots` are the most; where it `grows`, memory is taken as they are needed."""
+        self._most, self._grows = slots, grows
+        slots = self._slots_made = min(slots, _FIRST_SLOTS) if grows else slots
         self._free = list(reversed(range(slots)))
         self._slots: dict[int, tuple[int, SlotEntry]] = {}  # by id
         self._tables: list[SlotTables] = []
@@ -57,13 +67,16 @@ class LoraSlotPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots ever used; others were never written and take no memory."""
-        return self._touched * sum(tables.slot_nbytes for tables in self._tables)
+        """Bytes of all slots that take memory."""
+        slots = self._slots_made if self._grows else self._touched  # else those never written take none
+        return slots * sum(tables.slot_nbytes for tables in self._tables)
 
     def slot(self, entry: SlotEntry, used: Collection[int]) -> int:
         """The slot of an entry, assigned if it has none; entries with ids in `used` are not evicted."""
         key = id(entry.bypasses)
         if key not in self._slots:
+            if not self._free and self._slots_made < self._most:
+                self._grow()
             if not self._free:
                 oldest = min((k for k in self._slots if k not in used), key=lambda k: self._slots[k][1].used)
                 self._free.append(self._slots.pop(oldest)[0])
@@ -74,6 +87,14 @@ class LoraSlotPool:
                 tables.put(slot, number, bypass.a, bypass.b, bypass.scale)
             self._slots[key] = slot, entry
         return self._slots[key][0]
+
+    def _grow(self) -> None:
+        before, self._slots_made = self._slots_made, min(2 * self._slots_made, self._most)
+        for tables in self._tables:
+            tables.grow(self._slots_made)
+        for path, (tables, number) in self._places.items():
+            self.weights[path] = tables.weights(number)
+        self._free += reversed(range(before, self._slots_made))
 
     def forget(self, key: int) -> None:
         """Frees the slot of a removed entry."""
@@ -172,7 +193,9 @@ class LoraSlotPools:
     def _slot_rows(self, shape: Shape, found: Sequence[tuple[slice, SlotEntry]]) -> SlotRows:
         pool = self._pools.get(shape)
         if pool is None:
-            pool = self._pools[shape] = LoraSlotPool(self._groups, self._slots, found[0][1])
+            pool = self._pools[shape] = LoraSlotPool(
+                self._groups, self._slots, found[0][1], grows=self._device.type != "cpu"
+            )
         used = {id(entry.bypasses) for _, entry in found}
         segments = [(rows, pool.slot(entry, used)) for rows, entry in found]
         return SlotRows(pool.weights, make_slot_backend(segments, self._device))

@@ -30,6 +30,12 @@ class KVStore:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors)
 
+    @property
+    def whole(self) -> Tensor:
+        """All rows [groups, slots, width], where these are stored as they are."""
+        assert not self.rounds, "eight-bit rows are read through `gather`"
+        return self._tensors[0]
+
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Writes x [groups, rows, width] into slots [rows]."""
         for tensor, part in zip(self._tensors, self._encode(x), strict=True):

@@ -15,7 +15,7 @@ from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.lora_batch import AdapterRows
 from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
-from coserve.attention.batched import BatchedBackend
+from coserve.attention.paged import make_batched
 from coserve.core.plan import (
     InferenceSegment,
     Lane,
@@ -56,7 +56,7 @@ class LocalExecutor(Executor):
     """The `Executor` of one device: runs plans on its caches and sequence rows, and makes no decisions."""
 
     sampler_type: ClassVar[type[Sampler]] = Sampler
-    attention_type: ClassVar[Callable[..., AttentionBackend[Any]]] = BatchedBackend
+    attention_type: ClassVar[Callable[..., AttentionBackend[Any]]] = make_batched
 
     def __init__(
         self,

@@ -136,8 +136,11 @@ class _Attention(torch.autograd.Function):
 def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """torch's attention, with the kernel that it chooses."""
     mask, is_causal = _flash_mask(q, k, _felt(k, spec))
+    share = q.shape[1] // k.shape[1]
+    if share > 1 and mask is not None:  # a GPU's one fast kernel with masks knows no groups
+        k, v, share = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), 1
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=share > 1
     )
 
 

@@ -7,6 +7,7 @@ not patch.
 
 import threading
 import weakref
+from collections import UserDict
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import KVSharingDict
 
 from coserve.adapters.sites import EMBEDDED, FrozenParameters
 from coserve.attention.backend import CacheShape
@@ -179,9 +179,9 @@ class Base:
                     block.answer_with(None)
 
 
-class _Elsewhere(KVSharingDict):  # type: ignore[misc]
+class _Elsewhere(UserDict[str, tuple[Tensor, Tensor]]):
     """Replaces the dict through which layers share keys and values with later layers, which read pages
-    instead."""
+    instead: transformers' `KVSharingDict`, in 5.17 a plain `UserDict`."""
 
     def __setitem__(self, key: str, item: Any) -> None:
         pass
@@ -197,7 +197,7 @@ _ELSEWHERE = _Elsewhere()  # shared, so that `_distinct` finds equal calls
 def _reading_pages(call: Call) -> Call:
     """The call without state passed from layer to layer."""
     args, kwargs = call
-    return args, {k: _ELSEWHERE if isinstance(v, KVSharingDict) else v for k, v in kwargs.items()}
+    return args, {k: _ELSEWHERE if isinstance(v, UserDict) else v for k, v in kwargs.items()}
 
 
 def _distinct(calls: list[Call]) -> LayerCalls:

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
+from coserve.attention.paged import make_batched
 from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.base import Base
@@ -128,7 +129,7 @@ def _prove_near(base: Base, own: Own) -> None:
     beside the rest of the second."""
     one, two = map(len, own.prompts)
     pages = -(-max(one, two) // _PAGE)
-    attention = BatchedBackend(base.caches, 2 * pages, _PAGE, base.dtype, base.device)
+    attention = make_batched(base.caches, 2 * pages, _PAGE, base.dtype, base.device)
     table = torch.arange(2 * pages, device=base.device).view(2, pages)
     _compare(base, own, attention, table, [slice(0, one - 1), slice(0, _CUT)])
     _compare(base, own, attention, table, [slice(one - 1, one), slice(_CUT, two)], num_decodes=1)

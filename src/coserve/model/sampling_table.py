@@ -203,7 +203,8 @@ class SamplingTable:
         self._prompted[row] = False
         self._prompted[row, torch.tensor(known, dtype=torch.long, device=self.device)] = True
         answered = torch.tensor(output, dtype=torch.long, device=self.device)
-        self._generated[row] = torch.bincount(answered, minlength=self.vocab).int()
+        counts = self._generated[row].zero_()
+        counts.index_add_(0, answered, torch.ones_like(answered, dtype=torch.int32))
         return row
 
 

@@ -128,7 +128,7 @@ def backward_bytes(base: Base, window: int) -> int:
     """The most bytes of one piece of backward: a chunk of logits with its gradient, or a window's rows in the
     graph of the widest layer. Pieces never overlap."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
-    rows = min(loss_rows(base.vocabulary, base.row_buckets), base.row_buckets.pad_rows(window))
+    rows = min(loss_rows(base.vocabulary, base.row_buckets, base.device), base.row_buckets.pad_rows(window))
     loss = rows * base.vocabulary * (2 * width + exact)
     widest = max(sum(_wide(base, block.path)) for block in base.chain)
     return max(loss, window * _REPLAYED * widest * width)

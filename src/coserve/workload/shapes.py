@@ -3,6 +3,7 @@
 Importing this module loads no torch; making configurations and weights does.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,12 +49,13 @@ class ModelShape:
             dtype=torch.bfloat16,
         )
 
-    def build(self) -> "PreTrainedModel":
-        """A fresh model; every call makes the same weights (seed 0) in new storage."""
+    def build(self, device: str = "cpu") -> "PreTrainedModel":
+        """A fresh model; every call makes the same weights (seed 0) in new storage, on `device`: other
+        devices draw other numbers."""
         import torch
         from transformers import LlamaForCausalLM
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), nullcontext() if device == "cpu" else torch.device(device):
             torch.manual_seed(0)
             model = LlamaForCausalLM._from_config(self.config, dtype=torch.bfloat16)
         built: PreTrainedModel = model.eval()
@@ -110,6 +112,7 @@ class ModelShape:
 _SHAPES = {
     shape.name: shape
     for shape in (
+        ModelShape("8b", 4096, 32, 14336, 32, 8, 128256, 16384),
         ModelShape("255m", 1024, 16, 2816, 16, 8, 32000, 4096),
         ModelShape("19m", 384, 8, 1024, 6, 3, 8192, 2048),
         ModelShape("tiny", 64, 4, 176, 4, 2, 512, 1024),

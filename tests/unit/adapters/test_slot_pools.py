@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.adapters import slot_pools
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.bitfit import BitFitBypass
@@ -178,3 +179,28 @@ def test_the_version_whose_sequences_began_or_ended_longest_ago_gives_up_its_slo
     pools.forget(first)
     expect_equal(pools, [(slice(0, 1), second), (slice(1, 2), fourth)], inputs(2))
     assert set(pool._slots) == {id(second), id(third), id(fourth)}
+
+
+def test_tables_of_a_device_that_takes_memory_at_once_grow_with_their_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is in a slot stays there; there are as many at most; what is not needed takes nothing."""
+    monkeypatch.setattr(slot_pools, "_FIRST_SLOTS", 2)
+    entries = [slot_pools._entry(adapter(seed, 3), frozenset(SIZES)) for seed in range(6)]
+    pool, whole = (slot_pools.LoraSlotPool(GROUPS, 5, entries[0], grows) for grows in (True, False))
+    given, sizes = [], []
+    for number, entry in enumerate(entries[:5]):
+        entry.used = number
+        given.append(pool.slot(entry, set()))
+        sizes.append(pool.nbytes)
+        whole.slot(entry, set())
+    assert sorted(given) == [0, 1, 2, 3, 4] and pool.nbytes == whole.nbytes
+    assert [size * 5 // pool.nbytes for size in sizes] == [2, 2, 4, 4, 5]
+    for path in SIZES:
+        weights = pool.weights[path]
+        for slot, entry in zip(given, entries, strict=False):
+            bypass = entry.plain[path]
+            assert torch.equal(weights.up[slot, :3], bypass.b.t() * bypass.scale)
+            assert torch.equal(weights.down[slot].t()[weights.ranks][:3], bypass.a)
+    assert pool.slot(entries[5], set()) == given[0], "then whoever is used least gives up its slot"
+    assert pool.nbytes == whole.nbytes

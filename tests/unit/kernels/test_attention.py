@@ -1,12 +1,15 @@
 """Every way attention is computed against its plain twin."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels import reference
+from coserve.kernels import attention, reference
 from coserve.kernels.attention import AttentionSpec, attend, attend_decode, attend_keeping, causal_mask
 
 # Rounding of sums of a few dozen products, relative to values around 1; bfloat16 keeps 8 bits of each
@@ -144,3 +147,28 @@ def test_sinks_take_their_share() -> None:
     spec = [AttentionSpec(1.0, sinks=torch.tensor([value])) for value in (50.0, -50.0)]
     assert float(attend(q, k, v, spec[0]).abs().max()) < 1e-6
     assert torch.allclose(attend(q, k, v, spec[1]), torch.ones(1, 1, 1, 4))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_torch_s_attention_with_a_mask_is_given_a_head_of_keys_for_each_of_queries(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU chunks behind others go to a kernel that has masks and no groups."""
+    draws = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, rows, 8, generator=draws, dtype=torch.float64)
+        for heads, rows in ((6, 5), (2, 12), (2, 12))
+    )
+    spec, seen = AttentionSpec(0.3, window), []
+    original = F.scaled_dot_product_attention
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        seen.append((k.shape[1], v.shape[1], more["enable_gqa"]))
+        return original(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    got = attention._fused(q, k, v, spec)
+    allowed = causal_mask(5, 12, window, q.device)
+    assert torch.allclose(got, reference.attention(q, k, v, 0.3, allowed, None, None), atol=1e-12)
+    attention._fused(q, q[:, :2], q[:, :2], AttentionSpec(0.3))
+    assert seen == [(6, 6, False), (2, 2, True)]

@@ -1,16 +1,20 @@
 """Run by `test_triton.py`, with Triton's interpreter or on a GPU: each kernel on each layout, in each
 type."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from coserve.kernels import reference
+from coserve.kernels.attention import AttentionSpec, causal_mask
 from coserve.kernels.lora.backend import LoraWeights, TrainingLoraBackend
 from coserve.kernels.lora.layout import Layout
 from coserve.kernels.lora.slots import GatheredSlots, SlotTables
 from coserve.kernels.triton import blocksparse, segmented
 from coserve.kernels.triton.backends import TritonBlockSparse, TritonSegmented
 from coserve.kernels.triton.blocksparse import Topology
+from coserve.kernels.triton.pages import attend_pages
 from coserve.kernels.triton.slots import TritonSlots
 from coserve.kernels.triton.tiles import Tiles
 
@@ -18,6 +22,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 wrongly, without a word.
 TYPES = {torch.float32: 2e-6, torch.float16: 2e-3} | ({torch.bfloat16: 1.6e-2} if DEVICE == "cuda" else {})
 INSIDE, OUTSIDE = 70, 130
+SINKS = torch.linspace(-1, 1, 6)
+SPECS = (
+    AttentionSpec(0.2),
+    AttentionSpec(2.0, window=5),
+    AttentionSpec(0.2, window=67, softcap=2.0, sinks=SINKS),
+    AttentionSpec(0.2, sinks=SINKS),
+)
 
 LAYOUTS = {
     "decode rows": Layout.of([(slice(0, 1), 0), (slice(1, 3), 2), (slice(4, 5), 1)], [8, 1, 37]),
@@ -46,6 +57,9 @@ def main() -> None:
                 _forward_and_back(what, backend, layout, given, tolerance)
     _keeps_what_is_not_a_number()
     _slots()
+    for dtype, tolerance in TYPES.items():
+        for spec in SPECS:
+            _pages(spec, dtype, 5 * tolerance)
     print("equal")
 
 
@@ -116,6 +130,37 @@ def _slots() -> None:
         plain.expand_(wanted_h, twin.weights(linear), wanted)
         assert torch.allclose(got.double().cpu(), wanted, rtol=1e-5, atol=1e-4), f"{linear}"
     assert 2 * ours.slot_nbytes == twin.slot_nbytes
+
+
+def _pages(spec: AttentionSpec, dtype: torch.dtype, tolerance: float) -> None:
+    """Sequences of one token, of a page and of more than one block of keys, in pages anywhere; what is in
+    other slots is no number. Widths are no powers of two, and one key's weight is nearly all."""
+    draws = torch.Generator().manual_seed(3)
+    lengths, size, groups, heads, dk, dv = [1, 16, 70, 131], 16, 2, 6, 24, 40
+    count = -(-max(lengths) // size)
+    pages = torch.randperm(4 * count + 3, generator=draws)[: 4 * count].view(4, count)
+    slots = (4 * count + 3) * size
+    keys, values = (torch.full((groups, slots, width), torch.nan, dtype=dtype) for width in (dk, dv))
+    q = torch.randn(heads, 4, dk, generator=draws).to(dtype).transpose(0, 1)
+    sinks = None if spec.sinks is None else spec.sinks.to(dtype)
+    wanted = []
+    for row, length in enumerate(lengths):
+        positions = torch.arange(length)
+        at = pages[row][positions // size] * size + positions % size
+        keys[:, at], values[:, at] = (
+            torch.randn(groups, length, width, generator=draws).to(dtype) for width in (dk, dv)
+        )
+        allowed = causal_mask(1, length, spec.window, torch.device("cpu"))
+        own = (x[None, :, at].double() for x in (keys, values))
+        exact = None if sinks is None else sinks.double()
+        query = q[row][None, :, None].double()
+        found = reference.attention(query, *own, spec.scale, allowed, spec.softcap, exact)
+        wanted.append(found[0, :, 0])
+    there = replace(spec, sinks=None if sinks is None else sinks.to(DEVICE))
+    given = (x.to(DEVICE) for x in (q, keys, values, pages, torch.tensor(lengths)))
+    got = attend_pages(*given, size, there).double().cpu()
+    error = float((got - torch.stack(wanted)).abs().max().nan_to_num(torch.inf))
+    assert error <= tolerance, f"pages, {spec}, {dtype}: off by {error:.2g}"
 
 
 if __name__ == "__main__":

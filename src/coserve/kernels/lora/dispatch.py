@@ -52,6 +52,9 @@ _SLOT_BOUNDS: Final = {"cpu": SlotBounds(rows=24, adapters=2), "cuda": SlotBound
 # 7.6 / 5.9; 4 of each 2.7 / 4.5, 5.2 / 7.4, 14 / 13; one of each 1.4 / 1.1, 1.6 / 1.5, 3.0 / 2.4.
 _SHORT: Final = {"cpu": 512}
 _ALIKE: Final = 2
+# On a GPU one segment alone, or segments of so many rows on average, are grouped: few large products by
+# torch, and no matrices copied into tables. Not measured.
+_LONG: Final = 128
 # That slots have; beyond them, multiples of 64.
 _RANKS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _COARSE: Final = 64
@@ -65,11 +68,11 @@ def slot_bounds(device: torch.device) -> SlotBounds | None:
 
 
 def choose(layout: Layout, device: torch.device) -> Approach:
-    """The fastest measured approach for a layout on a device."""
-    if device.type == "cuda" and is_installed():
-        return Approach.SEGMENTED
+    """The fastest approach for a layout on a device: measured on a CPU, reasoned on a GPU."""
     segments = len(layout.rows)
     rows = sum(segment.stop - segment.start for segment in layout.rows)
+    if device.type == "cuda" and is_installed():
+        return Approach.GROUPED if segments == 1 or rows >= segments * _LONG else Approach.SEGMENTED
     sizes = len({ranks.stop - ranks.start for _, ranks in layout})
     is_short = rows <= segments * _SHORT.get(device.type, 0)
     return Approach.BLOCK_SPARSE if is_short and segments >= _ALIKE * sizes else Approach.GROUPED

@@ -36,7 +36,7 @@ class SlotTables:
         self, slots: int, rank: int, inputs: int, outputs: Sequence[int], like: Tensor, inputs_first: bool
     ) -> None:
         ranks = rank * len(outputs)
-        self._rank = rank
+        self._rank, self._inputs_first = rank, inputs_first
         self._down = like.new_empty(slots, *((inputs, ranks) if inputs_first else (ranks, inputs)))
         self._ranks_first = self._down.transpose(1, 2) if inputs_first else self._down
         self._up = [like.new_empty(slots, rank, width) for width in outputs]
@@ -45,6 +45,15 @@ class SlotTables:
     def slot_nbytes(self) -> int:
         """Bytes of one slot."""
         return sum(table[0].nbytes for table in (self._down, *self._up))
+
+    def grow(self, slots: int) -> None:
+        """Makes the tables larger, for `slots` slots; `weights` from before have the old tables."""
+        taken = len(self._down)
+        self._down, *self._up = (
+            torch.cat([table, table.new_empty(slots - taken, *table.shape[1:])])
+            for table in (self._down, *self._up)
+        )
+        self._ranks_first = self._down.transpose(1, 2) if self._inputs_first else self._down
 
     def put(self, slot: int, linear: int, a: Tensor, b: Tensor, scale: float) -> None:
         """Copies a [rank, in] and b [out, rank] of one linear into a slot; smaller ranks are padded with

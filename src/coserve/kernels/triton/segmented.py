@@ -5,8 +5,6 @@ once. Tiles of one row are multiplied without matrix units, so decode rows are n
 `reference.multi_lora` and `multi_lora_backward`.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -60,8 +58,9 @@ def _block(tiles: Tiles) -> tuple[int, int, int, bool]:
 
 
 @triton.jit
-def multiply(left: Any, right: Any, total: Any, DOT: tl.constexpr) -> Any:
-    """total + left [m, k] · right [k, n], in float32; by matrix units where the block is large enough."""
+def multiply(left, right, total, DOT: tl.constexpr):
+    """total + left [m, k] · right [k, n], in float32; by matrix units where the block is large enough. Triton
+    compiles annotations too, and knows none of Python's."""
     if DOT:
         return tl.dot(left, right, total, input_precision="ieee")
     return total + tl.sum(left[:, :, None].to(tl.float32) * right[None, :, :].to(tl.float32), axis=1)

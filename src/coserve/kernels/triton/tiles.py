@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -54,9 +55,17 @@ class Tiles:
     @cached_property
     def by_owner(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tiles sorted by adapter, and each adapter's first tile and number of tiles, int32."""
-        order = torch.argsort(self.owners, stable=True).to(torch.int32)
-        counts = torch.bincount(self.owners.long(), minlength=len(self.layout.ranks))
-        return order, (counts.cumsum(0) - counts).to(torch.int32), counts.to(torch.int32)
+        owners = self.layout.owners
+        per_segment = [-(-(rows.stop - rows.start) // self.size) for rows in self.layout.rows]
+        of_tile = [owner for owner, tiles in zip(owners, per_segment, strict=True) for _ in range(tiles)]
+        order = sorted(range(len(of_tile)), key=of_tile.__getitem__)  # on the host: a GPU would be waited for
+        counts = [0] * len(self.layout.ranks)
+        for owner in of_tile:
+            counts[owner] += 1
+        firsts = [total - count for total, count in zip(accumulate(counts), counts, strict=True)]
+        device = self.starts.device
+        spans = torch.tensor([firsts, counts], dtype=torch.int32).to(device)
+        return torch.tensor(order, dtype=torch.int32).to(device), spans[0], spans[1]
 
     @cached_property
     def rank_spans(self) -> tuple[Tensor, Tensor]:

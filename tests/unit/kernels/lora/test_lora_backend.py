@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coserve.kernels import reference
+from coserve.kernels.lora import dispatch
 from coserve.kernels.lora.backend import LoraWeights, TrainingLoraBackend
 from coserve.kernels.lora.blocksparse import BlockSparse
 from coserve.kernels.lora.dispatch import Approach, choose, make_backend
@@ -151,3 +152,16 @@ def test_the_table() -> None:
     assert choose(unlike, CPU) is Approach.GROUPED
     assert isinstance(make_backend(short, CPU), BlockSparse)
     assert isinstance(make_backend(long, CPU), Grouped)
+
+
+def test_a_gpu_groups_segments_that_are_alone_or_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(dispatch, "is_installed", lambda: True)
+    decode = Layout.of([(slice(row, row + 1), row) for row in range(8)], [8] * 8)
+    windows = Layout.of([(slice(0, 400), 0), (slice(400, 420), 1)], [8, 4])
+    assert choose(decode, gpu) is Approach.SEGMENTED
+    assert choose(windows, gpu) is Approach.GROUPED
+    assert choose(Layout.of([(slice(0, 32), 0)], [8]), gpu) is Approach.GROUPED
+    assert choose(Layout.of([(slice(0, 32), 0), (slice(32, 40), 1)], [8, 8]), gpu) is Approach.SEGMENTED
+    monkeypatch.setattr(dispatch, "is_installed", lambda: False)
+    assert choose(decode, gpu) is Approach.GROUPED

@@ -1,0 +1,67 @@
+"""Sizes of a run on a device: of the 8B shape, and of the tiny one, on which a processor tries the parts."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from coserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSizes:
+    """Lengths are in tokens, times in seconds. `scheduler` are settings for a device that reads its weights
+    in some milliseconds: more rows a step than a processor's defaults."""
+
+    decode_rows: tuple[int, ...] = (1, 8, 32, 128, 256)
+    context: int = 512  # of each decoding sequence
+    decode_steps: int = 20  # timed ones
+    prompts: tuple[tuple[int, int], ...] = ((1, 128), (1, 512), (1, 2048), (8, 512), (4, 2048), (1, 8192))
+    batch: int = 8  # examples in an optimizer step
+    length: int = 1024
+    rank: int = 16
+    adapter_rows: int = 256
+    adapters: tuple[int, ...] = (1, 2, 8, 32, 128, 256)
+    adapter_rank: int = 8
+    together: int = 64  # sequences answered at once, where co-serving measures the capacity
+    prompt: int = 256
+    answer: int = 64
+    bounds: tuple[float, ...] = (0.05, 0.02)  # seconds between two tokens
+    load_seconds: float = 10.0
+    requests: int = 24  # of the blocking probe, each way
+    request_gap: float = 0.1
+    window: int = 4096  # rows of a training window
+    scheduler: dict[str, Any] = field(
+        default_factory=lambda: {"max_prefill_rows": 4096, "max_training_rows": 4096}
+    )
+
+
+_TINY = GpuSizes(
+    decode_rows=(1, 4),
+    context=24,
+    decode_steps=3,
+    prompts=((1, 16), (2, 32)),
+    batch=2,
+    length=32,
+    rank=4,
+    adapter_rows=4,
+    adapters=(1, 2, 4),
+    adapter_rank=4,
+    together=4,
+    prompt=16,
+    answer=8,
+    bounds=(0.5,),
+    load_seconds=0.5,
+    requests=3,
+    request_gap=0.01,
+    window=64,
+    scheduler={},
+)
+_SIZES = {"8b": GpuSizes(), "255m": GpuSizes(prompts=((1, 128), (1, 512), (4, 2048))), "tiny": _TINY}
+
+
+def sizes_of(shape: str) -> GpuSizes:
+    """Sizes for a shape. Raises ConfigError for one that has none."""
+    if shape not in _SIZES:
+        raise ConfigError(
+            f"there are no sizes for the shape {shape!r}; there are some for {', '.join(_SIZES)}"
+        )
+    return _SIZES[shape]

@@ -1,0 +1,42 @@
+"""Attention whose decode rows read pages in place, by a kernel for GPUs; chunks as in `batched.py`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coserve.attention.backend import CacheShape
+from coserve.attention.batched import BatchedBackend, BatchedMetadata, DecodeRows
+from coserve.attention.store import KVStore
+from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.triton import is_installed
+
+
+class PagedBackend(BatchedBackend):
+    """The `AttentionBackend` of a GPU with Triton, for pages in the base's type. Written, and run in Triton's
+    interpreter only."""
+
+    def _attend_decode(
+        self, layer: int, q: Tensor, metadata: BatchedMetadata, rows: DecodeRows, spec: AttentionSpec
+    ) -> Tensor:
+        from coserve.kernels.triton.pages import attend_pages
+
+        keys, values = self._keys[layer].whole, self._values[layer].whole
+        pages = rows.pages.view(len(rows.lengths), -1)
+        queries = q[0].transpose(0, 1)
+        return attend_pages(queries, keys, values, pages, rows.lengths, self.page_size, spec)[None]
+
+
+def make_batched(
+    caches: Sequence[CacheShape],
+    pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    store: type[KVStore] = KVStore,
+) -> BatchedBackend:
+    """Makes the fastest backend of a device for this storage type and base's type; the kernel has no
+    float64."""
+    in_place = device.type == "cuda" and is_installed() and not store.rounds and dtype != torch.float64
+    kind = PagedBackend if in_place else BatchedBackend
+    return kind(caches, pages, page_size, dtype, device, store)

@@ -1,0 +1,268 @@
+"""`make gpu` on a processor and the tiny shape: every part runs; one that fails or hangs ends no other."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coserve.errors import ConfigError
+from coserve.workload.shapes import shape_named
+from coserve_benchmarks.gpu import __main__ as command
+from coserve_benchmarks.gpu import equivalence, wheels
+from coserve_benchmarks.gpu.conductor import PARTS, Conductor, Outcome, Part, seconds_for
+from coserve_benchmarks.gpu.log import PartLog
+from coserve_benchmarks.gpu.page import page_of
+from coserve_benchmarks.gpu.place import Place, Rates
+from coserve_benchmarks.gpu.profiling import covered
+from coserve_benchmarks.gpu.sizes import sizes_of
+
+ROOT, TESTS = Path(__file__).parents[3], Path(__file__).parents[2]
+CPU = torch.device("cpu")
+ALONE = ("device", "kernels", "equivalence")  # what needs no place, and Triton's interpreter a process
+WORDS = {  # of the figures that the parts are for
+    "decode": ("decode.step[1]", "decode.rate[4]"),
+    "prefill": ("prefill[2x32]",),
+    "training": ("training[everything].rate", "training[inputs].rate"),
+    "coserving": ("coserving.capacity", "coserving.alone", "coserving[500 ms].training"),
+    "adapters": ("adapters.step[0]", "adapters.step[4]"),
+    "blocking": ("blocking.idle_p50", "blocking.ratio_p99"),
+    "profile": ("profile.step",),
+}
+
+
+def found_by(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text()))
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place(CPU, shape_named("tiny"), sizes_of("tiny"), Rates(1e11, 1e12))
+
+
+@pytest.mark.parametrize(
+    "part", [part for part in PARTS if part.name not in ALONE], ids=lambda part: part.name
+)
+def test_every_part_finds_its_figures(part: Part, place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "part.json"
+    import_module(part.module).run(PartLog(file, 600.0), place)
+    found = found_by(file)
+    values = {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert not found["failures"] and set(WORDS[part.name]) <= values.keys()
+    assert all(values[figure] >= 0 for figure in WORDS[part.name])
+
+
+def test_a_part_without_time_says_what_it_left_out(place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "part.json"
+    import_module("coserve_benchmarks.gpu.prefill").run(PartLog(file, 0.0), place)
+    found = found_by(file)
+    assert not found["figures"] and len(found["notes"]) == len(place.sizes.prompts)
+
+
+def test_the_device_is_as_exact_as_the_processor(tmp_path: Path) -> None:
+    """In the seconds that there are; the comparisons come in the order of their worth."""
+    file = tmp_path / "part.json"
+    equivalence.run_bare(PartLog(file, 20.0), "cpu")
+    found = found_by(file)
+    assert not found["failures"]
+    assert {"equivalence[llama, own forward, float32]", "equivalence[attention, tiled, float32]"} <= {
+        figure["name"] for figure in found["figures"]
+    }
+
+
+def test_what_is_wrong_on_a_device_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that rounds like the processor, but for one number."""
+
+    def case(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        rounded = torch.linspace(0, 1, 50, dtype=torch.float64).to(dtype)
+        rounded[7] += 0.01 if device == "meta" else 0.0
+        return {"good": rounded[:5], "bad": rounded}
+
+    monkeypatch.setattr(equivalence.attention, "errors", lambda *_: {})
+    monkeypatch.setattr(equivalence, "_cases", lambda dtype: {"case": case})
+    file = tmp_path / "part.json"
+    equivalence.run_bare(PartLog(file, 600.0), "meta")
+    (failure,) = found_by(file)["failures"]  # in bfloat16 that is rounding
+    assert "case, float32" in failure and "bad" in failure
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        {"x": torch.tensor([1.0, float("nan")])},
+        {"x": torch.tensor([1.0])},
+        {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([1.0])},
+    ],
+)
+def test_what_is_missing_or_no_number_is_infinitely_wrong(found: dict[str, torch.Tensor]) -> None:
+    assert equivalence.worst_error(found, {"x": torch.tensor([1.0, 2.0])})[0] == float("inf")
+
+
+def conducted(tmp_path: Path, parts: list[Part], seconds: float) -> tuple[list[Outcome], list[int]]:
+    known = os.environ.get("PYTHONPATH", "")
+    environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT / "src"), known])}
+    told: list[int] = []
+    conductor = Conductor(tmp_path, "cpu", "tiny", environment)
+    return conductor.run(parts, seconds, lambda outcomes: told.append(len(outcomes))), told
+
+
+def test_parts_that_fail_or_hang_end_no_other(tmp_path: Path) -> None:
+    parts = [
+        Part("fails", "failing_part", 60.0),
+        Part("hangs", "hanging_part", 6.0),
+        Part("device", "coserve_benchmarks.gpu.device", 60.0),
+    ]
+    outcomes, told = conducted(tmp_path, parts, 600.0)
+    fails, hangs, device = outcomes
+    assert told == [1, 2, 3]
+    assert fails.status == "failed with status 1" and "nothing works on cpu" in fails.tail[-1]
+    assert [figure["name"] for figure in fails.found["figures"]] == ["before"]
+    assert hangs.status == "was ended after 6 s" and not hangs.is_well
+    (child,) = (int(figure["value"]) for figure in hangs.found["figures"])
+    assert not is_running(child), "children of a part end with it"
+    assert device.is_well and {"device.bandwidth", "device.matrix_rate"} <= {
+        figure["name"] for figure in device.found["figures"]
+    }
+    logged = (tmp_path / "gpu.log").read_text()
+    assert [line for line in logged.splitlines() if line.startswith("==")] == [
+        "== fails",
+        "== hangs",
+        "== device",
+    ]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_all_parts_share_the_seconds_of_the_whole() -> None:
+    """By their limits; what a quick part leaves goes to the others, within theirs."""
+    parts = [Part("a", "a", 100.0), Part("b", "b", 300.0)]
+    assert seconds_for(parts, 40.0) == 10.0
+    assert seconds_for(parts[1:], 30.0) == 30.0 and seconds_for(parts[1:], 1000.0) == 300.0
+    assert seconds_for(parts, 1000.0) == 100.0
+
+
+def test_kernels_are_compared_in_a_process_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    ((outcome,), _) = conducted(tmp_path, [part for part in PARTS if part.name == "kernels"], 300.0)
+    assert outcome.is_well, outcome.tail
+    assert [figure["name"] for figure in outcome.found["figures"]] == ["kernels.equal"]
+
+
+def test_the_limits_are_nine_minutes_for_the_parts_that_matter_first() -> None:
+    names = [part.name for part in PARTS]
+    assert {*ALONE, *WORDS} == set(names)
+    assert command._SECONDS <= 540 - 10
+    limits = {part.name: part.limit for part in PARTS}
+    shares = {name: command._SECONDS * limit / sum(limits.values()) for name, limit in limits.items()}
+    assert all(share >= 25 for share in shares.values()), "time to import, to load, and to measure"
+
+
+def run_command(*options: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "coserve_benchmarks.gpu", *options],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'benchmarks'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    done = run_command("--out", str(tmp_path / "out"))
+    assert done.returncode == 2 and not done.stdout
+    assert len(done.stderr.splitlines()) == 1 and "cuda" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [(["--shape", "70b"], "70b"), (["--only", "decod"], "decod"), (["--wheels", "nowhere"], "nowhere")],
+)
+def test_what_cannot_run_is_refused_in_one_line(options: list[str], word: str, tmp_path: Path) -> None:
+    done = run_command("--device", "cpu", "--out", str(tmp_path), *options)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and word in done.stderr
+
+
+def test_a_run_leaves_figures_and_a_page_that_says_where_it_ran(tmp_path: Path) -> None:
+    done = run_command("--device", "cpu", "--shape", "tiny", "--out", str(tmp_path), "--only", "device")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = found_by(tmp_path / "gpu.json")
+    page = (tmp_path / "gpu.md").read_text()
+    assert [part["part"] for part in run["parts"]] == ["device"] and run["device"] == "cpu"
+    assert "has not run on a GPU" in page and torch.__version__ in page
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu.json", "gpu.log", "gpu.md"]
+
+
+def test_the_page_shows_what_failed_and_what_was_reached() -> None:
+    figure = {
+        "name": "f",
+        "value": 1234.5,
+        "unit": "ms",
+        "bound": 1.5,
+        "share": 0.7,
+        "goal": 0.6,
+        "note": "a|b",
+    }
+    missed = {**figure, "name": "g", "share": 0.5}
+    found = {"figures": [figure, missed], "notes": ["n"], "failures": ["w"], "tables": {"t": [["h"], [1]]}}
+    part = {"part": "p", "status": "done", "seconds": 3.0, "tail": ["last words"], "found": found}
+    run = {
+        "device": "cuda", "device_name": "X", "shape": "8b", "commit": "c", "date": "d", "seconds": 4.0,
+        "parts": [part],
+    }  # fmt: skip
+    page = page_of(run)
+    for shown in (
+        "done, 1 wrong",
+        "0.6 (met)",
+        "0.6 (missed)",
+        "1,234",
+        "a\\|b",
+        "last words",
+        "**wrong**: w",
+    ):
+        assert shown in page
+    assert "has not run" not in page
+
+
+def test_spans_that_overlap_are_counted_once() -> None:
+    assert covered([(0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (5.0, 6.0)]) == 4.0
+
+
+def wheel(folder: Path, name: str) -> None:
+    """A wheel of one module that holds its name."""
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", f"NAME = {name!r}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+def test_packages_that_are_missing_come_from_wheels(tmp_path: Path) -> None:
+    given, into = tmp_path / "given", tmp_path / "into"
+    given.mkdir()
+    for name in ("a_package_of_nobody", "torch"):
+        wheel(given, name)
+    assert wheels.install_missing(given, into) == ["a_package_of_nobody-1.0-py3-none-any.whl"]
+    assert (into / "a_package_of_nobody.py").exists() and not (into / "torch.py").exists()
+
+
+def test_too_many_bytes_of_wheels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(tmp_path, "a_package_of_nobody")
+    monkeypatch.setattr(wheels, "MOST", 100)
+    with pytest.raises(ConfigError, match="MB"):
+        wheels.install_missing(tmp_path, tmp_path / "into")

@@ -1,0 +1,125 @@
+"""Run by `test_fake_cuda.py`: engines on a GPU that is not there answer and train; all tensors of a step are
+on one device, and the host waits for it no oftener than it must."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
+from coserve.kernels.triton import is_installed
+from coserve.train.example import Example
+from coserve.train.fresh import fresh_adapter
+from fake_cuda import DEVICE, Waits, install, on_fake_cuda, stub_triton
+from mixed import TRAINED
+from models import ARCHITECTURES
+
+# The likeliest token, forced ones, and all that narrows a draw.
+SAMPLINGS: Final = (
+    SamplingParams(max_tokens=4, ignore_eos=True),
+    SamplingParams(max_tokens=4, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=4, logit_bias={3: 2.0}, min_tokens=2, logprobs=3, prompt_logprobs=2),
+    SamplingParams(max_tokens=4, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.1),
+)
+CASES: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
+    "llama": ("llama", {}),
+    "gemma2": ("gemma2", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "gpt2": ("gpt2", {}),
+    "int8 cache": ("llama", {"cache_dtype": "int8"}),
+    "8bit": ("llama", {"quantize": "8bit"}),
+    "calibrated": ("llama", {"calibrate": True}),
+}
+# Of what is served and trained: low-rank bypasses of two ranks, scales, a module of two products, virtual
+# tokens that are given and that are run.
+ADAPTERS: Final = ("lora", "larger lora", "ia3", "bottleneck", "prefix", "prompt")
+JOBS: Final = ("lora", "ia3", "prefix, bottleneck and bitfit", "prompt")
+LACKING: Final = {"deepseek_v3": "prefix"}  # its keys and values have unlike widths
+# Lines at which a decode step waits: for its tokens, and nowhere else.
+MOST_WAITS: Final = 1
+
+
+def main() -> None:
+    install()
+    lanes = mock.patch("coserve.engine.engine.measure_lanes", lambda *_: None)
+    lanes.start()  # their threads have no tensors without data
+    launched: Counter[str] = Counter()
+    if is_installed():
+        stub_triton(launched)
+    for name in sys.argv[1:] or CASES:
+        kind, config = CASES[name]
+        started = time.process_time()
+        with on_fake_cuda() as waits:
+            engine = Engine(model(kind), EngineConfig(**{**settings(), **config}))
+            assert str(engine.base.device) == DEVICE
+            answers(engine, waits, LACKING.get(name, "-"))
+            trains(engine, LACKING.get(name, "-"))
+        print(f"{name} in {time.process_time() - started:.0f} s", flush=True)
+    if is_installed():
+        missing = {"_shrink", "_expand", "_outer", "_attend"} - launched.keys()
+        assert not missing, f"{missing} were not launched"
+
+
+def settings() -> dict[str, Any]:
+    cuts = {"max_training_rows": 32, "min_training_rows": 12, "max_prefill_rows": 32, "min_prefill_rows": 4}
+    cuts |= {"quantum": 5, "max_quantum": 5}  # several jobs in a step
+    return {"device": DEVICE, "calibrate": False, "cache_tokens": 2048, "page_size": 4, "scheduler": cuts}
+
+
+def model(kind: str) -> PreTrainedModel:
+    """On the device from the beginning: tensors without data cannot be moved in place."""
+    ends = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(kind, **{**ARCHITECTURES[kind], **ends})
+    with torch.device(DEVICE):
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return made.eval()
+
+
+def answers(engine: Engine, waits: Waits, lacking: str) -> None:
+    """Prompts of adapters of all methods side by side, in chunks, with every kind of sampling."""
+    names: list[str | None] = [None]
+    for name in (name for name in ADAPTERS if lacking not in name):
+        drawn = fresh_adapter(engine.base, name, TRAINED[name], 0)
+        engine.add_adapter(drawn.in_type(engine.base.dtype))
+        names.append(name)
+    for number, name in enumerate([*names, "lora", "larger lora"]):
+        engine.generate([1 + number] * (5 + 7 * number), name, SAMPLINGS[number % len(SAMPLINGS)], text=False)
+    engine.run()
+    handles = [engine.generate([1, 2, 3], name, SAMPLINGS[0], text=False) for name in (None, "lora")]
+    engine.step()
+    engine.step()
+    before = len(waits.lines)
+    engine.step()
+    waited = set(waits.lines[before:])
+    assert len(waited) <= MOST_WAITS, waited
+    engine.run()
+    assert all(len(handle.tokens) == 4 for handle in handles)
+
+
+def trains(engine: Engine, lacking: str) -> None:
+    """A job of each method at once, beside an answer, for two steps."""
+    data = [Example((1,) * n, (1,) * n) for n in (9, 30, 14, 5)]
+    keeps = [SavePolicy.INPUTS, SavePolicy.EVERYTHING, SavePolicy.PRUNED]
+    jobs = []
+    asked = {name: TRAINED[name] for name in JOBS if lacking not in name}
+    asked |= {"second lora": LoRAConfig(rank=3), "dora": LoRAConfig(rank=2, dora=True)}
+    for number, (name, config) in enumerate(asked.items()):
+        training = TrainingConfig(batch_size=2, max_steps=2, rows=48, keep=keeps[number % 3])
+        jobs.append(engine.finetune(data, f"tuned {name}", config, training))
+    answer = engine.generate([1, 2, 3] * 9, sampling=SAMPLINGS[0], text=False)
+    engine.run()
+    assert len(answer.tokens) == 4
+    for job in jobs:
+        assert job.status == "succeeded", f"{job.adapter}: {job.status}, {job.reason}"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    main()

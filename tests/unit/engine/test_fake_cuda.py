@@ -1,0 +1,40 @@
+"""Engines on a GPU that is not there (`fake_cuda.py`), in a process of their own, whose torch they change."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CASES, TESTS = Path(__file__).with_name("fake_cuda_cases.py"), Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.local,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+    pytest.mark.skipif(sys.platform != "linux", reason="torch's table of device guards is found on Linux"),
+]
+
+
+def run(*names: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(CASES), *names], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert [line.rpartition(" in ")[0] for line in done.stdout.splitlines() if " in " in line] == list(names)
+
+
+def test_steps_have_their_tensors_on_one_device() -> None:
+    """Answers of adapters of several methods and all kinds of sampling, and jobs of several methods."""
+    run("llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["calibrated", "8bit", "int8 cache", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"]
+)
+def test_other_models_and_settings_have_their_tensors_on_one_device(name: str) -> None:
+    run(name)

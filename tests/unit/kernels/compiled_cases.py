@@ -1,0 +1,63 @@
+"""Run by `test_triton_compiled.py`: Triton compiles each kernel for a GPU that is not there, to machine
+code."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from coserve.kernels.triton import blocksparse, pages, segmented
+
+HOPPER: Final = GPUTarget("cuda", 90, 32)
+SHARED: Final = 227 << 10  # bytes that a block may have there
+# Arguments by their types; tensors of numbers are in the kernel's type, all others are counts.
+NUMBERS: Final = frozenset({"x", "a", "h", "b", "y", "values", "q", "keys", "out", "sinks"})
+FLOATS: Final = frozenset({"scale", "softcap"})
+LONGS: Final = frozenset({"pages", "lengths"})
+COUNTS: Final = frozenset(
+    {"width", "share", "page_size", "dk", "dv", "window", "q_batch", "q_head", "keys_group", "values_group"}
+    | {"pages_batch", "x_stride", "h_stride", "y_stride"}
+)
+
+
+def cases() -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Kernels with their constants: decode rows without matrix units, and tiles of rows with them."""
+    for rows in (1, 16):
+        block = {"ROWS": rows, "RANKS": 16, "WIDTH": 64, "DOT": rows == 16}
+        for kernel in (segmented._shrink, segmented._expand, segmented._outer):
+            yield kernel, block
+        for kernel in (blocksparse._dds, blocksparse._sdd, blocksparse._transposed):
+            yield kernel, block
+    for width, sinks in ((128, False), (64, True)):
+        yield pages._attend, {"HEADS": 16, "DK": width, "DV": width, "KEYS": 64, "SINKS": sinks}
+
+
+def type_of(name: str, constants: Mapping[str, Any], dtype: str) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in COUNTS:
+        return "i32"
+    if name in FLOATS:
+        return "fp32"
+    if name == "found":
+        return "*fp32"
+    return f"*{dtype}" if name in NUMBERS else "*i64" if name in LONGS else "*i32"
+
+
+def main() -> None:
+    for dtype in sys.argv[1:]:
+        for kernel, constants in cases():
+            names = kernel.arg_names
+            signature = {name: type_of(name, constants, dtype) for name in names}
+            given = {(names.index(name),): value for name, value in constants.items()}
+            found = compile(ASTSource(fn=kernel, signature=signature, constexprs=given), target=HOPPER)
+            assert found.asm["cubin"], kernel.__name__
+            shared = found.metadata.shared
+            assert shared <= SHARED, f"{kernel.__name__} takes {shared} bytes of shared memory"
+    print("compiled")
+
+
+if __name__ == "__main__":
+    main()
