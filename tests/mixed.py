@@ -60,7 +60,10 @@ _SCALED = {
     "mixtral": ["k_proj", "v_proj"],
     "gemma2": ["q_proj", "v_proj", "down_proj"],
 }
-_CUTS = {"max_training_rows": 32, "min_training_rows": 12, "max_prefill_rows": 32, "min_prefill_rows": 4}
+_CUTS = {
+    "max_training_rows": 32, "min_training_rows": 12, "max_prefill_rows": 32, "min_prefill_rows": 4,
+    "slowdown": None,  # jobs get somewhere beside answers that never end
+}  # fmt: skip
 SAMPLING = SamplingParams(max_tokens=4, logprobs=SMALL, prompt_logprobs=SMALL, ignore_eos=True)
 
 Logits = Callable[[Sequence[int]], Tensor]  # [rows, vocabulary] of a sequence's own tokens

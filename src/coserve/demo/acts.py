@@ -22,6 +22,7 @@ from coserve.engine.finetuning import FineTuning
 
 NEWEST: Final = 1500  # times between tokens that the figures on screen look back on
 _TRIES: Final = 7
+_LONGEST: Final = 3.0  # times an act's seconds, after which it ends although a job has made no step
 
 
 class ActRunner:
@@ -64,7 +65,8 @@ class ActRunner:
         """Runs an act for `seconds`, or until all of `jobs` have ended, and gives its figures.
 
         With `answers` the act goes on until that many are complete, but not beyond `longest` seconds. It
-        lasts at least until each job has made a step, as tight bounds leave training little time. The figures
+        lasts until each job has made a step, at most three times as long: tight bounds may leave training no
+        time. The figures
         are of the time until the first job ended: all of them trained until then. `slo` is the bounds that
         each request states. Ctrl-C ends the act, not the figures.
         """
@@ -76,7 +78,8 @@ class ActRunner:
         figures: Phase | None = None
         while not self._stopped and not _all_ended(jobs):
             enough = clients.latencies.answers >= answers or now >= started + longest
-            if now >= started + seconds and enough and _all_begun(jobs):
+            is_time = now >= started + seconds and enough
+            if is_time and (_all_begun(jobs) or now >= started + _LONGEST * seconds):
                 break
             clients.submit()
             if engine.scheduler.has_work:

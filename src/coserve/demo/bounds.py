@@ -12,7 +12,7 @@ from coserve.demo.wording import duration, milliseconds
 # runs of one hour, the median 6 to 8 ms. `Waits` holds the percentile of this share.
 KEPT: Final = 0.95
 # What the bound in place of one that is not kept holds of the waits without training. At once, the smallest
-# multiple, training had no room but the scheduler's piece against starvation: 18 tokens/s, 5% of the steps.
+# multiple, training had next to no room: 18 tokens/s, in 5% of the steps.
 ROOM: Final = 2.0
 
 

@@ -3,10 +3,12 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import log
 from typing import Final, Self
 
 WINDOW: Final = 256  # recent steps: some seconds, so that a machine that becomes busy is noticed at once
+HISTORY: Final = 1024  # steps of a kind that the longest is known of
 _BODY: Final = (
     0.9  # share of steps that counts as usual; how far the rest lie beyond says how the tail goes on
 )
@@ -20,16 +22,20 @@ class Margin:
 
     Steps that train have larger errors, so each kind has its own. A kind with few recent steps uses the
     errors of all: otherwise training that was cut back on a busy machine would never get the steps that show
-    that the machine is free again.
+    that the machine is free again. What happens to fewer than one of `WINDOW` steps (another process gets the
+    processor) does not continue their tail: where so rare a step counts, it is the longest of `HISTORY` at
+    least.
     """
 
     def __init__(self) -> None:
         self._newest: deque[tuple[bool, float]] = deque(maxlen=WINDOW)
-        self._tails: dict[bool, _Tail] = {}  # of the recent steps, by kind
+        self._histories = {kind: deque[float](maxlen=HISTORY) for kind in (False, True)}
+        self._tails: dict[bool, tuple[_Tail, float]] = {}  # of recent steps, and the longest one, by kind
 
     def observe(self, ratio: float, trains: bool) -> None:
         """Records one step's measured over its predicted time."""
         self._newest.append((trains, ratio))
+        self._histories[trains].append(ratio)
         self._tails.clear()
 
     def covering(self, share: float, trains: bool) -> float:
@@ -39,12 +45,18 @@ class Margin:
         if share < _BODY:
             return max(quantile(self._alike(trains), share) - 1.0, 0.0)
         if trains not in self._tails:
-            self._tails[trains] = _Tail.of(self._alike(trains), _BODY)
-        return max(self._tails[trains].quantile(share) - 1.0, 0.0)
+            self._tails[trains] = _Tail.of(self._alike(trains), _BODY), self._longest(trains)
+        tail, longest = self._tails[trains]
+        is_rare = (1.0 - share) * WINDOW < 1.0
+        return max(tail.quantile(share) - 1.0, longest - 1.0 if is_rare else 0.0, 0.0)
 
     def _alike(self, trains: bool) -> list[float]:
         alike = [ratio for kind, ratio in self._newest if kind is trains]
         return alike if len(alike) >= _FEWEST else [ratio for _, ratio in self._newest]
+
+    def _longest(self, trains: bool) -> float:
+        own = self._histories[trains]
+        return max(own if len(own) >= WINDOW else chain(*self._histories.values()))
 
 
 def share_of_steps(reliability: float, tokens: int) -> float:

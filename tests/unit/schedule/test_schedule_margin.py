@@ -11,7 +11,7 @@ from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.margin import WINDOW, Margin, quantile
+from coserve.schedule.margin import HISTORY, WINDOW, Margin, quantile, share_of_steps
 from coserve.schedule.segments import inference_segment, training_segment
 
 CONFIG = SchedulerConfig(layers=4, max_positions=512)
@@ -102,3 +102,17 @@ def test_steps_that_nobody_waits_for_say_nothing() -> None:
             1.5 * cost.predict(replace(decode, updates=(OptimStep("a"),))),
         )
     assert cost.margin(CONFIG, trains=True) > 0.1
+
+
+def test_a_rare_long_step_counts_for_long_where_so_rare_a_step_does() -> None:
+    margin = fed([1.0] * 100 + [1.6] + [1.0] * (HISTORY - 1))
+    assert margin.covering(0.99, trains=True) == 0.0  # one of a hundred is allowed to be late
+    assert margin.covering(0.9997, trains=True) == pytest.approx(0.6)
+    margin.observe(1.0, trains=True)  # and now it is forgotten
+    assert margin.covering(0.9997, trains=True) == 0.0
+
+
+def test_answers_of_many_tokens_need_each_step_in_time() -> None:
+    assert share_of_steps(0.99, 1) == pytest.approx(0.99)
+    assert share_of_steps(0.99, 32) ** 32 == pytest.approx(0.99, abs=1e-4)
+    assert share_of_steps(0.99, 10_000) == share_of_steps(0.99, 256)
