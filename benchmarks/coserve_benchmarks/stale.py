@@ -41,6 +41,7 @@ RESULTS: Final[Mapping[str, Presented]] = {
         "docs/results/adapters.md",
         (*_ENGINE, *_MEASURING, *_LOADS, *_bench("adapters", "peers.py")),
     ),
+    "demo.json": Presented("docs/results/demo.md", (*_ENGINE, "src/coserve/demo", "src/coserve/tiny")),
     "engine.json": Presented(
         "docs/results/engine.md",
         (*_FINETUNE, *_LOADS, *_bench("blocking.py", "coserving.py", "inference.py")),

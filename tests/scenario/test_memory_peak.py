@@ -66,7 +66,7 @@ def test_the_peak_is_the_imports_and_the_budget(tmp_path: Path, monkeypatch: pyt
             ask(server, draw, answers)
             job = largest_job(server, f"job {keep}", data, tmp_path, keep)
             server.send(job)
-            assert server.ended(job.job).status == "succeeded"
+            assert server.ended(job.spec.job).status == "succeeded"
             server.finished(*answers)
         stats, peak = server.until(lambda s: s.stats is not None).stats, peak_bytes(process.process.pid)
         assert stats is not None
