@@ -72,7 +72,7 @@ def test_the_peak_is_the_imports_and_the_budget(tmp_path: Path, monkeypatch: pyt
         assert stats is not None
         print(
             f"imports {stats.memory_imports >> 20} MiB, budget {BUDGET} MiB, peak {peak >> 20} MiB, "
-            f"{(peak - stats.memory_imports) >> 20} above imports; job: {job.options}; {stats.memory}"
+            f"{(peak - stats.memory_imports) >> 20} above imports; job: {job.spec.options}; {stats.memory}"
         )
         assert stats.memory_budget == BUDGET << 20
         assert 100 << 20 < stats.memory_imports < 800 << 20
