@@ -60,7 +60,7 @@ class Checkout:
         return None if found is None else int(found)
 
     def _git(self, *command: str) -> str | None:
-        """What a command of git prints; None where it fails."""
+        """The output of a command of git; None where it fails."""
         try:
             done = subprocess.run(
                 ["git", "-C", str(self.root), *command], capture_output=True, text=True, timeout=_PATIENCE

@@ -30,8 +30,9 @@ _PAGE: Final = 16
 _VOCABULARY: Final = 1000
 _CERTAIN: Final = 32  # steps of each kind that a cost model has seen when a load begins
 
-# Seconds per unit on two cores of an AMD EPYC with AVX-512 (40 GB/s, 850 GFLOP/s), the 255M shape in
-# bfloat16: 16 decode rows take 36 ms, a prompt of 256 tokens 130 ms, an optimizer step of 2,048 tokens 4.7 s.
+# Seconds per unit, chosen and not fitted: near the 255M shape in bfloat16 on two cores (40 GB/s, 850
+# GFLOP/s). 16 decode rows take 32 ms (33 to 42 measured), a prompt of 256 tokens 0.15 s, an optimizer step
+# of 2,048 tokens in one window 3.8 s (4.7 measured, in 225 steps).
 TWO_CORES: Final[Mapping[str, float]] = {
     "step": 1.5e-3,
     "forward_layers": 1.4e-2,

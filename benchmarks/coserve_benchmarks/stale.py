@@ -130,7 +130,7 @@ def _commits(count: int) -> str:
 
 
 def standings(folder: Path, checkout: Checkout | None) -> list[Standing]:
-    """How each result of a folder stands. A file that `RESULTS` does not name depends on everything."""
+    """The state of each result of a folder. A file that `RESULTS` does not name depends on everything."""
     return [_standing(file, checkout) for file in sorted(folder.glob("*.json"))]
 
 

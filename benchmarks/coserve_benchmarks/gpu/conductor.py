@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a part: `status` is "done" or says what went wrong; `tail` are the last lines of its
+    """The outcome of a part: `status` is "done" or says what went wrong; `tail` are the last lines of its
     output then; `found` is what it wrote: figures, notes, failures and tables."""
 
     part: str

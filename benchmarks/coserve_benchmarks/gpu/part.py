@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Order(NamedTuple):
-    """What a part is to do: its module has `run(log, place)`, or `run_bare(log, device)` where it needs no
+    """The task of a part: its module has `run(log, place)`, or `run_bare(log, device)` where it needs no
     rates. `seconds` are those until it should have ended; `rates` are the device's, None if unknown."""
 
     module: str

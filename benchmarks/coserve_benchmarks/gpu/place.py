@@ -1,4 +1,4 @@
-"""Where a part measures: the device, its rates, the shape and its sizes; engines made there."""
+"""The place of a part's measurements: the device, its rates, the shape and its sizes; engines made there."""
 
 import time
 from collections.abc import Callable

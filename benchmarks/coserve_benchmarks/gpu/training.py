@@ -52,6 +52,6 @@ def report(log: PartLog, place: Place, keep: SavePolicy, seconds: float, goal: f
 
 
 def tokens_per_second(engine: Engine, place: Place, seconds: float) -> float:
-    """What jobs under way train alone, over some optimizer steps."""
+    """Tokens a second that jobs under way train alone, over some optimizer steps."""
     found = steps_within(lambda: seconds_of_steps(engine), seconds)
     return place.sizes.batch * place.sizes.length / median(found)

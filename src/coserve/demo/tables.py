@@ -111,7 +111,7 @@ def _lines(report: DemoReport, tail: str) -> list[tuple[str, _Get, str]]:
 
 
 def _notes(report: DemoReport, fewest: int) -> tuple[str, ...]:
-    """What is compared, and how far the figures carry."""
+    """Notes on what is compared, and how far the figures carry."""
     notes = []
     if report.bounds is not None and report.asked is not None and report.bounds != report.asked:
         stated = f"{duration(report.asked.first_token)} and {duration(report.asked.between_tokens)}"

@@ -112,14 +112,13 @@ class _Ahead:
         self.step = cost.predict_features(builder.features) if builder.inference else 0.0
 
     def __iter__(self) -> Iterator[tuple[Sequence, float]]:
-        queues, further = self._queues, 0.0
+        queues = self._queues
         rows = 0  # that must pass before the sequence at hand has its next token
         for sequence in [*queues.running, *queues.waiting[: self._config.max_running]]:
             rest = sequence.remaining - self._planned.get(sequence.key, 0)
             rows += rest
-            if rest:
-                further = self._further(sequence, sequence.length - rest, rows)
-            yield sequence, self.step + (further if rest else 0.0)
+            further = self._further(sequence, sequence.length - rest, rows) if rest else 0.0
+            yield sequence, self.step + further
 
     def _further(self, sequence: Sequence, start: int, rows: int) -> float:
         """Seconds for `rows` prompt rows in as many steps as needed.

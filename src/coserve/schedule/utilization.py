@@ -36,7 +36,6 @@ def own_slowdown(slowdown: float, utilization: float) -> float:
 
     Answers that take longer overlap with more others. On a machine shared by all present (M/G/1 processor
     sharing) the mean time is in proportion to 1 / (1 - utilization); training that takes a share of the
-    machine is another user of it.
+    machine, (1 - utilization) (1 - 1 / slowdown) of it here, is another user.
     """
-    training = (1.0 - utilization) * (1.0 - 1.0 / slowdown)
-    return 1.0 / (1.0 - training)
+    return slowdown / (1.0 + utilization * (slowdown - 1.0))

@@ -89,7 +89,7 @@ class VirtualKV:
         return bool(self._given)
 
     def of(self, layer: int) -> KV:
-        """Those of a layer, [1, groups, n, width], outside of any graph."""
+        """Keys and values of a layer, [1, groups, n, width], outside of any graph."""
         return self._given[layer]
 
     def add_grads(self, layer: int, grads: KV) -> None:

@@ -29,7 +29,7 @@ def test_nothing_is_known_at_first_and_no_share_exceeds_all() -> None:
 
 
 def test_an_idle_machine_gives_the_whole_slowdown_to_training_and_a_full_one_nothing() -> None:
-    for slowdown in (1.0, 1.25, 2.0, 10.0):
+    for slowdown in (1.0, 1.25, 2.0, 10.0, 1e17, 1e300):
         assert own_slowdown(slowdown, 0.0) == pytest.approx(slowdown)
         assert own_slowdown(slowdown, 1.0) == pytest.approx(1.0)
         assert 1.0 <= own_slowdown(slowdown, 0.7) <= own_slowdown(slowdown, 0.3) <= slowdown

@@ -225,9 +225,7 @@ def _shown(state: State, job: JobRecord) -> JobObject:
             "created_at": job.created,
             "finished_at": job.finished,
             "estimated_finish": finish,
-            "slowdown": state.link.stats.slowdown
-            if job.status == JobStatus.RUNNING and state.link.stats
-            else None,
+            "slowdown": _slowdown(state, job),
             "fine_tuned_model": job.name if job.status == JobStatus.SUCCEEDED else None,
             "organization_id": job.tenant,
             "training_file": job.training_file,
