@@ -30,8 +30,8 @@ _CALLBACK = llama_cpp.llama_log_callback(_log)
 class LlamaCpp:
     """llama.cpp's low-level interface: all sequences of a load in one batch.
 
-    `weights` are bf16 or f16. A pass has `ubatch` rows at most; there is flash attention or not, one
-    `unified` cache for all sequences or one for each, and prompts come in one call `together` or in one call each.
+    `weights` are bf16 or f16. A pass has `ubatch` rows at most. There is flash attention or not, one
+    `unified` cache for all sequences or one for each. Prompts come in one call `together` or in one each.
     """
 
     def __init__(

@@ -10,11 +10,14 @@ from coserve_benchmarks.outside.worker import Answers, Load, serve
 class VLLM:
     """vLLM's engine in this process. A step has `batch_tokens` tokens at most; `eager` compiles nothing."""
 
-    def __init__(self, load: Load, batch_tokens: int, eager: bool, threads: int) -> None:
+    def __init__(self, load: Load, batch_tokens: int, eager: bool, intel: bool, threads: int) -> None:
+        assert os.environ["OMP_NUM_THREADS"] == str(threads), "vLLM takes OpenMP's number"
+        assert intel == ("libiomp" in os.environ.get("LD_PRELOAD", "")), (
+            "a library is loaded before all others"
+        )
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }

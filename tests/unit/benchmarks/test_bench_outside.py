@@ -24,6 +24,8 @@ from coserve_benchmarks.settings import TINY
 PYTHONS = [path for path in os.environ.get("PEER_PYTHONS", "").split(os.pathsep) if path]
 SHAPE = ModelShape("peers", 128, 2, 256, 4, 2, 512, 1024)  # heads of 32, the least that vLLM takes
 WORKER = """
+import os
+
 from coserve_benchmarks.outside.worker import Answers, serve
 
 class Fake:
@@ -31,7 +33,7 @@ class Fake:
         assert colour != "black", "no such colour"
         print("a library says hello")
         self.load = load
-        self.seconds = {"red": 3.0, "blue": 2.0}[colour] / size / threads
+        self.seconds = {"red": 3.0, "blue": 2.0}[colour] / int(os.environ["SIZE"]) / threads
 
     def answer(self):
         return Answers(self.seconds, 1.0, [[0] * self.load.answer for _ in self.load.prompts])
@@ -48,6 +50,9 @@ class FakeSettings:
     threads: int
     colour: str = "red"
     size: int = 1
+
+    def environment(self, python: str) -> dict[str, str]:
+        return {"SIZE": str(self.size)}
 
     def describe(self) -> str:
         return f"{self.colour} {self.size} {self.threads}"
