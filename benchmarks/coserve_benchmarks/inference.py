@@ -46,7 +46,7 @@ def run(bench: Bench) -> None:
         python = interpreter_with(other.needs, bench.pythons)
         if python is None:
             missing = f"{other.name} is left out: no interpreter has it ({other.install}; --peer-python)"
-            bench.results.note(f"inference.vs_{other.key}", missing)
+            bench.results.note(f"inference.{other.key}", missing)
         else:
             _against(bench, engine, other, python)
 
