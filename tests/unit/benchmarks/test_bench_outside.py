@@ -107,8 +107,9 @@ def test_rows_of_a_peer_and_of_ours_beside_it(fake: Outside) -> None:
 
 @pytest.mark.parametrize("peer", [LLAMA_CPP, VLLM], ids=lambda peer: peer.key)
 def test_what_it_answers_is_what_transformers_answers(peer: Outside, tmp_path: Path) -> None:
-    """Weights and rounded activations are bfloat16 there, and float32 here: log-probabilities may differ by
-    3 % of their spread (seen: WRITE). Large scores of attention make it matter where a token stands."""
+    """Rounded activations are bfloat16 there, and float32 here: log-probabilities may differ by 5 % of their
+    spread (seen: 0.3 to 1.7 % with llama.cpp, 3.1 % with vLLM; 118 % with rows of keys in the wrong order).
+    Large scores of attention make it matter where a token stands."""
     python = interpreter_with(peer.needs, PYTHONS)
     if python is None:
         pytest.skip(f"no interpreter of PEER_PYTHONS has {peer.name}")
@@ -128,6 +129,6 @@ def test_what_it_answers_is_what_transformers_answers(peer: Outside, tmp_path: P
     expected = logits[:, len(prompts[0]) - 1 : -1].log_softmax(-1)
     spread = float(expected.std())
     error = float((logprobs - expected[:, 0]).square().mean().sqrt())
-    assert error < 0.03 * spread
+    assert error < 0.05 * spread
     chosen = expected.gather(2, torch.tensor(tokens)[:, :, None])[:, :, 0]
     assert float((expected.amax(2) - chosen).max()) < 0.1 * spread
