@@ -15,7 +15,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
-from coserve.schedule.training_queue import STARVED
+from coserve.schedule.training_queue import STARVED, starved_since
 
 DEPTH = 16
 
@@ -225,13 +225,13 @@ def test_a_job_that_gets_nothing_beside_requests_says_since_when() -> None:
     queue = world.it.training
     for _ in range(30):
         world.step()
-    assert queue.starved_since("job") is None
+    assert starved_since(queue, "job") is None
     flood = world.submit(SLO(between_tokens=0.0), answer=3000)
     told: list[tuple[float, float | None]] = [(0.0, None)]  # when it changed, and to what
 
     def look() -> None:
-        if queue.starved_since("job") != told[-1][1]:
-            told.append((world.executor.now, queue.starved_since("job")))
+        if starved_since(queue, "job") != told[-1][1]:
+            told.append((world.executor.now, starved_since(queue, "job")))
 
     last = 0.0
     while world.executor.now < 30.0:
@@ -246,7 +246,7 @@ def test_a_job_that_gets_nothing_beside_requests_says_since_when() -> None:
         look()
     assert told[2:] == [(pytest.approx(resumed + STARVED, abs=0.1), None)]
     world.it.training.remove("job")
-    assert queue.starved_since("job") is None
+    assert starved_since(queue, "job") is None
 
 
 def test_a_piece_now_and_then_neither_ends_starving_nor_begins_it_anew() -> None:
@@ -256,7 +256,7 @@ def test_a_piece_now_and_then_neither_ends_starving_nor_begins_it_anew() -> None
     flood = world.submit(SLO(between_tokens=0.0), answer=3900)
     while world.executor.now < 6 * STARVED and not flood.is_finished:
         world.step()
-        seen.add(world.it.training.starved_since("job"))
+        seen.add(starved_since(world.it.training, "job"))
     assert world.executor.now > 3.5 * STARVED and len(seen) == 2
 
 

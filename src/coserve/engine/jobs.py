@@ -22,6 +22,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.scoring import Scoring, check_lengths
 from coserve.errors import CoserveError, DataError, JobError
+from coserve.schedule.training_queue import starved_since
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example
 from coserve.train.state import TrainingState
@@ -266,7 +267,7 @@ class Jobs:
         job.noted = len(handle.notes)
 
     def _starved_for(self, name: str) -> float | None:
-        since = self._engine.scheduler.training.starved_since(name)
+        since = starved_since(self._engine.scheduler.training, name)
         return None if since is None else self._engine.clock() - since
 
     def _begun(self, job: _ServedJob, handle: FineTuning, ready: _Ready) -> None:

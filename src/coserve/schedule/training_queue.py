@@ -104,12 +104,6 @@ class TrainingQueue:
         """Changes a job's weight; its virtual time so far stays."""
         self._jobs[name].weight = weight
 
-    def starved_since(self, name: str) -> float | None:
-        """When a job that requests have left no time since (`STARVED`) got its last piece; None for any
-        other."""
-        job = self._jobs.get(name)
-        return None if job is None else job.starved_since
-
     def remove(self, name: str) -> None:
         """Removes a job; the next plan releases its micro-batches."""
         job = self._jobs.pop(name, None)
@@ -193,6 +187,12 @@ class TrainingQueue:
         job = self._jobs[name]
         job.is_open = job.is_stepping = False
         job.steps += 1
+
+
+def starved_since(queue: TrainingQueue, name: str) -> float | None:
+    """When a job that requests have left no time since (`STARVED`) got its last piece; None for any other."""
+    job = queue._jobs.get(name)
+    return None if job is None else job.starved_since
 
 
 def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:
