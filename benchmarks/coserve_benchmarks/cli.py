@@ -220,7 +220,7 @@ def stale(
     mark: Annotated[bool, typer.Option("--mark", help="Say so on the pages that present them.")] = False,
 ) -> None:
     """Lists committed results beside the commits that have changed what they depend on since."""
-    from coserve_benchmarks.history import Checkout
+    from coserve_benchmarks.history import History
     from coserve_benchmarks.stale import mark as mark_pages
     from coserve_benchmarks.stale import print_standings, standings
 
@@ -229,7 +229,7 @@ def stale(
     folder = folder or root / "docs" / "results"
     if not folder.is_dir():
         raise ConfigError(f"there are no results at {folder}; say where with --folder")
-    found = standings(folder, Checkout.around(here))
+    found = standings(folder, History.around(here))
     print_standings(found)
     if mark:
         for page in mark_pages(root, found):
