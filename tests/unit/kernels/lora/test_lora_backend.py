@@ -173,7 +173,7 @@ def test_a_gpu_groups_segments_that_are_alone_or_long(monkeypatch: pytest.Monkey
 def test_segments_of_one_rank_are_apart_by_length() -> None:
     """Two adapters of each rank with rows of each length, scaled: no block has padding, and all is as the
     twin has it. An adapter that has rows of two lengths keeps its rank's blocks together."""
-    lengths, ranks, scales = [3, 3, 3, 3, 6, 6, 6, 6], [2, 2, 4, 4, 2, 2, 4, 4], [0.3, 1.7] * 4
+    lengths, ranks, scales = [3, 3, 3, 3, 6, 6, 6, 6], [2, 2, 16, 16, 2, 2, 16, 16], [0.3, 1.7] * 4
     ends = list(accumulate(lengths))
     rows = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     layout = Layout.of([(span, i) for i, span in enumerate(rows)], ranks)
@@ -193,6 +193,7 @@ def test_segments_of_one_rank_are_apart_by_length() -> None:
     found = (out, of_x, torch.cat(list(of_a)), torch.cat([own.t() for own in of_b]))
     for got, expected in zip(found, (wanted, wanted_x, wanted_a, factors * wanted_b), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
-    assert all(own.is_contiguous() for own in (*of_a, *of_b)), "as the weights lie"
+    contiguous = [own.is_contiguous() for own in of_b]
+    assert contiguous == [rank == 16 for rank in ranks], "as the weights lie, unless that is slow"
     shared = Layout.of([(span, i % 4) for i, span in enumerate(rows)], ranks[:4])
     assert [size.height for size in BlockSparse.of(shared, CPU).sizes] == [6, 6]
