@@ -225,6 +225,11 @@ class MicroBatch:
         return sum(self.lengths)
 
     @property
+    def has_begun(self) -> bool:
+        """Tells whether any of its rows have passed a layer."""
+        return self.direction is not Direction.TRAIN_FORWARD or self.frontier > 0
+
+    @property
     def is_paused(self) -> bool:
         """Tells whether a window is paused between two layers; the next window is part of it."""
         return bool(self.paused)

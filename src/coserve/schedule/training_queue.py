@@ -138,9 +138,12 @@ class TrainingQueue:
 
     def level(self, first: QueueEntry, jobs: Iterable[QueueEntry]) -> list[MicroBatch]:
         """Micro-batches that may run in a group with those of the first job: of jobs ahead of it by no more
-        than it gets itself in that time, so that weights hold in the long run."""
+        than it gets itself in that time, so that weights hold in the long run; and those that have begun, so
+        that small and large ones that went forward together come back together."""
         reach = first.progress + self.ready(first)[0].length / first.weight
-        return [batch for job in jobs if job.progress <= reach for batch in self.ready(job)]
+        return [
+            batch for job in jobs for batch in self.ready(job) if batch.has_begun or job.progress <= reach
+        ]
 
     def planned(self, plan: Plan, now: float) -> None:
         """Counts the training of a plan launched at `now` as done."""
