@@ -16,6 +16,7 @@ from coserve_benchmarks.policies.testbed import EngineTestbed
 
 _POLICIES: Final = ("hybrid",)
 _LOADS: Final = (0.25, 0.5)
+_WARM: Final = 1.0  # seconds of training before the first round
 _SET_BY_MACHINE: Final = ("layers", "max_positions", "interruptible")
 
 
@@ -55,6 +56,7 @@ class _Check(CellRunner):
         """The requests without jobs and under each policy, in real time and on predicted seconds."""
         assert isinstance(self.testbed, EngineTestbed)
         engine, judge = self.testbed.engine, next(iter(judges.values()))
+        self.testbed.peak(workload, _WARM)  # what is made at first use, and costs of training
         weights = {**engine.scheduler.cost.weights}
         weights["step"] += _loop_seconds(engine, workload)
         config = asdict(engine.scheduler.config)
