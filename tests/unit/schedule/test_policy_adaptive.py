@@ -554,7 +554,7 @@ def test_pushing_requests_out_leaves_more_to_training() -> None:
 def test_a_prompt_enters_earlier_where_a_lane_may_make_it_longer() -> None:
     """On half of the machine its rows take twice as long, as its steps do."""
     asked = Request("x", (1,) * 100, SamplingParams(max_tokens=4), slo=SLO(first_token=1000.0))
-    state = view((Sequence(1, asked),))
+    state = view((Sequence(1, asked),), cost=known_exactly(CostModel()))
     alone, beside = (LatestEntry(state, slowness).until_entry(Sequence(1, asked)) for slowness in (1.0, 2.0))
     assert alone < 900.0
     assert 900.0 - beside == pytest.approx(2 * (900.0 - alone))
