@@ -32,10 +32,11 @@ def run_simulated(
     loads: Collection[float] = LOADS,
     requests: int = REQUESTS,
     shape: str = "tiny",
+    policies: Collection[str] = (),
 ) -> dict[str, Any]:
     """Runs the contests of some traffics (all, by default; without a `trace` none that replays one) at each
     load. With `further` what `json_path` has of other traffics stays. The group `CHECK` runs the real engine
-    on a `shape` in real time. Raises ConfigError or DataError."""
+    on a `shape` in real time. `policies` are all where there are none given. Raises ConfigError or DataError."""
     rows = () if trace is None else read_trace(trace)
     known = traffics(traced=trace is not None)
     names = tuple(known) if only is None else tuple(only)
@@ -67,7 +68,9 @@ def run_simulated(
     for name in (name for name in names if name != CHECK):
         found[SECTION][name] = {}
         for load in loads:
-            runner = CellRunner(SimulatedTestbed(), RoundSettings(1.0, _VOCABULARY, rows), load, requests)
+            runner = CellRunner(
+                SimulatedTestbed(), RoundSettings(1.0, _VOCABULARY, rows), load, requests, policies
+            )
             known[name](runner)
             found[SECTION][name][f"{load:g}"] = runner.column
             _save(found, path)
