@@ -36,7 +36,7 @@ def run_simulated(
 ) -> dict[str, Any]:
     """Runs the contests of some traffics (all, by default; without a `trace` none that replays one) at each
     load. With `further` what `json_path` has of other traffics stays. The group `CHECK` runs the real engine
-    on a `shape` in real time. `policies` are all where there are none given. Raises ConfigError or DataError."""
+    on a `shape` in real time. `policies` are all where none is given. Raises ConfigError or DataError."""
     rows = () if trace is None else read_trace(trace)
     known = traffics(traced=trace is not None)
     names = tuple(known) if only is None else tuple(only)
