@@ -22,6 +22,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
 from coserve.schedule.pace import prefill_limit
+from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Policy, View
 from coserve.schedule.request_queues import RequestQueues
@@ -73,6 +74,7 @@ class Scheduler:
         self._applied = -INFINITE  # when the last result was applied
         self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
         self._utilization = Utilization()
+        self._places = Places()
 
     # For the engine, between two steps
 
@@ -98,6 +100,7 @@ class Scheduler:
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)
         self._sequences[sequence.key] = sequence
+        self._places.arrived(now)
         if request.newcomer:
             self._newcomer_at = now
         if blocked:
@@ -254,6 +257,8 @@ class Scheduler:
             finished=self.stats.finished,
             starving=starving,
             utilization=self._utilization.share,
+            places=self._requests.places,
+            beside=bool(self._underway),
         )
 
     def _decode(self, builder: PlanBuilder) -> bool:
@@ -334,7 +339,9 @@ class Scheduler:
     def _train(self, builder: PlanBuilder, view: View, jobs: list[QueueEntry]) -> None:
         """Adds, job by job, an optimizer step that is due or the next windows of micro-batches."""
         self.stats.fused_possible += bool(builder.inference)
-        slack = measure(builder, self._requests, self.cost, self.config, self._utilization.share)
+        slack = measure(
+            builder, self._requests, self.cost, self.config, self._utilization.share, self._places
+        )
         expected = builder.now - self._newcomer_at <= LATELY and not self.config.interruptible
         shortly = self.config.quantum if expected else INFINITE
         allowance = self.policy.allow(
@@ -496,3 +503,5 @@ class Scheduler:
         del self._sequences[sequence.key]
         self._requests.retire(sequence, reason)
         self.stats.count_finished(sequence, now)
+        if sequence.output:
+            self._places.ended(now, len(sequence.output))
