@@ -38,6 +38,7 @@ BARS: Mapping[str, Bar | None] = {
     "coserve.vs_time_slicing": Bar(1.1),
     "coserve.vs_time_slicing_training": None,
     "coserve.fused_share": Bar(0.5),
+    "step.overhead": Bar(1.5, at_most=True),
 }
 
 # Of an executor in a process of its own: a step's seconds over those of one in the engine's process.

@@ -44,7 +44,11 @@ RESULTS: Final[Mapping[str, Presented]] = {
     "demo.json": Presented("docs/results/demo.md", (*_ENGINE, "src/coserve/demo", "src/coserve/tiny")),
     "engine.json": Presented(
         "docs/results/engine.md",
-        (*_FINETUNE, *_LOADS, *_bench("blocking.py", "coserving.py", "inference.py")),
+        (
+            *_FINETUNE,
+            *_LOADS,
+            *_bench("blocking.py", "coserving.py", "inference.py", "remote.py", "stepping.py"),
+        ),
     ),
     "finetune.json": Presented("docs/results/engine.md", _FINETUNE),
     "memory.json": Presented(
