@@ -77,7 +77,7 @@ static void tiles(const bf16 *x, i64 stride, i64 rows, const bf16 *w, i64 pairs,
 void linear(const bf16 *x, i64 stride, const bf16 *packed, const bf16 *bias, bf16 *y, i64 rows, i64 ins, i64 outs,
             int threads) {
     i64 panels = outs / PANEL, pairs = ins / 2, most = rows < BLOCK ? rows : BLOCK;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+#pragma omp parallel num_threads(threads) if (parallel : threads > 1)
     {
         float *sums = aligned_alloc(64, sizeof(float) * (size_t)(most * PANEL));
         for (i64 top = 0; top < rows; top += most) {

@@ -119,7 +119,7 @@ def attend_pages(
     _kernels().attend_pages(
         q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(), values.data_ptr(), slots, table.data_ptr(),
         table.shape[1], page_size, ends.data_ptr(), window or 0, batch, heads, groups, q.shape[2], width,
-        scale, out.data_ptr(), torch.get_num_threads(),
+        scale, out.data_ptr(), _threads(table.numel() * page_size * heads * width),
     )  # fmt: skip
     return out
 
