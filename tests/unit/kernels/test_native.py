@@ -20,7 +20,7 @@ from coserve.model.placement import PackedPlacement
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
 DRAWS = random.Random()
-# Numbers that another order of a sum may round to their neighbour in bfloat16, which has 8 bits; twice at most.
+# Numbers that another order of a sum may round to a neighbour in bfloat16 (8 bits), twice at most.
 NEIGHBOUR, OFTEN = 2 * 2**-7, 0.02
 LEAST = 1e-30  # exp(x) below -87 is 0 here
 # Of attention: 8 bits of each score up to 5, of each weight and of the result, relative to values of size 1.
@@ -74,6 +74,16 @@ def test_extreme_activations_are_torchs() -> None:
     gate = torch.tensor([0.0, -0.0, 1e30, -1e30, -80.0, 80.0, torch.inf, torch.nan]).bfloat16()
     found, own = ops.silu_mul(gate, torch.ones_like(gate)), F.silu(gate)
     torch.testing.assert_close(found, own, rtol=NEIGHBOUR, atol=LEAST, equal_nan=True)
+
+
+def test_rows_are_written_into_their_slots_alone() -> None:
+    for _ in range(10):
+        groups, rows, width = DRAWS.randint(1, 4), DRAWS.randint(0, 90), DRAWS.randint(1, 80)
+        pool, x = drawn(groups, 100, width), drawn(1, rows, groups + 1, width).transpose(1, 2)[0, :groups]
+        slots = torch.randperm(100)[:rows]
+        want = pool.index_copy(1, slots, x)
+        ops.write_slots(pool, slots, x)
+        assert torch.equal(pool, want)
 
 
 def test_decode_rows_attend_to_their_pages_alone() -> None:

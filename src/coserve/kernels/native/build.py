@@ -34,6 +34,7 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "rotate": "pllpppllli",
     "silu_mul": "pppli",
     "causal_softmax": "plllfi",
+    "write_slots": "pllpplllli",
     "attend_pages": "pllpplpllpllllllfpi",
     "linear": "plpppllli",
     "multiplies": "",

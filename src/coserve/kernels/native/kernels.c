@@ -83,6 +83,16 @@ void silu_mul(const bf16 *gate, const bf16 *up, bf16 *y, i64 count, int threads)
     }
 }
 
+// Writes x [groups, rows, width], with strides, into slots [rows] of pool [groups, places, width].
+void write_slots(const bf16 *x, i64 group_stride, i64 row_stride, const i64 *slots, bf16 *pool, i64 places,
+                 i64 groups, i64 rows, i64 width, int threads) {
+#pragma omp parallel for num_threads(threads) if (parallel : threads > 1)
+    for (i64 i = 0; i < rows; i++)
+        for (i64 g = 0; g < groups; g++)
+            memcpy(pool + (g * places + slots[i]) * width, x + g * group_stride + i * row_stride,
+                   sizeof(bf16) * (size_t)width);
+}
+
 // Sixteen numbers; the compiler makes of them what the processor has.
 typedef float vector __attribute__((vector_size(64)));
 typedef uint32_t bits16 __attribute__((vector_size(64)));

@@ -99,6 +99,16 @@ def packed_address(packed: Tensor, weight: Tensor) -> int | None:
     return address if bool(difference.norm() <= _SAME * want.norm()) else None
 
 
+def write_slots(pool: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Writes x [groups, rows, width] into slots [rows] of pool [groups, places, width]."""
+    groups, rows, width = x.shape
+    slots = slots.contiguous()
+    _kernels().write_slots(
+        x.data_ptr(), x.stride(0), x.stride(1), slots.data_ptr(), pool.data_ptr(), pool.shape[1], groups,
+        rows, width, _threads(x.numel()),
+    )  # fmt: skip
+
+
 def attend_pages(
     q: Tensor,
     keys: Tensor,
