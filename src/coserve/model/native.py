@@ -1,8 +1,8 @@
 """Has modules of a base compute by native kernels where these give what the modules give.
 
 A module is recognised by experiment, not by name: the kernel and the module's own forward get the same
-random input when a base is loaded. As elsewhere, only the bound `forward` of the module is replaced. In a
-graph, or inside `torch_only`, the own forward runs.
+random input when a base is loaded. As elsewhere, only the bound `forward` of the module is replaced. Inside
+`torch_only` the own forward runs.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coserve.kernels.native import ops
+from coserve.kernels.native import gradients, ops
 from coserve.model.linear import FrozenLinear
 
 _ROTARY: Final = "apply_rotary_pos_emb"  # the function that attention modules of many models call
@@ -55,6 +55,8 @@ def _replace_norm(module: nn.Module) -> bool:
         assert isinstance(weight, Tensor)
         if ops.takes(x, weight):
             return ops.rms_norm(x, weight, eps, centred)
+        if gradients.takes(x, weight) and not weight.requires_grad:
+            return gradients.rms_norm(x, weight, eps, centred)
         return own(x)
 
     module.forward = forward
@@ -77,7 +79,9 @@ def _replace_gated(module: nn.Module) -> bool:
         return False
 
     def forward(x: Tensor) -> Any:
-        return native(x) if ops.takes(x) else own(x)
+        if ops.takes(x):
+            return native(x)
+        return down(gradients.silu_mul(gate(x), up(x))) if gradients.takes(x) else own(x)
 
     module.forward = forward
     return True
@@ -110,6 +114,8 @@ def _rotary(
     is_plain = not args and not kwargs and cos.ndim == 3 and len(cos) == 1 and q.shape[-1] == cos.shape[-1]
     if is_plain and q.ndim == 4 and ops.takes(q, k, cos, sin):
         return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
+    if is_plain and q.ndim == 4 and gradients.takes(q, k, cos, sin):
+        return gradients.rotate(q, cos, sin), gradients.rotate(k, cos, sin)
     return own(q, k, cos, sin, *args, **kwargs)
 
 

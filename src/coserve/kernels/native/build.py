@@ -31,9 +31,15 @@ _PATIENCE: Final = 60.0  # seconds
 _KINDS: Final = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 64 bits, floats, integers
     "rms_norm": "pppllfii",
+    "rms_norm_back": "ppppllfii",
     "rotate": "pllpppllli",
+    "rotate_back": "pllpppllli",
     "silu_mul": "pppli",
+    "silu_mul_back": "pppppli",
     "causal_softmax": "plllfi",
+    "softmax_keeping": "pplllfi",
+    "softmax_back": "ppplllfi",
+    "cross_entropy": "ppppllfi",
     "write_slots": "pllpplllli",
     "attend_pages": "pllpplpllpllllllfpi",
     "linear": "plpppllli",

@@ -24,10 +24,11 @@ _BLOCK: Final = 128  # queries of a prompt, as in `kernels/blocked.py`
 def takes(*tensors: Tensor) -> bool:
     """Tells whether there are kernels, and these tensors, whose last dimension must be dense, are of their
     type, have data and need no graph."""
-    return not torch.is_grad_enabled() and all(map(_fits, tensors)) and kernels() is not None
+    return not torch.is_grad_enabled() and all(map(fits, tensors)) and kernels() is not None
 
 
-def _fits(x: Tensor) -> bool:
+def fits(x: Tensor) -> bool:
+    """Tells whether kernels can read this tensor."""
     return (
         x.dtype == torch.bfloat16
         and type(x) in (Tensor, nn.Parameter)
@@ -42,9 +43,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     width = x.shape[-1]
-    _kernels().rms_norm(
+    loaded().rms_norm(
         x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, eps, centred,
-        _threads(x.numel()),
+        threads(x.numel()),
     )  # fmt: skip
     return y
 
@@ -54,9 +55,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotates with the first (Llama's `apply_rotary_pos_emb`), bit for bit. Rows are outermost in memory."""
     _, heads, rows, width = x.shape
     y = x.new_empty(1, rows, heads, width)
-    _kernels().rotate(
+    loaded().rotate(
         x.data_ptr(), x.stride(2), x.stride(1), cos.contiguous().data_ptr(), sin.contiguous().data_ptr(),
-        y.data_ptr(), rows, heads, width, _threads(x.numel()),
+        y.data_ptr(), rows, heads, width, threads(x.numel()),
     )  # fmt: skip
     return y.transpose(1, 2)
 
@@ -65,7 +66,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both of one shape."""
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
-    _kernels().silu_mul(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), _threads(y.numel()))
+    loaded().silu_mul(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), threads(y.numel()))
     return y
 
 
@@ -74,7 +75,7 @@ def linear(x: Tensor, address: int, outputs: int, bias: Tensor | None) -> Tensor
     [..., out]."""
     rows = x.reshape(-1, x.shape[-1])
     y = x.new_empty(*x.shape[:-1], outputs)
-    _kernels().linear(
+    loaded().linear(
         rows.data_ptr(), rows.stride(0), address, None if bias is None else bias.data_ptr(), y.data_ptr(),
         len(rows), rows.shape[1], outputs, torch.get_num_threads(),
     )  # fmt: skip
@@ -88,7 +89,7 @@ def packed_address(packed: Tensor, weight: Tensor) -> int | None:
     each does."""
     outputs, inputs = weight.shape
     found = kernels()
-    if found is None or not found.multiplies() or not _fits(weight):
+    if found is None or not found.multiplies() or not fits(weight):
         return None
     if outputs % _PANEL or inputs % 2 or torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
         return None
@@ -103,9 +104,9 @@ def write_slots(pool: Tensor, slots: Tensor, x: Tensor) -> None:
     """Writes x [groups, rows, width] into slots [rows] of pool [groups, places, width]."""
     groups, rows, width = x.shape
     slots = slots.contiguous()
-    _kernels().write_slots(
+    loaded().write_slots(
         x.data_ptr(), x.stride(0), x.stride(1), slots.data_ptr(), pool.data_ptr(), pool.shape[1], groups,
-        rows, width, _threads(x.numel()),
+        rows, width, threads(x.numel()),
     )  # fmt: skip
 
 
@@ -126,10 +127,10 @@ def attend_pages(
     groups, slots, width = values.shape
     out = q.new_empty(batch, heads, width)
     table, ends = block_table.contiguous(), lengths.contiguous()
-    _kernels().attend_pages(
+    loaded().attend_pages(
         q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(), values.data_ptr(), slots, table.data_ptr(),
         table.shape[1], page_size, ends.data_ptr(), window or 0, batch, heads, groups, q.shape[2], width,
-        scale, out.data_ptr(), _threads(table.numel() * page_size * heads * width),
+        scale, out.data_ptr(), threads(table.numel() * page_size * heads * width),
     )  # fmt: skip
     return out
 
@@ -160,14 +161,16 @@ def causal_softmax_(scores: Tensor, rows: int, scale: float) -> None:
     positions of the keys, and later keys get a weight of 0."""
     keys = scores.shape[-1]
     blocks = scores.numel() // (rows * keys)
-    _kernels().causal_softmax(scores.data_ptr(), blocks, rows, keys, scale, _threads(scores.numel()))
+    loaded().causal_softmax(scores.data_ptr(), blocks, rows, keys, scale, threads(scores.numel()))
 
 
-def _kernels() -> CDLL:
+def loaded() -> CDLL:
+    """The kernels, where `takes` holds."""
     found = kernels()
     assert found is not None, "without a library nothing is taken"
     return found
 
 
-def _threads(numbers: int) -> int:
+def threads(numbers: int) -> int:
+    """Threads for a pass over so many numbers."""
     return torch.get_num_threads() if numbers >= _GRAIN else 1
