@@ -49,6 +49,12 @@ def engine(
         bool,
         typer.Option("--compiled", help="Try peers with torch.compile, too (minutes; needs a C++ compiler)."),
     ] = False,
+    peer_python: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH", help="Interpreter that has llama.cpp or vLLM, a further peer; may be repeated."
+        ),
+    ] = None,
 ) -> None:
     """Measures serving, training, and both at once, beside their floors and other programs."""
     check_writable("--json", json_file)
@@ -56,7 +62,9 @@ def engine(
     from coserve_benchmarks.engine import run_engine
     from coserve_benchmarks.report import print_report
 
-    print_report(run_engine(shape, quick, only or None, json_file, plans, executor, compiled))
+    print_report(
+        run_engine(shape, quick, only or None, json_file, plans, executor, compiled, peer_python or ())
+    )
 
 
 @app.command()

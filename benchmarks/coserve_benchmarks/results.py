@@ -27,6 +27,8 @@ class Bar:
 BARS: Mapping[str, Bar | None] = {
     "inference.vs_generate": Bar(2.0),
     "inference.vs_continuous_batching": Bar(4.0),
+    "inference.vs_llama_cpp": None,
+    "inference.vs_vllm": None,
     "finetune.vs_peft": Bar(1.4),
     "finetune.vs_peft_matched": Bar(1.15),
     "finetune.vs_peft_checkpointing": Bar(1.3),

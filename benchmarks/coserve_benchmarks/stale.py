@@ -47,7 +47,7 @@ RESULTS: Final[Mapping[str, Presented]] = {
         (
             *_FINETUNE,
             *_LOADS,
-            *_bench("blocking.py", "coserving.py", "inference.py", "remote.py", "stepping.py"),
+            *_bench("blocking.py", "coserving.py", "inference.py", "outside", "remote.py", "stepping.py"),
         ),
     ),
     "finetune.json": Presented("docs/results/engine.md", _FINETUNE),
