@@ -56,7 +56,8 @@ RESULTS: Final[Mapping[str, Presented]] = {
         (
             *_FINETUNE,
             *_LOADS,
-            *_bench("blocking.py", "coserving.py", "inference.py", "outside", "slowdown.py"),
+            *_bench("blocking.py", "coserving.py", "inference.py", "outside", "remote.py", "slowdown.py"),
+            *_bench("stepping.py"),
         ),
     ),
     "finetune.json": Presented("docs/results/engine.md", _FINETUNE),
