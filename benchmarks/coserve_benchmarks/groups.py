@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coserve.core.checkout import measured_code
 from coserve.errors import ConfigError
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks.history import measured_code
 from coserve_benchmarks.machine import measure_machine, measure_state
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar, Results

@@ -40,6 +40,9 @@ BARS: Mapping[str, Bar | None] = {
     "coserve.vs_time_slicing": Bar(1.1),
     "coserve.vs_time_slicing_training": None,
     "coserve.fused_share": Bar(0.5),
+    "slowdown.kept": Bar(0.99),
+    "slowdown.first": None,
+    "slowdown.between": None,
 }
 
 # Of an executor in a process of its own: a step's seconds over those of one in the engine's process.
