@@ -66,9 +66,9 @@ class SimulatedMachine:
     """A target for loads (`drive.LoadTarget`) whose steps take predicted seconds.
 
     `weights` are the true seconds per unit of `CostModel`'s features, which its scheduler knows but for
-    `jitter`. An `interruptible` machine is a server: a request that arrives during a step pauses its training
-    at the next boundary between layers. Its cost model has seen `known` steps of each kind when a load
-    begins.
+    `jitter`. The host adds `host` seconds a step, with the same jitter. An `interruptible` machine is a
+    server: a request that arrives during a step pauses its training at the next boundary between layers. Its
+    cost model has seen `known` steps of each kind when a load begins.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class SimulatedMachine:
         jitter: Jitter = Jitter(),
         seed: int = 0,
         interruptible: bool = False,
+        host: float = 0.0,
         known: int = 32,
         **scheduler: Any,
     ) -> None:
@@ -93,6 +94,7 @@ class SimulatedMachine:
             _PAGE,
             lambda plan: truth.predict(plan) * jitter.draw(draw),
             _VOCABULARY,
+            host=lambda: host * jitter.draw(draw) if host else 0.0,
             checks_pages=False,  # half of a round's time
         )
         self._predict = truth.predict
