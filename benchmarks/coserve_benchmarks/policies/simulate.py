@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
 from coserve.workload.traces import read_trace
-from coserve_benchmarks.history import measured_code
 from coserve_benchmarks.policies.cells import FIGURES, LOADS, REQUESTS, CellRunner, SimulatedTestbed, traffics
 from coserve_benchmarks.policies.check import check
 from coserve_benchmarks.policies.fitted import RoundSettings
