@@ -74,14 +74,6 @@ class RequestQueues:
         cached = (self._pages.pages - template) * size - virtual - prompt
         return min(self._config.max_positions - virtual - prompt, cached + 1)
 
-    @property
-    def places(self) -> float:
-        """Sequences that can run at once: as many as may, or have pages if all need what the present ones
-        do."""
-        held = sum(len(one.pages) for one in self.running)
-        by_pages = len(self.running) * self._pages.pages / held if held else float("inf")
-        return min(self._config.max_running, by_pages)
-
     def join(self, sequence: Sequence) -> None:
         """Adds a sequence to the waiting line."""
         insort(self.waiting, sequence, key=self.urgency)
@@ -172,3 +164,10 @@ class RequestQueues:
         if sequence.told is not None:
             self.released.append(sequence.key)
             sequence.told = None
+
+
+def count_places(queues: RequestQueues) -> float:
+    """Sequences that can run at once: as many as may, or have pages if all need what the present ones do."""
+    held = sum(len(one.pages) for one in queues.running)
+    by_pages = len(queues.running) * queues._pages.pages / held if held else float("inf")
+    return min(queues._config.max_running, by_pages)

@@ -25,7 +25,7 @@ from coserve.schedule.pace import prefill_limit
 from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Policy, View
-from coserve.schedule.request_queues import RequestQueues
+from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.segments import announce, announce_batches, note_planned
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
@@ -257,7 +257,7 @@ class Scheduler:
             finished=self.stats.finished,
             starving=starving,
             utilization=self._utilization.share,
-            places=self._requests.places,
+            places=count_places(self._requests),
             beside=bool(self._underway),
         )
 

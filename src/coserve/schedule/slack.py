@@ -13,7 +13,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
-from coserve.schedule.request_queues import RequestQueues
+from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.utilization import own_slowdown
 
 INFINITE = float("inf")
@@ -65,7 +65,7 @@ def _until_places_run_out(now: float, queues: RequestQueues, places: Places) -> 
     if not queues.running or not any(_minds(sequence) for sequence in queues):
         return INFINITE
     tokens = sum(one.request.sampling.max_tokens for one in queues.running) / len(queues.running)
-    return places.longest_step(now, queues.places, tokens)
+    return places.longest_step(now, count_places(queues), tokens)
 
 
 def _minds(sequence: Sequence) -> bool:
@@ -144,7 +144,7 @@ class _Ahead:
         queues = self._queues
         rows = 0  # that must pass before the sequence at hand has its next token
         ends = sorted(sequence.steps_left for sequence in queues.running)
-        free = max(int(queues.places) - len(ends), 0) if ends else self._config.max_running
+        free = max(int(count_places(queues)) - len(ends), 0) if ends else self._config.max_running
         for place, sequence in enumerate(
             [*queues.running, *queues.waiting[: self._config.max_running]], start=-len(ends) - free
         ):
