@@ -46,7 +46,7 @@ def run(bench: Bench) -> None:
 
 def products(base: Base, rows: int) -> list[Callable[[], object]]:
     """The product of each linear of a base, on random rows of its own."""
-    found = []
+    found: list[Callable[[], object]] = []
     for linear in base.linears.values():
         x = torch.randn(1, rows, linear.in_features).to(base.dtype)
         found.append(partial(_product, linear.placement, x))
