@@ -58,6 +58,7 @@ class Scheduler:
         self.cost = cost
         self.policy = policy
         self.stats = Stats()
+        self.interruptible = config.interruptible  # whether arrivals stop the training of the next step
         self._requests = RequestQueues(config, pages)
         self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
@@ -246,6 +247,7 @@ class Scheduler:
             running=self.running,
             jobs=tuple(jobs),
             finished=self.stats.finished,
+            interruptible=self.interruptible,
             starving=starving,
             utilization=self._utilization.share,
         )
@@ -329,7 +331,7 @@ class Scheduler:
         """Adds, job by job, an optimizer step that is due or the next windows of micro-batches."""
         self.stats.fused_possible += bool(builder.inference)
         slack = measure(builder, self._requests, self.cost, self.config, self._utilization.share)
-        expected = builder.now - self._newcomer_at <= LATELY and not self.config.interruptible
+        expected = builder.now - self._newcomer_at <= LATELY and not self.interruptible
         shortly = self.config.quantum if expected else INFINITE
         allowance = self.policy.allow(
             replace(
@@ -339,6 +341,7 @@ class Scheduler:
                 inference_seconds=slack.inference,
                 slack=min(slack.training, shortly) if slack.inference else slack.training,
                 whole_slack=slack.whole,
+                coming_slack=slack.coming,
                 deferral=slack.deferral,
             )
         )

@@ -26,6 +26,7 @@ class Slack:
     inference: float
     training: float
     whole: float
+    coming: float
     deferral: float
 
 
@@ -37,7 +38,7 @@ def measure(
     `utilization` is the machine's by inference, 0 to 1.
     """
     ahead = _Ahead(builder, queues, cost, config)
-    training = whole = deferral = INFINITE
+    training = whole = coming = deferral = INFINITE
     for sequence, seconds in ahead:
         left = _limits(sequence, builder.now, seconds, ahead.step, cost, config)
         # With no other bound in force, the default one.
@@ -45,11 +46,12 @@ def measure(
         if slowdown is not None and slowdown < INFINITE:
             left_over = unspent(sequence, builder.now, seconds, own_slowdown(slowdown, utilization))
             left.append((left_over, left_over))
+        coming = min(coming, _coming(sequence, ahead.decode, cost, config))
         training = min(training, *(share for share, _ in left), INFINITE)
         whole = min(whole, *(together for _, together in left), INFINITE)
         if sequence.request.slo.deferral is not None:
             deferral = min(deferral, _deferral(sequence, cost.margin(config, trains=True)))
-    return Slack(ahead.step, max(training, 0.0), max(whole, 0.0), max(deferral, 0.0))
+    return Slack(ahead.step, max(training, 0.0), max(whole, 0.0), max(coming, 0.0), max(deferral, 0.0))
 
 
 def _limits(
@@ -75,6 +77,19 @@ def _limits(
     if slo.deferral is not None:
         found.append(_deferral(sequence, margin))
     return [*shared, *zip(found, found, strict=True)]
+
+
+def _coming(sequence: Sequence, step: float, cost: CostModel, config: SchedulerConfig) -> float:
+    """Seconds that a step of `step` seconds could have for training, once enough others had none.
+
+    Unused time adds up under a slowdown and a bound on the whole answer; a bound on each token, or on all
+    deferral, leaves no more later.
+    """
+    slo, left = sequence.request.slo, INFINITE
+    if slo.between_tokens is not None:
+        each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
+        left = slo.between_tokens / (1 + each) - step
+    return left if slo.deferral is None else min(left, _deferral(sequence, cost.margin(config, trains=True)))
 
 
 def unspent(sequence: Sequence, now: float, ahead: float, slowdown: float) -> float:
@@ -137,11 +152,22 @@ class _Ahead:
         return passes + steps * self._decode_rows
 
     @cached_property
-    def _decode_rows(self) -> float:
-        """Seconds that running sequences' rows add to a step."""
+    def _passes(self) -> tuple[float, float]:
+        """Seconds of a step without rows, and of one with a decode row of each running sequence."""
         features = Features()
         features.add_inference(0, 0, 0, None)
         alone = self._cost.predict_features(features)
         for sequence in self._queues.running:
             features.add_inference(sequence.virtual + sequence.length, 1, 1, None)
-        return self._cost.predict_features(features) - alone
+        return alone, self._cost.predict_features(features)
+
+    @property
+    def decode(self) -> float:
+        """Seconds of a step that only decodes."""
+        return self._passes[1]
+
+    @property
+    def _decode_rows(self) -> float:
+        """Seconds that running sequences' rows add to a step."""
+        alone, decode = self._passes
+        return decode - alone

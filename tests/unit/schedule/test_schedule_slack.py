@@ -148,3 +148,14 @@ def test_deferral_is_what_is_left_of_it() -> None:
     assert found.training == found.deferral == pytest.approx(0.005)
     sequence.deferred = 0.03
     assert slack([sequence], []).deferral == 0.0
+
+
+def test_unused_time_adds_up_but_for_bounds_on_each_token_and_on_all_deferral() -> None:
+    each, some = decoding(SLO(between_tokens=0.05), key=1), decoding(SLO(deferral=0.03), key=2)
+    assert slack([decoding(SLO(slowdown=1.1))], []).coming == INFINITE
+    assert slack([decoding(SLO(end_to_end=2.0))], []).coming == INFINITE
+    step = 0.012  # of two decode rows; this one is five milliseconds late already, the others need not be
+    found = slack([each, decoding(SLO(slowdown=1.1), key=2)], [])
+    assert found.coming == pytest.approx(0.05 - step) and found.training < found.coming
+    assert slack([each, some], []).coming == pytest.approx(0.03)
+    assert slack([each], [], error=0.5).coming == pytest.approx(0.05 / 1.5 - 0.011)
