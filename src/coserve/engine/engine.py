@@ -414,9 +414,7 @@ class Engine:
         with self._lock:
             if not self.scheduler.has_work:
                 return False
-            self._step(
-                interruptible=True
-            )  # requests come from other threads only, whose `generate` announces
+            self._step(interruptible=True)  # who else has requests is on another thread, and announces them
             return True
 
     def _deliver(self, event: Event) -> None:

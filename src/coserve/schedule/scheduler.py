@@ -341,7 +341,7 @@ class Scheduler:
                 inference_seconds=slack.inference,
                 slack=min(slack.training, shortly) if slack.inference else slack.training,
                 whole_slack=slack.whole,
-                coming_slack=slack.coming,
+                coming_slack=min(slack.coming, shortly),
                 deferral=slack.deferral,
             )
         )

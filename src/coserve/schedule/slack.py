@@ -16,6 +16,7 @@ from coserve.schedule.request_queues import RequestQueues
 from coserve.schedule.utilization import own_slowdown
 
 INFINITE = float("inf")
+_SURE = 0.9  # of a later step's slack: what is waited for must fit when it comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def _coming(sequence: Sequence, step: float, cost: CostModel, config: SchedulerC
     slo, left = sequence.request.slo, INFINITE
     if slo.between_tokens is not None:
         each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
-        left = slo.between_tokens / (1 + each) - step
+        left = _SURE * (slo.between_tokens / (1 + each) - step)
     return left if slo.deferral is None else min(left, _deferral(sequence, cost.margin(config, trains=True)))
 
 
@@ -152,22 +153,19 @@ class _Ahead:
         return passes + steps * self._decode_rows
 
     @cached_property
-    def _passes(self) -> tuple[float, float]:
-        """Seconds of a step without rows, and of one with a decode row of each running sequence."""
+    def decode(self) -> float:
+        """Seconds of a step with a decode row of each running sequence."""
+        features = Features()
+        for sequence in self._queues.running:
+            features.add_inference(sequence.virtual + sequence.length, 1, 1, sequence.request.adapter)
+        return self._cost.predict_features(features)
+
+    @cached_property
+    def _decode_rows(self) -> float:
+        """Seconds that running sequences' rows add to a step."""
         features = Features()
         features.add_inference(0, 0, 0, None)
         alone = self._cost.predict_features(features)
         for sequence in self._queues.running:
             features.add_inference(sequence.virtual + sequence.length, 1, 1, None)
-        return alone, self._cost.predict_features(features)
-
-    @property
-    def decode(self) -> float:
-        """Seconds of a step that only decodes."""
-        return self._passes[1]
-
-    @property
-    def _decode_rows(self) -> float:
-        """Seconds that running sequences' rows add to a step."""
-        alone, decode = self._passes
-        return decode - alone
+        return self._cost.predict_features(features) - alone

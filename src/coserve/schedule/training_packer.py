@@ -12,9 +12,7 @@ from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import Allowance
 from coserve.schedule.segments import training_segment, window_pairs
 
-_WORTH: Final = (
-    0.99  # of a row's price: a wait for less is not worth it, as who arrives meanwhile has no slack
-)
+_WORTH: Final = 0.99  # of a row's price, for which it is worth to wait: who arrives meanwhile has no slack
 
 
 class TrainingPacker:

@@ -27,9 +27,7 @@ class Hybrid(Policy):
 
     def __init__(self, windows: Windows = "chosen") -> None:
         if windows not in get_args(Windows):
-            raise ConfigError(
-                f"policy hybrid has the windows {', '.join(get_args(Windows))}, not {windows!r}"
-            )
+            raise ConfigError(f"policy hybrid has windows {', '.join(get_args(Windows))}, not {windows!r}")
         self._windows = windows
 
     def quantum(self, view: View) -> float:
