@@ -84,6 +84,7 @@ class FakeEngine:
         self.news: list[Numbered] = []
         self.jobs: tuple[str, ...] = ()  # that it says it trains, when a server connects
         self.waiting: dict[str, str] = {}  # and which of these wait for memory
+        self.starved: dict[str, float] = {}  # and which of them have no time to train, for how many seconds
         self.poison: Callable[[Command], bool] = lambda command: False
         self.fatal: Callable[[Submit, int], bool] = lambda request, place: False
         self.collapses = 0
@@ -149,7 +150,8 @@ class FakeEngine:
     def hello(self) -> Hello:
         return Hello(
             self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 256, 32768,
-            self.max_running, self.eos, True, 0.1, self.jobs, self.waiting, crash=self.crash,
+            self.max_running, self.eos, True, 0.1, self.jobs, self.waiting, self.starved,
+            crash=self.crash,
         )  # fmt: skip
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

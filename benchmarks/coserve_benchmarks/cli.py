@@ -49,6 +49,12 @@ def engine(
         bool,
         typer.Option("--compiled", help="Try peers with torch.compile, too (minutes; needs a C++ compiler)."),
     ] = False,
+    peer_python: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH", help="Interpreter that has llama.cpp or vLLM, a further peer; may be repeated."
+        ),
+    ] = None,
 ) -> None:
     """Measures serving, training, and both at once, beside their floors and other programs."""
     check_writable("--json", json_file)
@@ -56,7 +62,9 @@ def engine(
     from coserve_benchmarks.engine import run_engine
     from coserve_benchmarks.report import print_report
 
-    print_report(run_engine(shape, quick, only or None, json_file, plans, executor, compiled))
+    print_report(
+        run_engine(shape, quick, only or None, json_file, plans, executor, compiled, peer_python or ())
+    )
 
 
 @app.command()
@@ -212,7 +220,7 @@ def stale(
     mark: Annotated[bool, typer.Option("--mark", help="Say so on the pages that present them.")] = False,
 ) -> None:
     """Lists committed results beside the commits that have changed what they depend on since."""
-    from coserve_benchmarks.history import Checkout
+    from coserve_benchmarks.history import History
     from coserve_benchmarks.stale import mark as mark_pages
     from coserve_benchmarks.stale import print_standings, standings
 
@@ -221,7 +229,7 @@ def stale(
     folder = folder or root / "docs" / "results"
     if not folder.is_dir():
         raise ConfigError(f"there are no results at {folder}; say where with --folder")
-    found = standings(folder, Checkout.around(here))
+    found = standings(folder, History.around(here))
     print_standings(found)
     if mark:
         for page in mark_pages(root, found):

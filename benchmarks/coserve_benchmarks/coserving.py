@@ -1,4 +1,5 @@
-"""Rows `coserve.*`: requests at half of the inference capacity while jobs train, against time-slicing.
+"""Rows `coserve.*` and `slowdown.*`: requests at half of the inference capacity while jobs train, against
+time-slicing and against no training.
 
 Requests have the shape of the first row (256 tokens in, 32 out on the large shape), and the jobs that of
 the third: only then do a share of the first row's rate and a share of the third's add up to something.
@@ -14,7 +15,7 @@ from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Workload, poisson_requests
-from coserve_benchmarks import finetune, inference
+from coserve_benchmarks import finetune, inference, slowdown
 from coserve_benchmarks.drive import LoadResult, serve
 from coserve_benchmarks.ours import Bench, make_engine, start_training, warm_training
 from coserve_benchmarks.plans import RecordedStep, record_plans, save_plans
@@ -81,6 +82,7 @@ def run(bench: Bench, plans: str | Path | None = None) -> None:
     alone = _serve(bench, engine, rate)
     terms = _Terms(rate, _bounds(bench, alone), capacity, peak)
     ours, fused_share, steps = _ours(bench, engine, terms)
+    rounds = _slowdown_rounds(bench, engine, terms)
     del engine
     if plans is not None:
         save_plans(steps, plans)
@@ -92,7 +94,23 @@ def run(bench: Bench, plans: str | Path | None = None) -> None:
     seconds = interval(np.mean, terms.by_second(ours.load))
     results.row("coserve.efficiency", ours.efficiency, seconds, note, OF_SECONDS)
     results.row("coserve.fused_share", fused_share, note="of the steps with inference while training waited")
+    slowdown.write_rows(results, rounds)
     _time_slicing_row(bench, terms, ours, terms.score("no training at all", alone))
+
+
+def _slowdown_rounds(bench: Bench, engine: Engine, terms: _Terms) -> list[slowdown.Pair]:
+    """The same arrivals without jobs and beside them, in turn, on the engine that trains already."""
+
+    def beside(load: Workload) -> LoadResult:
+        _start_jobs(bench, engine, bench.settings.batch)
+        return serve(engine, load)
+
+    def alone(load: Workload) -> LoadResult:
+        for job in [*engine.jobs.values()]:
+            job.cancel()
+        return serve(engine, load)
+
+    return slowdown.measure(bench.settings, terms.rate, bench.shape.vocabulary, alone, beside)
 
 
 def _serve(bench: Bench, engine: Engine, rate: float, slo: SLO = SLO()) -> LoadResult:

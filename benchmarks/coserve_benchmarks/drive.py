@@ -28,6 +28,7 @@ class AnswerTimes:
     tokens: list[float] = field(default_factory=list)
     slo: SLO = field(default_factory=SLO)  # its own bounds
     deferred: float = 0.0  # seconds that training held it up, where the engine says so
+    deferred_first: float = 0.0  # of these, those before its first token
     kept: bool = False  # whether its adapter had to be brought into memory first
 
     @property
@@ -281,6 +282,7 @@ class _Run:
                 answered.tokens.append(now)
                 if event.finish_reason is not None:
                     answered.deferred = sequence.deferred
+                    answered.deferred_first = sequence.deferred_first
                     del self._open[event.key]
             elif isinstance(event, StepDone):
                 self._load.losses.append(event.updated.loss)

@@ -1,6 +1,6 @@
 """`coserve bench engine`: the whole table, against peers on the same weights, in one process."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ def run_engine(
     plans: str | Path | None = None,
     executor: str = "local",
     compiled: bool = False,
+    pythons: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measures the rows of some groups (all, by default) and returns what `--json` writes.
 
@@ -30,15 +31,16 @@ def run_engine(
     so an interrupted run keeps what it has. `plans` receives the training that the co-serving run's plans
     held (`plans.watch_plans`). `quick` is for trying it out: fewer, shorter rounds, and on the tiny shape
     smaller ones. With an `executor` that is "remote" its steps are measured instead, over those of a local
-    one. Where `compiled`, peers are tried with torch.compile, too, if there is a C++ compiler. Raises
-    ConfigError for an unknown shape, group or executor.
+    one. Where `compiled`, peers are tried with torch.compile, too, if there is a C++ compiler. `pythons` are
+    interpreters that may have llama.cpp or vLLM, which are left out where neither these nor this one has
+    them. Raises ConfigError for an unknown shape, group or executor.
     """
     if executor not in ("local", REMOTE):
         raise ConfigError(f"--executor must be local or remote, not {executor!r}")
     is_remote = executor == REMOTE
     known, bars = ((REMOTE,), REMOTE_BARS) if is_remote else (GROUPS, BARS)
     groups = known if only is None else tuple(only)
-    bench = begin(shape, quick, groups, known, json_path, bars, compiled)
+    bench = begin(shape, quick, groups, known, json_path, bars, compiled, pythons)
     runs = {  # in this order: the last one's denominators are figures of the first two
         "inference": partial(inference.run, bench),
         "finetune": partial(finetune.run, bench),

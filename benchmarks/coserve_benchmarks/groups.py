@@ -3,13 +3,13 @@
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coserve.core.checkout import measured_code
 from coserve.errors import ConfigError
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks.history import measured_code
 from coserve_benchmarks.machine import measure_machine, measure_state
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar, Results
@@ -24,6 +24,7 @@ def begin(
     json_path: str | Path | None,
     bars: Mapping[str, Bar | None],
     compiled: bool = False,
+    pythons: Sequence[str] = (),
 ) -> Bench:
     """Measures the machine; results go to `json_path` row by row, with the code that is measured. Raises
     ConfigError for an unknown shape or group."""
@@ -42,7 +43,7 @@ def begin(
         "ended": None,  # where the run was interrupted
         "machine": machine.as_dict(),
     }
-    return Bench(chosen, settings, machine, Results(header, json_path, bars), compiled)
+    return Bench(chosen, settings, machine, Results(header, json_path, bars), compiled, pythons)
 
 
 def run_groups(bench: Bench, groups: Collection[str], runs: Mapping[str, Callable[[], object]]) -> None:

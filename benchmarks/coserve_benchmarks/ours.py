@@ -36,6 +36,7 @@ class Bench:
     machine: Machine
     results: Results
     compiled: bool = False  # whether peers may take minutes for torch.compile
+    pythons: Sequence[str] = ()  # interpreters that may have further peers
 
 
 def make_engine(bench: Bench, **config: Any) -> Engine:

@@ -27,6 +27,8 @@ class Bar:
 BARS: Mapping[str, Bar | None] = {
     "inference.vs_generate": Bar(2.0),
     "inference.vs_continuous_batching": Bar(4.0),
+    "inference.vs_llama_cpp": None,
+    "inference.vs_vllm": None,
     "finetune.vs_peft": Bar(1.4),
     "finetune.vs_peft_matched": Bar(1.15),
     "finetune.vs_peft_checkpointing": Bar(1.3),
@@ -38,6 +40,9 @@ BARS: Mapping[str, Bar | None] = {
     "coserve.vs_time_slicing": Bar(1.1),
     "coserve.vs_time_slicing_training": None,
     "coserve.fused_share": Bar(0.5),
+    "slowdown.kept": Bar(0.99),
+    "slowdown.first": None,
+    "slowdown.between": None,
 }
 
 # Of an executor in a process of its own: a step's seconds over those of one in the engine's process.

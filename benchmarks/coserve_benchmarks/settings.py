@@ -49,6 +49,8 @@ class Settings:
     curve_steps: int = 120  # optimizer steps of each method that learns
 
     seconds: float = 60.0  # of the co-serving run
+    slowdown_rounds: int = 5
+    slowdown_seconds: float = 20.0  # of either half of a round
     jobs: int = 2
     seed: int = 0
 
@@ -64,6 +66,8 @@ QUICK = Settings(
     restarts=1,
     curve_steps=40,
     seconds=15.0,
+    slowdown_rounds=2,
+    slowdown_seconds=10.0,
 )
 TINY = Settings(
     prompts=4,
@@ -95,6 +99,8 @@ TINY = Settings(
     held_length=64,
     curve_steps=6,
     seconds=1.0,
+    slowdown_rounds=1,
+    slowdown_seconds=1.0,
 )
 
 

@@ -67,8 +67,8 @@ class SimulatedMachine:
     """A target for loads (`drive.LoadTarget`) whose steps take predicted seconds.
 
     `weights` are the true seconds per unit of `CostModel`'s features, which its scheduler knows but for
-    `jitter`. An `interruptible` machine is a server: a request that arrives during a step pauses its training
-    at the next boundary between layers.
+    `jitter`. The host adds `host` seconds a step, with the same jitter. An `interruptible` machine is a
+    server: a request that arrives during a step pauses its training at the next boundary between layers.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class SimulatedMachine:
         jitter: Jitter = Jitter(),
         seed: int = 0,
         interruptible: bool = False,
+        host: float = 0.0,
         **scheduler: Any,
     ) -> None:
         truth, draw = CostModel(weights), random.Random(seed)
@@ -89,7 +90,10 @@ class SimulatedMachine:
         pages = PagePool(CACHE_TOKENS // _PAGE, _PAGE)
         self.scheduler = Scheduler(config, pages, cost, make_policy(policy))
         self.executor = ScriptedExecutor(
-            _PAGE, lambda plan: truth.predict(plan) * jitter.draw(draw), _VOCABULARY
+            _PAGE,
+            lambda plan: truth.predict(plan) * jitter.draw(draw),
+            _VOCABULARY,
+            host=lambda: host * jitter.draw(draw) if host else 0.0,
         )
         self._predict = truth.predict
         self._layers = layers

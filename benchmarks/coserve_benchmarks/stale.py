@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from coserve_benchmarks.history import Checkout
+from coserve_benchmarks.history import History
 
 _CORE: Final = ("adapters", "attention", "core", "engine", "executors", "kernels", "memory", "model")
 _ENGINE: Final = (
@@ -44,7 +44,11 @@ RESULTS: Final[Mapping[str, Presented]] = {
     "demo.json": Presented("docs/results/demo.md", (*_ENGINE, "src/coserve/demo", "src/coserve/tiny")),
     "engine.json": Presented(
         "docs/results/engine.md",
-        (*_FINETUNE, *_LOADS, *_bench("blocking.py", "coserving.py", "inference.py")),
+        (
+            *_FINETUNE,
+            *_LOADS,
+            *_bench("blocking.py", "coserving.py", "inference.py", "outside", "slowdown.py"),
+        ),
     ),
     "finetune.json": Presented("docs/results/engine.md", _FINETUNE),
     "memory.json": Presented(
@@ -129,12 +133,12 @@ def _commits(count: int) -> str:
     return f"{count} commit{'' if count == 1 else 's'}"
 
 
-def standings(folder: Path, checkout: Checkout | None) -> list[Standing]:
+def standings(folder: Path, checkout: History | None) -> list[Standing]:
     """The state of each result of a folder. A file that `RESULTS` does not name depends on everything."""
     return [_standing(file, checkout) for file in sorted(folder.glob("*.json"))]
 
 
-def _standing(file: Path, checkout: Checkout | None) -> Standing:
+def _standing(file: Path, checkout: History | None) -> Standing:
     runs = _runs(json.loads(file.read_text(encoding="utf-8")))
     codes = [run.get("code") or {} for run in runs]
     commits = [str(code.get("commit") or "") for code in codes]

@@ -21,7 +21,8 @@ from coserve.errors import ServerError, Unreachable
 _PIECE = 2**16  # bytes read at once
 _RETRY = 0.05  # seconds
 _AWAY = (429, 502, 503)  # asked again, as OpenAI's client does
-_DONE = b"data: [DONE]"
+_END = b"\r\n0\r\n\r\n"  # the last chunk; no event of a stream holds a carriage return
+_ANSWERED = b"HTTP/1.1 200 "
 
 
 class StreamRequest(msgspec.Struct, frozen=True):
@@ -134,10 +135,10 @@ class Streams:
             while data := await reader.read(_PIECE):
                 attempt.pieces.append((time.monotonic(), data))
                 self._on_piece()
-                if _DONE in tail + data:
-                    attempt.is_whole = True
+                tail = (tail + data)[-len(_END) :]
+                if tail == _END:
+                    attempt.is_whole = attempt.begins_with(_ANSWERED)
                     return
-                tail = (tail + data)[-len(_DONE) :]
         except OSError:
             return
         finally:
@@ -183,6 +184,10 @@ class _Attempt:
     chunks: int = 0
     tokens: list[tuple[int, float]] = field(default_factory=list)
     _is_read: bool = False
+
+    def begins_with(self, text: bytes) -> bool:
+        """Tells whether the answer's first bytes are these."""
+        return b"".join(data for _, data in self.pieces[: len(text)]).startswith(text)
 
     def read(self) -> None:
         """Parses the pieces."""

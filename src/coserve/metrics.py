@@ -65,6 +65,9 @@ class Metrics:
 
     def _make_training(self) -> None:
         self.finetune_jobs = self._gauge("finetune_jobs", "Jobs that are not over, by status.", ("status",))
+        self.finetune_jobs_starved = self._gauge(
+            "finetune_jobs_starved", "Running jobs that requests have left no time to train for 10 s or more."
+        )
         self.finetune_tokens = self._counter("finetune_tokens", "Tokens that passed forward and back.")
         self.finetune_steps = self._counter("finetune_steps", "Optimizer steps.")
         self.finetune_loss = self._gauge("finetune_loss", "Of a job's newest step.", ("job",))

@@ -1,6 +1,7 @@
 """What clients see of memory: jobs that never fit, jobs that wait, jobs that go on with less, figures."""
 
 import asyncio
+import time
 
 import openai
 import pytest
@@ -12,6 +13,7 @@ from coserve.wire.messages import (
     EngineStats,
     Fault,
     JobNote,
+    JobStarved,
     JobWaiting,
     StartJob,
 )
@@ -130,6 +132,43 @@ def test_a_job_that_waits_still_waits_when_the_server_is_back(play: Play) -> Non
         await world.state.link.news.settled()
         found = await world.client().fine_tuning.jobs.retrieve(job.id)
         assert (found.status, found.waiting_for) == ("queued", f"{REASON} again")
+
+    play(story)
+
+
+def test_a_running_job_without_time_to_train_says_so(play: Play) -> None:
+    async def story(world: World) -> None:
+        client, trainer = world.client(), Trainer(world)
+        job = await create(world)
+        await trainer.start(job.id)
+        assert "coserve_finetune_jobs_starved 0.0" in (await world.http.get("/metrics")).text
+        before = time.time()
+        await trainer.tell(JobStarved(job.id, 12.0))
+        found = await client.fine_tuning.jobs.retrieve(job.id)
+        assert found.status == "running" and abs(found.waiting_since - (before - 12.0)) < 5.0
+        for said in ("beside requests", "scheduler.starvation", "--slowdown", "flex"):
+            assert said in found.waiting_for
+        assert "coserve_finetune_jobs_starved 1.0" in (await world.http.get("/metrics")).text
+        world.engine.jobs, world.engine.starved = (job.id,), {job.id: 100.0}
+        connections = world.state.link.connections
+        world.engine.disconnect()  # and a server that comes back hears of it
+        await world.until(lambda: world.state.link.connections > connections)
+        await world.state.link.news.settled()
+        found = await client.fine_tuning.jobs.retrieve(job.id)
+        assert abs(found.waiting_since - (before - 100.0)) < 5.0
+        await trainer.tell(JobStarved(job.id, None))
+        found = await client.fine_tuning.jobs.retrieve(job.id)
+        assert (found.status, found.waiting_for, found.waiting_since) == ("running", None, None)
+        events = (await client.fine_tuning.jobs.list_events(job.id)).data
+        assert [(event.level, "beside requests" in event.message) for event in events[:2]] == [
+            ("info", True), ("warn", True)
+        ]  # fmt: skip
+        assert "for 12 s" in events[1].message
+        await trainer.tell(JobStarved(job.id, 11.0))
+        paused = await client.fine_tuning.jobs.pause(job.id)
+        assert (paused.status, paused.waiting_for, paused.waiting_since) == ("paused", None, None)
+        await trainer.end(job.id, "paused")
+        assert "coserve_finetune_jobs_starved 0.0" in (await world.http.get("/metrics")).text
 
     play(story)
 

@@ -1,6 +1,7 @@
 """What training costs those who wait: quanta, bounds, deferral, starvation (FlexLLM 6.2, FineInfer 3.2)."""
 
 from itertools import pairwise
+from random import Random
 
 import pytest
 
@@ -14,6 +15,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from coserve.schedule.training_queue import STARVED, starved_since
 
 DEPTH = 16
 
@@ -110,6 +112,36 @@ def test_a_wrong_model_costs_bounds_only_until_it_has_learned() -> None:
     assert world.it.stats.fused_steps > 100
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_tokens_come_within_their_bound_although_the_host_takes_time_too(ahead: int) -> None:
+    """The executor's clock does not see planning, delivering, or a core that another process has taken."""
+    draw = Random(1)
+    world = World(quantum_with_inference=1.0)
+    world.executor = ScriptedExecutor(16, plans_ahead=ahead, host=lambda: draw.uniform(0.004, 0.006))
+    learning = world.submit(SLO(between_tokens=0.05), answer=60)
+    while not learning.is_finished:
+        world.step()
+    sequences = [world.submit(SLO(between_tokens=0.05), answer=100) for _ in range(4)]
+    begun = world.executor.now
+    while not sequences[-1].is_finished:
+        world.step()
+    assert max(sequence.slowest for sequence in sequences) <= 0.05
+    assert (world.executor.now - begun) / 100 > 0.7 * 0.05  # and training has the rest
+
+
+def test_the_end_comes_by_its_deadline_although_the_host_takes_time_too() -> None:
+    world = World(quantum_with_inference=1.0)
+    world.executor = ScriptedExecutor(16, host=lambda: 0.01)
+    learning = world.submit(SLO(between_tokens=0.2), answer=100)
+    while not learning.is_finished:
+        world.step()
+    begun = world.executor.now
+    sequence = world.submit(SLO(end_to_end=3.0), answer=60)
+    while not sequence.is_finished:
+        world.step()
+    assert 2.0 < world.executor.now - begun <= 3.0
+
+
 def test_a_larger_bound_trains_more() -> None:
     trained = []
     for bound in (0.02, 0.03, 0.05, 0.08):
@@ -188,12 +220,69 @@ def test_small_windows_of_one_job_do_not_starve_a_large_one_of_another() -> None
     assert max(b - a for a, b in pairwise(times)) <= 0.2 + 0.1
 
 
+def test_a_job_that_gets_nothing_beside_requests_says_since_when() -> None:
+    world = World(starvation=None)
+    queue = world.it.training
+    for _ in range(30):
+        world.step()
+    assert starved_since(queue, "job") is None
+    flood = world.submit(SLO(between_tokens=0.0), answer=3000)
+    told: list[tuple[float, float | None]] = [(0.0, None)]  # when it changed, and to what
+
+    def look() -> None:
+        if starved_since(queue, "job") != told[-1][1]:
+            told.append((world.executor.now, starved_since(queue, "job")))
+
+    last = 0.0
+    while world.executor.now < 30.0:
+        before = world.executor.now
+        last = before if world.step().training else last
+        look()
+    assert told[1:] == [(pytest.approx(last + STARVED, abs=0.1), last)]  # once, with its last piece
+    world.it.cancel(flood.key)
+    resumed = world.executor.now
+    while world.executor.now < 60.0:
+        world.step()
+        look()
+    assert told[2:] == [(pytest.approx(resumed + STARVED, abs=0.1), None)]
+    world.it.training.remove("job")
+    assert starved_since(queue, "job") is None
+
+
+def test_a_piece_now_and_then_neither_ends_starving_nor_begins_it_anew() -> None:
+    world, seen = World(starvation=1.5 * STARVED), set[float | None]()
+    for _ in range(30):
+        world.step()
+    flood = world.submit(SLO(between_tokens=0.0), answer=3900)
+    while world.executor.now < 6 * STARVED and not flood.is_finished:
+        world.step()
+        seen.add(starved_since(world.it.training, "job"))
+    assert world.executor.now > 3.5 * STARVED and len(seen) == 2
+
+
 def test_no_starvation_bound_means_no_exception() -> None:
     world = World(starvation=None)
     world.submit(SLO(between_tokens=0.0), answer=300)
     for _ in range(300):
         world.step()
     assert world.rows_trained() == world.it.stats.kept_rows <= 512  # one step before the first token
+
+
+def test_the_wait_for_a_new_engine_is_no_time_that_training_may_slow() -> None:
+    """An answer that another engine began a minute ago: a slowdown of 1.5 would allow 30 s of training."""
+    world = World()
+    for _ in range(3):
+        world.step()
+    begun, arrival = world.executor.now, world.executor.now - 60.0
+    request = Request("r", (1,) * 40, SamplingParams(max_tokens=60), None, SLO(slowdown=1.5), arrival)
+    sequence = world.it.submit(request, begun, output=(1, 2, 3))
+    before = sequence.deferred
+    while not sequence.is_finished:
+        world.step()
+    taken, trained = world.executor.now - begun, sequence.deferred - before
+    assert 0.2 < trained / taken < 1.0 - 1.0 / 1.55
+    assert 1.25 < world.it.stats.slowdown < 1.55
+    assert world.it.stats.slo_met == 1
 
 
 def test_who_states_nothing_shares_the_machine_evenly() -> None:

@@ -85,12 +85,13 @@ class SharedModel:
                     self.linears.append(linear)
 
     def use(self, segments: Sequence[LoraSegments]) -> None:
-        """Sets what every linear adds."""
+        """Sets the adapters' matrices of every linear."""
         for linear, own in zip(self.linears, segments, strict=True):
             linear.segments = own
 
     def segments(self, own: Pass, leaves: Sequence[Tensor] | None = None) -> list[LoraSegments]:
-        """What a pass adds at every linear: by `leaves` as they are now, or by the tables themselves."""
+        """The adapters' matrices at each linear for a pass: from `leaves`, which receive gradients, or from
+        the tables of all adapters."""
         matrices = iter(self._matrices(own) if leaves is None else leaves)
         return [
             LoraSegments(

@@ -10,7 +10,7 @@ from coserve_benchmarks.adapters.sizes import AdapterSizes
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.results import Bar
 
-GROUPS: Final = ("rank8", "mixed", "train", "swap", "figure")
+GROUPS: Final = ("rank8", "mixed", "train", "jobs", "swap", "figure")
 BARS: Final[Mapping[str, Bar | None]] = {
     **{f"rank8.decode.vs_single[{count}]": Bar(0.85) if count == 32 else None for count in (2, 4, 16, 32)},
     "rank8.decode.vs_base": Bar(0.75),
@@ -23,6 +23,8 @@ BARS: Final[Mapping[str, Bar | None]] = {
     "train.vs_single[16]": Bar(0.85),
     "train.vs_sequential": Bar(1.5),
     "train.vs_sequential_matched": None,
+    "train.mixed[4]": None,
+    "train.mixed[16]": Bar(1.3),
     "swap.others_p99_ratio": Bar(1.2, at_most=True),
 }
 
@@ -45,6 +47,7 @@ def run_adapters(
         "rank8": partial(decode.run, bench, sizes, "rank8"),
         "mixed": partial(decode.run, bench, sizes, "mixed"),
         "train": partial(training.run, bench, sizes),
+        "jobs": partial(training.run_mixed, bench, sizes),
         "swap": partial(swap.run, bench, quick),
         "figure": partial(figure.run, bench, sizes, quick),
     }

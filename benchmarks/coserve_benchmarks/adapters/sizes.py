@@ -30,6 +30,8 @@ class AdapterSizes:
     jobs: int = 8  # small ones
     job_tokens: int = 128
     job_steps: int = 2  # of each, in a timed round
+    mixed_jobs: int = 16  # of the ranks of `mixed`, one example or two in turn
+    mixed_tokens: int = 32  # of an example
     rounds: int = 5
     train_rounds: int = 5
 
@@ -37,7 +39,7 @@ class AdapterSizes:
     def of(settings: Settings, shape: ModelShape, quick: bool) -> "AdapterSizes":
         """Sizes for a shape; on the tiny one they only check that everything runs."""
         if shape.name == "tiny":
-            return AdapterSizes(8, (2, 4), 2, 4, 2, 64, 2, 16, 1, 1, 1)
+            return AdapterSizes(8, (2, 4), 2, 4, 2, 64, 2, 16, 1, 4, 8, 1, 1)
         return AdapterSizes(rounds=2, train_rounds=1) if quick else AdapterSizes(rounds=settings.rounds)
 
 

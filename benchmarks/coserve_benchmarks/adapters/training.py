@@ -9,8 +9,16 @@ from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import training_tokens
-from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, AdapterSizes
-from coserve_benchmarks.ours import Bench, endless, examples, make_engine, seconds_of_steps
+from coserve_benchmarks.adapters.approaches import NAIVE, Batch, SharedModel, TrainStep
+from coserve_benchmarks.adapters.sizes import NOBODY_WAITS, AdapterSizes, ranks_of
+from coserve_benchmarks.ours import (
+    Bench,
+    endless,
+    examples,
+    make_engine,
+    seconds_of_steps,
+    seconds_of_tokens,
+)
 from coserve_benchmarks.peers import PeftTraining
 from coserve_benchmarks.timing import Timing, alternate, speedup
 
@@ -39,10 +47,49 @@ class Trainers:
         return seconds_of_steps(self._engine, self._steps)
 
 
+class MixedTrainers:
+    """Jobs of the adapters of a batch, each on its own examples, on an engine of their own. Weights are the
+    numbers of examples, so that all jobs step equally often. A call trains `tokens` tokens, those of `steps`
+    optimizer steps of every job."""
+
+    def __init__(self, bench: Bench, batch: Batch, steps: int) -> None:
+        self._engine: Engine = make_engine(bench, cache_tokens=1024, scheduler=NOBODY_WAITS)
+        self.tokens = steps * batch.tokens
+        for job, (rank, share) in enumerate(zip(batch.ranks, batch.shares, strict=True)):
+            seed, lengths = bench.settings.seed + job, [batch.length] * share * _DATA
+            data = training_tokens(lengths, bench.shape.vocabulary, seed)
+            config = endless(bench, share, keep=SavePolicy.EVERYTHING, weight=float(share))
+            self._engine.finetune(examples(data), f"mixed-{job}", LoRAConfig(rank=rank), config)
+
+    def __call__(self) -> float:
+        """Seconds of that; between calls nothing runs."""
+        return seconds_of_tokens(self._engine, self.tokens)
+
+
 def run(bench: Bench, sizes: AdapterSizes) -> None:
     """Measures both rows."""
     _against_one(bench, sizes)
     _against_sequential(bench, sizes)
+
+
+def run_mixed(bench: Bench, sizes: AdapterSizes) -> None:
+    """Measures jobs of different ranks, of one short example a step or two in turn, beside one adapter's step
+    after the other on packed linears, with AdamW in the base's type."""
+    jobs, steps = sizes.mixed_jobs, sizes.job_steps
+    shares = tuple(1 + job % 2 for job in range(jobs))
+    batch = Batch(tuple(ranks_of("mixed", jobs)), shares, sizes.mixed_tokens)
+    one_by_one = TrainStep(SharedModel(bench.shape, sum(batch.ranks)), batch, NAIVE)
+    together = MixedTrainers(bench, batch, steps)
+    contestants: dict[str, Callable[[], float]] = {
+        "together": together,
+        "one_by_one": lambda: sum(one_by_one() for _ in range(steps)),
+    }
+    times = alternate(contestants, sizes.train_rounds, bench.machine.threads, warmup=2)
+    for name, timing in times.items():
+        _figure(bench, f"train.mixed[{name}]", together.tokens, timing)
+    ratio = speedup(times["together"], times["one_by_one"])
+    note = f"ranks {', '.join(map(str, sorted(set(batch.ranks))))}; examples of {batch.length} tokens"
+    bench.results.row(f"train.mixed[{jobs}]", ratio.value, (ratio.low, ratio.high), note)
 
 
 def _against_one(bench: Bench, sizes: AdapterSizes) -> None:

@@ -14,11 +14,11 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json
 from coserve.tiny import WEIGHTS
 from coserve.tiny.newtasks import NEW_TASKS, examples
 from coserve.tiny.world import HARD_KINDS, KINDS, Question, questions
-from coserve_benchmarks.history import measured_code
 
 FIGURES_START: Final = "<!-- figures: start -->"
 FIGURES_END: Final = "<!-- figures: end -->"

@@ -3,12 +3,14 @@
 import json
 import shlex
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coserve.cli.options import AsJson, check_writable
+from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
 
@@ -82,7 +84,12 @@ def plan(
     from coserve.plan.rows import make_plan
 
     asked = _asked(recipes, batch, length, loss, keep, cache_tokens, memory, device, measure)
-    results = {"command": _command(), **make_plan(subject, asked, _say)}
+    results = {
+        "command": _command(),
+        "code": measured_code(),
+        "date": datetime.now(UTC).date().isoformat(),
+        **make_plan(subject, asked, _say),
+    }
     if plot is not None:
         from coserve.plan.picture import draw
 

@@ -91,6 +91,8 @@ def summary(watched: Watched, now: float) -> str:
         parts.append(f"validation loss {watched.validation[max(watched.validation)]:.4f}")
     if watched.tokens_per_second is not None and not watched.is_over:
         parts.append(f"{watched.tokens_per_second:.0f} tokens/s")
+    if isinstance(since := watched.job.get("waiting_since"), int | float):
+        parts.append(f"waits for room beside requests for {duration(max(now - since, 0.0))}")
     slowdown = watched.job.get("slowdown")
     if isinstance(slowdown, int | float) and slowdown > 1.0:
         parts.append(f"answers take {slowdown:.2f} times as long")

@@ -90,6 +90,7 @@ class Sequence:
     deferred_first: float = 0.0  # the same when its first token came
     admitted_at: float | None = None
     first_token_at: float | None = None
+    taken_over_at: float | None = None  # by this engine, from another that had answered a part
     last_token_at: float | None = None
     slowest: float = 0.0  # longest time between two of its tokens so far, seconds
     reported: int = 0  # rows of the prompt whose log-probabilities have been handed out
@@ -109,6 +110,12 @@ class Sequence:
     def newest_at(self) -> float | None:
         """Time of its newest token, real or predicted; None before the first."""
         return self.expected_at if self.unsampled else self.last_token_at
+
+    @property
+    def since_first(self) -> float | None:
+        """When the time after its first token begins in this engine: at that token, or when the answer was
+        taken over; None before."""
+        return self.first_token_at if self.taken_over_at is None else self.taken_over_at
 
     @property
     def virtual(self) -> int:
@@ -216,6 +223,11 @@ class MicroBatch:
     def length(self) -> int:
         """All rows of the micro-batch."""
         return sum(self.lengths)
+
+    @property
+    def has_begun(self) -> bool:
+        """Tells whether any of its rows have passed a layer."""
+        return self.direction is not Direction.TRAIN_FORWARD or self.frontier > 0
 
     @property
     def is_paused(self) -> bool:

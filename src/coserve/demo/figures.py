@@ -127,6 +127,7 @@ class DemoReport:
     """All figures measured so far."""
 
     date: str = ""
+    code: dict[str, Any] | None = None  # the commit that was measured (`core.checkout.measured_code`)
     processor: str = ""
     threads: int = 0
     device: str = ""

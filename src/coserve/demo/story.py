@@ -10,6 +10,7 @@ import torch
 
 from coserve import tiny
 from coserve.adapters.methods.lora import LoRAConfig
+from coserve.core.checkout import measured_code
 from coserve.core.job_status import JobStatus
 from coserve.core.request import SLO
 from coserve.demo import lessons as material
@@ -117,6 +118,7 @@ class Story:
         engine, why = open_engine(self.options.model or _embedded(), self.options.device)
         self.stage = ActRunner(engine, self.view)
         report = self.report
+        report.code = measured_code()
         report.date = datetime.now(UTC).date().isoformat()
         report.processor, report.torch_version = processor_name(), torch.__version__
         report.threads, report.device = torch.get_num_threads(), self.options.device

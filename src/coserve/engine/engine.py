@@ -131,6 +131,7 @@ class Engine:
             events = self.scheduler.apply(result, self.clock())
             for event in events:
                 self._deliver(event)
+            self.memory.return_excess()
             return [e for e in events if not (isinstance(e, JobFailed) and e.job in self.jobs)]  # retried
 
     def run(self) -> None:

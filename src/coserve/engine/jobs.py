@@ -22,6 +22,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning, Keeping, PreparedJob
 from coserve.engine.scoring import Scoring, check_lengths
 from coserve.errors import CoserveError, DataError, JobError
+from coserve.schedule.training_queue import starved_since
 from coserve.train.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example
 from coserve.train.state import TrainingState
@@ -33,6 +34,7 @@ from coserve.wire.messages import (
     JobNote,
     JobSpec,
     JobStarted,
+    JobStarved,
     JobStep,
     JobWaiting,
     Numbered,
@@ -68,8 +70,8 @@ class _PendingCheckpoint:
 @dataclass(slots=True, eq=False)
 class _ServedJob:
     """A job, and which of its events are reported. `handle` is set once it trains or waits for bytes
-    (`waits`); `noted` of its notes are reported. `ending` is its last event, reported after its checkpoints;
-    `again` restarts it after that."""
+    (`waits`); `noted` of its notes are reported, and whether it is `starved`. `ending` is its last event,
+    reported after its checkpoints; `again` restarts it after that."""
 
     spec: JobSpec
     last: float  # when its last step was, on the engine's clock
@@ -78,6 +80,7 @@ class _ServedJob:
     handle: FineTuning | None = None
     waits: bool = False
     noted: int = 0
+    starved: bool = False
     step: int = 0
     kept: int = 0  # the newest step whose state was passed on to be written
     pending: deque[_PendingCheckpoint] = field(default_factory=deque)
@@ -107,6 +110,12 @@ class Jobs:
     def waiting(self) -> dict[str, str]:
         """Reasons, by job, of jobs that are read and wait to start."""
         return {name: job.handle.reason for name, job in self._jobs.items() if job.handle and job.waits}
+
+    @property
+    def starved(self) -> dict[str, float]:
+        """Seconds since their last training, by job, of running jobs that requests leave no time."""
+        found = {name: self._starved_for(name) for name in self._jobs}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
 
     def start(self, command: StartJob) -> None:
         """Starts reading a job's files; ignored for a job that runs already."""
@@ -238,7 +247,7 @@ class Jobs:
             self._begun(job, job.handle, ready)
 
     def _follow(self, job: _ServedJob) -> None:
-        """Reports the start of a job that waited for bytes, and its new notes."""
+        """Reports the start of a job that waited for bytes, whether it is starved, and its new notes."""
         handle = job.handle
         if handle is None:
             return
@@ -249,9 +258,17 @@ class Jobs:
                 self._end(job, JobStatus.FAILED, handle.error)
             else:
                 self._begun(job, handle, job.ready)
+        seconds = self._starved_for(job.spec.job)
+        if (seconds is not None) is not job.starved and job.ending is None:
+            job.starved = seconds is not None
+            self._tell(JobStarved(job.spec.job, seconds))
         for note in handle.notes[job.noted :]:
             self._tell(JobNote(job.spec.job, note))
         job.noted = len(handle.notes)
+
+    def _starved_for(self, name: str) -> float | None:
+        since = starved_since(self._engine.scheduler.training, name)
+        return None if since is None else self._engine.clock() - since
 
     def _begun(self, job: _ServedJob, handle: FineTuning, ready: _Ready) -> None:
         """Reports that a job's first step is under way."""

@@ -88,6 +88,7 @@ class Worker:
                 **{f: getattr(self._hello, f) for f in Hello.__struct_fields__},
                 "jobs": self._jobs.names,
                 "waiting": self._jobs.waiting,
+                "starved": self._jobs.starved,
             }
         )
 

@@ -49,7 +49,8 @@ def _past_of(before: int, token: int | str) -> int:
 class ScriptedExecutor(Executor):
     """Simulates plans. `now` is its clock, in seconds; `plans` are those it ran, in order.
 
-    `seconds` gives a plan's duration (by default an untrained cost model's). A job in `failures` fails as
+    `seconds` gives a plan's duration (by default an untrained cost model's), `host` the time that passes
+    beside it until its result is applied. A job in `failures` fails as
     soon as it has something to run. `skip` advances the clock between steps. A call of `pause_training` stops
     training of the next pausable plan after `layers_before_pause` layers.
     """
@@ -61,6 +62,7 @@ class ScriptedExecutor(Executor):
         vocabulary: int = 1000,
         failures: Mapping[str, CoserveError] | None = None,
         plans_ahead: int = 0,
+        host: Callable[[], float] = float,
     ) -> None:
         self.now = 0.0
         self.plans: list[Plan] = []
@@ -68,7 +70,7 @@ class ScriptedExecutor(Executor):
         self.trained: dict[str, int] = {}  # rows that passed forward and back, by job
         self.plans_ahead = plans_ahead
         self._page_size = page_size
-        self._seconds = seconds or CostModel().predict
+        self._seconds, self._host = seconds or CostModel().predict, host
         self._vocabulary = vocabulary
         self._failures = dict(failures or {})
         self._cache: dict[tuple[int, int], int] = {}  # page, slot -> past
@@ -144,7 +146,7 @@ class ScriptedExecutor(Executor):
         for window in plan.training:
             self._travel(window)
         updated = {step.job: self._update(step.job) for step in plan.updates if step.job not in failed}
-        self.now += seconds + plan.idle
+        self.now += seconds + plan.idle + (0.0 if plan.is_empty else self._host())
         self.plans.append(plan)
         self.results.append(StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes))
         return self.results[-1]

@@ -216,12 +216,15 @@ class Costs:
 
 
 class CostModel:
-    """Predicts the seconds of a step: a non-negative weight for each feature times its kind's factor."""
+    """Predicts the seconds of a step: a non-negative weight for each feature times its kind's factor, and the
+    host's own time (`host`)."""
 
     _effective: list[float]  # weight times factor, by feature
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
+        self.host = 0.0  # seconds from a step's planning to its tokens that its executor does not count
+        self._hosts = 0  # steps that it is known from
         self.misses = Margin()
         self.lanes = LaneCosts()
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
@@ -236,9 +239,8 @@ class CostModel:
         return self.predict_features(Features.of(plan))
 
     def predict_features(self, features: Features) -> float:
-        """Seconds that a step of these features will take."""
-        seconds: float = sum(map(mul, self._effective, features.values))
-        return seconds
+        """Seconds that a step of these features will take, from its planning until its tokens are there."""
+        return self._executed(features.values) + self.host
 
     def predict_iteration(self, batches: Iterable[MicroBatch]) -> float:
         """Seconds of a whole optimizer step on these micro-batches: FineInfer's t_f."""
@@ -269,11 +271,11 @@ class CostModel:
         relative = [[value / seconds for value in values] for values, seconds in rows]
         found = _solve(relative)
         self._start([found.get(index, weight) for index, weight in enumerate(self._effective)])
-        misses = [abs(sum(map(mul, self._effective, row)) - 1.0) for row in relative]
+        misses = [abs(self._executed(row) - 1.0) for row in relative]
         self.error = sum(misses) / len(misses)
 
-    def observe(self, work: Plan | Features, seconds: float) -> None:
-        """Learns from one step that took `seconds`.
+    def observe(self, work: Plan | Features, seconds: float, host: float = 0.0) -> None:
+        """Learns from one step that took its executor `seconds`, and the host `host` beside it.
 
         Each kind of work has a factor that follows recent steps: a busier machine, or more activations stored
         than when it was measured. A kind learns from a step in proportion to its share of it. Weights within
@@ -285,26 +287,30 @@ class CostModel:
             return
         features = _features(work)
         values = features.values
-        predicted = max(sum(map(mul, self._effective, values)), 1e-9)
+        predicted = max(self._executed(values), 1e-9)
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
         # An optimizer step alone takes three times its few milliseconds now and then; that says nothing about
         # steps with inference.
         if features.answers:
-            self.misses.observe(taken / predicted, features.trains)
+            usual = predicted + self.host
+            host = min(host, max(_OUTLIER * usual - taken, 0.0))
+            self.misses.observe((taken + host) / usual, features.trains)
+            self._hosts += 1
+            self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
         self._correct_weights(values, taken, predicted)
         self._correct_factors(values, taken, predicted)
         self._apply_factors()
 
-    def observe_lanes(self, plan: Plan, result: StepResult) -> None:
-        """Learns each lane's slowdown from a step with split lanes."""
+    def observe_lanes(self, plan: Plan, result: StepResult, host: float = 0.0) -> None:
+        """Learns each lane's slowdown from a step with split lanes, to which the host added `host`."""
         inference, training = result.lanes
         if plan.inference and inference:
-            self.misses.observe(inference / max(plan.predicted, 1e-9), trains=True)
-            alone = self.predict_features(Features.of_segments(plan.inference))
+            self.misses.observe((inference + host) / max(plan.predicted, 1e-9), trains=True)
+            alone = self._executed(Features.of_segments(plan.inference).values)
             self.lanes.observe_inference(inference / max(alone, 1e-9))
         if result.trained and training:
-            alone = self.predict_features(Features.of_segments((), result.trained))
+            alone = self._executed(Features.of_segments((), result.trained).values)
             self.lanes.observe_training(training / max(alone, 1e-9))
 
     @property
@@ -327,6 +333,11 @@ class CostModel:
         self._apply_factors()
         self.error = costs.error
         self.lanes.start(*costs.lanes)
+
+    def _executed(self, values: list[float]) -> float:
+        """The executor's seconds of a step with these values of its features."""
+        seconds: float = sum(map(mul, self._effective, values))
+        return seconds
 
     def _start(self, weights: list[float]) -> None:
         self._measured = weights

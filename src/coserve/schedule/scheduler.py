@@ -37,9 +37,11 @@ _NAP: Final = 0.001  # seconds between two checks of blocked sequences
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A plan under way, its expected end, and its micro-batches' positions before it, by key."""
+    """A plan under way, when it was planned and is expected to end, and its micro-batches' positions before
+    it, by key."""
 
     plan: Plan
+    planned: float
     ends: float
     positions: Mapping[int, Position]
 
@@ -69,6 +71,7 @@ class Scheduler:
         self._underway: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._split: float | None = None  # the machine's split meanwhile
         self._newcomer_at = -INFINITE  # when the last newcomer came
+        self._applied = -INFINITE  # when the last result was applied
         self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
         self._utilization = Utilization()
 
@@ -111,8 +114,10 @@ class Scheduler:
         self._requests.unblock(sequence)
 
     def _take_over(self, sequence: Sequence, now: float) -> None:
-        """Continues an answer of another engine: its first token is out, the next is due from now on."""
+        """Continues an answer of another engine: its first token is out, the next is due from now on. What it
+        waited before is no time that training may slow."""
         sequence.first_token_at, sequence.last_token_at = sequence.request.arrival, now
+        sequence.taken_over_at, sequence.deferred_first = now, sequence.deferred
         sequence.reported = len(sequence.request.prompt) - 1
         reason = answers.stop_reason(sequence, self.config)
         if reason is not None:
@@ -175,7 +180,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """Plans the next step: inference first, then the training that the policy allows."""
         plan = self._plan(now)
-        self._launch(plan, now)
+        self._launch(plan, now, now)
         return plan
 
     def plan_ahead(self, now: float) -> Plan | None:
@@ -188,7 +193,7 @@ class Scheduler:
         plan = self._plan(begins)
         if plan.is_empty:
             return None
-        self._launch(plan, begins)
+        self._launch(plan, now, begins)
         return plan
 
     def _plan(self, now: float) -> Plan:
@@ -219,7 +224,8 @@ class Scheduler:
             plan = plan.without_training()
         if result.paused:
             self._rewind(launched, result)
-        self._account(plan, result, now)
+        self._account(plan, result, now, now - max(launched.planned, self._applied))
+        self._applied = now
         events, self._events = self._events, []
         for job, error in result.failed.items():
             self.training.remove(job)
@@ -380,7 +386,7 @@ class Scheduler:
             pauses=self._pauses,
         )
 
-    def _launch(self, plan: Plan, begins: float) -> None:
+    def _launch(self, plan: Plan, now: float, begins: float) -> None:
         """Records a plan as under way, and its work as done."""
         ends = begins + plan.predicted + plan.idle
         for segment in plan.inference:
@@ -388,25 +394,26 @@ class Scheduler:
         batches = [self.training.find(segment) for segment in plan.training]
         positions = {batch.key: batch.position for batch in batches if batch is not None}
         self.training.planned(plan, begins)
-        self._launched.append(Launched(plan, ends, positions))
+        self._launched.append(Launched(plan, now, ends, positions))
 
     # Applying
 
-    def _account(self, plan: Plan, result: StepResult, now: float) -> None:
+    def _account(self, plan: Plan, result: StepResult, now: float, seconds: float) -> None:
         """Counts the step, corrects the cost model, and charges the training to the requests that waited for
-        it."""
+        it. The step took `seconds`, the executor's and what the host added to them."""
         if not (plan.inference or plan.training or plan.updates or result.trained):
             return
         plan = self._as_run(plan, result)
-        training = self._training_seconds(plan, result.seconds)
-        self._utilization.observe(now, self._rows_seconds(plan, result.seconds - training))
+        host = max(seconds - result.seconds, 0.0)
+        training = self._training_seconds(plan, result.seconds + host)
+        self._utilization.observe(now, self._rows_seconds(plan, result.seconds + host - training))
         for sequence in self._requests:
             sequence.deferred += training
         self._last_training = (now, training)
         if plan.split is None:
-            self.cost.observe(plan, result.seconds)
+            self.cost.observe(plan, result.seconds, host)
         else:
-            self.cost.observe_lanes(plan, result)
+            self.cost.observe_lanes(plan, result, host)
         self.stats.steps += 1
         self.stats.fused_steps += plan.is_fused
 

@@ -101,10 +101,10 @@ def unspent(sequence: Sequence, now: float, ahead: float, slowdown: float) -> fl
     what training has taken of them. What one step leaves is there for the next: training in few large pieces
     reads the weights less often.
     """
-    if sequence.first_token_at is None:
+    if sequence.since_first is None:
         since, taken = sequence.request.arrival, sequence.deferred
     else:
-        since, taken = sequence.first_token_at, sequence.deferred - sequence.deferred_first
+        since, taken = sequence.since_first, sequence.deferred - sequence.deferred_first
     return (slowdown - 1.0) * (max(now - since, 0.0) + ahead) - slowdown * taken
 
 

@@ -52,7 +52,11 @@ class Stats:
         slo, arrival = sequence.request.slo, sequence.request.arrival
         self.answer_seconds += now - arrival
         self.answer_deferred_seconds += sequence.deferred
-        self.recent.append((now - arrival, sequence.deferred))
+        if sequence.taken_over_at is None:
+            self.recent.append((now - arrival, sequence.deferred))
+        else:  # the wait for another engine is nothing that training took
+            own = sequence.deferred - sequence.deferred_first
+            self.recent.append((now - sequence.taken_over_at, own))
         if not slo.states_bound:
             return
         first = now if sequence.first_token_at is None else sequence.first_token_at
@@ -65,10 +69,9 @@ class Stats:
 
 def slowdown_taken(sequence: Sequence) -> float:
     """The larger slowdown by training, of a sequence's time to the first token and of that since then."""
-    if sequence.first_token_at is None or sequence.last_token_at is None:
+    if sequence.since_first is None or sequence.first_token_at is None or sequence.last_token_at is None:
         return 1.0
-    spans = (
-        (sequence.first_token_at - sequence.request.arrival, sequence.deferred_first),
-        (sequence.last_token_at - sequence.first_token_at, sequence.deferred - sequence.deferred_first),
-    )
+    spans = [(sequence.last_token_at - sequence.since_first, sequence.deferred - sequence.deferred_first)]
+    if sequence.taken_over_at is None:
+        spans.append((sequence.first_token_at - sequence.request.arrival, sequence.deferred_first))
     return max((span / max(span - taken, 1e-9) for span, taken in spans if taken > 0.0), default=1.0)

@@ -52,7 +52,7 @@ class TrainingPacker:
         most = self._allowance.rows
         if not most or self._allowance.job is not None or self._config.training_window is not None:
             return False
-        if first.direction.is_tail or self._builder.training:
+        if first.direction.is_tail or any(not s.direction.is_tail for s in self._builder.training):
             return False
         chosen, rows = [first], first.rows_left
         for batch in others:

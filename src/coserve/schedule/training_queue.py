@@ -4,9 +4,13 @@ from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Final
 
 from coserve.core.plan import OptimStep, Plan, TrainingSegment
 from coserve.core.sequence import MicroBatch, Position
+
+STARVED: Final = 10.0  # seconds without any training after which a job counts as starved
+_FEWEST: Final = 3  # plans without a piece: one step alone may take longer than that
 
 
 @dataclass(slots=True)
@@ -22,6 +26,9 @@ class QueueEntry:
     progress: float = 0.0
     steps: int = 0  # optimizer steps since it was added
     served_at: float | None = None  # when it last got a piece, or began to wait for one
+    passed: int = 0  # plans since then
+    starved_since: float | None = None
+    resumed_at: float | None = None  # when a starved job got the first of its newest pieces
 
     @property
     def is_due(self) -> bool:
@@ -33,6 +40,22 @@ class QueueEntry:
     def is_waiting(self) -> bool:
         """Tells whether the job has work to plan."""
         return self.is_due or not all(batch.done for batch in self.micro_batches)
+
+    def note_turn(self, now: float) -> None:
+        """Notes that the job has work and a step is planned. It is starved once it has got nothing for
+        `STARVED` seconds, and until it has got pieces for as long without such a break."""
+        self.served_at = now if self.served_at is None else self.served_at
+        if self.passed >= _FEWEST and now - self.served_at > STARVED:
+            self.starved_since = self.served_at if self.starved_since is None else self.starved_since
+            self.resumed_at = None
+        elif self.resumed_at is not None and now - self.resumed_at > STARVED:
+            self.starved_since = self.resumed_at = None
+
+    def note_served(self, now: float) -> None:
+        """Notes a piece of training in a step planned at `now`."""
+        self.served_at, self.passed = now, 0
+        if self.starved_since is not None and self.resumed_at is None:
+            self.resumed_at = now
 
 
 class TrainingQueue:
@@ -75,7 +98,7 @@ class TrainingQueue:
         assert job.micro_batches, f"an optimizer step of job {name} needs a micro-batch"
         assert all(b.job == name and b.length > 0 for b in job.micro_batches), "rows of this job"
         job.progress = max(job.progress, self._clock)
-        job.served_at = None
+        job.served_at, job.passed = None, 0
 
     def set_weight(self, name: str, weight: float) -> None:
         """Changes a job's weight; its virtual time so far stays."""
@@ -93,7 +116,7 @@ class TrainingQueue:
         if not jobs:
             return [], False
         for job in jobs:
-            job.served_at = now if job.served_at is None else job.served_at
+            job.note_turn(now)
         jobs.sort(key=lambda job: job.progress)
         self._clock = jobs[0].progress
         if starvation is None:
@@ -115,17 +138,22 @@ class TrainingQueue:
 
     def level(self, first: QueueEntry, jobs: Iterable[QueueEntry]) -> list[MicroBatch]:
         """Micro-batches that may run in a group with those of the first job: of jobs ahead of it by no more
-        than it gets itself in that time, so that weights hold in the long run."""
+        than it gets itself in that time, so that weights hold in the long run; and those that have begun, so
+        that small and large ones that went forward together come back together."""
         reach = first.progress + self.ready(first)[0].length / first.weight
-        return [batch for job in jobs if job.progress <= reach for batch in self.ready(job)]
+        return [
+            batch for job in jobs for batch in self.ready(job) if batch.has_begun or job.progress <= reach
+        ]
 
     def planned(self, plan: Plan, now: float) -> None:
         """Counts the training of a plan launched at `now` as done."""
         self._advance(plan.training)
         for update in plan.updates:
             self._jobs[update.job].is_stepping = True
-        for job in plan.jobs:
-            self._jobs[job].served_at = now
+        for name, job in self._jobs.items():
+            job.passed += 1
+            if name in plan.jobs:
+                job.note_served(now)
 
     def paused(
         self, positions: Mapping[int, Position], ran: Iterable[TrainingSegment], unbegun: Container[int]
@@ -162,6 +190,12 @@ class TrainingQueue:
         job = self._jobs[name]
         job.is_open = job.is_stepping = False
         job.steps += 1
+
+
+def starved_since(queue: TrainingQueue, name: str) -> float | None:
+    """When a job that requests have left no time since (`STARVED`) got its last piece; None for any other."""
+    job = queue._jobs.get(name)
+    return None if job is None else job.starved_since
 
 
 def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:

@@ -175,6 +175,7 @@ class Hello(WireMessage, frozen=True):
     load_seconds: float
     jobs: tuple[str, ...] = ()  # that train right now, or wait for memory
     waiting: dict[str, str] = {}  # of these, which wait, and what they say about it
+    starved: dict[str, float] = {}  # of `jobs`, those without time to train, and for how many seconds
     quantize: str = "none"  # or 8bit, 4bit
     cache_dtype: str = "auto"  # or int8
     crash: str = ""  # how the engine before this one brought itself down; empty where it did not
@@ -221,6 +222,13 @@ class JobNote(WireMessage, frozen=True):
 
     job: str
     text: str
+
+
+class JobStarved(WireMessage, frozen=True):
+    """Requests leave a running job no time: it trained last `seconds` ago. None: it trains again."""
+
+    job: str
+    seconds: float | None
 
 
 class JobStarted(WireMessage, frozen=True):
@@ -273,7 +281,7 @@ class JobEnded(WireMessage, frozen=True):
     fault: Fault | None = None
 
 
-JobNews = JobWaiting | JobStarted | JobNote | JobStep | JobCheckpoint | JobEnded
+JobNews = JobWaiting | JobStarted | JobStarved | JobNote | JobStep | JobCheckpoint | JobEnded
 
 
 class Numbered(WireMessage, frozen=True):

@@ -52,6 +52,12 @@ def test_training_is_measured() -> None:
     assert all(results[key] > 0 for key in ("train.vs_single[2]", "train.vs_sequential"))
 
 
+def test_jobs_of_different_ranks_are_measured() -> None:
+    results = run_adapters("tiny", quick=True, only=["jobs"])
+    assert results["train.mixed[4]"] > 0
+    assert results["figures"]["train.mixed[together]"]["value"] > 0
+
+
 def test_unknown_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match="no group"):
         run_adapters("tiny", quick=True, only=["paging"])

@@ -13,9 +13,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
+from coserve.core.checkout import measured_code
 from coserve_benchmarks import machine, stale
 from coserve_benchmarks.groups import begin, run_groups
-from coserve_benchmarks.history import Checkout, measured_code
+from coserve_benchmarks.history import History
 from coserve_benchmarks.machine import Machine, MachineState
 from coserve_benchmarks.policies.tables import absolute
 from coserve_benchmarks.report import print_report
@@ -57,7 +58,7 @@ class Repository:
 
     @property
     def standing(self) -> Standing:
-        (found,) = standings(self.results, Checkout.around(self.file))
+        (found,) = standings(self.results, History.around(self.file))
         return found
 
 
@@ -96,7 +97,7 @@ def test_code_outside_of_a_checkout_has_its_version_alone(
         found = measured_code(file)
         assert found["commit"] is None and found["dirty"] is None and "version" in found
     monkeypatch.setenv("PATH", str(tmp_path))  # where there is no git
-    assert Checkout.around(repository.file) is None
+    assert History.around(repository.file) is None
     assert measured_code(repository.file)["commit"] is None
 
 
@@ -227,7 +228,7 @@ def test_where_git_cannot_tell_it_is_said(repository: Repository, tmp_path: Path
     assert found.verdict == "cannot tell: there is no git, or no checkout" and not found.is_current
     shallow = tmp_path / "shallow"
     repository.git("clone", "--quiet", "--depth=1", f"file://{repository.root}", str(shallow))
-    (found,) = standings(shallow / "docs" / "results", Checkout.around(shallow / "src" / "code.py"))
+    (found,) = standings(shallow / "docs" / "results", History.around(shallow / "src" / "code.py"))
     assert found.verdict == "cannot tell: the clone is shallow"
     assert "cannot be told" in found.sentence()
 

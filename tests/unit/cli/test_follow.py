@@ -85,6 +85,8 @@ def test_the_time_left_is_the_servers_or_else_the_paces() -> None:
     assert "step 4/10 | loss 1.0000 | 200 tokens/s | 1 min 00 s left" in summary(watched, 1000.0)
     watched.job["slowdown"] = 1.254
     assert "tokens/s | answers take 1.25 times as long | 1 min" in summary(watched, 1000.0)
+    watched.job["waiting_since"] = 930
+    assert "tokens/s | waits for room beside requests for 1 min 10 s | answers" in summary(watched, 1000.0)
     watched.job["status"] = "succeeded"
     assert watched.seconds_left(now=1000.0) is None
 

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
+from coserve.core.checkout import measured_code
 from coserve.errors import CoserveError
 
 FIELDS = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
@@ -46,6 +47,7 @@ def test_json_and_a_picture_over_batches(tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     printed = plan("tiny", "--adapter", "ia3", *SMALL, "--batch", "4", "--plot", str(picture), "--json")
     found = json.loads(printed)
+    assert found["code"] == measured_code() and found["date"]
     assert {row["batch"] for row in found["rows"]} == {2, 4}
     assert found["model"] == "tiny" and found["dtype"] == "bfloat16" and found["error"] is None
     rows = {(row["system"], row["name"], row["batch"]): row for row in found["rows"]}

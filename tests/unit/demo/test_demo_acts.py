@@ -128,6 +128,24 @@ def test_an_act_waits_for_enough_answers_but_not_for_ever(
     assert (figures.seconds, figures.answers) == (seconds, seconds)
 
 
+@pytest.mark.parametrize(("begun", "seconds"), [(True, 5.0), (False, 15.0)])
+def test_an_act_waits_for_a_step_of_each_job_but_not_for_ever(begun: bool, seconds: float) -> None:
+    """Bounds may leave a job no time at all."""
+    jobs = [Job("a", 400), Job("b", 400)]
+    engine = Engine(*jobs)
+    if not begun:
+        jobs[1].step = lambda: 0.0  # type: ignore[method-assign]
+    figures = runner(engine).play("act", Seats(3), 5.0, jobs=jobs)  # type: ignore[arg-type]
+    assert (engine.now, figures.seconds) == (seconds, seconds)
+
+
+def test_an_act_ends_as_soon_as_a_late_job_has_made_its_step() -> None:
+    jobs = [Job("a", 400), Job("b", 400)]
+    engine, own = Engine(*jobs), jobs[1].step
+    jobs[1].step = lambda: own() if engine.now >= 9.0 else 0.0  # type: ignore[method-assign]
+    assert runner(engine).play("act", Seats(3), 5.0, jobs=jobs).seconds == 9.0  # type: ignore[arg-type]
+
+
 def test_acts_share_no_prefixes_and_leave_nothing_under_way() -> None:
     engine = Engine()
     stage = runner(engine)

@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from coserve import Engine, EngineConfig, tiny
+from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json, rounded
 from coserve.demo import acts, lessons, score
 from coserve.demo.acts import choose_dtype
@@ -49,7 +50,7 @@ def test_the_whole_story_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch, tmp_p
     output = io.StringIO()
     report = Story(Options(seconds=2.0), make_view(plain=True, quiet=False, file=output)).tell()
     text = output.getvalue()
-    assert not report.stopped
+    assert not report.stopped and report.code == measured_code()
     assert report.alone is not None and report.training is not None
     assert report.alone.output_tokens_per_second > 0 and report.training.output_tokens_per_second > 0
     assert report.alone.training_tokens_per_second == 0 < report.training.training_tokens_per_second

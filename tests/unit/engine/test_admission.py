@@ -241,3 +241,21 @@ def test_freed_memory_goes_back_where_it_exceeds_the_budget(
     engine.memory.imports = resident_bytes() - engine.memory.ledger.budget - 1
     engine.stats()
     assert returned == [True]
+
+
+def test_a_step_returns_freed_memory_beyond_the_budget(fixed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and again where 8 MiB have come back; statistics look anew."""
+    engine, resident, returned = make_engine(fixed + 2 * BUILT_BYTES), [0], []
+    monkeypatch.setattr(memory, "return_freed_memory", lambda: returned.append(resident[0]))
+    monkeypatch.setattr(memory, "resident_bytes", lambda: resident[0])
+    most = engine.memory.imports + engine.memory.ledger.budget
+    resident[0] = most + 1
+    engine.step()
+    assert not returned  # no process of the engine's own
+    engine.memory.count_process()
+    for grown in (0, 1, 8 << 20, (8 << 20) + 2, (16 << 20) + 2):
+        resident[0] = most + grown
+        engine.step()
+    assert returned == [most + 1, most + (8 << 20) + 2]
+    engine.stats()
+    assert returned[2:] == [most + (16 << 20) + 2]

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from coserve.core.request import FinishReason
+from coserve.core.request import SLO, FinishReason
 from coserve.engine import jobs as jobs_module
 from coserve.engine import worker as worker_module
 from coserve.engine.remembered import CostFile
 from coserve.engine.scoring import Scoring
+from coserve.schedule import training_queue
 from coserve.train import checkpoint
 from coserve.train.example import Example
 from coserve.wire.messages import (
@@ -21,6 +22,7 @@ from coserve.wire.messages import (
     JobEnded,
     JobSpec,
     JobStarted,
+    JobStarved,
     JobStep,
     Reply,
     StartJob,
@@ -139,6 +141,28 @@ def test_news_is_repeated_until_it_is_acknowledged(desk: Desk, data: Path, tmp_p
     desk.asked = 0
     assert desk.ended().step == 6  # nothing was left to do but to say so
     assert [type(news) for news in desk.news()] == [JobStarted, JobCheckpoint, JobEnded]
+
+
+def test_a_job_without_time_to_train_is_told_of_once(
+    desk: Desk, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_queue, "STARVED", 0.02)
+    desk.send(job(data, tmp_path / "j", options={"epochs": 100_000}))
+    desk.until(lambda: desk.news(JobStarted))
+    desk.send(ask("a", 200, slo=SLO(between_tokens=0.0)))
+    desk.until(lambda: desk.news(JobStarved))
+    (begun,) = desk.news(JobStarved)
+    assert isinstance(begun, JobStarved) and begun.job == "j" and begun.seconds and begun.seconds > 0.02
+    desk.send(Acknowledge(1000))  # so that nothing is repeated
+    assert desk.worker.connected().starved["j"] >= begun.seconds
+    desk.send(Cancel("a"))
+    desk.until(lambda: len(desk.news(JobStarved)) == 2)
+    assert desk.news(JobStarved)[1] == JobStarved("j", None)
+    desk.send(Acknowledge(1000))
+    assert desk.worker.connected().starved == {}
+    desk.send(StopJob("j", keep=False))
+    desk.until(lambda: desk.news(JobEnded))
+    assert len(desk.news(JobStarved)) == 2
 
 
 def test_paused_before_its_data_is_read_and_started_again(desk: Desk, data: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Allowance
 from coserve.schedule.segments import training_segment
 from coserve.schedule.training_packer import TrainingPacker
-from coserve.schedule.training_queue import TrainingQueue
+from coserve.schedule.training_queue import TrainingQueue, rows_through
 
 DEPTH = 8
 CONFIG = SchedulerConfig(layers=DEPTH, max_positions=1024)
@@ -101,3 +101,37 @@ def test_in_company_too_jobs_get_rows_by_their_weights() -> None:
             rows[moved.job] += segment.length
     least, most = (f(rows[job] / weight for job, weight in weights.items()) for f in (min, max))
     assert most - least <= 3 * 128 / min(weights.values()), (rows, weights)
+
+
+def test_small_and_large_ones_that_went_forward_together_come_back_together() -> None:
+    """By progress alone the large job would be out of the small one's reach after their way forward."""
+    small, large = batch("small", 32), batch("large", 64)
+    book = TrainingQueue(1)
+    book.add("small", [small])
+    book.add("large", [large])
+
+    def choice() -> list[MicroBatch]:
+        jobs, _ = book.turns(0.0, None)
+        return book.level(jobs[0], jobs)
+
+    for span in (Span(0, DEPTH), Span(DEPTH, DEPTH + 1)):
+        assert choice() == [small, large]
+        for one in (small, large):
+            one.advance(0, one.length, span)
+            one.under_way += 1
+            book.ran(one, rows_through(one, one.length, len(span)))
+    assert {segment.job for segment in choose(choice())} == {"small", "large"}
+    book.add("ahead", [fresh := batch("ahead", 64)])
+    book.ran(fresh, 128)
+    assert fresh not in choice(), "it has not begun, and has had more"
+
+
+def test_a_group_may_follow_the_tails_of_others() -> None:
+    tail = batch("tail")
+    tail.advance(0, 128, Span(0, DEPTH))
+    ready = [batch("a"), batch("b")]
+    builder = PlanBuilder(0.0)
+    packer = TrainingPacker(builder, Allowance(INFINITE, rows=512), CostModel(), CONFIG)
+    assert packer.window(tail) and packer.window_group(ready[0], ready)
+    assert [s.job for s in builder.training] == ["tail", "a", "b"]
+    assert not packer.window_group(ready[0], [batch("c"), batch("d")]), "one group a step"

@@ -116,3 +116,19 @@ def test_answers_of_many_tokens_need_each_step_in_time() -> None:
     assert share_of_steps(0.99, 1) == pytest.approx(0.99)
     assert share_of_steps(0.99, 32) ** 32 == pytest.approx(0.99, abs=1e-4)
     assert share_of_steps(0.99, 10_000) == share_of_steps(0.99, 256)
+
+
+def test_what_the_host_takes_is_predicted_too_and_a_stall_counts_for_little() -> None:
+    cost, sequence = CostModel(), Sequence(1, Request("r", (1,) * 8), output=[1])
+    decode = Plan((inference_segment(sequence, 8, 1),))
+    executed, weights = cost.predict(decode), cost.weights
+    for _ in range(60):
+        cost.observe(decode, executed, host=0.002)
+    assert cost.predict(decode) == pytest.approx(executed + 0.002) and cost.weights == pytest.approx(weights)
+    assert cost.margin(CONFIG, trains=False) < 0.1  # for the first step, which nobody knew anything of
+    cost.observe(decode, executed, host=5.0)
+    assert 0.002 < cost.host < 0.002 + 0.05 * 4 * (executed + 0.002)
+    assert cost.margin(CONFIG, trains=False, tokens=100) == CONFIG.max_margin
+    before = cost.host
+    cost.observe(Plan(updates=(OptimStep("a"),)), 0.005, host=1.0)  # nobody waits for its tokens
+    assert cost.host == before

@@ -5,7 +5,7 @@ from typing import Final, Literal, get_args
 from coserve.errors import ConfigError
 from coserve.schedule.policies.base import INFINITE, Allowance, Policy, View, register
 
-_STEPS: Final = 64  # with answers alone, after which a window is cut; slack may never add up under a flood
+_STEPS: Final = 64  # without a piece, after which a window is cut; slack may never add up under a flood
 Windows = Literal["chosen", "fused", "interleaved"]
 
 
@@ -48,6 +48,5 @@ class Hybrid(Policy):
 
     def _coming(self, view: View) -> float:
         """Seconds that a larger window may wait for; 0 where slack did not add up for too many steps."""
-        waited = view.now - (view.jobs[0].served_at or 0.0)
-        is_patient = self._windows == "chosen" and waited <= _STEPS * view.inference_seconds
+        is_patient = self._windows == "chosen" and view.jobs[0].passed < _STEPS
         return view.coming_slack if is_patient else 0.0

@@ -1,4 +1,4 @@
-"""What engines tell beside answers, handed on to those who listen."""
+"""Passes connections of engines, their job events and quarantine verdicts on to listeners."""
 
 import asyncio
 import logging

@@ -88,6 +88,7 @@ def _gauge(state: State) -> None:
     metrics, stats = state.metrics, state.link.stats
     metrics.num_requests_running.set(state.queue.inside)
     metrics.num_requests_waiting.set(state.queue.waiting)
+    metrics.finetune_jobs_starved.set(state.job_controller.starved)
     metrics.engine_up.set(state.link.silence <= SILENT_SECONDS)
     metrics.supervisor_up.set(not _is_unsupervised(state))
     metrics.engine_connections.set(state.link.connections)

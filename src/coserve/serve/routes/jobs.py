@@ -222,6 +222,7 @@ def _shown(state: State, job: JobRecord) -> JobObject:
             "model": job.model,
             "status": job.status,
             "waiting_for": state.job_controller.reason(job),
+            "waiting_since": state.job_controller.starved_since(job),
             "created_at": job.created,
             "finished_at": job.finished,
             "estimated_finish": finish,

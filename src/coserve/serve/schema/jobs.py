@@ -177,7 +177,10 @@ class JobObject(BaseModel):
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
     model: str
     status: Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
-    waiting_for: str | None = Field(default=None, description="Why a queued job has not begun.")
+    waiting_for: str | None = Field(
+        default=None, description="Why a queued job has not begun, or a running one gets no time to train."
+    )
+    waiting_since: int | None = Field(default=None, description="When such a running job trained last.")
     created_at: int
     finished_at: int | None
     estimated_finish: int | None

@@ -19,7 +19,7 @@ from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
 from coserve.serve.store.records import Adapter, CheckpointRecord, Event, File, JobRecord, NewsMark
-from coserve.wire.messages import JobCheckpoint, JobNote, JobStarted, JobStep, JobWaiting
+from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep, JobWaiting
 
 OfStep = TypeVar("OfStep", Event, CheckpointRecord)
 _PACE: Final = 0.1  # weight of the newest step in the mean that predicts the end
@@ -58,11 +58,9 @@ class JobEventStore:
 
         await self._take(mark, news.job, write)
 
-    async def noted(self, mark: NewsMark, news: JobNote) -> None:
-        """Stores a note that a job deviates from its request."""
-        await self._take(
-            mark, news.job, lambda session, job, now: add_event(session, job, now, news.text, "warn")
-        )
+    async def noted(self, mark: NewsMark, id: str, text: str, level: str) -> None:
+        """Stores a message about a job, with its level."""
+        await self._take(mark, id, lambda session, job, now: add_event(session, job, now, text, level))
 
     async def started(self, mark: NewsMark, news: JobStarted) -> None:
         """Stores that a job has started or resumed."""

@@ -13,6 +13,7 @@ after its restart.
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection
 from typing import Final
 
@@ -39,6 +40,7 @@ from coserve.wire.messages import (
     JobNews,
     JobNote,
     JobStarted,
+    JobStarved,
     JobStep,
     JobWaiting,
     Numbered,
@@ -49,6 +51,13 @@ from coserve.wire.messages import (
 
 log = logging.getLogger(__name__)
 _GOOD_CHECKPOINTS: Final = 2  # that a running job can go on from: the newest, and one if that is damaged
+
+_STARVED: Final = "waits for room beside requests, whose bounds have left no time to train"
+_REMEDY: Final = (
+    "the operator can let it have some at their expense (scheduler.starvation), loosen bounds (slo of the "
+    "requests' tier, --slowdown), or have requests ask for the tier flex"
+)
+_TRAINS_AGAIN: Final = "Fine-tuning job trains again beside requests"
 
 # Reasons for a job's failure, in OpenAI's words.
 _CODES: Final = {
@@ -76,6 +85,7 @@ class JobController:
         self._generation = ""
         self._inside: set[str] = set()  # jobs that the engine has, those that it is stopping included
         self._waiting: dict[str, str] = {}  # of these, which wait for memory, and what they say about it
+        self._starved: dict[str, int] = {}  # of those that train, which have no time, and since when
         self._leaving = ""  # the job that was asked to wait for another tenant's
         self._weights: dict[str, float] = {}  # as the engine was told them
         self._trials: dict[str, asyncio.Task[None]] = {}  # jobs that wait to be tried alone
@@ -109,10 +119,21 @@ class JobController:
         return await self._change(job, (JobStatus.PAUSED,), JobStatus.QUEUED, "resumed")
 
     def reason(self, job: JobRecord) -> str | None:
-        """Reason why a queued job waits."""
+        """Reason why a queued job waits, or a running one does not train."""
+        if self.starved_since(job) is not None:
+            return f"{_STARVED}; {_REMEDY}"
         if job.status != JobStatus.QUEUED:
             return None
         return self._waiting.get(job.id, f"waits until one of {self._settings.max_jobs} jobs that train ends")
+
+    def starved_since(self, job: JobRecord) -> int | None:
+        """When a running job that requests leave no time trained last, Unix seconds; None for others."""
+        return self._starved.get(job.id) if job.status == JobStatus.RUNNING else None
+
+    @property
+    def starved(self) -> int:
+        """Number of running jobs that requests leave no time to train."""
+        return len(self._starved)
 
     def drain(self) -> None:
         """Starts no further jobs, as the server stops."""
@@ -151,6 +172,8 @@ class JobController:
             for id in list(self._trials):
                 self._leave_trial(id)
             self._inside, self._waiting = set(hello.jobs), dict(hello.waiting)
+            now = time.time()
+            self._starved = {id: int(now - seconds) for id, seconds in hello.starved.items()}
             for id in hello.jobs:
                 self._link.probation.enter(WorkItem("job", id))
             await self._store.job_events.forget_engines_before(hello.generation)
@@ -221,8 +244,16 @@ class JobController:
             case JobStarted():
                 self._waiting.pop(news.job, None)
                 await self._store.job_events.started(mark, news)
+            case JobStarved():
+                if news.seconds is None:
+                    self._starved.pop(news.job, None)
+                    await self._store.job_events.noted(mark, news.job, _TRAINS_AGAIN, "info")
+                else:
+                    self._starved.setdefault(news.job, int(time.time() - news.seconds))
+                    said = f"Fine-tuning job {_STARVED} for {news.seconds:.0f} s; {_REMEDY}"
+                    await self._store.job_events.noted(mark, news.job, said, "warn")
             case JobNote():
-                await self._store.job_events.noted(mark, news)
+                await self._store.job_events.noted(mark, news.job, news.text, "warn")
             case JobStep():
                 await self._store.job_events.stepped(mark, news)
             case JobCheckpoint():
@@ -231,6 +262,7 @@ class JobController:
             case JobEnded():
                 self._inside.discard(news.job)
                 self._waiting.pop(news.job, None)
+                self._starved.pop(news.job, None)
                 self._leaving = "" if self._leaving == news.job else self._leaving
                 self._weights.pop(news.job, None)
                 await self._ended(mark, news)

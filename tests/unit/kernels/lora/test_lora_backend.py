@@ -1,5 +1,8 @@
 """LoRA backends, forward and backward, against their plain twins."""
 
+import secrets
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -165,3 +168,32 @@ def test_a_gpu_groups_segments_that_are_alone_or_long(monkeypatch: pytest.Monkey
     assert choose(Layout.of([(slice(0, 32), 0), (slice(32, 40), 1)], [8, 8]), gpu) is Approach.SEGMENTED
     monkeypatch.setattr(dispatch, "is_installed", lambda: False)
     assert choose(decode, gpu) is Approach.GROUPED
+
+
+def test_segments_of_one_rank_are_apart_by_length() -> None:
+    """Two adapters of each rank with rows of each length, scaled: no block has padding, and all is as the
+    twin has it. An adapter that has rows of two lengths keeps its rank's blocks together."""
+    lengths, ranks, scales = [3, 3, 3, 3, 6, 6, 6, 6], [2, 2, 16, 16, 2, 2, 16, 16], [0.3, 1.7] * 4
+    ends = list(accumulate(lengths))
+    rows = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    layout = Layout.of([(span, i) for i, span in enumerate(rows)], ranks)
+    backend = BlockSparse.of(layout, CPU)
+    assert [size.height for size in backend.sizes] == [3, 6, 3, 6]
+    assert all(isinstance(size.lines, slice) for size in backend.sizes)
+    x, y, a, b, grad = drawn(layout, ends[-1], secrets.randbits(31))
+    weights = LoraWeights([a[s] for s in layout.ranks], [b[s].t() for s in layout.ranks], scales)
+    out, of_x = y.clone(), torch.zeros_like(x)
+    backend.expand_(backend.shrink(x, weights), weights, out)
+    of_a, of_b = backend.backward(grad, x, weights, of_x)
+    factors = torch.cat(
+        [torch.full((rank, 1), scale, dtype=torch.float64) for rank, scale in zip(ranks, scales, strict=True)]
+    )
+    wanted = reference.multi_lora(x, y, a, factors * b, layout)
+    wanted_x, wanted_a, wanted_b = reference.multi_lora_backward(grad, x, a, factors * b, layout)
+    found = (out, of_x, torch.cat(list(of_a)), torch.cat([own.t() for own in of_b]))
+    for got, expected in zip(found, (wanted, wanted_x, wanted_a, factors * wanted_b), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    contiguous = [own.is_contiguous() for own in of_b]
+    assert contiguous == [rank == 16 for rank in ranks], "as the weights lie, unless that is slow"
+    shared = Layout.of([(span, i % 4) for i, span in enumerate(rows)], ranks[:4])
+    assert [size.height for size in BlockSparse.of(shared, CPU).sizes] == [6, 6]
