@@ -151,6 +151,13 @@ def policies(
     server: Annotated[
         bool, typer.Option("--server", help="Replay over HTTP, against a server for each round.")
     ] = False,
+    simulated: Annotated[
+        bool,
+        typer.Option(
+            "--simulated",
+            help="On predicted seconds: 220 requests at each load from 10 to 100 % of capacity.",
+        ),
+    ] = False,
     page: Annotated[Path | None, typer.Option(help="File for the report, as HTML.")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="File for the summary picture, as SVG or PNG by its ending.")
@@ -160,6 +167,9 @@ def policies(
     coserve."""
     for flag, path in (("--json", json_file), ("--page", page), ("--picture", picture)):
         check_writable(flag, path)
+    if simulated:
+        _simulated(json_file, picture, only, trace, further)
+        return
     from coserve_benchmarks.policies.figures import draw
     from coserve_benchmarks.policies.page import write_page
     from coserve_benchmarks.policies.run import run_policies
@@ -171,6 +181,18 @@ def policies(
     if picture is not None:
         draw(results, picture)
     print_report(results)
+
+
+def _simulated(
+    json_file: Path | None, picture: Path | None, only: list[str] | None, trace: Path | None, further: bool
+) -> None:
+    from coserve_benchmarks.policies.sheet import draw, render
+    from coserve_benchmarks.policies.simulate import run_simulated
+
+    results = run_simulated(only or None, json_file, trace, further)
+    if picture is not None:
+        draw(results, picture)
+    print(render(results))
 
 
 @app.command()
@@ -202,7 +224,12 @@ def draw(
     results: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File that --json wrote.")
     ],
-    out: Annotated[Path, typer.Argument(help="A page of policies (.html), or a picture (.svg, .png).")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="A page of policies (.html), a page with tables (.md), or a picture (.svg, .png)."
+        ),
+    ],
 ) -> None:
     """Draws the page or the picture of a finished run from its JSON."""
     check_writable("OUT", out)

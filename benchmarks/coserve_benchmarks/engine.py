@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from coserve.errors import ConfigError
-from coserve_benchmarks import blocking, coserving, finetune, inference, remote
+from coserve_benchmarks import blocking, coserving, finetune, inference, remote, stepping
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.results import BARS, REMOTE_BARS
 
-GROUPS = ("inference", "finetune", "blocking", "coserve")
+GROUPS = ("inference", "finetune", "blocking", "coserve", "step")
 REMOTE = "remote"  # the group of `--executor remote`
 
 
@@ -46,6 +46,7 @@ def run_engine(
         "finetune": partial(finetune.run, bench),
         "blocking": partial(blocking.run, bench),
         "coserve": partial(coserving.run, bench, plans),
+        "step": partial(stepping.run, bench),
         REMOTE: partial(remote.run, bench),
     }
     run_groups(bench, groups, runs)

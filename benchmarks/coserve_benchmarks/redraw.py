@@ -9,10 +9,12 @@ from typing import Any, Final
 from coserve.errors import ConfigError
 
 PAGES: Final = (".html", ".htm")
+SHEETS: Final = (".md",)
 
 
 def redraw(results: Path, out: Path) -> None:
-    """Draws what `--json` wrote: a page where `out` ends in .html, else a picture, SVG or PNG by its ending.
+    """Draws what `--json` wrote: a page where `out` ends in .html, tables in a page where it ends in
+    .md, else a picture, SVG or PNG by its ending.
 
     Raises ConfigError where `results` is no JSON of a bench, or of one that has no such picture.
     """
@@ -20,20 +22,25 @@ def redraw(results: Path, out: Path) -> None:
         found = json.loads(results.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{results}: expected the JSON that a bench wrote: {error}") from error
-    is_page = out.suffix.lower() in PAGES
-    place = _place(found, is_page) if isinstance(found, dict) else None
+    ending = out.suffix.lower()
+    kind = "page" if ending in PAGES else "table" if ending in SHEETS else "picture"
+    place = _place(found, kind) if isinstance(found, dict) else None
     if place is None:
-        raise ConfigError(f"{results} holds nothing that a {'page' if is_page else 'picture'} is drawn of")
+        raise ConfigError(f"{results} holds nothing that a {kind} is drawn of")
     module, name = place
     getattr(import_module(module), name)(found, out)
 
 
-def _place(found: Mapping[str, Any], is_page: bool) -> tuple[str, str] | None:
+def _place(found: Mapping[str, Any], kind: str) -> tuple[str, str] | None:
     """Module and function that draw these results; None where nothing does."""
     ours = "coserve_benchmarks."
     series = found.get("series") or {}
-    if is_page:
+    if kind == "table":
+        return (ours + "policies.sheet", "write_cells") if "cells" in found else None
+    if kind == "page":
         return (ours + "policies.page", "write_page") if "workloads" in found else None
+    if "cells" in found:
+        return ours + "policies.sheet", "draw"
     if "workloads" in found:
         return ours + "policies.figures", "draw"
     if "ablation" in found:

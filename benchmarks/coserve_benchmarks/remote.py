@@ -25,7 +25,7 @@ def run(bench: Bench) -> None:
     and one is idle."""
     engines = {kind: make_engine(bench, calibrate=False, **how) for kind, how in _KINDS.items()}
     for key, count in _SEQUENCES.items():
-        _row(bench, key, {kind: _decode(bench, engine, count) for kind, engine in engines.items()})
+        _row(bench, key, {kind: decode_step(bench, engine, count) for kind, engine in engines.items()})
     _row(bench, "remote.training", {kind: _train(bench, engine) for kind, engine in engines.items()})
 
 
@@ -40,7 +40,7 @@ def _row(bench: Bench, key: str, contestants: dict[str, Callable[[], float]]) ->
         bench.results.row(key + suffix, ratio.value, (ratio.low, ratio.high), note + more)
 
 
-def _decode(bench: Bench, engine: Engine, count: int) -> Callable[[], float]:
+def decode_step(bench: Bench, engine: Engine, count: int) -> Callable[[], float]:
     """Seconds of a decode step of `count` sequences, planning and all."""
     prompts = fixed_prompts(count, 32, bench.shape.vocabulary, bench.settings.seed)
 

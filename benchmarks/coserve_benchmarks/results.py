@@ -43,6 +43,7 @@ BARS: Mapping[str, Bar | None] = {
     "slowdown.kept": Bar(0.99),
     "slowdown.first": None,
     "slowdown.between": None,
+    "step.overhead": Bar(1.5, at_most=True),
 }
 
 # Of an executor in a process of its own: a step's seconds over those of one in the engine's process.

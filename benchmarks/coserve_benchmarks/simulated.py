@@ -28,7 +28,6 @@ from coserve_benchmarks.ours import CACHE_TOKENS, greedy
 
 _PAGE: Final = 16
 _VOCABULARY: Final = 1000
-_CERTAIN: Final = 32  # steps of each kind that a cost model has seen when a load begins
 
 # Seconds per unit, chosen and not fitted: near the 255M shape in bfloat16 on two cores (40 GB/s, 850
 # GFLOP/s). 16 decode rows take 32 ms (33 to 42 measured), a prompt of 256 tokens 0.15 s, an optimizer step
@@ -68,7 +67,8 @@ class SimulatedMachine:
 
     `weights` are the true seconds per unit of `CostModel`'s features, which its scheduler knows but for
     `jitter`. The host adds `host` seconds a step, with the same jitter. An `interruptible` machine is a
-    server: a request that arrives during a step pauses its training at the next boundary between layers.
+    server: a request that arrives during a step pauses its training at the next boundary between layers. Its
+    cost model has seen `known` steps of each kind when a load begins.
     """
 
     def __init__(
@@ -80,11 +80,12 @@ class SimulatedMachine:
         seed: int = 0,
         interruptible: bool = False,
         host: float = 0.0,
+        known: int = 32,
         **scheduler: Any,
     ) -> None:
         truth, draw = CostModel(weights), random.Random(seed)
         cost = CostModel(weights)
-        for trains in (False, True) * _CERTAIN:
+        for trains in (False, True) * known:
             cost.misses.observe(jitter.draw(draw), trains)
         config = SchedulerConfig(layers, 4096, interruptible=interruptible, **scheduler)
         pages = PagePool(CACHE_TOKENS // _PAGE, _PAGE)
@@ -94,6 +95,7 @@ class SimulatedMachine:
             lambda plan: truth.predict(plan) * jitter.draw(draw),
             _VOCABULARY,
             host=lambda: host * jitter.draw(draw) if host else 0.0,
+            checks_pages=False,  # half of a round's time
         )
         self._predict = truth.predict
         self._layers = layers

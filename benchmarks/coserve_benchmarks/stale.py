@@ -41,13 +41,23 @@ RESULTS: Final[Mapping[str, Presented]] = {
         "docs/results/adapters.md",
         (*_ENGINE, *_MEASURING, *_LOADS, *_bench("adapters", "peers.py")),
     ),
+    "contest.json": Presented(
+        "docs/results/policies.md",
+        (
+            *(f"src/coserve/{room}" for room in ("core", "schedule", "workload")),
+            "src/coserve/executors/scripted.py",
+            *_LOADS,
+            *_bench("policies", "simulated.py", "timing.py"),
+        ),
+    ),
     "demo.json": Presented("docs/results/demo.md", (*_ENGINE, "src/coserve/demo", "src/coserve/tiny")),
     "engine.json": Presented(
         "docs/results/engine.md",
         (
             *_FINETUNE,
             *_LOADS,
-            *_bench("blocking.py", "coserving.py", "inference.py", "outside", "slowdown.py"),
+            *_bench("blocking.py", "coserving.py", "inference.py", "outside", "remote.py", "slowdown.py"),
+            *_bench("stepping.py"),
         ),
     ),
     "finetune.json": Presented("docs/results/engine.md", _FINETUNE),

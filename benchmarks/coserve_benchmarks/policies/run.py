@@ -18,8 +18,9 @@ from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import instead, papers, switching
 from coserve_benchmarks.policies.contest import OURS, PROMISED
+from coserve_benchmarks.policies.fitted import RoundSettings
 from coserve_benchmarks.policies.replay import ServerTestbed
-from coserve_benchmarks.policies.rounds import ContestRunner, RoundSettings
+from coserve_benchmarks.policies.rounds import ContestRunner
 from coserve_benchmarks.policies.testbed import EngineTestbed, Testbed
 from coserve_benchmarks.policies.traffic import poisson
 from coserve_benchmarks.results import Bar
@@ -88,7 +89,7 @@ def run_policies(
     length = seconds or (_QUICK_SECONDS if quick else _SECONDS)
     sizes = RoundSettings(length, vocabulary, rows, texts, again=0 if quick else _AGAIN)
     with _testbed(bench, server) as testbed:
-        rounds = ContestRunner(bench, testbed, sizes)
+        rounds = ContestRunner(testbed, sizes, bench)
         if earlier:
             bench.results.take_over(earlier)
             rounds.done.update(earlier.get("workloads", {}))

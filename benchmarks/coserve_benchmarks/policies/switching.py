@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -14,34 +14,38 @@ from coserve.schedule.policies import make_policy
 from coserve.workload.requests import Workload
 from coserve_benchmarks.ours import Bench, greedy, seconds_of_steps, start_job
 from coserve_benchmarks.policies.testbed import EngineTestbed
-from coserve_benchmarks.timing import interval, timed
+from coserve_benchmarks.timing import OF_ROUNDS, interval
 
-_TURNS: Final = 6  # requests and iterations in one round
-_MORE: Final = 2 * _TURNS - 2  # switches by turns beyond those of two blocks; both begin after training
+_T = TypeVar("_T")
+_PAIRS: Final = 12  # of requests, and of iterations, in one round
 _Ran = tuple[bool, float, float]  # whether a step trained, and its beginning and end
 
 
 def measure(bench: Bench, testbed: EngineTestbed, workload: Workload, rounds: int) -> None:
-    """Measures requests and fine-tuning iterations in alternation against the same ones in two blocks.
+    """Measures two requests and two fine-tuning iterations in turn: the first of each two comes after a
+    switch, the second, of the same work, after none.
 
-    The difference is the cost of switches; there is no data movement, as adapters are resident. The time
-    between two steps of different kinds, beyond that between two of one kind, is initialisation and clean-up.
+    What the first takes longer, with the time before it, is the switch; neighbours of the same second are
+    compared, so that a machine that drifts cancels out. There is no data movement of adapters, which are
+    resident. The time between two steps of different kinds, beyond that between two of one kind, is
+    initialisation and clean-up.
     """
     turns = _Turns(testbed, workload)
-    by_turns, in_blocks = timed(turns.by_turns), timed(turns.in_blocks)
-    found: list[float] = []
     ran: list[_Ran] = []
+    found: list[float] = []
     for _ in range(rounds):
         gc.collect()
-        with_switches = turns.watching(by_turns, ran)
-        found.append((with_switches - in_blocks()) / _MORE)
+        for _ in range(_PAIRS):
+            answered, trained = turns.watching(turns.pairs, ran)
+            found.append((answered + trained) / 2)
     turns.end()
     seconds = median(found)
     told = (
-        f"median of {rounds} rounds: what {2 * _TURNS} pieces of work take longer by turns than in blocks, "
-        f"over the {_MORE} switches that turns have more; below zero it is less than the rounds tell apart"
+        f"median of {len(found)} pairs: what a request (of 8 tokens) and an optimizer step take longer right "
+        "after the other kind of work than right after their own, per switch; not clamped: below zero it is "
+        "less than the pairs tell apart"
     )
-    bench.results.row("switch.seconds", seconds, interval(np.median, found), told)
+    bench.results.row("switch.seconds", seconds, interval(np.median, found), told, OF_ROUNDS)
     parts = {
         "initialisation": _between(ran, into_training=False),
         "clean_up": _between(ran, into_training=True),
@@ -61,18 +65,13 @@ class _Turns:
         self._job = start_job(self._engine, workload.jobs[0])
         seconds_of_steps(self._engine)
 
-    def by_turns(self) -> None:
-        for _ in range(_TURNS):
-            self._answer()
-            self._iterate()
+    def pairs(self) -> tuple[float, float]:
+        """Seconds that an answer, and an iteration, took longer after a switch."""
+        answers = [self._answer() for _ in range(2)]
+        iterations = [self._iterate() for _ in range(2)]
+        return answers[0] - answers[1], iterations[0] - iterations[1]
 
-    def in_blocks(self) -> None:
-        for _ in range(_TURNS):
-            self._answer()
-        for _ in range(_TURNS):
-            self._iterate()
-
-    def watching(self, work: Callable[[], float], ran: list[_Ran]) -> float:
+    def watching(self, work: Callable[[], _T], ran: list[_Ran]) -> _T:
         """Runs `work` and returns its result; every step that it runs is appended to `ran`."""
         executor = self._engine.executor
         run = executor.run
@@ -93,15 +92,19 @@ class _Turns:
         self._job.cancel()
         self._engine.step()
 
-    def _answer(self) -> None:
+    def _answer(self) -> float:
+        started = time.perf_counter()
         self._answering(True)
         handle = self._engine.generate(self._prompt, sampling=greedy(8))
         while handle.sequence.finish_reason is None:
             self._engine.step()
+        return time.perf_counter() - started
 
-    def _iterate(self) -> None:
+    def _iterate(self) -> float:
+        started = time.perf_counter()
         self._answering(False)
         seconds_of_steps(self._engine)
+        return time.perf_counter() - started
 
     def _answering(self, wanted: bool) -> None:
         self._engine.scheduler.policy = make_policy("temporal:1000000" if wanted else "postpone-all")

@@ -12,7 +12,7 @@ from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 from coserve.schedule.policies import make_policy
 from coserve.train.fresh import fresh_adapter
-from coserve.workload.requests import Workload
+from coserve.workload.requests import TimedRequest, Workload
 from coserve_benchmarks.drive import LoadResult, serve
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.policies.contest import PROMISED, Judge, attained, bounds_deferral, charge_deferral
@@ -22,10 +22,16 @@ _PATIENCE: Final = 5.0  # seconds after a load, for the last answers, beside the
 
 
 def patience_for(workload: Workload) -> float:
-    """Seconds after a load in which answers still count: longer than every bound that a request states."""
-    slos = [request.slo for request in workload.requests]
-    bounds = [bound for slo in slos for bound in (slo.first_token, slo.end_to_end, slo.deferral)]
-    return _PATIENCE + max((bound for bound in bounds if bound is not None), default=0.0)
+    """Seconds after a load in which answers still count: an answer within its bounds may take as long as all
+    of them allow, with each of its tokens as late as its bound between tokens has it."""
+    return _PATIENCE + max((_longest(request) for request in workload.requests), default=0.0)
+
+
+def _longest(request: TimedRequest) -> float:
+    """The longest that an answer may take within its bounds; what has none counts as nothing."""
+    slo = request.slo
+    tokens = (slo.first_token or 0.0) + (slo.between_tokens or 0.0) * (request.answer - 1)
+    return max(tokens, slo.end_to_end or 0.0, slo.deferral or 0.0)
 
 
 class Testbed(ABC):

@@ -9,6 +9,7 @@ from torch import Tensor
 from coserve.attention.backend import CommonAttentionMetadata
 from coserve.attention.pool import KVPool
 from coserve.kernels.attention import AttentionSpec, attend, attend_decode
+from coserve.kernels.native import ops as native
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,12 @@ class BatchedBackend(KVPool):
         self, layer: int, q: Tensor, metadata: BatchedMetadata, rows: DecodeRows, spec: AttentionSpec
     ) -> Tensor:
         batch = len(rows.lengths)
+        if spec.is_plain and not self.rounds and native.takes(q):
+            keys, values = self._keys[layer].whole, self._values[layer].whole
+            table, queries = rows.pages.view(batch, -1), q[0].transpose(0, 1)
+            return native.attend_pages(
+                queries, keys, values, table, rows.lengths, self.page_size, spec.scale, spec.window
+            )[None]
         keys, values = self.gather(layer, rows.pages)
         keys = keys.view(keys.shape[0], batch, -1, keys.shape[-1])
         values = values.view(values.shape[0], batch, -1, values.shape[-1])
@@ -97,6 +104,9 @@ class BatchedBackend(KVPool):
             end = chunk.start + chunk.count
             keys, values = self.gather(layer, chunk.pages)
             k, v = keys[None, :, :end], values[None, :, :end]
+        is_whole = spec.window is None or spec.window >= k.shape[2]
+        if spec.is_plain and is_whole and chunk.count > 1 and native.takes(q, k, v):
+            return native.attend_causal(q, k, v, spec.scale).transpose(1, 2)
         return attend(q, k, v, spec).transpose(1, 2)
 
     def _pages_for(self, tokens: int) -> int:

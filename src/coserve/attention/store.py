@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coserve.kernels.native import ops as native
+
 _MOST = 127  # of q; its least is -127, so that both ends of a row are as far from its middle
 
 
@@ -39,7 +41,10 @@ class KVStore:
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Writes x [groups, rows, width] into slots [rows]."""
         for tensor, part in zip(self._tensors, self._encode(x), strict=True):
-            tensor.index_copy_(1, slots, part)
+            if native.takes(tensor, part):
+                native.write_slots(tensor, slots, part)
+            else:
+                tensor.index_copy_(1, slots, part)
 
     def gather(self, pages: Tensor, page_size: int) -> Tensor:
         """Rows [groups, slots, width] of `pages` [groups * n], indices into all groups' pages of `page_size`

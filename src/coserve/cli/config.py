@@ -36,7 +36,7 @@ PREFIX = "COSERVE_"
 FILE_NAME = "coserve.toml"
 DEFAULT_URL = "http://127.0.0.1:8000"
 EMBEDDED = "coserve-tiny"
-OTHER_VARIABLES = ("COSERVE_CONFIG",)
+OTHER_VARIABLES = ("COSERVE_CONFIG", "COSERVE_NATIVE")
 CLOSE = 0.8  # likeness from which an unknown variable is taken for a slip of the pen
 T = TypeVar("T")
 

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from coserve.config import EngineConfig
+from coserve.kernels.native.build import library
 from coserve.model.base import Base
 from coserve.schedule.cost import Costs
 
@@ -76,6 +77,7 @@ def circumstances(base: Base, config: EngineConfig) -> Circumstances:
     return {
         "coserve": _version(),
         "torch": str(torch.__version__),  # a kind of string of its own
+        "compiled kernels": library() is not None,
         "model": base.fingerprint,
         "dtype": str(base.dtype).removeprefix("torch."),
         "quantize": base.quantized,

@@ -17,6 +17,7 @@ from coserve.core.plan import (
     Lane,
     Plan,
     Sampled,
+    StepResult,
     TokenLogprobs,
     TrainingSegment,
 )
@@ -24,6 +25,7 @@ from coserve.core.sequence import Direction
 from coserve.executors.inference import InferenceBatch, adapter_ranges
 from coserve.executors.local import LocalExecutor
 from coserve.executors.sampler import Sampler
+from coserve.kernels.native.build import torch_only
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged
@@ -64,7 +66,13 @@ class DeterministicExecutor(LocalExecutor):
     attention_type = TiledBackend
 
     def _prove(self) -> None:
-        fixed.prove_fixed(self.base)
+        with torch_only():
+            fixed.prove_fixed(self.base)
+
+    def _run(self, plan: Plan) -> StepResult:
+        """Runs without compiled kernels: bits must not change with a compiler."""
+        with torch_only():
+            return super()._run(plan)
 
     def launch(self, plan: Plan) -> None:
         """Takes a split plan without its split, which changes the numbers of threads."""

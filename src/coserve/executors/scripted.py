@@ -52,7 +52,8 @@ class ScriptedExecutor(Executor):
     `seconds` gives a plan's duration (by default an untrained cost model's), `host` the time that passes
     beside it until its result is applied. A job in `failures` fails as
     soon as it has something to run. `skip` advances the clock between steps. A call of `pause_training` stops
-    training of the next pausable plan after `layers_before_pause` layers.
+    training of the next pausable plan after `layers_before_pause` layers. Without `checks_pages` nothing is
+    written into pages or read from them, for loads of many steps.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ScriptedExecutor(Executor):
         failures: Mapping[str, CoserveError] | None = None,
         plans_ahead: int = 0,
         host: Callable[[], float] = float,
+        checks_pages: bool = True,
     ) -> None:
         self.now = 0.0
         self.plans: list[Plan] = []
@@ -71,6 +73,7 @@ class ScriptedExecutor(Executor):
         self.plans_ahead = plans_ahead
         self._page_size = page_size
         self._seconds, self._host = seconds or CostModel().predict, host
+        self._checks_pages = checks_pages
         self._vocabulary = vocabulary
         self._failures = dict(failures or {})
         self._cache: dict[tuple[int, int], int] = {}  # page, slot -> past
@@ -245,13 +248,8 @@ class ScriptedExecutor(Executor):
         """Reads the past of the rows, and writes them; a page is right if its whole past is."""
         sequence = self._sequences[segment.key]
         start, end = sequence.start, segment.start + segment.length
-        pasts = sequence.past(end)
-        for position in range(segment.context):
-            assert self._cache.get(self._slot(sequence, position)) == pasts[position], "a foreign page"
-        for position in range(segment.context, segment.context + segment.length):
-            page, slot = self._slot(sequence, position)
-            assert self._readers[page] == {segment.key}, f"page {page} is shared"
-            self._cache[page, slot] = pasts[position]
+        if self._checks_pages:
+            self._pass_pages(sequence, segment)
         sequence.computed = end
         scored: tuple[TokenLogprobs, ...] = ()
         if start.sampling.prompt_logprobs is not None:
@@ -264,6 +262,15 @@ class ScriptedExecutor(Executor):
         virtual = virtual_tokens(start.adapter or "", start.virtual)
         sequence.tokens.append(next_token([*virtual, *sequence.tokens], self._vocabulary))
         return Sampled(sequence.tokens[-1], prompt_logprobs=scored)
+
+    def _pass_pages(self, sequence: "_Sequence", segment: InferenceSegment) -> None:
+        pasts = sequence.past(segment.start + segment.length)
+        for position in range(segment.context):
+            assert self._cache.get(self._slot(sequence, position)) == pasts[position], "a foreign page"
+        for position in range(segment.context, segment.context + segment.length):
+            page, slot = self._slot(sequence, position)
+            assert self._readers[page] == {segment.key}, f"page {page} is shared"
+            self._cache[page, slot] = pasts[position]
 
     def _slot(self, sequence: "_Sequence", position: int) -> tuple[int, int]:
         return sequence.pages[position // self._page_size], position % self._page_size

@@ -4,6 +4,8 @@ their VJP."""
 import torch
 from torch import Tensor
 
+from coserve.kernels.native import gradients, ops
+
 
 def cross_entropy(logits: Tensor, labels: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """(summed loss [], weight x its gradient [rows, vocabulary] in the logits' dtype).
@@ -11,6 +13,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, weight: float) -> tuple[Tensor
     logits [rows, vocabulary], labels [rows], all valid token ids. One float32 buffer is reused for
     exponentials and gradient; the twin is `reference.cross_entropy`.
     """
+    if ops.takes(logits):
+        return gradients.cross_entropy(logits, labels, weight)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     rows = torch.arange(len(labels), device=labels.device)
     target = exact[rows, labels]

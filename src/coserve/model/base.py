@@ -145,7 +145,7 @@ class Base:
             logits: Tensor = self._run_model(self.model, answer, tokens, tokens).logits
         finally:
             self.cell.rows = None
-        return logits[0]
+        return logits.squeeze(0)  # whose gradient is a view; that of an index is copied into zeros
 
     def _begin(self, tokens: Tensor, positions: Tensor, rows: Rows | None) -> tuple[Tensor, list[Call]]:
         """Runs the prologue: (the first layer's input, the arguments of each layer)."""

@@ -27,6 +27,7 @@ from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
+from coserve.model.native import use_native_kernels
 from coserve.model.origin import Origin
 from coserve.model.placement import Placement, place_locally
 from coserve.model.placing import place_linears
@@ -172,6 +173,7 @@ def _fit(
     AttentionMaskInterface.register(name, masks.make)
     model.set_attn_implementation(name)
     place_linears(model, cell, lambda _, weight, bias: place_locally(weight, bias))
+    use_native_kernels(model)
     base.linears = {p: module for p, module in model.named_modules() if isinstance(module, FrozenLinear)}
     _hook_sites(base)
     base.learn_arguments()

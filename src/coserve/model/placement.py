@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import Enum
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from coserve.adapters.bypass import exact_type
 from coserve.errors import NotOffered
 from coserve.kernels.cpu import multiplies_bfloat16
+from coserve.kernels.native import ops as native
 from coserve.model.group import Group
+
+_MOST_ROWS: Final = 64  # of a native product; with more oneDNN's is as fast
 
 
 class Offer(Enum):
@@ -114,10 +118,14 @@ class PackedPlacement(Placement):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.bias = bias
+        self._address = native.packed_address(self._packed, weight)
+        self._outputs = len(weight)
         self._transposed: Tensor | None = None
         self.nbytes_to_train = weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._address is not None and x.numel() <= _MOST_ROWS * x.shape[-1] and native.takes(x):
+            return native.linear(x, self._address, self._outputs, self.bias)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y
 

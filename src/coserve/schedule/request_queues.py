@@ -164,3 +164,10 @@ class RequestQueues:
         if sequence.told is not None:
             self.released.append(sequence.key)
             sequence.told = None
+
+
+def count_places(queues: RequestQueues) -> float:
+    """Sequences that can run at once: as many as may, or have pages if all need what the present ones do."""
+    held = sum(len(one.pages) for one in queues.running)
+    by_pages = len(queues.running) * queues._pages.pages / held if held else float("inf")
+    return min(queues._config.max_running, by_pages)

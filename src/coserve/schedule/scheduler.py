@@ -22,9 +22,10 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
 from coserve.schedule.pace import prefill_limit
+from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Policy, View
-from coserve.schedule.request_queues import RequestQueues
+from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.segments import announce, announce_batches, note_planned
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
@@ -74,6 +75,7 @@ class Scheduler:
         self._applied = -INFINITE  # when the last result was applied
         self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
         self._utilization = Utilization()
+        self._places = Places()
 
     # For the engine, between two steps
 
@@ -99,6 +101,7 @@ class Scheduler:
         ended, training = self._last_training
         sequence.deferred = min(max(ended - request.arrival, 0.0), training)
         self._sequences[sequence.key] = sequence
+        self._places.arrived(now)
         if request.newcomer:
             self._newcomer_at = now
         if blocked:
@@ -256,6 +259,8 @@ class Scheduler:
             interruptible=self.interruptible,
             starving=starving,
             utilization=self._utilization.share,
+            places=count_places(self._requests),
+            beside=bool(self._underway),
         )
 
     def _decode(self, builder: PlanBuilder) -> bool:
@@ -336,7 +341,9 @@ class Scheduler:
     def _train(self, builder: PlanBuilder, view: View, jobs: list[QueueEntry]) -> None:
         """Adds, job by job, an optimizer step that is due or the next windows of micro-batches."""
         self.stats.fused_possible += bool(builder.inference)
-        slack = measure(builder, self._requests, self.cost, self.config, self._utilization.share)
+        slack = measure(
+            builder, self._requests, self.cost, self.config, self._utilization.share, self._places
+        )
         expected = builder.now - self._newcomer_at <= LATELY and not self.interruptible
         shortly = self.config.quantum if expected else INFINITE
         allowance = self.policy.allow(
@@ -499,3 +506,5 @@ class Scheduler:
         del self._sequences[sequence.key]
         self._requests.retire(sequence, reason)
         self.stats.count_finished(sequence, now)
+        if sequence.output:
+            self._places.ended(now, len(sequence.output))

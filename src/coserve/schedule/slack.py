@@ -11,8 +11,9 @@ from functools import cached_property
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
-from coserve.schedule.request_queues import RequestQueues
+from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.utilization import own_slowdown
 
 INFINITE = float("inf")
@@ -32,16 +33,24 @@ class Slack:
 
 
 def measure(
-    builder: PlanBuilder, queues: RequestQueues, cost: CostModel, config: SchedulerConfig, utilization: float
+    builder: PlanBuilder,
+    queues: RequestQueues,
+    cost: CostModel,
+    config: SchedulerConfig,
+    utilization: float,
+    places: Places,
 ) -> Slack:
     """The slack of a step whose inference is planned, less a margin for prediction errors.
 
     `utilization` is the machine's by inference, 0 to 1.
     """
     ahead = _Ahead(builder, queues, cost, config)
-    training = whole = coming = deferral = INFINITE
-    for sequence, seconds in ahead:
-        left = _limits(sequence, builder.now, seconds, ahead.step, cost, config)
+    longest = _until_places_run_out(builder.now, queues, places)
+    training = whole = longest - ahead.step
+    coming = _SURE * (longest - ahead.decode)
+    deferral = INFINITE
+    for sequence, seconds, steps in ahead:
+        left = _limits(sequence, builder.now, seconds, steps, ahead.step, cost, config)
         # With no other bound in force, the default one.
         slowdown = sequence.request.slo.slowdown or (None if left else config.slowdown)
         if slowdown is not None and slowdown < INFINITE:
@@ -55,17 +64,38 @@ def measure(
     return Slack(ahead.step, max(training, 0.0), max(whole, 0.0), max(coming, 0.0), max(deferral, 0.0))
 
 
+def _until_places_run_out(now: float, queues: RequestQueues, places: Places) -> float:
+    """Seconds that a step may take for those who come to find a place; any, where nobody minds waiting for
+    one."""
+    if not queues.running or not any(_minds(sequence) for sequence in queues):
+        return INFINITE
+    tokens = sum(one.request.sampling.max_tokens for one in queues.running) / len(queues.running)
+    return places.longest_step(now, count_places(queues), tokens)
+
+
+def _minds(sequence: Sequence) -> bool:
+    slo = sequence.request.slo
+    return slo.first_token is not None or slo.end_to_end is not None
+
+
 def _limits(
-    sequence: Sequence, now: float, ahead: float, step: float, cost: CostModel, config: SchedulerConfig
+    sequence: Sequence,
+    now: float,
+    ahead: float,
+    steps: int,
+    step: float,
+    cost: CostModel,
+    config: SchedulerConfig,
 ) -> list[tuple[float, float]]:
     """Seconds that each bound in force leaves for training, in this step and in total, with the next token
-    `ahead` seconds away."""
+    `ahead` seconds away, of which `steps` steps are for a place."""
     slo, arrival = sequence.request.slo, sequence.request.arrival
     margin = cost.margin(config, trains=True)
     found: list[float] = []
     shared: list[tuple[float, float]] = []
     if slo.first_token is not None and sequence.newest_at is None:
-        found.append((arrival + slo.first_token - now) / (1 + margin) - ahead)
+        first = (arrival + slo.first_token - now) / (1 + margin) - ahead
+        shared.append((first / (steps + 1), first))
     if slo.between_tokens is not None and sequence.newest_at is not None:
         each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
         found.append((sequence.newest_at + slo.between_tokens - now) / (1 + each) - ahead)
@@ -116,8 +146,9 @@ def _deferral(sequence: Sequence, margin: float) -> float:
 class _Ahead:
     """Seconds until each sequence's next token: this step, and those that its prompt takes beyond it.
 
-    These hold the rows of the prompts before it in the line, and a decode row of every running sequence.
-    `step` is this step's inference.
+    These hold the rows of the prompts before it in the line, and a decode row of every running sequence. Who
+    waits while all places are taken has the steps until an answer ends before them; their number is the third
+    of each. `step` is this step's inference.
     """
 
     def __init__(
@@ -127,14 +158,19 @@ class _Ahead:
         self._planned = {segment.key: segment.length for segment in builder.inference}
         self.step = cost.predict_features(builder.features) if builder.inference else 0.0
 
-    def __iter__(self) -> Iterator[tuple[Sequence, float]]:
+    def __iter__(self) -> Iterator[tuple[Sequence, float, int]]:
         queues = self._queues
         rows = 0  # that must pass before the sequence at hand has its next token
-        for sequence in [*queues.running, *queues.waiting[: self._config.max_running]]:
+        ends = sorted(sequence.steps_left for sequence in queues.running)
+        free = max(int(count_places(queues)) - len(ends), 0) if ends else self._config.max_running
+        for place, sequence in enumerate(
+            [*queues.running, *queues.waiting[: self._config.max_running]], start=-len(ends) - free
+        ):
             rest = sequence.remaining - self._planned.get(sequence.key, 0)
             rows += rest
             further = self._further(sequence, sequence.length - rest, rows) if rest else 0.0
-            yield sequence, self.step + further
+            steps = ends[min(place, len(ends) - 1)] if place >= 0 and ends else 0
+            yield sequence, self.step * (1 + steps) + further, steps
 
     def _further(self, sequence: Sequence, start: int, rows: int) -> float:
         """Seconds for `rows` prompt rows in as many steps as needed.

@@ -72,7 +72,8 @@ class Tail:
                 with torch.enable_grad():
                     leaf, logits = self._logits(hidden[chunk], bypasses)
                 found = self._logits_gradient(logits.detach()[:count], chunk + window.start)
-                found = F.pad(found, (0, 0, 0, len(logits) - count))
+                if count < len(logits):
+                    found = F.pad(found, (0, 0, 0, len(logits) - count))
                 of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found)
             gradient[chunk] = of_leaf[0, :count]
             self._accumulate(self._leaves, of_leaves)

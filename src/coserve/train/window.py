@@ -185,7 +185,7 @@ class _Even:
         heads, rows = x.shape[1], self.count * self.length
         if x.shape[2] != rows:
             x = x[:, :, self.start : self.start + rows]
-        return x[0].view(heads, self.count, self.length, x.shape[-1]).transpose(0, 1)
+        return x.view(heads, self.count, self.length, x.shape[-1]).transpose(0, 1)
 
     def back(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(0, 1)[None]

@@ -124,6 +124,7 @@ class Pair:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
+@torch.no_grad()
 def test_every_backend_attends_as_the_plain_one(make: Make, dtype: torch.dtype) -> None:
     for seed in random.sample(range(1 << 30), 2):
         pair = Pair(make, dtype, seed)

@@ -27,7 +27,7 @@ from coserve.train.fresh import fresh_adapter
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, training_tokens
 from coserve.workload.shapes import shape_named
-from coserve_benchmarks import coserving, drive, finetune, inference, ours, overhead, remote
+from coserve_benchmarks import coserving, drive, finetune, inference, ours, overhead, remote, stepping
 from coserve_benchmarks.adapters import decode, figure, swap, training
 from coserve_benchmarks.adapters.approaches import Batch
 from coserve_benchmarks.adapters.run import run_adapters
@@ -388,6 +388,31 @@ def test_tokens_through_http_are_those_that_clients_received(
         overhead.run(bench, served)
 
 
+def test_products_beside_a_decode_step_are_those_of_the_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(bench, calibrate=False)
+    assert isinstance(engine.executor, LocalExecutor)
+    answers = [engine.generate([1, 2, number], sampling=ours.greedy(8)) for number in range(3, 8)]
+    while any(len(answer.tokens) < 2 for answer in answers):
+        engine.step()
+    called: Counter[tuple[int, int]] = Counter()  # the placement, and its rows
+    for linear in engine.executor.base.linears.values():
+        own = linear.placement
+
+        def counted(x: Tensor, own: Any = own, forward: Any = own.forward) -> Tensor:
+            called[id(own), x.shape[:-1].numel()] += 1
+            return forward(x)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(own, "forward", counted)
+    engine.step()
+    by_the_step = Counter(called)
+    called.clear()
+    for product in stepping.products(engine.executor.base, len(answers)):
+        product()
+    assert called == by_the_step and called.total() == len(engine.executor.base.linears)
+
+
 def test_a_decode_step_is_one_of_the_engines(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that counts steps each bench's figure of a step is one second, and of a round its steps."""
     engine = make_engine(bench, calibrate=False)
@@ -395,7 +420,7 @@ def test_a_decode_step_is_one_of_the_engines(bench: Bench, monkeypatch: pytest.M
     sizes = AdapterSizes.of(TINY, SHAPE, quick=True)
     assert decode.decode_seconds(engine, bench, sizes, [None]) == 1.0
     assert mixed._decode_seconds(engine, bench, [None, None], 5) == 5.0  # type: ignore[list-item]
-    assert remote._decode(bench, engine, 3)() == 1.0
+    assert remote.decode_step(bench, engine, 3)() == 1.0
     updated: list[int] = []
     with watch_plans(engine, lambda plan: updated.extend(clock.steps for _ in plan.updates)):
         a_step = remote._train(bench, engine)()

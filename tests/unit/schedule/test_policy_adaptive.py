@@ -16,6 +16,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.policies import Policy, View, make_policy
 from coserve.schedule.policies.base import INFINITE
+from coserve.schedule.policies.entry import LatestEntry
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.training_queue import QueueEntry
 from timetable import COSTS, Ask, Tune, World, table
@@ -548,3 +549,12 @@ def test_pushing_requests_out_leaves_more_to_training() -> None:
         ours += serve("adaptive", requests, 40.0)[1]
         theirs += serve("hybrid", requests, 40.0)[1]
     assert ours >= 1.02 * theirs
+
+
+def test_a_prompt_enters_earlier_where_a_lane_may_make_it_longer() -> None:
+    """On half of the machine its rows take twice as long, as its steps do."""
+    asked = Request("x", (1,) * 100, SamplingParams(max_tokens=4), slo=SLO(first_token=1000.0))
+    state = view((Sequence(1, asked),), cost=known_exactly(CostModel()))
+    alone, beside = (LatestEntry(state, slowness).until_entry(Sequence(1, asked)) for slowness in (1.0, 2.0))
+    assert alone < 900.0
+    assert 900.0 - beside == pytest.approx(2 * (900.0 - alone))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from coserve.core.request import SLO, Request, SamplingParams
@@ -5,6 +7,7 @@ from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
+from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues
 from coserve.schedule.slack import INFINITE, Slack, measure
@@ -36,15 +39,20 @@ def waiting(slo: SLO, key: int = 2, arrival: float = NOW) -> Sequence:
 
 
 def slack(
-    running: list[Sequence], line: list[Sequence], error: float = 0.0, utilization: float = 0.0
+    running: list[Sequence],
+    line: list[Sequence],
+    error: float = 0.0,
+    utilization: float = 0.0,
+    config: SchedulerConfig = CONFIG,
+    places: Places | None = None,
 ) -> Slack:
-    it, builder = RequestQueues(CONFIG, PagePool(8, 64)), PlanBuilder(NOW)
+    it, builder = RequestQueues(config, PagePool(8, 64)), PlanBuilder(NOW)
     it.running = running
     for sequence in line:
         it.join(sequence)
     for sequence in running:
         builder.add(sequence, 1)
-    return measure(builder, it, model(error), CONFIG, utilization)
+    return measure(builder, it, model(error), config, utilization, places or Places())
 
 
 def test_who_states_nothing_gets_a_share() -> None:
@@ -159,3 +167,30 @@ def test_unused_time_adds_up_but_for_bounds_on_each_token_and_on_all_deferral() 
     assert found.coming == pytest.approx(0.9 * (0.05 - step)) and found.training < found.coming
     assert slack([each, some], []).coming == pytest.approx(0.03)
     assert slack([each], [], error=0.5).coming == pytest.approx(0.9 * (0.05 / 1.5 - 0.011))
+
+
+def test_who_waits_for_a_place_has_the_steps_until_an_answer_ends_before_it() -> None:
+    """One place, ten steps of 11 ms until it is free, then the prompt's step of 31: each of the eleven may be
+    longer by an eleventh of what is left."""
+    line = [waiting(SLO(first_token=2.0))]
+    full = replace(CONFIG, max_running=1, slowdown=None)
+    found = slack([decoding(SLO())], line, config=full)
+    left = 2.0 - 11 * 0.011 - 0.031
+    assert found.training == pytest.approx(left / 11, rel=0.02)
+    assert found.whole == pytest.approx(left, rel=0.02)
+    free = slack([decoding(SLO())], line, config=replace(CONFIG, max_running=2, slowdown=None))
+    assert free.training == pytest.approx(2.0 - 0.011 - 0.031, rel=0.02)
+
+
+def test_steps_leave_places_for_who_comes() -> None:
+    """Two requests a second of eleven tokens, of which three quarters of eight places are to be enough."""
+    places = Places()
+    for number in range(40):
+        places.arrived(NOW - 20.0 + number / 2)
+    eight = replace(CONFIG, max_running=8, slowdown=None)
+    bounded = [decoding(SLO(first_token=9.0))]
+    found = slack(bounded, [], config=eight, places=places)
+    assert found.training == pytest.approx(0.75 * 8 / (2 * 11) - 0.011, rel=0.15)
+    nobody_minds = [decoding(SLO(between_tokens=5.0))]
+    assert slack(nobody_minds, [], config=eight, places=places).training > 1.0
+    assert slack(bounded, [], config=eight).training == INFINITE  # nobody comes

@@ -7,6 +7,7 @@ from typing import Final
 
 from coserve.core.sequence import Direction, Sequence, Span
 from coserve.schedule.cost import Features
+from coserve.schedule.places import TAKEN
 from coserve.schedule.policies.base import INFINITE, NO_TRAINING, Allowance, View, register
 from coserve.schedule.policies.beside import STEPS, beside
 from coserve.schedule.policies.entry import LatestEntry
@@ -78,8 +79,10 @@ class Adaptive(Hybrid):
         latest = LatestEntry(view, view.cost.lanes.inference if _splitting_pays(view) else 1.0)
         self._note(view, latest)
         self._prompts = 0.0 if latest.can_follow else latest.prompts
-        if not self._gathers(view.now):
+        if not self._gathers(view.now) or len(view.waiting) + len(view.running) >= TAKEN * view.places:
             return view.waiting
+        if view.beside and not view.running:  # a piece has lost the answers beside it, and would be awaited
+            return view.waiting[:1]
         left = {sequence.key: latest.until_entry(sequence) for sequence in view.waiting}
         least = view.config.quantum * _DUE
         if not self._cuts(view):

@@ -30,6 +30,8 @@ class View:
     finished: int  # sequences that ended since the start
     utilization: float = 0.0  # of the machine by inference of late, 0 to 1
     interruptible: bool = False  # whether arrivals stop the training of the step that is planned
+    places: float = INFINITE  # for sequences that run at once, by their number and by pages
+    beside: bool = False  # whether a piece in a lane is under way: a step without answers awaits its end
     starving: bool = False  # whether the first in turn got nothing for as long as it may
     inference_seconds: float = 0.0
     slack: float = INFINITE  # most training that breaks no bound, if all steps to come have as much

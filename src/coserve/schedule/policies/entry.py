@@ -30,6 +30,7 @@ class LatestEntry:
             start = sequence.virtual + sequence.length
             decode.add_inference(start, 1, 1, sequence.request.adapter)
         self._alone = cost.predict_features(decode)  # a step, on the whole machine
+        self._slowness = slowness
         self._step = self._alone * slowness
         self._decode = decode
         bounds = [sequence.request.slo.between_tokens for sequence in everybody]
@@ -71,10 +72,11 @@ class LatestEntry:
         return (self._step + longest * self._row_seconds(longest)) * (1 + self._margin) <= self._between
 
     def _row_seconds(self, rows: int) -> float:
-        """Seconds that each of `rows` prompt rows adds to a decode step."""
+        """Seconds that each of `rows` prompt rows adds to a decode step: a piece beside it may go on."""
         with_prompts = self._decode.copy()
         with_prompts.add_inference(0, max(rows, 2), 0, None)
-        return max(self._view.cost.predict_features(with_prompts) - self._alone, 1e-9) / max(rows, 2)
+        added = self._view.cost.predict_features(with_prompts) - self._alone
+        return self._slowness * max(added, 1e-9) / max(rows, 2)
 
     def _prefill_seconds(self, rows: int) -> float:
         """Seconds for `rows` prompt rows, in steps short enough for the running requests."""

@@ -1,0 +1,135 @@
+"""Compiles the kernels in C where there is a C compiler, once for a machine.
+
+It takes half a second. The library stays in the user's cache directory, under a name made of the sources, the
+compiler and the processor's capabilities. Without a compiler, or where anything fails, there is no library,
+and everything is computed by torch.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+import torch  # noqa: F401  # its OpenMP library must be there first: another one's threads would compete
+
+_SOURCES: Final = sorted(Path(__file__).parent.glob("*.[ch]"))
+_FAST: Final = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS: Final = (*_FAST, "-fopenmp", "-shared", "-fPIC")
+_PATIENCE: Final = 60.0  # seconds
+_KINDS: Final = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+_SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 64 bits, floats, integers
+    "rms_norm": "pppllfii",
+    "rms_norm_back": "ppppllfii",
+    "rotate": "pllpppllli",
+    "rotate_back": "pllpppllli",
+    "silu_mul": "pppli",
+    "silu_mul_back": "pppppli",
+    "causal_softmax": "plllfi",
+    "softmax_keeping": "pplllfi",
+    "softmax_back": "ppplllfi",
+    "cross_entropy": "ppppllfi",
+    "write_slots": "pllpplllli",
+    "attend_pages": "pllpplpllpllllllfpi",
+    "linear": "plpppllli",
+    "multiplies": "",
+}
+
+_state = threading.local()
+_log = logging.getLogger(__name__)
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The compiled kernels, as `library`; None inside `torch_only`."""
+    return None if getattr(_state, "is_off", False) else library()
+
+
+@contextmanager
+def torch_only() -> Iterator[None]:
+    """Context in which this thread computes without compiled kernels, so that results do not depend on a
+    compiler."""
+    before = getattr(_state, "is_off", False)
+    _state.is_off = True
+    try:
+        yield
+    finally:
+        _state.is_off = before
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None without a compiler, on other systems than Linux, or where `COSERVE_NATIVE`
+    is 0 in the environment."""
+    if not sys.platform.startswith("linux") or os.environ.get("COSERVE_NATIVE") == "0":
+        return None
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc"))), None)
+    if compiler is None:
+        return None
+    try:
+        return _loaded(compiler)
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.info("kernels are not compiled: %s", error)
+        return None
+
+
+def _loaded(compiler: str) -> ctypes.CDLL | None:
+    threads = _openmp_libraries()
+    directory = platformdirs.user_cache_path("coserve") / "kernels"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = directory / f"{_name(compiler)}.so"
+        if not path.exists():
+            _compile(compiler, path)
+        found = ctypes.CDLL(str(path))
+    except OSError:  # a home that cannot be written, or a damaged file
+        with tempfile.TemporaryDirectory() as temporary:
+            path = Path(temporary) / "kernels.so"
+            _compile(compiler, path)
+            found = ctypes.CDLL(str(path))
+    if _openmp_libraries() != threads:
+        return None
+    for name, kinds in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.argtypes = [_KINDS[kind] for kind in kinds]
+        function.restype = None if kinds else ctypes.c_int
+    return found
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Writes the library in one move, as several processes may compile it at once."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    command = [
+        compiler,
+        *_FLAGS,
+        "-o",
+        str(draft),
+        *(str(path) for path in _SOURCES if path.suffix == ".c"),
+        "-lm",
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
+    draft.replace(path)
+
+
+def _name(compiler: str) -> str:
+    described = [path.read_bytes() for path in _SOURCES]
+    described += [" ".join((compiler, *_FLAGS, platform.machine())).encode()]
+    capabilities = Path("/proc/cpuinfo").read_bytes().splitlines()
+    described += {line for line in capabilities if line.startswith((b"flags", b"Features"))}
+    return hashlib.sha256(b"\n".join(described)).hexdigest()[:32]
+
+
+def _openmp_libraries() -> set[str]:
+    """Files of OpenMP libraries in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line or "libiomp" in line}

@@ -1,0 +1,176 @@
+"""The kernels of `kernels.c` on tensors in bfloat16 on a CPU, without a graph.
+
+Each has a plain twin in torch: the model's own norms, rotary embedding and activations, `blocked.attention`,
+and `attend_decode` over gathered pages. Kernels do not round what torch writes to memory between two of its
+operations, such as scores.
+"""
+
+from ctypes import CDLL
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coserve.core.row_buckets import ONEDNN
+from coserve.kernels.native.build import kernels
+
+_GRAIN: Final = 32768  # numbers: fewer are not worth a second thread
+_PANEL: Final = 64  # outputs of a packed weight that lie together
+_SAME: Final = 1e-2  # relative difference of two products with the same weight; each rounds to 8 bits
+_BLOCK: Final = 128  # queries of a prompt, as in `kernels/blocked.py`
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Tells whether there are kernels, and these tensors, whose last dimension must be dense, are of their
+    type, have data and need no graph."""
+    return not torch.is_grad_enabled() and all(map(fits, tensors)) and kernels() is not None
+
+
+def fits(x: Tensor) -> bool:
+    """Tells whether kernels can read this tensor."""
+    return (
+        x.dtype == torch.bfloat16
+        and type(x) in (Tensor, nn.Parameter)
+        and x.device.type == "cpu"
+        and x.stride(-1) == 1
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
+    """x [..., width] over its root mean square, times `weight` [width], or where `centred` times 1 + weight.
+    Rounded before the weight is applied, unless `centred`."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    width = x.shape[-1]
+    loaded().rms_norm(
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, eps, centred,
+        threads(x.numel()),
+    )  # fmt: skip
+    return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [1, heads, rows, width] by cos and sin [1, rows, width], whose second half
+    rotates with the first (Llama's `apply_rotary_pos_emb`), bit for bit. Rows are outermost in memory."""
+    _, heads, rows, width = x.shape
+    y = x.new_empty(1, rows, heads, width)
+    loaded().rotate(
+        x.data_ptr(), x.stride(2), x.stride(1), cos.contiguous().data_ptr(), sin.contiguous().data_ptr(),
+        y.data_ptr(), rows, heads, width, threads(x.numel()),
+    )  # fmt: skip
+    return y.transpose(1, 2)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both of one shape."""
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    loaded().silu_mul(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), threads(y.numel()))
+    return y
+
+
+def linear(x: Tensor, address: int, outputs: int, bias: Tensor | None) -> Tensor:
+    """The product of x [..., in] with the packed weight at `address` (of `packed_address`), plus bias [out]:
+    [..., out]."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = x.new_empty(*x.shape[:-1], outputs)
+    loaded().linear(
+        rows.data_ptr(), rows.stride(0), address, None if bias is None else bias.data_ptr(), y.data_ptr(),
+        len(rows), rows.shape[1], outputs, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+@torch.no_grad()
+def packed_address(packed: Tensor, weight: Tensor) -> int | None:
+    """The address of oneDNN's packed form of a weight [out, in], where `linear` reads it; None where there
+    is no such kernel, or the layout is another one. Which one oneDNN chooses it does not tell: a product of
+    each does."""
+    outputs, inputs = weight.shape
+    found = kernels()
+    if found is None or not found.multiplies() or not fits(weight):
+        return None
+    if outputs % _PANEL or inputs % 2 or torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
+        return None
+    address: int = torch.ops.mkldnn.data_ptr(packed)
+    x = torch.randn(2, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+    want = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "").float()
+    difference = linear(x, address, outputs, None).float() - want
+    return address if bool(difference.norm() <= _SAME * want.norm()) else None
+
+
+def write_slots(pool: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Writes x [groups, rows, width] into slots [rows] of pool [groups, places, width]."""
+    groups, rows, width = x.shape
+    slots = slots.contiguous()
+    loaded().write_slots(
+        x.data_ptr(), x.stride(0), x.stride(1), slots.data_ptr(), pool.data_ptr(), pool.shape[1], groups,
+        rows, width, threads(x.numel()),
+    )  # fmt: skip
+
+
+def attend_pages(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """One query per sequence: q [batch, heads, dk] over keys and values [groups, slots, dk and dv] in the
+    pages of `block_table` [batch, n], of which each sequence has `lengths` [batch] positions and attends to
+    the last `window`. Returns [batch, heads, dv]."""
+    batch, heads, _ = q.shape
+    groups, slots, width = values.shape
+    out = q.new_empty(batch, heads, width)
+    table, ends = block_table.contiguous(), lengths.contiguous()
+    loaded().attend_pages(
+        q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(), values.data_ptr(), slots, table.data_ptr(),
+        table.shape[1], page_size, ends.data_ptr(), window or 0, batch, heads, groups, q.shape[2], width,
+        scale, out.data_ptr(), threads(table.numel() * page_size * heads * width),
+    )  # fmt: skip
+    return out
+
+
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """`blocked.attention` of q [1, heads, t, dk] over k and v [1, groups, length, dk and dv] without a
+    window."""
+    count, missing = q.shape[2], ONEDNN.pad_rows(q.shape[2]) - q.shape[2]
+    if missing:  # so that products have few shapes; nobody attends to keys after the last position
+        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
+    _, heads, t, dk = q.shape
+    groups, length, dv = v.shape[1:]
+    keys, values = k[0], v[0]
+    grouped = q.view(groups, heads // groups, t, dk)
+    out = q.new_empty(t, groups, heads // groups, dv).permute(1, 2, 0, 3)
+    for start in range(0, t, _BLOCK):
+        rows = slice(start, min(start + _BLOCK, t))
+        height, seen = rows.stop - start, length - t + rows.stop
+        queries = grouped[:, :, rows].reshape(groups, -1, dk)
+        scores = torch.bmm(queries, keys[:, :seen].transpose(1, 2))
+        causal_softmax_(scores, height, scale)
+        out[:, :, rows] = torch.bmm(scores, values[:, :seen]).view(groups, -1, height, dv)
+    return out.flatten(0, 1)[None, :, :count]
+
+
+def causal_softmax_(scores: Tensor, rows: int, scale: float) -> None:
+    """Softmax in place of scores [n, blocks * rows, keys] times `scale`; the rows of a block are the last
+    positions of the keys, and later keys get a weight of 0."""
+    keys = scores.shape[-1]
+    blocks = scores.numel() // (rows * keys)
+    loaded().causal_softmax(scores.data_ptr(), blocks, rows, keys, scale, threads(scores.numel()))
+
+
+def loaded() -> CDLL:
+    """The kernels, where `takes` holds."""
+    found = kernels()
+    assert found is not None, "without a library nothing is taken"
+    return found
+
+
+def threads(numbers: int) -> int:
+    """Threads for a pass over so many numbers."""
+    return torch.get_num_threads() if numbers >= _GRAIN else 1

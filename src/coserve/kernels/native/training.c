@@ -1,0 +1,166 @@
+// Kernels of training on a CPU in bfloat16, with sums in float32: one pass over memory each.
+//
+// Each row is computed alone and in one order, so that its bits do not depend on other rows or on the number
+// of threads. Strides and lengths are in elements. See gradients.py for shapes.
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bfloat16.h"
+#include "exponential.h"
+
+// Softmax in place of scores [blocks * rows, keys], row by row, and its log-sum-exp: row i of a block attends
+// to the first keys - rows + i + 1; later weights are 0.
+void softmax_keeping(bf16 *scores, float *lse, i64 blocks, i64 rows, i64 keys, float scale, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *exact = malloc(sizeof(float) * (size_t)keys);
+#pragma omp for
+        for (i64 i = 0; i < blocks * rows; i++) {
+            bf16 *row = scores + i * keys;
+            i64 seen = keys - rows + i % rows + 1;
+            float most = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : most)
+            for (i64 j = 0; j < seen; j++) {
+                exact[j] = widen(row[j]) * scale;
+                most = exact[j] > most ? exact[j] : most;
+            }
+#pragma omp simd reduction(+ : sum)
+            for (i64 j = 0; j < seen; j++) {
+                exact[j] = exponential(exact[j] - most);
+                sum += exact[j];
+            }
+            float share = 1.0f / sum;
+#pragma omp simd
+            for (i64 j = 0; j < seen; j++) row[j] = narrow(exact[j] * share);
+            memset(row + seen, 0, sizeof(bf16) * (size_t)(keys - seen));
+            lse[i] = most + logf(sum);
+        }
+        free(exact);
+    }
+}
+
+// The way back through `softmax_keeping`: scores become weights, and the weights' gradients those of the
+// products that the scores were made of, both in place.
+void softmax_back(bf16 *scores, bf16 *gradients, const float *lse, i64 blocks, i64 rows, i64 keys, float scale,
+                  int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *exact = malloc(sizeof(float) * (size_t)keys);
+#pragma omp for
+        for (i64 i = 0; i < blocks * rows; i++) {
+            bf16 *row = scores + i * keys, *of = gradients + i * keys;
+            i64 seen = keys - rows + i % rows + 1;
+            float own = lse[i], owed = 0.0f;
+#pragma omp simd reduction(+ : owed)
+            for (i64 j = 0; j < seen; j++) {
+                float weight = exponential(widen(row[j]) * scale - own);
+                exact[j] = weight;
+                row[j] = narrow(weight);
+                owed += weight * widen(of[j]);
+            }
+#pragma omp simd
+            for (i64 j = 0; j < seen; j++) of[j] = narrow((widen(of[j]) - owed) * exact[j] * scale);
+            memset(row + seen, 0, sizeof(bf16) * (size_t)(keys - seen));
+            memset(of + seen, 0, sizeof(bf16) * (size_t)(keys - seen));
+        }
+        free(exact);
+    }
+}
+
+// The gradient of `rms_norm` for x, from that of its output. The weight is frozen.
+void rms_norm_back(const bf16 *grad, const bf16 *x, const bf16 *w, bf16 *dx, i64 rows, i64 width, float eps,
+                   int centred, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *exact = malloc(sizeof(float) * (size_t)width);
+#pragma omp for
+        for (i64 i = 0; i < rows; i++) {
+            const bf16 *g = grad + i * width, *from = x + i * width;
+            bf16 *to = dx + i * width;
+            float squares = 0.0f, products = 0.0f;
+            if (centred) {
+#pragma omp simd
+                for (i64 j = 0; j < width; j++) exact[j] = widen(g[j]) * (1.0f + widen(w[j]));
+            } else {
+#pragma omp simd
+                for (i64 j = 0; j < width; j++) exact[j] = rounded(widen(g[j]) * widen(w[j]));
+            }
+#pragma omp simd reduction(+ : squares, products)
+            for (i64 j = 0; j < width; j++) {
+                squares += widen(from[j]) * widen(from[j]);
+                products += exact[j] * widen(from[j]);
+            }
+            float scale = 1.0f / sqrtf(squares / (float)width + eps);
+            float owed = products * scale * scale * scale / (float)width;
+#pragma omp simd
+            for (i64 j = 0; j < width; j++) to[j] = narrow(exact[j] * scale - widen(from[j]) * owed);
+        }
+        free(exact);
+    }
+}
+
+// The gradients of `silu_mul` for gate and up, rounded as torch's own, operation by operation.
+void silu_mul_back(const bf16 *grad, const bf16 *gate, const bf16 *up, bf16 *dgate, bf16 *dup, i64 count,
+                   int threads) {
+#pragma omp parallel for simd num_threads(threads) if (parallel : threads > 1)
+    for (i64 i = 0; i < count; i++) {
+        float g = widen(grad[i]), x = widen(gate[i]);
+        float share = 1.0f / (1.0f + exponential(-x));
+        float inner = rounded(g * widen(up[i]));
+        dup[i] = narrow(g * rounded(x * share));
+        dgate[i] = narrow(inner * share * (1.0f + x * (1.0f - share)));
+    }
+}
+
+// The gradient of `rotate` for x, from that of its output [rows, heads, width] with strides; dx is dense.
+void rotate_back(const bf16 *grad, i64 row_stride, i64 head_stride, const bf16 *cosine, const bf16 *sine,
+                 bf16 *dx, i64 rows, i64 heads, i64 width, int threads) {
+    i64 half = width / 2;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 i = 0; i < rows; i++) {
+        const bf16 *c = cosine + i * width, *s = sine + i * width;
+        for (i64 h = 0; h < heads; h++) {
+            const bf16 *from = grad + i * row_stride + h * head_stride;
+            bf16 *to = dx + (i * heads + h) * width;
+#pragma omp simd
+            for (i64 j = 0; j < half; j++) {
+                float a = widen(from[j]), b = widen(from[half + j]);
+                to[j] = narrow(rounded(a * widen(c[j])) + rounded(b * widen(s[half + j])));
+                to[half + j] = narrow(rounded(b * widen(c[half + j])) - rounded(a * widen(s[j])));
+            }
+        }
+    }
+}
+
+// The loss of each row of logits [rows, vocabulary], and `weight` times its gradient.
+void cross_entropy(const bf16 *logits, const i64 *labels, float *losses, bf16 *gradient, i64 rows, i64 vocabulary,
+                   float weight, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *exact = malloc(sizeof(float) * (size_t)vocabulary);
+#pragma omp for
+        for (i64 i = 0; i < rows; i++) {
+            const bf16 *row = logits + i * vocabulary;
+            bf16 *to = gradient + i * vocabulary;
+            float most = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : most)
+            for (i64 j = 0; j < vocabulary; j++) {
+                float x = widen(row[j]);
+                most = x > most ? x : most;
+            }
+#pragma omp simd reduction(+ : sum)
+            for (i64 j = 0; j < vocabulary; j++) {
+                exact[j] = exponential(widen(row[j]) - most);
+                sum += exact[j];
+            }
+            losses[i] = logf(sum) + most - widen(row[labels[i]]);
+            float share = weight / sum;
+#pragma omp simd
+            for (i64 j = 0; j < vocabulary; j++) to[j] = narrow(exact[j] * share);
+            to[labels[i]] = narrow(exact[labels[i]] * share - weight);
+        }
+        free(exact);
+    }
+}

@@ -1,0 +1,50 @@
+"""Places for answers under way, and how long steps may be for those who come to find one."""
+
+from math import exp
+from typing import Final
+
+_SPAN: Final = 10.0  # seconds of arrivals and answers that count; older ones fade
+TAKEN: Final = 0.75  # of the places: more requests than usual find one, too
+
+
+class Places:
+    """Recent arrivals, and lengths of recent answers.
+
+    Training makes answers take longer, so that more of them are under way at once. Where these take all
+    places (sequences that may run at once, or the pages for them) who comes waits for a place, and no bound
+    of those who answer shows it.
+    """
+
+    def __init__(self) -> None:
+        self._arrived = self._elapsed = self._ended = self._tokens = 0.0
+        self._newest: float | None = None
+
+    def arrived(self, now: float) -> None:
+        """Records an arrival."""
+        self._pass(now)
+        self._arrived += 1.0
+
+    def ended(self, now: float, tokens: int) -> None:
+        """Records the end of an answer of so many tokens."""
+        self._pass(now)
+        self._ended += 1.0
+        self._tokens += tokens
+
+    def longest_step(self, now: float, places: float, tokens: float) -> float:
+        """The longest that steps can be on average for a quarter of the `places` to stay free.
+
+        Little's law: requests that come at a rate r and have L steps of T seconds each are r L T at once. L
+        is that of recent answers, and `tokens` while few have ended; infinite while nobody comes.
+        """
+        self._pass(now)
+        # As if the present answers' `tokens` had been seen once: the first to end are the short ones.
+        steps = (self._tokens + tokens) / (self._ended + 1.0)
+        rate = self._arrived / max(self._elapsed, 1.0)
+        return TAKEN * places / (rate * steps) if rate * steps > 0 else float("inf")
+
+    def _pass(self, now: float) -> None:
+        elapsed = 0.0 if self._newest is None else max(now - self._newest, 0.0)
+        fade = exp(-elapsed / _SPAN)
+        self._arrived, self._elapsed = self._arrived * fade, self._elapsed * fade + elapsed
+        self._ended, self._tokens = self._ended * fade, self._tokens * fade
+        self._newest = now if self._newest is None else max(now, self._newest)

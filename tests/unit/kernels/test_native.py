@@ -1,0 +1,172 @@
+"""Compiled kernels against their plain twins, on fresh random inputs."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from coserve.kernels import reference
+from coserve.kernels.attention import causal_mask
+from coserve.kernels.cpu import multiplies_bfloat16
+from coserve.kernels.native import ops
+from coserve.kernels.native.build import library, torch_only
+from coserve.model.placement import PackedPlacement
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
+
+DRAWS = random.Random()
+# Numbers that another order of a sum may round to a neighbour in bfloat16 (8 bits), twice at most.
+NEIGHBOUR, OFTEN = 2 * 2**-7, 0.02
+LEAST = 1e-30  # exp(x) below -87 is 0 here
+# Of attention: 8 bits of each score up to 5, of each weight and of the result, relative to values of size 1.
+ATTENTION = 3e-2
+
+
+def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape) * scale).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def _without_graph() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def assert_rounded_alike(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape and got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=NEIGHBOUR, atol=LEAST)
+    assert (got != want).float().mean() <= OFTEN
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_norm_is_the_models_own(centred: bool) -> None:
+    for _ in range(10):
+        rows, width = DRAWS.randint(1, 70), DRAWS.choice([1, 7, 64, 1000, 2048])
+        eps = DRAWS.choice([1e-6, 1e-2])
+        own = (GemmaRMSNorm if centred else LlamaRMSNorm)(width, eps).bfloat16()
+        own.weight.copy_(drawn(width))
+        x = drawn(1, rows, width, scale=DRAWS.choice([1e-3, 1.0, 100.0]))
+        assert_rounded_alike(ops.rms_norm(x, own.weight, eps, centred), own(x))
+
+
+def test_rotary_embedding_is_bit_for_bit_the_models() -> None:
+    for _ in range(10):
+        rows, heads, width = DRAWS.randint(1, 300), DRAWS.randint(1, 9), 2 * DRAWS.randint(1, 64)
+        whole = drawn(1, rows, heads + 3, width).transpose(1, 2)
+        x, other = whole[:, :heads], drawn(1, rows, 1, width).transpose(1, 2)
+        cos, sin = drawn(1, rows, width), drawn(1, rows, width)
+        assert torch.equal(ops.rotate(x, cos, sin), apply_rotary_pos_emb(x, other, cos, sin)[0])
+
+
+def test_a_gated_activation_is_torchs() -> None:
+    for _ in range(10):
+        shape = DRAWS.randint(1, 40), DRAWS.randint(1, 3000)
+        gate, up = drawn(*shape, scale=DRAWS.choice([1.0, 30.0])), drawn(*shape)
+        assert_rounded_alike(ops.silu_mul(gate, up), F.silu(gate) * up)
+
+
+def test_extreme_activations_are_torchs() -> None:
+    gate = torch.tensor([0.0, -0.0, 1e30, -1e30, -80.0, 80.0, torch.inf, torch.nan]).bfloat16()
+    found, own = ops.silu_mul(gate, torch.ones_like(gate)), F.silu(gate)
+    torch.testing.assert_close(found, own, rtol=NEIGHBOUR, atol=LEAST, equal_nan=True)
+
+
+def test_rows_are_written_into_their_slots_alone() -> None:
+    for _ in range(10):
+        groups, rows, width = DRAWS.randint(1, 4), DRAWS.randint(0, 90), DRAWS.randint(1, 80)
+        pool, x = drawn(groups, 100, width), drawn(1, rows, groups + 1, width).transpose(1, 2)[0, :groups]
+        slots = torch.randperm(100)[:rows]
+        want = pool.index_copy(1, slots, x)
+        ops.write_slots(pool, slots, x)
+        assert torch.equal(pool, want)
+
+
+def test_decode_rows_attend_to_their_pages_alone() -> None:
+    for _ in range(10):
+        groups, share, width, size = DRAWS.randint(1, 4), DRAWS.randint(1, 4), DRAWS.randint(1, 80), 4
+        batch, window = DRAWS.randint(1, 6), DRAWS.choice([None, 1, 7])
+        lengths = [DRAWS.randint(1, 90) for _ in range(batch)]
+        pages = [-(-length // size) for length in lengths]
+        keys, values = drawn(groups, 200 * size, width), drawn(groups, 200 * size, width + 1)
+        q = drawn(groups * share, batch, width).transpose(0, 1)
+        order = DRAWS.sample(range(200), sum(pages))
+        table = torch.zeros(batch, max(pages), dtype=torch.long)
+        unused = torch.ones(200 * size, dtype=torch.bool)
+        slots = []
+        for row, (count, length) in enumerate(zip(pages, lengths, strict=True)):
+            own, order = order[:count], order[count:]
+            table[row, :count] = torch.tensor(own)
+            slots.append(torch.tensor([page * size + slot for page in own for slot in range(size)][:length]))
+            unused[slots[-1]] = False
+        keys[:, unused] = values[:, unused] = torch.nan
+        got = ops.attend_pages(q, keys, values, table, torch.tensor(lengths), size, width**-0.5, window)
+        for row, own in enumerate(slots):
+            k, v = keys[None, :, own].double(), values[None, :, own].double()
+            seen = causal_mask(1, len(own), window, q.device)
+            want = reference.attention(q[row][None, :, None].double(), k, v, width**-0.5, seen)[0, :, 0]
+            torch.testing.assert_close(got[row].double(), want, rtol=ATTENTION, atol=ATTENTION)
+
+
+def test_a_chunk_attends_to_what_came_before() -> None:
+    for _ in range(10):
+        groups, share, width = DRAWS.randint(1, 4), DRAWS.randint(1, 3), DRAWS.randint(1, 80)
+        t, before = DRAWS.randint(1, 300), DRAWS.choice([0, 0, DRAWS.randint(1, 100)])
+        q = drawn(1, t, groups * share, width).transpose(1, 2)
+        k, v = drawn(1, groups, before + t, width), drawn(1, groups, before + t, width + 1)
+        got = ops.attend_causal(q, k, v, width**-0.5)
+        want = reference.attention(
+            q.double(), k.double(), v.double(), width**-0.5, causal_mask(t, before + t, None, q.device)
+        )
+        torch.testing.assert_close(got.double(), want, rtol=ATTENTION, atol=ATTENTION)
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(drawn(1)), reason="oneDNN packs no bfloat16 weights here")
+def test_products_of_packed_weights_are_onednns() -> None:
+    for _ in range(10):
+        outputs, inputs, rows = 64 * DRAWS.randint(1, 5), 64 * DRAWS.randint(1, 12), DRAWS.randint(1, 70)
+        bias = drawn(outputs) if DRAWS.random() < 0.5 else None
+        placement = PackedPlacement(drawn(outputs, inputs), bias)
+        x = drawn(1, rows, inputs + 3)[..., :inputs]
+        got = placement.forward(x)
+        with torch_only():
+            assert_rounded_alike(got, placement.forward(x))
+        assert torch.equal(placement.forward(x[:, :1]), got[:, :1])
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(drawn(1)), reason="oneDNN packs no bfloat16 weights here")
+def test_only_packed_panels_are_read() -> None:
+    found_library = library()
+    assert found_library is not None
+    for outputs, inputs in ((64, 64), (100, 64), (64, 63)):
+        weight = drawn(outputs, inputs)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        found = ops.packed_address(packed, weight)
+        assert (found is not None) == (bool(found_library.multiplies()) and (outputs, inputs) == (64, 64))
+        with torch_only():
+            assert ops.packed_address(packed, weight) is None
+
+
+def test_a_row_has_the_same_bits_among_any_others() -> None:
+    x, weight = drawn(1, 130, 512), drawn(512)
+    norms = ops.rms_norm(x, weight, 1e-6, False)
+    gates = ops.silu_mul(x, x)
+    for first, last in ((0, 1), (3, 20), (65, 130)):
+        own = x[:, first:last]
+        assert torch.equal(ops.rms_norm(own, weight, 1e-6, False), norms[:, first:last])
+        assert torch.equal(ops.silu_mul(own, own), gates[:, first:last])
+
+
+def test_only_what_kernels_can_read_is_taken() -> None:
+    x = drawn(3, 4)
+    assert ops.takes(x)
+    assert not ops.takes(x.float()) and not ops.takes(x.t()) and not ops.takes(x.to("meta"))
+    with torch.enable_grad():
+        assert not ops.takes(x)
+    with torch_only():
+        assert not ops.takes(x)
+    assert ops.takes(x)
