@@ -11,6 +11,7 @@ from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Tokens, fixed_prompts
+from coserve_benchmarks.drive import announced
 from coserve_benchmarks.inference import floor_seconds
 from coserve_benchmarks.ours import Bench, greedy, make_engine, start_training, warm_training
 from coserve_benchmarks.timing import OF_REQUESTS, interval, percentile
@@ -58,7 +59,8 @@ def _latencies(engine: Engine, bench: Bench, prompts: list[Tokens]) -> list[floa
         due = engine.clock() + draw.expovariate(1 / bench.settings.blocking_gap)
         while (left := due - engine.clock()) > 0:
             if engine.scheduler.has_work:
-                engine.step()
+                with announced(engine, due):
+                    engine.step()
             else:
                 time.sleep(left)
         handle = engine.generate(prompt, sampling=greedy(bench.settings.blocking_answer), arrival=due)

@@ -1,7 +1,9 @@
 """Replays a workload on an engine, timed by the wall clock and not by the scheduler's own counters."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -149,7 +151,7 @@ class LoadTarget(Protocol):
 
 
 class EngineTarget:
-    """An engine in this process, on the wall's clock. Arrivals do not interrupt its steps."""
+    """An engine in this process, on the wall's clock. Arrivals pause training, where it is interruptible."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -175,7 +177,33 @@ class EngineTarget:
 
     def step(self, arrival: float = float("inf")) -> list[Event]:
         """See `LoadTarget`."""
-        return self._engine.step()
+        with announced(self._engine, arrival):
+            return self._engine.step()
+
+
+@contextmanager
+def announced(engine: Engine, arrival: float) -> Iterator[None]:
+    """Announces a request that arrives at `arrival` during the block, as `Engine.generate` on another thread
+    does; the caller hands it over after the block."""
+    left = arrival - engine.clock()
+    if left > 2 * engine.scheduler.config.max_quantum:  # no step that can be paused lasts so long
+        yield
+        return
+    came = threading.Event()
+
+    def announce() -> None:
+        engine.arrivals.announce()
+        came.set()
+
+    timer = threading.Timer(max(left, 0.0), announce)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if came.is_set():
+            engine.arrivals.taken()
 
 
 def serve(engine: Engine, workload: Workload, patience: float = float("inf")) -> LoadResult:

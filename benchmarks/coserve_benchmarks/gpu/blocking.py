@@ -7,6 +7,7 @@ from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Tokens, fixed_prompts
+from coserve_benchmarks.drive import announced
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
 from coserve_benchmarks.ours import greedy, warm_training
@@ -42,7 +43,8 @@ def _latencies(engine: Engine, place: Place, prompts: list[Tokens]) -> list[floa
         due = engine.clock() + draw.expovariate(1 / place.sizes.request_gap)
         while (left := due - engine.clock()) > 0:
             if engine.scheduler.has_work:
-                engine.step()
+                with announced(engine, due):
+                    engine.step()
             else:
                 time.sleep(left)
         key = engine.generate(prompt, sampling=greedy(_ANSWER), arrival=due).sequence.key

@@ -53,7 +53,8 @@ class Place:
 
     def engine(self, cache_tokens: int, **config: Any) -> Engine:
         """An engine with random weights made on the device. What prompts share is computed every time."""
-        given: dict[str, Any] = {"calibrate": False, "scheduler": self.sizes.scheduler, **config}
+        scheduler = {"interruptible": True, **self.sizes.scheduler}  # arrivals are announced
+        given: dict[str, Any] = {"calibrate": False, "scheduler": scheduler, **config}
         settings = EngineConfig(
             device=str(self.device), cache_tokens=cache_tokens, prefix_sharing=False, **given
         )

@@ -113,8 +113,17 @@ class Engine:
     # The loop
 
     def step(self) -> list[Event]:
-        """Plans, runs and applies one step. Returns the events of all requests and jobs."""
+        """Plans, runs and applies one step. Returns the events of all requests and jobs.
+
+        Training alone lasts at most `scheduler.quantum`, as the caller may have requests that it hands over
+        after the step; with `scheduler.interruptible` all are announced (`arrivals`), and it lasts until one
+        is, at most `scheduler.max_quantum`.
+        """
+        return self._step(self.scheduler.config.interruptible)
+
+    def _step(self, interruptible: bool) -> list[Event]:
         with self._lock:
+            self.scheduler.interruptible = interruptible
             self.arrivals.before_step()
             self.paged.advance()
             result = self._next_result()
@@ -406,7 +415,7 @@ class Engine:
         with self._lock:
             if not self.scheduler.has_work:
                 return False
-            self.step()
+            self._step(interruptible=True)  # who else has requests is on another thread, and announces them
             return True
 
     def _deliver(self, event: Event) -> None:
@@ -435,7 +444,7 @@ class Engine:
                 self.training.admission.advance()
 
     def _cancel_sequence(self, key: int) -> None:
-        with self._lock:
+        with self.arrivals.arriving(), self._lock:
             self.scheduler.cancel(key)
 
 

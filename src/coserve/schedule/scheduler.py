@@ -61,6 +61,7 @@ class Scheduler:
         self.cost = cost
         self.policy = policy
         self.stats = Stats()
+        self.interruptible = config.interruptible  # whether arrivals stop the training of the next step
         self._requests = RequestQueues(config, pages)
         self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
@@ -255,6 +256,7 @@ class Scheduler:
             running=self.running,
             jobs=tuple(jobs),
             finished=self.stats.finished,
+            interruptible=self.interruptible,
             starving=starving,
             utilization=self._utilization.share,
             places=count_places(self._requests),
@@ -342,7 +344,7 @@ class Scheduler:
         slack = measure(
             builder, self._requests, self.cost, self.config, self._utilization.share, self._places
         )
-        expected = builder.now - self._newcomer_at <= LATELY and not self.config.interruptible
+        expected = builder.now - self._newcomer_at <= LATELY and not self.interruptible
         shortly = self.config.quantum if expected else INFINITE
         allowance = self.policy.allow(
             replace(
@@ -352,6 +354,7 @@ class Scheduler:
                 inference_seconds=slack.inference,
                 slack=min(slack.training, shortly) if slack.inference else slack.training,
                 whole_slack=slack.whole,
+                coming_slack=min(slack.coming, shortly),
                 deferral=slack.deferral,
             )
         )

@@ -17,6 +17,7 @@ from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.utilization import own_slowdown
 
 INFINITE = float("inf")
+_SURE = 0.9  # of a later step's slack: what is waited for must fit when it comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Slack:
     inference: float
     training: float
     whole: float
+    coming: float
     deferral: float
 
 
@@ -43,7 +45,9 @@ def measure(
     `utilization` is the machine's by inference, 0 to 1.
     """
     ahead = _Ahead(builder, queues, cost, config)
-    training = whole = _until_places_run_out(builder.now, queues, places) - ahead.step
+    longest = _until_places_run_out(builder.now, queues, places)
+    training = whole = longest - ahead.step
+    coming = _SURE * (longest - ahead.decode)
     deferral = INFINITE
     for sequence, seconds, steps in ahead:
         left = _limits(sequence, builder.now, seconds, steps, ahead.step, cost, config)
@@ -52,11 +56,12 @@ def measure(
         if slowdown is not None and slowdown < INFINITE:
             left_over = unspent(sequence, builder.now, seconds, own_slowdown(slowdown, utilization))
             left.append((left_over, left_over))
+        coming = min(coming, _coming(sequence, ahead.decode, cost, config))
         training = min(training, *(share for share, _ in left), INFINITE)
         whole = min(whole, *(together for _, together in left), INFINITE)
         if sequence.request.slo.deferral is not None:
             deferral = min(deferral, _deferral(sequence, cost.margin(config, trains=True)))
-    return Slack(ahead.step, max(training, 0.0), max(whole, 0.0), max(deferral, 0.0))
+    return Slack(ahead.step, max(training, 0.0), max(whole, 0.0), max(coming, 0.0), max(deferral, 0.0))
 
 
 def _until_places_run_out(now: float, queues: RequestQueues, places: Places) -> float:
@@ -103,6 +108,19 @@ def _limits(
     if slo.deferral is not None:
         found.append(_deferral(sequence, margin))
     return [*shared, *zip(found, found, strict=True)]
+
+
+def _coming(sequence: Sequence, step: float, cost: CostModel, config: SchedulerConfig) -> float:
+    """Seconds that a step of `step` seconds could have for training, once enough others had none.
+
+    Unused time adds up under a slowdown and a bound on the whole answer; a bound on each token, or on all
+    deferral, leaves no more later.
+    """
+    slo, left = sequence.request.slo, INFINITE
+    if slo.between_tokens is not None:
+        each = cost.margin(config, trains=True, tokens=sequence.request.sampling.max_tokens)
+        left = _SURE * (slo.between_tokens / (1 + each) - step)
+    return left if slo.deferral is None else min(left, _deferral(sequence, cost.margin(config, trains=True)))
 
 
 def unspent(sequence: Sequence, now: float, ahead: float, slowdown: float) -> float:
@@ -169,6 +187,14 @@ class _Ahead:
         later.add_inference(0, 0, 0, adapter)
         passes = self._cost.predict_features(first) + (steps - 1) * self._cost.predict_features(later)
         return passes + steps * self._decode_rows
+
+    @cached_property
+    def decode(self) -> float:
+        """Seconds of a step with a decode row of each running sequence."""
+        features = Features()
+        for sequence in self._queues.running:
+            features.add_inference(sequence.virtual + sequence.length, 1, 1, sequence.request.adapter)
+        return self._cost.predict_features(features)
 
     @cached_property
     def _decode_rows(self) -> float:

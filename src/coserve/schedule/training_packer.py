@@ -1,14 +1,18 @@
 """Packs training into a step within its budget, by rows and layers (FlexLLM, 6.2)."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
 
 from coserve.core.plan import OptimStep, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
+from coserve.schedule.cost import CostModel, Features
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import Allowance
 from coserve.schedule.segments import training_segment, window_pairs
+
+_WORTH: Final = 0.99  # of a row's price, for which it is worth to wait: who arrives meanwhile has no slack
 
 
 class TrainingPacker:
@@ -84,6 +88,9 @@ class TrainingPacker:
         chosen = self._largest(batch, sizes, self.left)
         if chosen is None and self._seconds([batch], sizes[-1], 1) <= minimum:
             chosen = sizes[-1], 1
+        if self._waits(batch, sizes, chosen):
+            self.left = 0.0
+            return False
         if chosen is None:
             return False
         self._add(batch, *chosen)
@@ -128,6 +135,28 @@ class TrainingPacker:
             if layers:
                 return rows, layers
         return None
+
+    def _waits(self, batch: MicroBatch, sizes: Iterable[int], chosen: tuple[int, int] | None) -> bool:
+        """Tells whether the step leaves its time for a larger window, whose rows are cheaper.
+
+        Fused, a window is cut to each step. Interleaved, steps without training go on until `coming` seconds
+        bear a layer of a larger one. The price of a row is its arithmetic, and its share of reading the
+        layer's weights: a window that was cut stays cut, so all layers to come are read for fewer rows.
+        """
+        most = min(self._allowance.coming, self._config.quantum_with_inference)
+        larger = [rows for rows in sizes if chosen is None or rows > chosen[0]]
+        bearable = [rows for rows in larger if most and self._seconds([batch], rows, 1) <= most]
+        if not bearable or chosen is None:
+            return bool(bearable)
+        whole = self._segment(batch, bearable[0], 1)
+        return self._price(whole, whole.length) < _WORTH * self._price(whole, chosen[0])
+
+    def _price(self, whole: TrainingSegment, rows: int) -> float:
+        """Seconds of a row, on average, where so many of a window pass a layer that no others read."""
+        features = Features()
+        step = self._cost.predict_features(features)
+        features.add_training(replace(whole, length=rows, pairs=whole.pairs * rows // whole.length))
+        return (self._cost.predict_features(features) - step) / rows
 
     def _layers(self, batches: Sequence[MicroBatch], rows: int, budget: float) -> int:
         """Most layers of windows of at most `rows` rows, all at one layer, that fit into `budget`."""

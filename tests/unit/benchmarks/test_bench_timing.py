@@ -1,14 +1,21 @@
-from typing import Any
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from coserve.core.request import SLO
+from coserve.engine.arrivals import Arrivals
+from coserve.engine.engine import Engine
 from coserve.errors import ConfigError
+from coserve.executors.scripted import ScriptedExecutor
+from coserve.schedule.config import SchedulerConfig
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.adapters.sizes import AdapterSizes
 from coserve_benchmarks.adapters.swap import SwapSizes
-from coserve_benchmarks.drive import AnswerTimes, LoadResult
+from coserve_benchmarks.drive import AnswerTimes, LoadResult, announced
 from coserve_benchmarks.policies import instead, run
 from coserve_benchmarks.results import BARS, Bar, Results
 from coserve_benchmarks.settings import FULL
@@ -22,6 +29,7 @@ from coserve_benchmarks.timing import (
     share_interval,
     speedup,
 )
+from waiting import PATIENCE
 
 
 def test_contestants_take_turns_and_warm_up() -> None:
@@ -161,3 +169,32 @@ def test_shapes_count_their_parameters() -> None:
 def test_unknown_shapes_are_refused() -> None:
     with pytest.raises(ConfigError, match="there are 8b, 255m, 19m, tiny"):
         shape_named("huge")
+
+
+class Announcing:
+    """What `announced` uses of an engine."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        executor = ScriptedExecutor(16)
+        executor.pause_training = self.asked.set  # type: ignore[method-assign]
+        self.arrivals = Arrivals(executor)
+        self.clock = time.monotonic
+        self.scheduler = SimpleNamespace(config=SchedulerConfig(layers=4, max_positions=64))
+
+
+@pytest.mark.parametrize("after", [-1.0, 0.0, 0.05])
+def test_who_arrives_during_a_step_is_announced_until_it_ends(after: float) -> None:
+    it = Announcing()
+    with announced(cast(Engine, it), it.clock() + after):
+        assert it.asked.wait(PATIENCE)
+        assert it.arrivals._coming == 1
+    assert it.arrivals._coming == 0
+
+
+@pytest.mark.parametrize("after", [0.9, 60.0, float("inf")])
+def test_who_arrives_after_a_step_is_not_announced(after: float) -> None:
+    it = Announcing()
+    with announced(cast(Engine, it), it.clock() + after):
+        pass
+    assert not it.asked.is_set() and it.arrivals._coming == 0

@@ -17,6 +17,7 @@ from coserve.core.sequence import Direction
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Received
 from coserve.executors.scripted import ScriptedExecutor
+from coserve.schedule.policies.base import Allowance, View
 from coserve.train.example import Example
 from coserve.train.pause import TrainingPause
 from coserve.wire.messages import Acknowledge, Submit
@@ -233,3 +234,25 @@ def test_an_adapter_that_has_been_read_stops_training_for_who_waits_for_it(tmp_p
     assert it.steps[-1][0].inference
     engine.run()
     assert set(it.passed().values()) == {1}
+
+
+def test_training_alone_is_long_where_arrivals_are_announced() -> None:
+    """Who iterates a handle hands over requests on other threads only; who calls `step` may have some."""
+    it = Watched(quantum=60.0)
+    policy, seen = it.engine.scheduler.policy, list[bool]()
+    allow = policy.allow
+
+    def allowed(view: View) -> Allowance:
+        seen.append(view.interruptible)
+        return allow(view)
+
+    policy.allow = allowed  # type: ignore[method-assign]
+    job = it.engine.finetune(DATA, "job", LoRAConfig(rank=4), SETTINGS)
+    it.engine.step()
+    assert seen == [False]
+    job.result()
+    assert set(seen[1:]) == {True}
+    it.engine.finetune(DATA, "other", LoRAConfig(rank=4), SETTINGS)
+    seen.clear()
+    it.engine.step()
+    assert seen == [False]

@@ -158,6 +158,17 @@ def test_deferral_is_what_is_left_of_it() -> None:
     assert slack([sequence], []).deferral == 0.0
 
 
+def test_unused_time_adds_up_but_for_bounds_on_each_token_and_on_all_deferral() -> None:
+    each, some = decoding(SLO(between_tokens=0.05), key=1), decoding(SLO(deferral=0.03), key=2)
+    assert slack([decoding(SLO(slowdown=1.1))], []).coming == INFINITE
+    assert slack([decoding(SLO(end_to_end=2.0))], []).coming == INFINITE
+    step = 0.012  # of two decode rows; this one is five milliseconds late already, the others need not be
+    found = slack([each, decoding(SLO(slowdown=1.1), key=2)], [])
+    assert found.coming == pytest.approx(0.9 * (0.05 - step)) and found.training < found.coming
+    assert slack([each, some], []).coming == pytest.approx(0.03)
+    assert slack([each], [], error=0.5).coming == pytest.approx(0.9 * (0.05 / 1.5 - 0.011))
+
+
 def test_who_waits_for_a_place_has_the_steps_until_an_answer_ends_before_it() -> None:
     """One place, ten steps of 11 ms until it is free, then the prompt's step of 31: each of the eleven may be
     longer by an eleventh of what is left."""

@@ -109,7 +109,7 @@ class Adaptive(Hybrid):
             rides = not self._gathers(view.now) or view.now - self._alone >= _SOON or _shared(view) >= _SHARED
             # Parts that would fit cost more later than they fill now, while there is any other way.
             cut = view.starving and _layer_seconds(view) > _SPENT * view.whole_slack
-            return replace(super().allow(view), rows=rows, cut=cut) if rides else NO_TRAINING
+            return replace(super().allow(view), rows=rows, coming=0.0, cut=cut) if rides else NO_TRAINING
         self._alone = view.now
         sure = 1 + view.cost.margin(config, trains=True)
         seconds, job = min(self.quantum(view), self._left / sure), view.jobs[0].name
@@ -120,7 +120,7 @@ class Adaptive(Hybrid):
         """Seconds of a quantum: limited by the slack of recent requests where arrivals cannot pause
         training."""
         config = view.config
-        if config.interruptible:
+        if view.interruptible:
             return config.max_quantum
         patience = _PATIENCE * (min((seen.patience for seen in self._newest), default=0.0) - self._prompts)
         longest = config.max_quantum * min(len(self._newest) / _KNOWN, 1.0)

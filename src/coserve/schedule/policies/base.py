@@ -29,12 +29,14 @@ class View:
     jobs: tuple[QueueEntry, ...]  # that have something to run; the one whose turn it is first
     finished: int  # sequences that ended since the start
     utilization: float = 0.0  # of the machine by inference of late, 0 to 1
+    interruptible: bool = False  # whether arrivals stop the training of the step that is planned
     places: float = INFINITE  # for sequences that run at once, by their number and by pages
     beside: bool = False  # whether a piece in a lane is under way: a step without answers awaits its end
     starving: bool = False  # whether the first in turn got nothing for as long as it may
     inference_seconds: float = 0.0
     slack: float = INFINITE  # most training that breaks no bound, if all steps to come have as much
     whole_slack: float = INFINITE  # the same, if none has any after this one
+    coming_slack: float = INFINITE  # what `slack` may add up to in steps that train nothing
     deferral: float = INFINITE  # most training that breaks no request's bound on all its deferral
 
     @property
@@ -55,13 +57,16 @@ class Allowance:
     `rows` is the largest window; None makes a whole micro-batch the unit. `cut` allows smaller windows to
     fit; each part then reads the weights of all remaining layers. If the first piece does not fit into
     `seconds`, its smallest part (fewest rows, one layer or the tail) still runs if it takes at most
-    `minimum`. Only `job` trains; None is all jobs. `split` is the share of the machine for inference, with
-    training in a lane of its own; None fuses both in one pass over the weights.
+    `minimum`. Where rows are cheaper in a larger window, and `coming` (seconds that the allowance adds up to
+    while it is not used) bears one of its layers, the step trains nothing and waits for it. Only `job`
+    trains; None is all jobs. `split` is the share of the machine for inference, with training in a lane of
+    its own; None fuses both in one pass over the weights.
     """
 
     seconds: float
     rows: int | None
     minimum: float = 0.0
+    coming: float = 0.0
     cut: bool = True
     job: str | None = None
     split: float | None = None

@@ -1,6 +1,12 @@
 """Token-level co-serving (FlexLLM, section 6.2): inference first, then as much training as bounds allow."""
 
+from typing import Final, Literal, get_args
+
+from coserve.errors import ConfigError
 from coserve.schedule.policies.base import INFINITE, Allowance, Policy, View, register
+
+_STEPS: Final = 64  # without a piece, after which a window is cut; slack may never add up under a flood
+Windows = Literal["chosen", "fused", "interleaved"]
 
 
 @register("hybrid")
@@ -9,15 +15,24 @@ class Hybrid(Policy):
 
     Training alone runs for a quantum at a time (at least one window through one layer or the tail), the
     longest that an arriving request waits; where arrivals pause training, they wait for a layer at most.
+    Beside answers a window is `fused`, cut to what each step bears, or `interleaved`: it stays whole, and
+    steps without training go on until their slack adds up to one of its layers. `chosen` takes what has the
+    cheaper rows by the cost model (`TrainingPacker`).
     Where `config.starvation` is set, a starving job gets its smallest piece despite latency bounds, at most
     once in so many seconds, but never beyond a request's bound on its total deferral.
     """
 
     pausable = True
+    _windows: Windows = "chosen"
+
+    def __init__(self, windows: Windows = "chosen") -> None:
+        if windows not in get_args(Windows):
+            raise ConfigError(f"policy hybrid has windows {', '.join(get_args(Windows))}, not {windows!r}")
+        self._windows = windows
 
     def quantum(self, view: View) -> float:
         """Most seconds of training alone in one step."""
-        return view.config.max_quantum if view.config.interruptible else view.config.quantum
+        return view.config.max_quantum if view.interruptible else view.config.quantum
 
     def allow(self, view: View) -> Allowance:
         """argmax f(c, s) <= SLO, and at most a quantum."""
@@ -25,4 +40,13 @@ class Hybrid(Policy):
         if not view.inference_seconds:
             return Allowance(self.quantum(view), rows, minimum=INFINITE)
         seconds = min(view.slack, view.config.quantum_with_inference)
-        return Allowance(seconds, rows, minimum=view.deferral if view.starving else 0.0)
+        if view.starving:
+            return Allowance(seconds, rows, minimum=view.deferral)
+        if self._windows == "interleaved":
+            return Allowance(seconds, rows, cut=False)
+        return Allowance(seconds, rows, coming=self._coming(view))
+
+    def _coming(self, view: View) -> float:
+        """Seconds that a larger window may wait for; 0 where slack did not add up for too many steps."""
+        is_patient = self._windows == "chosen" and view.jobs[0].passed < _STEPS
+        return view.coming_slack if is_patient else 0.0
