@@ -261,7 +261,7 @@ def test_an_update_needs_an_answer() -> None:
 
 
 def test_training_rides_along_and_is_counted() -> None:
-    it, executor = world()
+    it, executor = world(policy="hybrid:fused")
     sequence = it.submit(request(answer=30), 0.0)
     it.training.add("job", micro_batches(it, rows=2000))
     while not sequence.is_finished:
@@ -275,7 +275,7 @@ def test_deferral_is_the_time_that_training_took() -> None:
     it, executor = world()
     it.submit(request(answer=1), 0.0)
     alone = it.cost.predict(Plan(it.plan(0.0).inference))
-    it, executor = world()
+    it, executor = world(policy="hybrid:fused")
     sequence = it.submit(request(answer=1), 0.0)
     it.training.add("job", micro_batches(it, rows=2000))
     executor.step(it)
