@@ -66,6 +66,7 @@ class Base:
         self.hidden_size = 0
         self.vocabulary = 0
         self._arguments: RowArguments | None = None
+        self._norm_and_head: tuple[Any, Any] | None = None  # where they are all of the tail
         self._decoder: Any = model.get_decoder()
         self._standing_aside = threading.RLock()  # a step's two lanes share the model
 
@@ -112,6 +113,28 @@ class Base:
         self.hidden_size = hidden.shape[-1]
         self._arguments = RowArguments(first, second)
         self.vocabulary = self.tail(hidden[:, :1]).shape[-1]
+        self._norm_and_head = self._find_norm_and_head(hidden)
+
+    @torch.no_grad()
+    def _find_norm_and_head(self, hidden: Tensor) -> tuple[Any, Any] | None:
+        """The two modules that give the model's own logits of random numbers like `hidden`, bit for bit; None
+        where the model does more than these, such as capping its logits."""
+        head = self.model.get_output_embeddings()
+        if head is None or type(hidden) is not Tensor or hidden.is_meta:  # without data there are no bits
+            return None
+        x = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+        logits = self.tail(x)
+        with self._standing_aside, self.chain.ends.visit(Direction.INFER):
+            for norm in self._decoder.children():
+                if len([*norm.children()]) or isinstance(norm, torch.nn.Embedding):
+                    continue
+                try:
+                    found = head(norm(x)).squeeze(0)
+                except (TypeError, RuntimeError, ValueError):  # another kind of module
+                    continue
+                if torch.equal(found, logits):
+                    return norm, head
+        return None
 
     @torch.no_grad()
     def prologue(
@@ -130,6 +153,22 @@ class Base:
         """Logits [rows, vocabulary] of hidden [1, rows, width], in the current graph if there is one.
         Bypasses of `rows` apply to norm and head."""
         self.chain.on_layer()
+        run = self._whole_tail if self._norm_and_head is None else self._short_tail
+        return run(hidden, rows).squeeze(0)  # whose gradient is a view; that of an index is copied into zeros
+
+    def _short_tail(self, hidden: Tensor, rows: Rows | None) -> Tensor:
+        assert self._norm_and_head is not None
+        norm, head = self._norm_and_head
+        with self._standing_aside, self.chain.ends.visit(Direction.INFER):
+            self.cell.rows = rows
+            try:
+                logits: Tensor = head(norm(hidden))
+            finally:
+                self.cell.rows = None
+        return logits
+
+    def _whole_tail(self, hidden: Tensor, rows: Rows | None) -> Tensor:
+        """Runs the whole model, whose last layer answers with `hidden`."""
         last = self.depth - 1
 
         def answer(given: Tensor, call: Call) -> Tensor:
@@ -145,7 +184,7 @@ class Base:
             logits: Tensor = self._run_model(self.model, answer, tokens, tokens).logits
         finally:
             self.cell.rows = None
-        return logits.squeeze(0)  # whose gradient is a view; that of an index is copied into zeros
+        return logits
 
     def _begin(self, tokens: Tensor, positions: Tensor, rows: Rows | None) -> tuple[Tensor, list[Call]]:
         """Runs the prologue: (the first layer's input, the arguments of each layer)."""
