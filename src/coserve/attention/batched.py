@@ -104,9 +104,6 @@ class BatchedBackend(KVPool):
             end = chunk.start + chunk.count
             keys, values = self.gather(layer, chunk.pages)
             k, v = keys[None, :, :end], values[None, :, :end]
-        is_whole = spec.window is None or spec.window >= k.shape[2]
-        if spec.is_plain and is_whole and chunk.count > 1 and native.takes(q, k, v):
-            return native.attend_causal(q, k, v, spec.scale).transpose(1, 2)
         return attend(q, k, v, spec).transpose(1, 2)
 
     def _pages_for(self, tokens: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from coserve.kernels import reference
+from coserve.kernels import blocked, reference
 from coserve.kernels.attention import causal_mask
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.kernels.native import ops
@@ -118,7 +118,7 @@ def test_a_chunk_attends_to_what_came_before() -> None:
         t, before = DRAWS.randint(1, 300), DRAWS.choice([0, 0, DRAWS.randint(1, 100)])
         q = drawn(1, t, groups * share, width).transpose(1, 2)
         k, v = drawn(1, groups, before + t, width), drawn(1, groups, before + t, width + 1)
-        got = ops.attend_causal(q, k, v, width**-0.5)
+        got = blocked.attention(q, k, v, width**-0.5, None)
         want = reference.attention(
             q.double(), k.double(), v.double(), width**-0.5, causal_mask(t, before + t, None, q.device)
         )

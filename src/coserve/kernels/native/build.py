@@ -36,7 +36,6 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "rotate_back": "pllpppllli",
     "silu_mul": "pppli",
     "silu_mul_back": "pppppli",
-    "causal_softmax": "plllfi",
     "softmax_keeping": "pplllfi",
     "softmax_back": "ppplllfi",
     "cross_entropy": "ppppllfi",

@@ -94,7 +94,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def softmax_(scores: Tensor, rows: int, scale: float) -> Tensor:
-    """As `ops.causal_softmax_`; returns the log-sum-exp of each row in float32, [n * blocks * rows]."""
+    """Softmax in place of scores [n, blocks * rows, keys] times `scale`; the rows of a block are the last
+    positions of the keys, and later keys get a weight of 0. Returns the log-sum-exp of each row in float32,
+    [n * blocks * rows]."""
     keys = scores.shape[-1]
     blocks = scores.numel() // (rows * keys)
     lse = torch.empty(blocks * rows, dtype=torch.float32)

@@ -182,27 +182,6 @@ static inline void softmax(float *x, i64 count) {
     for (i64 t = 0; t < count; t++) x[t] *= share;
 }
 
-// Softmax in place of scores [blocks * rows, keys], row by row: row i of a block attends to the first
-// keys - rows + i + 1; later weights are 0.
-void causal_softmax(bf16 *scores, i64 blocks, i64 rows, i64 keys, float scale, int threads) {
-#pragma omp parallel num_threads(threads) if (parallel : threads > 1)
-    {
-        float *exact = malloc(sizeof(float) * (size_t)keys);
-#pragma omp for
-        for (i64 i = 0; i < blocks * rows; i++) {
-            bf16 *row = scores + i * keys;
-            i64 seen = keys - rows + i % rows + 1;
-#pragma omp simd
-            for (i64 j = 0; j < seen; j++) exact[j] = widen(row[j]) * scale;
-            softmax(exact, seen);
-#pragma omp simd
-            for (i64 j = 0; j < seen; j++) row[j] = narrow(exact[j]);
-            memset(row + seen, 0, sizeof(bf16) * (size_t)(keys - seen));
-        }
-        free(exact);
-    }
-}
-
 // One query per sequence over its pages. q [batch, heads, key_width] with strides; keys and values
 // [groups, slots, width]; tables [batch, pages]; lengths [batch]; out [batch, heads, value_width].
 void attend_pages(const bf16 *q, i64 row_stride, i64 head_stride, const bf16 *keys, const bf16 *values,

@@ -1,24 +1,21 @@
 """The kernels of `kernels.c` on tensors in bfloat16 on a CPU, without a graph.
 
-Each has a plain twin in torch: the model's own norms, rotary embedding and activations, `blocked.attention`,
-and `attend_decode` over gathered pages. Kernels do not round what torch writes to memory between two of its
-operations, such as scores.
+Each has a plain twin in torch: the model's own norms, rotary embedding and activations, and `attend_decode`
+over gathered pages. Kernels do not round what torch writes to memory between two of its operations, such as
+scores.
 """
 
 from ctypes import CDLL
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coserve.core.row_buckets import ONEDNN
 from coserve.kernels.native.build import kernels
 
 _GRAIN: Final = 32768  # numbers: fewer are not worth a second thread
 _PANEL: Final = 64  # outputs of a packed weight that lie together
 _SAME: Final = 1e-2  # relative difference of two products with the same weight; each rounds to 8 bits
-_BLOCK: Final = 128  # queries of a prompt, as in `kernels/blocked.py`
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -133,35 +130,6 @@ def attend_pages(
         scale, out.data_ptr(), threads(table.numel() * page_size * heads * width),
     )  # fmt: skip
     return out
-
-
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """`blocked.attention` of q [1, heads, t, dk] over k and v [1, groups, length, dk and dv] without a
-    window."""
-    count, missing = q.shape[2], ONEDNN.pad_rows(q.shape[2]) - q.shape[2]
-    if missing:  # so that products have few shapes; nobody attends to keys after the last position
-        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
-    _, heads, t, dk = q.shape
-    groups, length, dv = v.shape[1:]
-    keys, values = k[0], v[0]
-    grouped = q.view(groups, heads // groups, t, dk)
-    out = q.new_empty(t, groups, heads // groups, dv).permute(1, 2, 0, 3)
-    for start in range(0, t, _BLOCK):
-        rows = slice(start, min(start + _BLOCK, t))
-        height, seen = rows.stop - start, length - t + rows.stop
-        queries = grouped[:, :, rows].reshape(groups, -1, dk)
-        scores = torch.bmm(queries, keys[:, :seen].transpose(1, 2))
-        causal_softmax_(scores, height, scale)
-        out[:, :, rows] = torch.bmm(scores, values[:, :seen]).view(groups, -1, height, dv)
-    return out.flatten(0, 1)[None, :, :count]
-
-
-def causal_softmax_(scores: Tensor, rows: int, scale: float) -> None:
-    """Softmax in place of scores [n, blocks * rows, keys] times `scale`; the rows of a block are the last
-    positions of the keys, and later keys get a weight of 0."""
-    keys = scores.shape[-1]
-    blocks = scores.numel() // (rows * keys)
-    loaded().causal_softmax(scores.data_ptr(), blocks, rows, keys, scale, threads(scores.numel()))
 
 
 def loaded() -> CDLL:
