@@ -73,7 +73,7 @@ def test_a_job_that_comes_late_does_not_catch_up() -> None:
 
 def test_jobs_may_share_a_step_in_both_directions() -> None:
     it, executor = scheduler("hybrid"), ScriptedExecutor(16)
-    jobs = {"a": (1.0, 64, 2), "b": (1.0, 32, 1)}  # of different sizes, so that they do not go in step
+    jobs = {"a": (3.0, 64, 2), "b": (1.0, 32, 1)}  # of different weights, so that they do not go in step
     for name, job in jobs.items():
         give(it, name, *job)
     keep_training(it, executor, 3.0, jobs)

@@ -78,13 +78,13 @@ class StepClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
         self.steps = 0
-        step = Engine.step
+        step = Engine._step
 
-        def counted(engine: Engine) -> list[Event]:
+        def counted(engine: Engine, interruptible: bool) -> list[Event]:
             self.steps += 1
-            return step(engine)
+            return step(engine, interruptible)
 
-        monkeypatch.setattr(Engine, "step", counted)
+        monkeypatch.setattr(Engine, "_step", counted)
         for module in modules:
             monkeypatch.setattr(module, "time", self)
 
@@ -262,15 +262,15 @@ def test_output_tokens_are_those_in_the_handles_and_in_the_peers_answers(
     tokens = 2 * figures_of(bench)["inference.ours"]
     engine, prompts = make_engine(bench, calibrate=False), inference._prompts(bench)
     came = 0
-    step = engine.step
+    step = engine._step
 
-    def counted() -> list[Event]:
+    def counted(interruptible: bool) -> list[Event]:
         nonlocal came
-        events = step()
+        events = step(interruptible)
         came += sum(isinstance(event, TokenEvent) and event.token is not None for event in events)
         return events
 
-    monkeypatch.setattr(engine, "step", counted)
+    monkeypatch.setattr(engine, "_step", counted)
     inference.answer_all(engine, prompts, bench.settings.answer)
     assert came == tokens
     peer = StaticGenerate(SHAPE, prompts, bench.settings.answer)
@@ -293,16 +293,16 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
         self.rounds: list[tuple[str, int, int]] = []
         self._answered = self._trained = 0
-        step = Engine.step
+        step = Engine._step
 
-        def counted(engine: Engine) -> list[Event]:
-            events = step(engine)
+        def counted(engine: Engine, interruptible: bool) -> list[Event]:
+            events = step(engine, interruptible)
             for event in events:
                 self._answered += isinstance(event, TokenEvent) and event.token is not None
                 self._trained += event.updated.tokens if isinstance(event, StepDone) else 0
             return events
 
-        monkeypatch.setattr(Engine, "step", counted)
+        monkeypatch.setattr(Engine, "_step", counted)
         for module in modules:
             monkeypatch.setattr(module, "alternate", self)
 
