@@ -113,7 +113,8 @@ def _details(columns: Mapping[str, Any]) -> str:
             rows.append((load, policy, _kept(one), trained, *times))
     head = ("load", "policy", "within bounds", "trained tokens/s", "first token p50 / p99, s",
             "between tokens p50 / p99, s", "slowdown")  # fmt: skip
-    return f"<details><summary>intervals and times (of other policies: contest.json)</summary>\n\n{_table(head, rows)}\n</details>\n"
+    said = "intervals and times (of other policies: contest.json)"
+    return f"<details><summary>{said}</summary>\n\n{_table(head, rows)}\n</details>\n"
 
 
 def _check(found: Mapping[str, Any]) -> Iterable[str]:
