@@ -25,18 +25,20 @@ class Bar:
 
 
 BARS: Mapping[str, Bar | None] = {
-    "inference.vs_generate": Bar(2.0),
-    "inference.vs_continuous_batching": Bar(4.0),
+    "inference.vs_floor": Bar(0.70),
+    "inference.vs_generate": Bar(1.8),
+    "inference.vs_continuous_batching": Bar(3.5),
     "inference.vs_llama_cpp": None,
     "inference.vs_vllm": None,
+    "finetune.vs_floor": Bar(0.62),
     "finetune.vs_peft": Bar(1.4),
     "finetune.vs_peft_matched": Bar(1.15),
     "finetune.vs_peft_checkpointing": Bar(1.3),
     "finetune.vs_peft_checkpointing_matched": Bar(1.05),
     "finetune.activation_bytes_vs_peft": Bar(0.10, at_most=True),
-    "blocking.ratio": Bar(2.5, at_most=True),
+    "blocking.ratio": Bar(1.6, at_most=True),
     "coserve.slo_attainment": Bar(0.99),
-    "coserve.efficiency": Bar(0.85),
+    "coserve.efficiency": Bar(0.93),
     "coserve.vs_time_slicing": Bar(1.1),
     "coserve.vs_time_slicing_training": None,
     "coserve.fused_share": Bar(0.5),
@@ -64,6 +66,12 @@ SERVER_BARS: Mapping[str, Bar | None] = {
 }
 
 
+# Rates as a share of their floors, whenever results are written.
+OF_FLOORS: Mapping[str, str] = {
+    "inference.vs_floor": "inference.ours",
+    "finetune.vs_floor": "finetune.ours",
+}
+
 _OLD = "least and greatest round"  # what spreads were before they were intervals
 
 
@@ -77,6 +85,10 @@ class Figure:
     low: float | None = None
     high: float | None = None
     floor: float | None = None
+
+    def over(self, other: float) -> "Figure":
+        """The ratio to a number."""
+        return Figure(self.value / other, "", *(x and x / other for x in (self.low, self.high)))
 
     @property
     def is_impossible(self) -> bool:
@@ -189,13 +201,20 @@ class Results:
         """The whole run so far, ready for JSON. `peak_wrong` names the figures that are better than their
         floors: of these no share of a peak can be told."""
         figures = self.floored()
+        shares = self._shares(figures)
+        keys = self._keys | {key: share.value for key, share in shares.items()}
+        spreads = self._spreads | {key: (share.low, share.high) for key, share in shares.items()}
         return {
-            **self._keys,
+            **keys,
             **self.header,
             "bars": {key: "" if bar is None else str(bar) for key, bar in self._bars.items()},
-            "met": self._met(),
-            "spreads": self._spreads,
-            "spreads_are": {**self._spreads_are, "figures": f"low and high: {OF_ROUNDS}, unless noted"},
+            "met": self._met(keys),
+            "spreads": spreads,
+            "spreads_are": {
+                **dict.fromkeys(shares, OF_ROUNDS),
+                **self._spreads_are,
+                "figures": f"low and high: {OF_ROUNDS}, unless noted",
+            },
             "figures": {name: asdict(figure) for name, figure in figures.items()},
             "floors": {n: f.floor for n, f in figures.items() if f.floor is not None},
             "peak_wrong": [name for name, figure in figures.items() if figure.is_impossible],
@@ -205,9 +224,14 @@ class Results:
             **self._sections,
         }
 
-    def _met(self) -> dict[str, bool]:
-        bars = ((key, value, self._bars[key]) for key, value in self._keys.items())
+    def _met(self, keys: Mapping[str, float]) -> dict[str, bool]:
+        bars = ((key, value, self._bars[key]) for key, value in keys.items())
         return {key: bar.is_met(value) for key, value, bar in bars if bar is not None}
+
+    def _shares(self, figures: Mapping[str, Figure]) -> dict[str, Figure]:
+        """Rates that have been measured, as shares of their floors."""
+        rates = {key: figures[name] for key, name in OF_FLOORS.items() if name in figures}
+        return {key: one.over(one.floor) for key, one in rates.items() if key in self._bars and one.floor}
 
     def save(self) -> None:
         """Writes the JSON in one move, so that an interrupted run leaves a whole file."""

@@ -117,6 +117,17 @@ def test_a_json_says_what_its_spreads_are() -> None:
     assert results.as_dict()["spreads_are"]["d"] == "least and greatest round"
 
 
+def test_a_rate_is_compared_with_the_floor_of_now() -> None:
+    results, floor = Results({}), 50.0
+    assert "inference.vs_floor" not in results.as_dict()
+    results.figure("inference.ours", 30.0, "output tokens/s", (20.0, 40.0), lambda: floor)
+    found = results.as_dict()
+    assert found["inference.vs_floor"] == 0.6 and not found["met"]["inference.vs_floor"]
+    assert found["spreads"]["inference.vs_floor"] == (0.4, 0.8)
+    floor = 40.0  # of a machine that was slower than it had seemed
+    assert results.as_dict()["inference.vs_floor"] == 0.75 and results.as_dict()["met"]["inference.vs_floor"]
+
+
 def test_percentile() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile([0.0, 10.0], 0.99) == pytest.approx(9.9)
