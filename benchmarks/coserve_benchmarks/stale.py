@@ -60,7 +60,6 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_bench("stepping.py"),
         ),
     ),
-    "finetune.json": Presented("docs/results/engine.md", _FINETUNE),
     "memory.json": Presented(
         "docs/results/memory.md",
         (*_ENGINE, "src/coserve/plan", *_MEASURING, *_bench("memory", "peers.py", "saved.py", "plans.py")),
