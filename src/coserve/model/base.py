@@ -126,11 +126,9 @@ class Base:
         logits = self.tail(x)
         with self._standing_aside, self.chain.ends.visit(Direction.INFER):
             for norm in self._decoder.children():
-                if len([*norm.children()]) or isinstance(norm, torch.nn.Embedding):
-                    continue
                 try:
                     found = head(norm(x)).squeeze(0)
-                except (TypeError, RuntimeError, ValueError):  # another kind of module
+                except (TypeError, RuntimeError, ValueError, IndexError):  # embeddings, lists of layers
                     continue
                 if torch.equal(found, logits):
                     return norm, head
