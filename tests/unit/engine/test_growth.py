@@ -64,6 +64,7 @@ class Tenants:
         self.desk.send(Acknowledge(1 << 40))
         self.desk.reports.clear()
         self.desk.asked = 0
+        self.desk.engine.scheduler.cost.misses._tails.clear()  # a memo of two, that the next step empties
 
     def _job(self, name: str, fate: str, draws: random.Random) -> None:
         """From its check to its adapter's last answer, or to whatever end it finds before."""
