@@ -72,9 +72,9 @@ def test_memory_is_flat_over_many_jobs(tmp_path: Path, monkeypatch: pytest.Monke
     """Fewer shapes of products are remembered here than by default: these are full after a hundred jobs then,
     and what grows later is no cache that fills.
 
-    An engine's memory goes up and down by 20 MiB (lows at 400 and 800 jobs), which single looks would compare.
-    So the highest looks of both halves are, and what lies between these two is half of what is gained from
-    the first look to the last.
+    An engine's memory goes up and down by 20 MiB (lows at 400 and 800 jobs), which single looks would
+    compare. So the highest looks of both halves are, and what lies between these two is half of what is
+    gained from the first look to the last.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         monkeypatch.setenv(name, "32")
@@ -93,5 +93,6 @@ def test_memory_is_flat_over_many_jobs(tmp_path: Path, monkeypatch: pytest.Monke
         client.close()
         assert (served.running.engine, served.running.api) == (first.engine, first.api), "none was replaced"
     early, late = looks[: len(looks) // 2], looks[len(looks) // 2 :]
-    grown = {name: 2 * (max(one[name] for one in late) - max(one[name] for one in early)) for name in looks[0]}
+    peaks = [{key: max(look[key] for look in half) for key in looks[0]} for half in (early, late)]
+    grown = {key: 2 * (peaks[1][key] - peaks[0][key]) for key in peaks[0]}
     assert max(grown.values()) <= GROWTH, grown
