@@ -285,7 +285,7 @@ class Scheduler:
         No sequence enters where it is `closed`, as the step preempted one: pages would only change hands
         again.
         """
-        left = self.config.max_prefill_rows
+        left = self._prompt_rows(builder)
         begun = [sequence for sequence in self._requests.running if sequence.remaining > 1]
         line = sorted([*begun, *self.policy.admit(view)], key=self._requests.urgency)
         limit = prefill_limit(builder, line, self.cost, self.config) / self._slowness
@@ -305,6 +305,11 @@ class Scheduler:
             builder.add(sequence, rows, filled)
             left -= filled + rows
 
+    def _prompt_rows(self, builder: PlanBuilder) -> int:
+        """Most prompt rows of the step: as configured, and those that would pad its decode rows."""
+        most, buckets, decodes = self.config.max_prefill_rows, self.config.row_buckets, builder.rows
+        return max(most, buckets.pad_rows(decodes + buckets.whole_rows(most)) - decodes)
+
     @property
     def _slowness(self) -> float:
         """Inference time beside training in a lane, relative to the whole machine."""
@@ -323,8 +328,8 @@ class Scheduler:
         least = min(self.config.min_prefill_rows, most) if first and not beside else 0
         if limit < float("inf"):
             most = self._largest_chunk(builder, sequence, filled, least, most, limit)
-        whole = self.config.row_buckets.whole_rows(most)
-        return whole if whole and most < sequence.remaining else most
+        whole = self.config.row_buckets.whole_rows(builder.rows + most) - builder.rows
+        return whole if whole > 0 and most < sequence.remaining else most
 
     def _largest_chunk(
         self, builder: PlanBuilder, sequence: Sequence, filled: int, least: int, most: int, limit: float

@@ -84,6 +84,20 @@ def test_chunks_are_whole_rows_of_the_device_s_buckets() -> None:
     assert rows == [[16, 2], [16, 2], [11, 2], [1, 1]]
 
 
+def test_prompts_take_the_rows_that_would_pad_decode_rows() -> None:
+    """A step with as many whole buckets of prompts as it may have, and one that decode rows share."""
+    it, executor = world(max_prefill_rows=16, min_prefill_rows=4, row_buckets=RowBuckets(coarse=8))
+    it.submit(request(prompt=3, answer=9), 0.0)
+    it.submit(request(prompt=3, answer=9), 0.0)
+    executor.step(it)
+    it.submit(request(prompt=30), executor.now)
+    it.submit(request(prompt=30), executor.now)
+    for _ in range(3):
+        executor.step(it)
+    rows = [[segment.length for segment in plan.inference] for plan in executor.plans]
+    assert rows == [[3, 3], [1, 1, 22], [1, 1, 8, 14], [1, 1, 1, 16]]
+
+
 def test_an_urgent_prompt_overtakes_a_long_one() -> None:
     it, executor = world(max_prefill_rows=10, min_prefill_rows=4, pages=128)
     long = it.submit(request(prompt=100), 0.0)
