@@ -72,6 +72,7 @@ class Scheduler:
         self._underway: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._split: float | None = None  # the machine's split meanwhile
         self._newcomer_at = -INFINITE  # when the last newcomer came
+        self._bounded_at = -INFINITE  # when the last request with a bound came
         self._applied = -INFINITE  # when the last result was applied
         self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
         self._utilization = Utilization()
@@ -104,6 +105,8 @@ class Scheduler:
         self._places.arrived(now)
         if request.newcomer:
             self._newcomer_at = now
+        if _is_bounded(request):
+            self._bounded_at = now
         if blocked:
             self._requests.block(sequence)
         else:
@@ -306,8 +309,14 @@ class Scheduler:
             left -= filled + rows
 
     def _prompt_rows(self, builder: PlanBuilder) -> int:
-        """Most prompt rows of the step: as configured, and those that would pad its decode rows."""
-        most, buckets, decodes = self.config.max_prefill_rows, self.config.row_buckets, builder.rows
+        """Most prompt rows of the step: as configured, and those that would pad its decode rows.
+
+        Larger steps make the last first token earlier and the others later, and who arrives meanwhile waits
+        for them: they are for times when nobody has a bound, or lately had one.
+        """
+        expected = builder.now - self._bounded_at <= LATELY
+        bounded = expected or any(_is_bounded(sequence.request) for sequence in self._sequences.values())
+        most, buckets, decodes = self.config.prefill_rows(bounded), self.config.row_buckets, builder.rows
         return max(most, buckets.pad_rows(decodes + buckets.whole_rows(most)) - decodes)
 
     @property
@@ -513,3 +522,8 @@ class Scheduler:
         self.stats.count_finished(sequence, now)
         if sequence.output:
             self._places.ended(now, len(sequence.output))
+
+
+def _is_bounded(request: Request) -> bool:
+    """Tells whether others' prompts may make the request late."""
+    return request.slo.states_bound or request.newcomer
