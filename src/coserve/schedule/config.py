@@ -23,7 +23,7 @@ class SchedulerConfig:
     max_positions: int  # longest prompt and answer together, tokens
     eos_token_ids: tuple[int, ...] = ()  # any of them ends an answer, unless it ignores them
     max_running: int = 64  # sequences with pages at once; more wait
-    max_prefill_rows: int = 1024  # prompt rows in one step where no request has a bound
+    max_prefill_rows: int = 2048  # prompt rows in one step where no request has a bound
     bounded_prefill_rows: int = 512  # the same with bounds: more make a prompt quicker and others slower
     min_prefill_rows: int = 16  # prompt rows that run even where they break a bound between tokens
     max_training_rows: int = 512  # largest training window; larger ones read the weights less often
