@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from coserve.engine.engine import Engine
@@ -16,7 +17,7 @@ _KINDS: Final[dict[str, dict[str, Any]]] = {
     "one_at_a_time": {"executor": "remote", "async_scheduling": False},
 }
 _SEQUENCES: Final = {"remote.decode_one": 1, "remote.decode_many": 16}
-_STEPS: Final = 24  # decode steps of a round
+STEPS: Final = 24  # decode steps of a round
 _TRAINING_STEPS: Final = 2  # optimizer steps of a round
 
 
@@ -40,20 +41,23 @@ def _row(bench: Bench, key: str, contestants: dict[str, Callable[[], float]]) ->
         bench.results.row(key + suffix, ratio.value, (ratio.low, ratio.high), note + more)
 
 
-def decode_step(bench: Bench, engine: Engine, count: int) -> Callable[[], float]:
-    """Seconds of a decode step of `count` sequences, planning and all."""
+def decode_step(
+    bench: Bench, engine: Engine, count: int, during: AbstractContextManager[object] = nullcontext()
+) -> Callable[[], float]:
+    """Seconds of a decode step of `count` sequences, planning and all; the steps run in `during`."""
     prompts = fixed_prompts(count, 32, bench.shape.vocabulary, bench.settings.seed)
 
     def run() -> float:
-        answers = [engine.generate(prompt, sampling=greedy(_STEPS + 8)) for prompt in prompts]
+        answers = [engine.generate(prompt, sampling=greedy(STEPS + 8)) for prompt in prompts]
         while any(not answer.tokens for answer in answers):
             engine.step()
         started = time.perf_counter()
-        for _ in range(_STEPS):
-            engine.step()
+        with during:
+            for _ in range(STEPS):
+                engine.step()
         taken = time.perf_counter() - started
         engine.run()
-        return taken / _STEPS
+        return taken / STEPS
 
     return run
 

@@ -5,17 +5,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Final
+from types import TracebackType
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from coserve.executors.local import LocalExecutor
+from coserve.kernels.native import ops
 from coserve.model.base import Base
 from coserve.model.placement import Placement
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.ours import Bench, make_engine
-from coserve_benchmarks.remote import decode_step
+from coserve_benchmarks.remote import STEPS, decode_step
 from coserve_benchmarks.timing import alternate, interval
 
 SHAPE: Final = "19m"  # coserve-tiny's
@@ -25,13 +27,17 @@ _REPEATS: Final = 24  # of the products in a round
 
 def run(bench: Bench) -> None:
     """Decode steps of 32 sequences, and the products of all linears on as many rows, in turn. The row is the
-    median difference, in milliseconds: planning, Python, attention and element-wise work."""
+    median difference, in milliseconds: planning, Python, attention and element-wise work. The figure
+    `step.kernels` is a step's time inside of compiled kernels, products and attention among them."""
     small = replace(bench, shape=shape_named(SHAPE))
     engine = make_engine(small, calibrate=False)
     executor = engine.executor
     assert isinstance(executor, LocalExecutor)
+    clock = KernelClock()
+    clocked = decode_step(small, engine, SEQUENCES, clock)
     contestants = {
         "step": decode_step(small, engine, SEQUENCES),
+        "kernels": lambda: (clocked(), clock.seconds / STEPS)[1],
         "products": seconds_of(products(executor.base, SEQUENCES)),
     }
     times = alternate(contestants, bench.settings.rounds, bench.machine.threads)
@@ -42,6 +48,34 @@ def run(bench: Bench) -> None:
     rest = [(step - bare) * 1e3 for step, bare in pairs]
     note = f"ms of a decode step of {SEQUENCES} sequences of the {SHAPE} shape, less its linears called alone"
     bench.results.row("step.overhead", median(rest), interval(np.median, rest), note)
+
+
+class KernelClock:
+    """Context that counts the `seconds` in which compiled kernels run; each call takes a microsecond more."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._loaded = ops.loaded
+
+    def __enter__(self) -> None:
+        self.seconds = 0.0
+        ops.loaded = lambda: self  # type: ignore[assignment, return-value]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ops.loaded = self._loaded
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        kernel = getattr(self._loaded(), name)
+
+        def run(*args: Any) -> Any:
+            started = time.perf_counter()
+            given = kernel(*args)
+            self.seconds += time.perf_counter() - started
+            return given
+
+        return run
 
 
 def products(base: Base, rows: int) -> list[Callable[[], object]]:

@@ -30,7 +30,9 @@ class GpuSizes:
     request_gap: float = 0.1
     window: int = 4096  # rows of a training window
     scheduler: dict[str, Any] = field(
-        default_factory=lambda: {"max_prefill_rows": 4096, "max_training_rows": 4096}
+        default_factory=lambda: dict.fromkeys(
+            ("max_prefill_rows", "bounded_prefill_rows", "max_training_rows"), 4096
+        )
     )
 
 

@@ -10,7 +10,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
 from coserve.model.parameters import held_bytes, parameters_of
+from coserve.model.short_prologue import Begun, ShortPrologue, find_short_prologue
+
+_FARTHEST: Final = 1 << 18  # position that a short prologue is compared at
 
 
 class Base:
@@ -67,6 +70,7 @@ class Base:
         self.vocabulary = 0
         self._arguments: RowArguments | None = None
         self._norm_and_head: tuple[Any, Any] | None = None  # where they are all of the tail
+        self._short_prologue: ShortPrologue | None = None  # where the model does no more than that
         self._decoder: Any = model.get_decoder()
         self._standing_aside = threading.RLock()  # a step's two lanes share the model
 
@@ -114,6 +118,14 @@ class Base:
         self._arguments = RowArguments(first, second)
         self.vocabulary = self.tail(hidden[:, :1]).shape[-1]
         self._norm_and_head = self._find_norm_and_head(hidden)
+        self._short_prologue = self._find_short_prologue(hidden)
+
+    def _find_short_prologue(self, hidden: Tensor) -> ShortPrologue | None:
+        if type(hidden) is not Tensor or hidden.is_meta:  # without data there are no bits
+            return None
+        positions = min(self.max_positions, _FARTHEST)
+        embedded = len(self.model.get_input_embeddings().weight)
+        return find_short_prologue(self._decoder, self._run_prologue, embedded, positions, self.device)
 
     @torch.no_grad()
     def _find_norm_and_head(self, hidden: Tensor) -> tuple[Any, Any] | None:
@@ -140,8 +152,7 @@ class Base:
     ) -> tuple[Tensor, LayerCalls]:
         """Embeddings [1, rows, width] and the layers' arguments, for tokens [rows] at positions [rows].
         Bypasses of `rows` apply to the embeddings."""
-        hidden, calls = self._begin(tokens, positions, rows)
-        return hidden, _distinct(calls)
+        return self._begin(tokens, positions, rows)
 
     def embed(self, tokens: Tensor, positions: Tensor, rows: Rows | None = None) -> Tensor:
         """The embeddings alone, in the current graph if there is one."""
@@ -179,38 +190,55 @@ class Base:
         answered: list[None] = []
         tokens = torch.zeros(hidden.shape[1], dtype=torch.long, device=hidden.device)
         try:
-            logits: Tensor = self._run_model(self.model, answer, tokens, tokens).logits
+            logits: Tensor = self._run_model(self.model, answer, tokens[None], tokens[None]).logits
         finally:
             self.cell.rows = None
         return logits
 
-    def _begin(self, tokens: Tensor, positions: Tensor, rows: Rows | None) -> tuple[Tensor, list[Call]]:
-        """Runs the prologue: (the first layer's input, the arguments of each layer)."""
+    def _begin(self, tokens: Tensor, positions: Tensor, rows: Rows | None) -> Begun:
+        """Runs the prologue in its short form, if it has one."""
+        if self._short_prologue is None:
+            return self._whole_prologue(tokens, positions, rows)
+        with self._standing_aside, self.chain.ends.visit(Direction.INFER):
+            self.cell.rows = rows
+            try:
+                return self._short_prologue.begin(tokens, positions)
+            finally:
+                self.cell.rows = None
+
+    def _whole_prologue(self, tokens: Tensor, positions: Tensor, rows: Rows | None) -> Begun:
+        """Runs the model's decoder, whose layers stand aside."""
+        self.cell.rows = rows
+        try:
+            return self._run_prologue(tokens[None], positions[None])
+        finally:
+            self.cell.rows = None
+
+    def _run_prologue(self, ids: Tensor, positions: Tensor, at_layers: Callable[[], object] = int) -> Begun:
+        """The decoder's prologue for token ids [1, rows] at positions [1, rows]; `at_layers` is called before
+        the first layer."""
         first: list[Tensor] = []
         calls: list[Call] = []
 
         def note(hidden: Tensor, call: Call) -> Tensor:
             if not first:
                 first.append(hidden)
+                at_layers()
                 self.cell.rows = None  # their bypasses apply to the embeddings alone
             calls.append(_reading_pages(call) if self.hands_on else call)
             return hidden
 
-        self.cell.rows = rows
-        try:
-            self._run_model(self._decoder, note, tokens, positions)
-        finally:
-            self.cell.rows = None
-        return first[0], calls
+        self._run_model(self._decoder, note, ids, positions)
+        return first[0], _distinct(calls)
 
     def _run_model(
-        self, module: Any, answer: Callable[[Tensor, Call], Tensor], tokens: Tensor, positions: Tensor
+        self, module: Any, answer: Callable[[Tensor, Call], Tensor], ids: Tensor, positions: Tensor
     ) -> Any:
         with self._standing_aside, self.chain.ends.visit(Direction.INFER):
             for block in self.chain:
                 block.answer_with(answer)
             try:
-                return module(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+                return module(input_ids=ids, position_ids=positions, use_cache=False)
             finally:
                 for block in self.chain:
                     block.answer_with(None)

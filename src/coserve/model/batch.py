@@ -129,6 +129,8 @@ class FusedRows(GroupRows):
         return y
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
+        if not self._adapters:
+            return y
         found = [(rows, b.outputs[path]) for rows, b in self._adapters if path in b.outputs]
         if found:
             y = y.clone()  # a module may return its input

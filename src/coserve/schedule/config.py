@@ -23,7 +23,8 @@ class SchedulerConfig:
     max_positions: int  # longest prompt and answer together, tokens
     eos_token_ids: tuple[int, ...] = ()  # any of them ends an answer, unless it ignores them
     max_running: int = 64  # sequences with pages at once; more wait
-    max_prefill_rows: int = 512  # prompt rows in one step; more make a prompt quicker and others slower
+    max_prefill_rows: int = 2048  # prompt rows in one step where no request has a bound
+    bounded_prefill_rows: int = 512  # the same with bounds: more make a prompt quicker and others slower
     min_prefill_rows: int = 16  # prompt rows that run even where they break a bound between tokens
     max_training_rows: int = 512  # largest training window; larger ones read the weights less often
     min_training_rows: int = 32  # smallest window tried when time is short; a quarter of it for the loss
@@ -47,7 +48,8 @@ class SchedulerConfig:
             "max_positions": self.max_positions >= 1,
             "max_running": self.max_running >= 1,
             "max_prefill_rows": self.max_prefill_rows >= 1,
-            "min_prefill_rows": 1 <= self.min_prefill_rows <= self.max_prefill_rows,
+            "bounded_prefill_rows": self.bounded_prefill_rows >= 1,
+            "min_prefill_rows": 1 <= self.min_prefill_rows <= self.prefill_rows(bounded=True),
             "max_training_rows": self.max_training_rows >= 1,
             "min_training_rows": 1 <= self.min_training_rows <= self.max_training_rows,
             "training_window": self.training_window is None or self.training_window >= 1,
@@ -64,3 +66,7 @@ class SchedulerConfig:
         for name, holds in checks.items():
             if not holds:
                 raise ConfigError(f"scheduler.{name} is out of its range: {getattr(self, name)}")
+
+    def prefill_rows(self, bounded: bool) -> int:
+        """Most prompt rows in a step; `bounded` is whether a request has a bound."""
+        return min(self.max_prefill_rows, self.bounded_prefill_rows) if bounded else self.max_prefill_rows

@@ -25,12 +25,12 @@ def is_new(sequence: Sequence) -> bool:
 
 def step_limit(running: Iterable[Sequence], cost: CostModel, config: SchedulerConfig) -> float:
     """Limit of a step's seconds with others' rows in it; infinite without newcomers."""
-    features, left = Features(), config.max_prefill_rows
+    features, left = Features(), config.prefill_rows(bounded=True)
     for sequence in filter(is_new, running):
         rows = min(sequence.remaining, left)
         left -= rows
         _add(features, sequence, rows, config)
-    return SLOWER * cost.predict_features(features) if left < config.max_prefill_rows else INFINITE
+    return SLOWER * cost.predict_features(features) if left < config.prefill_rows(bounded=True) else INFINITE
 
 
 def decoding(running: Iterable[Sequence], cost: CostModel, config: SchedulerConfig) -> list[Sequence]:
@@ -45,7 +45,7 @@ def decoding(running: Iterable[Sequence], cost: CostModel, config: SchedulerConf
         return ready
     features, chosen = Features(), set[int]()
     for sequence in filter(is_new, running):
-        _add(features, sequence, min(sequence.remaining, config.max_prefill_rows), config)
+        _add(features, sequence, min(sequence.remaining, config.prefill_rows(bounded=True)), config)
     for sequence in sorted(ready, key=_held_longest):
         if not is_new(sequence):
             _add(features, sequence, 1, config)

@@ -50,7 +50,7 @@ def prefill_limit(
     decode = cost.predict_features(builder.features)
     row = _row_seconds(builder, line[0], cost, config)
     prompts = _prompts(builder.now, line, config)
-    longest = decode + config.max_prefill_rows * row
+    longest = decode + config.prefill_rows(bounded=True) * row
 
     def late(step: float) -> float:
         """Largest delay of a first token relative to its bound, if every step took `step` seconds."""
@@ -72,7 +72,7 @@ def prefill_limit(
 
 def _row_seconds(builder: PlanBuilder, sequence: Sequence, cost: CostModel, config: SchedulerConfig) -> float:
     """Seconds that each prompt row of the first waiting sequence adds to the step."""
-    rows = min(sequence.remaining, config.max_prefill_rows)
+    rows = min(sequence.remaining, config.prefill_rows(bounded=True))
     features = builder.features.copy()
     start = sequence.virtual + sequence.computed
     features.add_inference(start, rows, 0, sequence.request.adapter)

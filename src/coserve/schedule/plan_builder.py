@@ -29,6 +29,11 @@ class PlanBuilder:
         """Features that training is added to."""
         return self.features if self.split is None else self.beside
 
+    @property
+    def rows(self) -> int:
+        """Inference rows chosen so far."""
+        return sum(segment.length for segment in self.inference)
+
     def predict(self, cost: CostModel) -> float:
         """Seconds of the step, without training in a lane of its own beside inference."""
         if self.split is None:

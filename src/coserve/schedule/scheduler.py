@@ -72,6 +72,7 @@ class Scheduler:
         self._underway: tuple[TrainingSegment, ...] = ()  # training in a lane of its own
         self._split: float | None = None  # the machine's split meanwhile
         self._newcomer_at = -INFINITE  # when the last newcomer came
+        self._bounded_at = -INFINITE  # when the last request with a bound came
         self._applied = -INFINITE  # when the last result was applied
         self._last_training = (0.0, 0.0)  # the last step's end, and its seconds of training
         self._utilization = Utilization()
@@ -104,6 +105,8 @@ class Scheduler:
         self._places.arrived(now)
         if request.newcomer:
             self._newcomer_at = now
+        if _is_bounded(request):
+            self._bounded_at = now
         if blocked:
             self._requests.block(sequence)
         else:
@@ -285,7 +288,7 @@ class Scheduler:
         No sequence enters where it is `closed`, as the step preempted one: pages would only change hands
         again.
         """
-        left = self.config.max_prefill_rows
+        left = self._prompt_rows(builder)
         begun = [sequence for sequence in self._requests.running if sequence.remaining > 1]
         line = sorted([*begun, *self.policy.admit(view)], key=self._requests.urgency)
         limit = prefill_limit(builder, line, self.cost, self.config) / self._slowness
@@ -305,6 +308,17 @@ class Scheduler:
             builder.add(sequence, rows, filled)
             left -= filled + rows
 
+    def _prompt_rows(self, builder: PlanBuilder) -> int:
+        """Most prompt rows of the step: as configured, and those that would pad its decode rows.
+
+        Larger steps make the last first token earlier and the others later, and who arrives meanwhile waits
+        for them: they are for times when nobody has a bound, or lately had one.
+        """
+        expected = builder.now - self._bounded_at <= LATELY
+        bounded = expected or any(_is_bounded(sequence.request) for sequence in self._sequences.values())
+        most, buckets, decodes = self.config.prefill_rows(bounded), self.config.row_buckets, builder.rows
+        return max(most, buckets.pad_rows(decodes + buckets.whole_rows(most)) - decodes)
+
     @property
     def _slowness(self) -> float:
         """Inference time beside training in a lane, relative to the whole machine."""
@@ -323,8 +337,8 @@ class Scheduler:
         least = min(self.config.min_prefill_rows, most) if first and not beside else 0
         if limit < float("inf"):
             most = self._largest_chunk(builder, sequence, filled, least, most, limit)
-        whole = self.config.row_buckets.whole_rows(most)
-        return whole if whole and most < sequence.remaining else most
+        whole = self.config.row_buckets.whole_rows(builder.rows + most) - builder.rows
+        return whole if whole > 0 and most < sequence.remaining else most
 
     def _largest_chunk(
         self, builder: PlanBuilder, sequence: Sequence, filled: int, least: int, most: int, limit: float
@@ -508,3 +522,8 @@ class Scheduler:
         self.stats.count_finished(sequence, now)
         if sequence.output:
             self._places.ended(now, len(sequence.output))
+
+
+def _is_bounded(request: Request) -> bool:
+    """Tells whether others' prompts may make the request late."""
+    return request.slo.states_bound or request.newcomer

@@ -180,7 +180,7 @@ class _Ahead:
         """
         adapter, virtual = sequence.request.adapter, sequence.virtual
         filled = self._queues.prefixes.rows(sequence.request)
-        steps = -(-rows // self._config.max_prefill_rows)
+        steps = -(-rows // self._config.prefill_rows(bounded=True))
         first, later = Features(), Features()
         first.add_fill(virtual - filled, filled)
         first.add_inference(virtual + start, rows, 1, adapter)

@@ -413,6 +413,34 @@ def test_products_beside_a_decode_step_are_those_of_the_step(
     assert called == by_the_step and called.total() == len(engine.executor.base.linears)
 
 
+def test_a_kernel_clock_counts_kernels_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel takes a second by this time, and whatever else happens is not counted."""
+    passed, names = 0.0, list[str]()
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            def kernel(*args: Any) -> None:
+                nonlocal passed
+                passed += 1.0
+                names.append(name)
+
+            return kernel
+
+    library = Library()
+    monkeypatch.setattr(stepping.ops, "loaded", lambda: library)
+    monkeypatch.setattr(stepping.time, "perf_counter", lambda: passed)
+    clock = stepping.KernelClock()
+    x, weight = torch.ones(2, 4).bfloat16(), torch.ones(4).bfloat16()
+    for _ in range(2):  # a round begins anew
+        with clock:
+            passed += 5.0  # of anything else
+            stepping.ops.rms_norm(x, weight, 1e-6, False)
+            stepping.ops.silu_mul(x, x)
+        assert clock.seconds == 2.0
+    stepping.ops.silu_mul(x, x)
+    assert clock.seconds == 2.0 and names == ["rms_norm", "silu_mul"] * 2 + ["silu_mul"]
+
+
 def test_a_decode_step_is_one_of_the_engines(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that counts steps each bench's figure of a step is one second, and of a round its steps."""
     engine = make_engine(bench, calibrate=False)

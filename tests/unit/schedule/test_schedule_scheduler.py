@@ -84,6 +84,56 @@ def test_chunks_are_whole_rows_of_the_device_s_buckets() -> None:
     assert rows == [[16, 2], [16, 2], [11, 2], [1, 1]]
 
 
+LATER = 100.0  # seconds after which nobody with a bound is expected
+
+
+@pytest.mark.parametrize(
+    ("slo", "newcomer", "after", "lengths"),
+    [
+        (SLO(), False, 0.0, [14, 14]),
+        (SLO(first_token=1e6), False, 0.0, [10]),
+        (SLO(slowdown=2.0), False, 0.0, [10]),
+        (SLO(), True, 0.0, [10]),
+        (SLO(first_token=1e6), False, LATER, [14, 14]),
+    ],
+)
+def test_prompts_are_cut_where_somebody_lately_had_a_bound(
+    slo: SLO, newcomer: bool, after: float, lengths: list[int]
+) -> None:
+    it, executor = world(max_prefill_rows=40, bounded_prefill_rows=10, min_prefill_rows=4)
+    it.submit(replace(request(prompt=3, answer=1, slo=slo), newcomer=newcomer), 0.0)
+    drain(it, executor)
+    executor.now += after
+    it.submit(request(prompt=14), executor.now)
+    it.submit(request(prompt=14), executor.now)
+    executor.step(it)
+    assert [segment.length for segment in executor.plans[-1].inference] == lengths
+
+
+def test_prompts_are_cut_while_an_answer_with_a_bound_goes_on() -> None:
+    it, executor = world(max_prefill_rows=40, bounded_prefill_rows=10, min_prefill_rows=4)
+    it.submit(request(prompt=3, answer=9, slo=SLO(between_tokens=1e6)), 0.0)
+    executor.step(it)
+    executor.now += LATER
+    it.submit(request(prompt=14), executor.now)
+    executor.step(it)
+    assert [segment.length for segment in executor.plans[-1].inference] == [1, 10]
+
+
+def test_prompts_take_the_rows_that_would_pad_decode_rows() -> None:
+    """A step with as many whole buckets of prompts as it may have, and one that decode rows share."""
+    it, executor = world(max_prefill_rows=16, min_prefill_rows=4, row_buckets=RowBuckets(coarse=8))
+    it.submit(request(prompt=3, answer=9), 0.0)
+    it.submit(request(prompt=3, answer=9), 0.0)
+    executor.step(it)
+    it.submit(request(prompt=30), executor.now)
+    it.submit(request(prompt=30), executor.now)
+    for _ in range(3):
+        executor.step(it)
+    rows = [[segment.length for segment in plan.inference] for plan in executor.plans]
+    assert rows == [[3, 3], [1, 1, 22], [1, 1, 8, 14], [1, 1, 1, 16]]
+
+
 def test_an_urgent_prompt_overtakes_a_long_one() -> None:
     it, executor = world(max_prefill_rows=10, min_prefill_rows=4, pages=128)
     long = it.submit(request(prompt=100), 0.0)

@@ -45,20 +45,27 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "multiplies": "",
 }
 
-_state = threading.local()
+
+class _State(threading.local):
+    """Whether this thread computes without kernels."""
+
+    is_off = False  # of the class, as a default of `getattr` takes ten times as long
+
+
+_state = _State()
 _log = logging.getLogger(__name__)
 
 
 def kernels() -> ctypes.CDLL | None:
     """The compiled kernels, as `library`; None inside `torch_only`."""
-    return None if getattr(_state, "is_off", False) else library()
+    return None if _state.is_off else library()
 
 
 @contextmanager
 def torch_only() -> Iterator[None]:
     """Context in which this thread computes without compiled kernels, so that results do not depend on a
     compiler."""
-    before = getattr(_state, "is_off", False)
+    before = _state.is_off
     _state.is_off = True
     try:
         yield

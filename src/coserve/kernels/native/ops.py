@@ -21,15 +21,15 @@ _SAME: Final = 1e-2  # relative difference of two products with the same weight;
 def takes(*tensors: Tensor) -> bool:
     """Tells whether there are kernels, and these tensors, whose last dimension must be dense, are of their
     type, have data and need no graph."""
-    return not torch.is_grad_enabled() and all(map(fits, tensors)) and kernels() is not None
+    return not torch.is_grad_enabled() and kernels() is not None and all(map(fits, tensors))
 
 
 def fits(x: Tensor) -> bool:
     """Tells whether kernels can read this tensor."""
     return (
-        x.dtype == torch.bfloat16
-        and type(x) in (Tensor, nn.Parameter)
-        and x.device.type == "cpu"
+        x.dtype is torch.bfloat16
+        and (type(x) is Tensor or type(x) is nn.Parameter)
+        and x.is_cpu  # makes no device, which would take three times as long
         and x.stride(-1) == 1
     )
 

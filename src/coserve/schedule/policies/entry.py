@@ -67,7 +67,7 @@ class LatestEntry:
         return min(found, default=0.0)
 
     def _can_follow(self) -> bool:
-        most = self._view.config.max_prefill_rows
+        most = self._view.config.prefill_rows(bounded=True)
         longest = min(max((s.remaining for s in self._view.waiting), default=0), most)
         return (self._step + longest * self._row_seconds(longest)) * (1 + self._margin) <= self._between
 
@@ -84,7 +84,7 @@ class LatestEntry:
         if not rows:
             return 0.0
         row = self._row_seconds(rows)
-        pace = min((self._between / (1 + self._margin) - step) / row, config.max_prefill_rows)
-        at_once = 0 if self._view.running else config.max_prefill_rows
+        pace = min((self._between / (1 + self._margin) - step) / row, config.prefill_rows(bounded=True))
+        at_once = 0 if self._view.running else config.prefill_rows(bounded=True)
         passes = max(rows - at_once, 0) / max(pace, config.min_prefill_rows) + bool(at_once)
         return passes * step + rows * row
