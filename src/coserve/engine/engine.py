@@ -126,6 +126,7 @@ class Engine:
             self.scheduler.interruptible = interruptible
             self.arrivals.before_step()
             self.paged.advance()
+            self.scheduler.window_rows = self.training.admission.window_rows()
             result = self._next_result()
             self._publish(result)
             events = self.scheduler.apply(result, self.clock())
@@ -367,7 +368,7 @@ class Engine:
     def _steps(self, policy: Policy) -> Steps:
         """Limits of a job's work under way at once."""
         settings = self.scheduler.config
-        window = settings.training_window or settings.max_training_rows
+        window = settings.training_window or settings.reserved_rows
         return Steps(settings.micro_batches_in_flight, None if policy.whole else window, self.config.offload)
 
     def _make_scheduler(self, policy: Policy) -> Scheduler:

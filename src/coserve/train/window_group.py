@@ -125,7 +125,7 @@ class ReplayedRows(GraphRows):
         if placement.group is None:
             self._check()
             if y.requires_grad:
-                y.register_hook(self._checked)
+                y.register_hook(self._checked)  # type: ignore[no-untyped-call]
         return y
 
     def _checked(self, gradient: Tensor) -> None:
