@@ -220,7 +220,7 @@ def test_windows_alone_are_as_large_as_arrivals_and_memory_leave_worth_it(direct
     a = model.weights[f"{way}_layers"] / DEPTH
     b = (model.weights[f"{way}_rows"] + pairs) / DEPTH
     chosen = set[int]()
-    for arrivals in (0.0, 0.5, 2.0, 8.0, 1000.0):
+    for arrivals in (0.0, 0.5, 2.0, 8.0, 40.0, 200.0, 5000.0):
         times = {size: a + b * size for size in (2048, 1024, 512, 256, 128, 64, 32)}
         best = min(times, key=lambda size: (times[size] + arrivals * times[size] ** 2 / 2) / size)
         assert alone(micro_batch(rows, direction), arrivals) == best, arrivals
