@@ -20,7 +20,7 @@ from coserve.model.base import Base
 from coserve.schedule.config import SchedulerConfig
 from coserve.train.config import TrainingConfig
 from coserve.train.fitting import JobSize, settings_that_fit
-from coserve.train.needs import JobNeeds, Steps, backward_bytes
+from coserve.train.needs import JobNeeds, Steps, backward_bytes, replayed_bytes
 
 _BACKWARD: Final = "backward"  # what rows need on their way back, at a time
 # Jobs that have left between two times at which freed memory goes back. What 200 jobs of the embedded model
@@ -48,7 +48,8 @@ class Admission:
         self._waiting: dict[str, FineTuning] = {}  # the next one first
         self._sizes: dict[str, JobSize] = {}  # of all that have entered and not left
         self._left = 0  # jobs, since freed memory was given back
-        group = 0 if config.training_window is not None else config.max_training_rows
+        self._reserved_rows = config.reserved_rows
+        group = 0 if config.training_window is not None else config.reserved_rows
         executor.call(SetLimits(window_group_rows=group))
         self._window_groups = backward_bytes(base, group)
 
@@ -111,6 +112,12 @@ class Admission:
                 break
             self._start(job)
         self._tell()
+
+    def window_rows(self) -> int:
+        """The most rows of a window that runs alone in the next step: bytes that are free now lend it more
+        than is reserved, for that step."""
+        nbytes = self._ledger.of(_BACKWARD) + self._memory.free_now()
+        return max(self._reserved_rows, nbytes // replayed_bytes(self._base, 1))
 
     # Inside
 

@@ -39,11 +39,12 @@ class Arrivals:
         finally:
             self.taken()
 
-    def before_step(self) -> None:
-        """Resumes training if no caller waits."""
+    def before_step(self) -> bool:
+        """Resumes training if no caller waits. Returns whether one does."""
         with self._changed:
             if not self._coming:
                 self._executor.resume_training()
+            return self._coming > 0
 
     def give_way(self, seconds: float = 0.1) -> None:
         """Waits for callers on other threads to take the engine's lock, at most so long."""

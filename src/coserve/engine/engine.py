@@ -124,8 +124,10 @@ class Engine:
     def _step(self, interruptible: bool) -> list[Event]:
         with self._lock:
             self.scheduler.interruptible = interruptible
-            self.arrivals.before_step()
+            is_awaited = self.arrivals.before_step()
             self.paged.advance()
+            # A layer of training runs before who waits already gets the next step: not one of a large window.
+            self.scheduler.window_rows = 0 if is_awaited else self.training.admission.window_rows()
             result = self._next_result()
             self._publish(result)
             events = self.scheduler.apply(result, self.clock())
@@ -367,7 +369,7 @@ class Engine:
     def _steps(self, policy: Policy) -> Steps:
         """Limits of a job's work under way at once."""
         settings = self.scheduler.config
-        window = settings.training_window or settings.max_training_rows
+        window = settings.training_window or settings.reserved_rows
         return Steps(settings.micro_batches_in_flight, None if policy.whole else window, self.config.offload)
 
     def _make_scheduler(self, policy: Policy) -> Scheduler:

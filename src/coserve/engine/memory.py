@@ -142,6 +142,11 @@ class EngineMemory:
             return_freed_memory()
             self._returned = resident_bytes()
 
+    def free_now(self) -> int:
+        """Bytes that nobody has, without asking the device; stored adapters that are being read count."""
+        read = self._cache.nbytes().paged - self.ledger.of(_STORED)
+        return max(self.ledger.free - max(read, 0), 0)
+
     def job_room(self) -> int:
         """Bytes available to a job that runs alone with no adapter loaded."""
         fixed, held = sum(map(self.ledger.of, ("pages", "steps", _LIBRARIES))), self.held()

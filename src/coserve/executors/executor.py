@@ -230,10 +230,11 @@ class Executor(Protocol):
         ...
 
     def pause_training(self) -> None:
-        """Stops the training of pausable plans at the next boundary between layers, until `resume_training`.
+        """Stops the training of pausable plans at the next boundary between layers, until `resume_training`;
+        where a plan has nothing but training, between two products, and the layer under way is lost.
 
-        May be called by any thread, at any time. The first layer of a plan's training always runs, so
-        arrivals in every step slow training down and never stop it.
+        May be called by any thread, at any time. At least every other plan passes a layer, so arrivals in
+        every step slow training down and never stop it.
         """
         ...
 

@@ -42,7 +42,7 @@ from coserve.model.together import linears_together
 from coserve.train.backward import BackwardWindow, backward_windows
 from coserve.train.micro_batch import MicroBatchState
 from coserve.train.optimizer_offload import MakeOffload
-from coserve.train.pause import TrainingPause
+from coserve.train.pause import LayerAbandoned, TrainingPause
 from coserve.train.session import TrainingSession
 from coserve.train.shortage import Shortages
 from coserve.train.updating import update_all
@@ -136,7 +136,7 @@ class LocalExecutor(Executor):
         plan = plan.without_training(plan.jobs if plan.pauses < self._pauses else self._failed)
         if plan.split is None:
             self._lanes.settle()
-        self._pause.begin(plan.pausable)
+        self._pause.begin(plan.pausable, alone=not plan.inference)
         started = time.perf_counter()
         self._begin(plan)
         sampled, trained, lanes = self._lanes.run(plan.lanes, self._run_lane)
@@ -150,7 +150,7 @@ class LocalExecutor(Executor):
         self._failed |= failed.keys()
         is_paused = plan.split is None and not {*plan.training} <= {*trained}
         self._pauses += is_paused
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
         return StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes)
 
     def _begin(self, plan: Plan) -> None:
@@ -260,18 +260,27 @@ class LocalExecutor(Executor):
         last, or at a pause. Returns the windows with the layers they passed."""
         kept = self._by_batch_key(kept)
         windows = [self._forward_window(segment) for segment in kept]
+        through = 0  # layers that windows have passed
+
+        def stop() -> None:
+            for window in windows:
+                window.stop(through)
 
         def passed(layer: int, there: Sequence[InferenceBatch | ForwardWindow]) -> None:
+            nonlocal through
             if isinstance(there[-1], ForwardWindow):
+                through = layer + 1
                 self._pause.passed()
                 if self._pause.is_due:
-                    for window in windows:
-                        window.stop(layer + 1)
+                    stop()
 
         travellers: list[InferenceBatch | ForwardWindow] = [*windows]
         if inference is not None:
             travellers.insert(0, inference)
-        self.base.chain.forward(travellers, self._compose, passed)
+        try:
+            self.base.chain.forward(travellers, self._compose, passed)
+        except LayerAbandoned:
+            stop()
         pairs = zip(kept, windows, strict=True)
         return [replace(segment, span=window.span) for segment, window in pairs if window.layers]
 
@@ -289,7 +298,7 @@ class LocalExecutor(Executor):
         calls = [] if inference is None else [inference.calls]
         start = 0 if inference is None else inference.hidden.shape[1]
         if windows:
-            parts.append(KeptRows([(window.store, window.window) for window in windows]))
+            parts.append(KeptRows([(window.store, window.window) for window in windows], self._pause.check))
         calls += [window.calls for window in windows]
         for window in windows:
             training.append((slice(start, start + window.window.rows), window.bypasses))

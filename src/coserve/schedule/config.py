@@ -15,6 +15,9 @@ SET_BY_ENGINE: Final = frozenset(
 )  # fmt: skip
 
 
+_RESERVED: Final = 512  # products are at the matrix rate from 128 rows on; 2,048 take 0.3 GB of 255M's layers
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one scheduler. Times are in seconds, rows are tokens in one step."""
@@ -26,7 +29,7 @@ class SchedulerConfig:
     max_prefill_rows: int = 2048  # prompt rows in one step where no request has a bound
     bounded_prefill_rows: int = 512  # the same with bounds: more make a prompt quicker and others slower
     min_prefill_rows: int = 16  # prompt rows that run even where they break a bound between tokens
-    max_training_rows: int = 512  # largest training window; larger ones read the weights less often
+    max_training_rows: int | None = None  # largest training window; None: by the cost model (`reserved_rows`)
     min_training_rows: int = 32  # smallest window tried when time is short; a quarter of it for the loss
     training_window: int | None = None  # rows of every window, never cut (a quarter for the loss); None: free
     micro_batches_in_flight: int = 2  # of one job at once; each costs bytes of activations
@@ -42,6 +45,13 @@ class SchedulerConfig:
     prefix_sharing: bool = False  # whether common prefixes of prompts are computed once
     row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no padding is needed
 
+    @property
+    def reserved_rows(self) -> int:
+        """Rows of the largest window that memory is reserved for. Larger ones read the weights less often,
+        and run alone where memory is free for them (`TrainingPacker`), unless `max_training_rows` says
+        otherwise."""
+        return _RESERVED if self.max_training_rows is None else self.max_training_rows
+
     def __post_init__(self) -> None:
         checks = {
             "layers": self.layers >= 1,
@@ -50,8 +60,8 @@ class SchedulerConfig:
             "max_prefill_rows": self.max_prefill_rows >= 1,
             "bounded_prefill_rows": self.bounded_prefill_rows >= 1,
             "min_prefill_rows": 1 <= self.min_prefill_rows <= self.prefill_rows(bounded=True),
-            "max_training_rows": self.max_training_rows >= 1,
-            "min_training_rows": 1 <= self.min_training_rows <= self.max_training_rows,
+            "max_training_rows": self.max_training_rows is None or self.max_training_rows >= 1,
+            "min_training_rows": 1 <= self.min_training_rows <= self.reserved_rows,
             "training_window": self.training_window is None or self.training_window >= 1,
             "micro_batches_in_flight": self.micro_batches_in_flight >= 1,
             "quantum": self.quantum > 0,

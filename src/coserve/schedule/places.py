@@ -39,8 +39,13 @@ class Places:
         self._pass(now)
         # As if the present answers' `tokens` had been seen once: the first to end are the short ones.
         steps = (self._tokens + tokens) / (self._ended + 1.0)
-        rate = self._arrived / max(self._elapsed, 1.0)
+        rate = self.rate(now)
         return TAKEN * places / (rate * steps) if rate * steps > 0 else float("inf")
+
+    def rate(self, now: float) -> float:
+        """Arrivals a second, of late."""
+        self._pass(now)
+        return self._arrived / max(self._elapsed, 1.0)
 
     def _pass(self, now: float) -> None:
         elapsed = 0.0 if self._newest is None else max(now - self._newest, 0.0)

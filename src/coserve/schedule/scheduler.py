@@ -62,6 +62,7 @@ class Scheduler:
         self.policy = policy
         self.stats = Stats()
         self.interruptible = config.interruptible  # whether arrivals stop the training of the next step
+        self.window_rows = config.reserved_rows  # of a window alone in the next step, that memory bears
         self._requests = RequestQueues(config, pages)
         self.training = TrainingQueue(config.micro_batches_in_flight)
         self._keys = count(1)
@@ -260,6 +261,8 @@ class Scheduler:
             jobs=tuple(jobs),
             finished=self.stats.finished,
             interruptible=self.interruptible,
+            arrivals=self._places.rate(now),
+            window_rows=self.window_rows,
             starving=starving,
             utilization=self._utilization.share,
             places=count_places(self._requests),

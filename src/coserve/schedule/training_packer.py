@@ -52,6 +52,7 @@ class TrainingPacker:
         most = self._allowance.rows
         if not most or self._allowance.job is not None or self._config.training_window is not None:
             return False
+        most = min(most, self._config.reserved_rows)
         if first.direction.is_tail or any(not s.direction.is_tail for s in self._builder.training):
             return False
         chosen, rows = [first], first.rows_left
@@ -114,6 +115,9 @@ class TrainingPacker:
         most, least = self._allowance.rows, max(1, self._config.min_training_rows // share)
         if most is None:
             return [batch.rows_left]
+        if self._allowance.arrivals is not None:
+            is_tail = batch.direction.is_tail  # which is not abandoned, and has chunks of its own anyway
+            most = max(self._config.reserved_rows // share, least) if is_tail else self._cheapest(batch, most)
         # What is left of a step is worth less than a window that stays whole: see `_largest`. Parts of a loss
         # share nothing but the head.
         whole = not self._allowance.cut and not batch.direction.is_tail
@@ -123,6 +127,21 @@ class TrainingPacker:
         while ladder[-1] > least:
             ladder.append(max(ladder[-1] // 2, least))
         return list(dict.fromkeys(min(rows, batch.rows_left) for rows in ladder))
+
+    def _cheapest(self, batch: MicroBatch, most: int) -> int:
+        """Rows, of `most` at the most, of a window that has the machine to itself.
+
+        The more it has the less often weights are read, and the more is lost with each arrival, which has the
+        layer under way abandoned: half of its time on average. What has begun is not cut.
+        """
+        taken = sum(segment.length for segment in self._builder.training)
+        whole = min(max(most - taken, self._config.reserved_rows), batch.rows_left)
+        sizes = [whole]
+        while not batch.is_paused and sizes[-1] // 2 >= self._config.min_training_rows:
+            sizes.append(sizes[-1] // 2)
+        segment, arrivals = self._segment(batch, whole, 1), self._allowance.arrivals or 0.0
+        prices = {rows: self._price(segment, rows) for rows in sizes}
+        return min(sizes, key=lambda rows: prices[rows] * (1 + arrivals * rows * prices[rows] / 2))
 
     def _largest(self, batch: MicroBatch, sizes: Iterable[int], budget: float) -> tuple[int, int] | None:
         """(rows, layers) within `budget`: as many rows as get through one layer, then as many layers.

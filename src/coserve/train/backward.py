@@ -3,7 +3,8 @@
 Each layer is re-run on the rows of a window group, with earlier keys and values as leaves of the graph. One
 vector-Jacobian product gives the gradients of the adapters' parameters, of the layer's input, and of earlier
 keys and values, which wait for the windows of those rows. A window may rest after any layer, and be cut in
-two while it rests (FlexLLM 6.1, algorithm 2, lines 12-20).
+two while it rests (FlexLLM 6.1, algorithm 2, lines 12-20). A layer that an arrival has abandoned leaves
+windows as they were.
 """
 
 import logging
@@ -23,7 +24,7 @@ from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.train.activations import ActivationStore
-from coserve.train.pause import TrainingPause
+from coserve.train.pause import LayerAbandoned, TrainingPause
 from coserve.train.shortage import Shortages
 from coserve.train.window import KV, Window
 from coserve.train.window_group import ReplayedRows
@@ -38,19 +39,24 @@ def backward_windows(
     windows: Sequence[JobWindow], max_rows: int, short: Shortages, pause: TrainingPause
 ) -> None:
     """Takes windows, each with its job, back through their layers, in groups of at most `max_rows` rows. A
-    job that fails or runs out of memory stops there; other jobs go on. A pause stops all windows: their spans
-    end at the last layer passed."""
+    job that fails or runs out of memory stops there; other jobs go on. A pause stops all windows, and so does
+    an abandoned layer: their spans end at the last layer passed."""
     if not windows:
         return
 
     def go(layer: int) -> bool:
-        for group in _groups(layer, windows, max_rows):
-            _backward_group(layer, group, short)
-            pause.passed()
-        if pause.is_due:
+        try:
+            for group in _groups(layer, windows, max_rows):
+                _backward_group(layer, group, short, pause.check)
+                pause.passed()
+        except LayerAbandoned:
+            is_stopped = True
+        else:
+            is_stopped = pause.is_due
+        if is_stopped:
             for _, window in windows:
-                window.stop(layer)
-        return not pause.is_due
+                window.stop()
+        return not is_stopped
 
     base = windows[0][1].backward.store.base
     base.chain.backward(max(window.layers.start for _, window in windows), go)
@@ -78,21 +84,27 @@ def _groups(layer: int, windows: Sequence[JobWindow], max_rows: int) -> Iterator
             yield group
 
 
-def _backward_group(layer: int, group: Sequence[JobWindow], short: Shortages) -> None:
+def _backward_group(
+    layer: int, group: Sequence[JobWindow], short: Shortages, check: Callable[[], object]
+) -> None:
     """Takes a group back through a layer in one pass. If the pass fails, any of the windows may be the cause:
     then each is taken back alone."""
     group = [window for window in group if window[0] not in short]  # a job may have failed at another window
-    found = _try_together(layer, [window for _, window in group]) if len(group) > 1 else None
+    found = _try_together(layer, [window for _, window in group], check) if len(group) > 1 else None
     for number, (job, window) in enumerate(group):
         with short.of(job):
-            gradients = layer_gradients(layer, [window])[0] if found is None else found[number]
+            gradients = layer_gradients(layer, [window], check)[0] if found is None else found[number]
             window.accumulate(layer, gradients)
 
 
-def _try_together(layer: int, windows: "Sequence[BackwardWindow]") -> "list[LayerGradients] | None":
+def _try_together(
+    layer: int, windows: "Sequence[BackwardWindow]", check: Callable[[], object]
+) -> "list[LayerGradients] | None":
     """As `layer_gradients`; None if it fails."""
     try:
-        return layer_gradients(layer, windows)
+        return layer_gradients(layer, windows, check)
+    except LayerAbandoned:
+        raise
     except Exception as error:
         if not is_out_of_memory(error):
             _log.exception("windows of several jobs cannot go back through layer %d together", layer)
@@ -109,15 +121,18 @@ class LayerGradients(NamedTuple):
     input: Tensor | None
 
 
-def layer_gradients(layer: int, windows: "Sequence[BackwardWindow]") -> list[LayerGradients]:
+def layer_gradients(
+    layer: int, windows: "Sequence[BackwardWindow]", check: Callable[[], object] = int
+) -> list[LayerGradients]:
     """Re-runs a layer for a window group, and its backward; returns each window's gradients. The windows do
-    not change, so that a failed pass can be repeated. All of them have the same `needs_input_grad`."""
+    not change, so that a failed pass can be repeated. All of them have the same `needs_input_grad`. `check`
+    is called between products, and may raise LayerAbandoned."""
     base = windows[0].backward.store.base
     stored = [(w.backward.store, w.window) for w in windows]
     past = [store.kv.past(layer, window).as_leaves() for store, window in stored]
     needs_input_grad = windows[0].needs_input_grad(layer)
     x = concat_rows([w.input(layer) for w in windows], 1).requires_grad_(needs_input_grad)
-    rows = ReplayedRows(stored, [w.bypasses for w in windows], past)
+    rows = ReplayedRows(stored, [w.bypasses for w in windows], past, check)
     with torch.enable_grad(), base.cell.set(rows):
         calls = base.arguments.concat([w.calls for w in windows])
         out = base.chain.layer(layer, x, calls, Direction.BACKWARD)
@@ -210,7 +225,7 @@ class Backward:
 @dataclass(slots=True, eq=False)
 class BackwardWindow:
     """A window on its way back through `layers` of `span`. `gradient` [1, rows, width] is for the input of
-    the layer passed last, or for the output of the span's last layer."""
+    the layer passed last (`reached`), or for the output of the span's last layer."""
 
     backward: Backward
     window: Window
@@ -219,13 +234,13 @@ class BackwardWindow:
     bypasses: Bypasses
     calls: LayerCalls
     gradient: Tensor
-    _kv_grads: tuple[int, KV | None] = (-1, None)  # by layer
+    reached: int | None = None
 
-    def stop(self, layer: int) -> None:
-        """Ends the window's way at `layer`, the last one passed; a window not yet begun gets an empty
-        span."""
-        if any(below < layer for below in self.layers):
-            self.span = Span(min(layer, self.span.last), self.span.last)
+    def stop(self) -> None:
+        """Ends the window's way at the last layer passed; a window not yet begun gets an empty span."""
+        reached = self.span.last if self.reached is None else self.reached
+        if any(below < reached for below in self.layers):
+            self.span = Span(reached, self.span.last)
 
     def input(self, layer: int) -> Tensor:
         """The layer's input, [1, rows, width], outside of any graph."""
@@ -236,18 +251,17 @@ class BackwardWindow:
         return self.backward.needs_input_grad(layer, self.bypasses)
 
     def kv_grads(self, layer: int) -> KV | None:
-        """Gradients from later windows for this window's keys and values. The store gives them once; a
-        repeated layer gets the same ones."""
-        if self._kv_grads[0] != layer:
-            found = self.backward.store.kv.collect_grads(layer, self.window, self.gradient.dtype)
-            self._kv_grads = layer, found
-        return self._kv_grads[1]
+        """Gradients from later windows for this window's keys and values."""
+        return self.backward.store.kv.grads(layer, self.window, self.gradient.dtype)
 
     def accumulate(self, layer: int, gradients: LayerGradients) -> None:
         """Adds the gradients of the window's pass through a layer to those of parameters and of earlier keys
         and values, and moves the window below the layer."""
+        kv = self.backward.store.kv
         self.backward.accumulate(self.backward.leaves(layer), gradients.leaves)
-        self.backward.store.kv.add_past_grads(layer, self.window, gradients.past)
+        kv.drop_grads(layer, self.window)
+        kv.add_past_grads(layer, self.window, gradients.past)
+        self.reached = layer
         if gradients.input is not None:
             self.gradient = gradients.input
 

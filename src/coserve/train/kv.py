@@ -61,10 +61,14 @@ class MicroBatchKV:
         if source != layer:
             self._grads.add(source, window.span, next(pairs))
 
-    def collect_grads(self, layer: int, window: Window, dtype: torch.dtype) -> KV | None:
+    def grads(self, layer: int, window: Window, dtype: torch.dtype) -> KV | None:
         """Gradients from later windows for this window's own keys and values, [1, groups, rows, width]; None
-        if none. Called once, when the window goes back through the layer."""
-        return self._grads.collect(layer, window.span, dtype)
+        if none."""
+        return self._grads.total(layer, window.span, dtype)
+
+    def drop_grads(self, layer: int, window: Window) -> None:
+        """Frees those gradients once the window has gone back through the layer."""
+        self._grads.drop(layer, window.span)
 
     def _source(self, layer: int) -> int:
         """The layer whose keys and values `layer` attends to."""
@@ -146,18 +150,21 @@ class KVGradAccumulator:
         held.keys[:, span] += grads[0][0]
         held.values[:, span] += grads[1][0]
 
-    def collect(self, layer: int, rows: slice, dtype: torch.dtype) -> KV | None:
-        """The gradients of a window's keys and values, [1, groups, rows, width]; None if there are none. Sums
-        without rows left of the window are freed."""
-        due = [a for a in self._sums.get(layer, ()) if a.first < rows.stop and rows.start < a.end]
-        if not due:
-            return None
-        found = self._over(due, rows, dtype)
-        for held in due:
+    def total(self, layer: int, rows: slice, dtype: torch.dtype) -> KV | None:
+        """The gradients of a window's keys and values, [1, groups, rows, width]; None if there are none."""
+        due = self._due(layer, rows)
+        return self._over(due, rows, dtype) if due else None
+
+    def drop(self, layer: int, rows: slice) -> None:
+        """Frees a window's sums without rows left of it."""
+        for held in self._due(layer, rows):
             if held.first >= rows.start:
                 self._sums[layer].remove(held)
                 self._lease.give_back((held.keys, held.values))
-        return found
+
+    def _due(self, layer: int, rows: slice) -> list[_Sums]:
+        """Sums over any of a window's rows."""
+        return [a for a in self._sums.get(layer, ()) if a.first < rows.stop and rows.start < a.end]
 
     def _covering(self, layer: int, first: int, end: int) -> _Sums | None:
         sums = self._sums.get(layer, ())

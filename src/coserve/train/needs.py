@@ -130,5 +130,10 @@ def backward_bytes(base: Base, window: int) -> int:
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
     rows = min(loss_rows(base.vocabulary, base.row_buckets, base.device), base.row_buckets.pad_rows(window))
     loss = rows * base.vocabulary * (2 * width + exact)
+    return max(loss, replayed_bytes(base, window))
+
+
+def replayed_bytes(base: Base, window: int) -> int:
+    """The most bytes of a window's rows in the graph of the widest layer."""
     widest = max(sum(_wide(base, block.path)) for block in base.chain)
-    return max(loss, window * _REPLAYED * widest * width)
+    return window * _REPLAYED * widest * base.dtype.itemsize

@@ -1,19 +1,31 @@
-"""Pauses training at the next boundary between two layers."""
+"""Pauses training at the next boundary between two layers, or gives a layer of training alone up."""
 
 import threading
+import time
+
+
+class LayerAbandoned(Exception):
+    """Raised inside a layer of training that is given up for an arrival. Nothing of it counts: it runs anew
+    later."""
 
 
 class TrainingPause:
     """Stops the training of the step under way at the next boundary between layers.
 
     `ask` and `withdraw` may be called by any thread; the rest belongs to the thread that runs the step. The
-    first layer of a step's training always runs: arrivals in every step slow training down and never stop it.
+    first layer of a step's training runs, so that arrivals in every step slow training down and never stop
+    it. Where nothing but training runs, the layer under way is abandoned, the first one too, if the pause is
+    asked for during the step: half of a layer is lost on average, where an arrival would wait as long. Of two
+    steps in a row at most one ends without a layer passed.
     """
 
     def __init__(self) -> None:
         self._asked = threading.Event()
-        self._obeys = False
+        self._obeys = self._abandons = self._has_abandoned = False
         self._layers = 0
+        self._was_in_vain = False  # the last step that passed no layer
+        self._passed_at = 0.0
+        self.lost = 0.0  # seconds of the step's abandoned layer
 
     def ask(self) -> None:
         self._asked.set()
@@ -21,15 +33,27 @@ class TrainingPause:
     def withdraw(self) -> None:
         self._asked.clear()
 
-    def begin(self, pausable: bool) -> None:
-        """Begins a step; `pausable` tells whether its training may be stopped."""
-        self._obeys, self._layers = pausable, 0
+    def begin(self, pausable: bool, alone: bool = False) -> None:
+        """Begins a step; `pausable` tells whether its training may be stopped, `alone` whether it has nothing
+        but training."""
+        self._obeys, self._layers, self.lost = pausable, 0, 0.0
+        self._abandons = pausable and alone and not self._was_in_vain and not self._asked.is_set()
+        self._was_in_vain = self._has_abandoned = False
+        self._passed_at = time.perf_counter()
 
     def passed(self) -> None:
         """Records that a layer, or the tail, is passed."""
         self._layers += 1
+        self._passed_at = time.perf_counter()
+
+    def check(self) -> None:
+        """Raises LayerAbandoned where the layer under way is given up. Called between its products."""
+        if self._abandons and self._asked.is_set():
+            self._was_in_vain, self._has_abandoned = not self._layers, True
+            self.lost = time.perf_counter() - self._passed_at
+            raise LayerAbandoned
 
     @property
     def is_due(self) -> bool:
         """Tells whether training stops here."""
-        return self._obeys and self._layers > 0 and self._asked.is_set()
+        return self._obeys and (self._layers > 0 or self._has_abandoned) and self._asked.is_set()

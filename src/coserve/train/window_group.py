@@ -6,7 +6,7 @@ their own window: a NaN in one window reaches no other, and each window gets the
 of one. A group of one joins and splits rows without copies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from coserve.kernels.attention import Attended, AttentionSpec
 from coserve.kernels.rows import concat_rows, split_rows
 from coserve.model.batch import Keeper, LayerCalls
 from coserve.model.graph import GraphRows, stand_in
+from coserve.model.placement import Placement
 from coserve.train.activations import ActivationStore
 from coserve.train.save_policy import Fate
 from coserve.train.window import KV, PastKV, Window, attend_window, attend_window_keeping
@@ -54,10 +55,10 @@ class ForwardWindow:
 
 class KeptRows:
     """A window group in a fused forward run: a `Part` that writes to the windows' stores, and the `Keeper`
-    of its rows."""
+    of its rows. `check` is called between products, and may raise (`train.pause`)."""
 
-    def __init__(self, windows: Sequence[StoredWindow]) -> None:
-        self._windows = windows
+    def __init__(self, windows: Sequence[StoredWindow], check: Callable[[], object] = int) -> None:
+        self._windows, self._check = windows, check
         self._sizes = [window.rows for _, window in windows]
         self._whole = _as_one_window(windows)
         self.count = sum(self._sizes)
@@ -71,10 +72,12 @@ class KeptRows:
             store.saved.save_product(path, window, own)
 
     def keep_sum(self, path: str, y: Tensor) -> None:
+        self._check()
         for (store, window), own in self._of_each(y):
             store.saved.save_sum(path, window, own)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        self._check()
         if spec.reads is not None:
             k, v = _join([store.kv.own(spec.reads, window) for store, window in self._windows])
         queries, keys, values = (split_rows(x, self._sizes, 2) for x in (q, k, v))
@@ -101,16 +104,32 @@ class ReplayedRows(GraphRows):
 
     Stored outputs are not recomputed, nor those on which no gradient depends. `past` is one per window, as
     leaves of the graph. `current` are the graph's own keys and values [1, groups, rows, width], None where
-    the layer reads another layer's.
+    the layer reads another layer's. `check` is called between products, in both directions, and may raise
+    (`train.pause`); not where they are computed elsewhere, as answers under way are not left alone.
     """
 
     def __init__(
-        self, windows: Sequence[StoredWindow], bypasses: Sequence[Bypasses], past: Sequence[PastKV]
+        self,
+        windows: Sequence[StoredWindow],
+        bypasses: Sequence[Bypasses],
+        past: Sequence[PastKV],
+        check: Callable[[], object] = int,
     ) -> None:
         super().__init__(bypasses, [window.rows for _, window in windows])
-        self._windows, self._past = windows, past
+        self._windows, self._past, self._check = windows, past, check
         self._whole = _as_one_window(windows)
         self.current: KV | None = None
+
+    def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
+        y = super().linear(path, placement, x)
+        if placement.group is None:
+            self._check()
+            if y.requires_grad:
+                y.register_hook(self._checked)  # type: ignore[no-untyped-call]
+        return y
+
+    def _checked(self, gradient: Tensor) -> None:
+        self._check()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if spec.reads is None:

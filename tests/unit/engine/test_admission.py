@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.core.plan import Plan, StepResult
 from coserve.core.size import show_size
 from coserve.engine import memory
 from coserve.engine.finetuning import FineTuning
@@ -13,6 +14,7 @@ from coserve.memory.compiled import BUILT_BYTES
 from coserve.memory.ledger import Account
 from coserve.memory.malloc import resident_bytes
 from coserve.train.example import Example
+from coserve.train.needs import replayed_bytes
 from coserve.train.save_policy import SavePolicy
 from models import tiny
 
@@ -259,3 +261,35 @@ def test_a_step_returns_freed_memory_beyond_the_budget(fixed: int, monkeypatch: 
     assert returned == [most + 1, most + (8 << 20) + 2]
     engine.stats()
     assert returned[2:] == [most + (16 << 20) + 2]
+
+
+def test_what_is_free_lends_rows_to_windows_that_run_alone() -> None:
+    """Of a micro-batch of 2,048 rows as many go through a layer at once as the replay fits for, and as are
+    reserved at least."""
+    row, most = replayed_bytes(make_engine().base, 1), 2048
+    used = reserved = 0
+
+    def largest(memory: int | str, **scheduler: int) -> int:
+        nonlocal used, reserved
+        config = EngineConfig(calibrate=False, cache_tokens=256, memory=memory, scheduler=scheduler)
+        engine = Engine(tiny("llama"), config)
+        settings = replace(SETTINGS, batch_size=32, rows=most, keep=SavePolicy.INPUTS)
+        engine.finetune([EXAMPLE] * 32, "job", LORA, settings)
+        used, reserved = engine.memory.ledger.used, engine.memory.ledger.of("backward")
+        rows, run = list[int](), engine.executor.run
+
+        def watched(plan: Plan) -> StepResult:
+            rows.extend(segment.length for segment in plan.training if not segment.direction.is_tail)
+            return run(plan)
+
+        engine.executor.run = watched  # type: ignore[method-assign]
+        engine.run()
+        return max(rows)
+
+    assert largest("auto", max_training_rows=256) == 256
+    assert largest("auto") == most
+    least, lent = max(512, reserved // row), used + most * row
+    assert least < 1500, "the reservation is not for all of them"
+    assert largest(used) == least
+    assert largest(used + (1500 - least) * row) in range(1490, 1501)
+    assert largest(lent) == most

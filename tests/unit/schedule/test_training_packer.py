@@ -201,3 +201,40 @@ def test_what_one_job_leaves_of_a_quantum_cuts_no_window_of_the_next(
     assert all(segment.length < 512 for segment in it.training)
     packer.left = 10.0
     assert packer.window(second) and it.training[-1].length == 512
+
+
+def alone(batch: MicroBatch, arrivals: float | None, most: int = 4096, cost: CostModel | None = None) -> int:
+    """Rows of the first window that has the machine to itself."""
+    it = PlanBuilder(0.0)
+    allowance = Allowance(60.0, most, minimum=INFINITE, arrivals=arrivals)
+    TrainingPacker(it, allowance, cost or CostModel(), CONFIG).window(batch)
+    return it.training[0].length
+
+
+@pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.BACKWARD])
+def test_windows_alone_are_as_large_as_arrivals_and_memory_leave_worth_it(direction: Direction) -> None:
+    """A layer of W rows takes T = a + b W seconds; r arrivals a second lose r T / 2 of it."""
+    model, rows = CostModel(), 2048
+    way = "forward" if direction is Direction.TRAIN_FORWARD else "backward"
+    pairs = rows * (rows + 1) / 2 * model.weights[f"{way}_attention"] / rows
+    a = model.weights[f"{way}_layers"] / DEPTH
+    b = (model.weights[f"{way}_rows"] + pairs) / DEPTH
+    chosen = set[int]()
+    for arrivals in (0.0, 0.5, 2.0, 8.0, 40.0, 200.0, 5000.0):
+        times = {size: a + b * size for size in (2048, 1024, 512, 256, 128, 64, 32)}
+        best = min(times, key=lambda size: (times[size] + arrivals * times[size] ** 2 / 2) / size)
+        assert alone(micro_batch(rows, direction), arrivals) == best, arrivals
+        chosen.add(best)
+    assert 2048 in chosen and len(chosen) > 2
+    assert alone(micro_batch(rows, direction), 0.0, most=1200) == 1200, "what memory bears"
+    assert alone(micro_batch(rows, direction), 0.0, most=1) == CONFIG.reserved_rows, "which is reserved"
+
+
+def test_a_window_alone_that_has_begun_is_not_cut_for_arrivals() -> None:
+    batch = micro_batch(2048)
+    batch.advance(0, 2048, Span(0, 3))
+    assert alone(batch, 1000.0) == 2048
+
+
+def test_losses_alone_come_in_pieces_that_arrivals_can_wait_for() -> None:
+    assert alone(micro_batch(2048, Direction.LOSS), 0.0) == CONFIG.reserved_rows // 4

@@ -40,11 +40,11 @@ def test_what_windows_owe_to_earlier_rows_is_summed_in_float32_from_zero(base: B
     size = 2 * ROWS * 16
     store = store_of(base, stained(size, size))
     window = store.window(8, 3)  # rows 3 to 5 of the second example
-    assert window.past == 3 and store.kv.collect_grads(1, window, torch.float32) is None
+    assert window.past == 3 and store.kv.grads(1, window, torch.float32) is None
     owed = torch.ones(1, 2, 3, 16, dtype=torch.bfloat16)
     for _ in range(300):
         store.kv.add_past_grads(1, window, (owed, -owed))
-    found = store.kv.collect_grads(1, store.window(0, ROWS), torch.float32)
+    found = store.kv.grads(1, store.window(0, ROWS), torch.float32)
     assert found is not None
     wanted = torch.zeros(1, 2, ROWS, 16)
     wanted[:, :, 5:8] = 300.0
@@ -60,7 +60,8 @@ def test_what_is_owed_is_held_for_the_rows_that_wait_for_it(base: Base) -> None:
     store.kv.add_past_grads(0, store.window(11, 3), (owed, owed))  # rows 5 to 10
     assert store.nbytes - before == 6 * row
     across = store.window(3, 8)
-    found = store.kv.collect_grads(0, across, torch.float32)
+    found = store.kv.grads(0, across, torch.float32)
+    store.kv.drop_grads(0, across)
     assert found is not None and store.nbytes == before
     wanted = torch.zeros(1, 2, 8, 16)
     wanted[:, :, 2:] = 1.0
@@ -68,8 +69,9 @@ def test_what_is_owed_is_held_for_the_rows_that_wait_for_it(base: Base) -> None:
     store.kv.add_past_grads(0, across, (owed[:, :, :3], owed[:, :, :3]))
     assert store.nbytes - before == 3 * row
     part = store.window(2, 1)  # an account stays while rows left of the window wait for it
-    assert store.kv.collect_grads(0, part, torch.float32) is not None and store.nbytes - before == 3 * row
-    assert store.kv.collect_grads(1, part, torch.float32) is None
+    assert store.kv.grads(0, part, torch.float32) is not None
+    store.kv.drop_grads(0, part)
+    assert store.nbytes - before == 3 * row and store.kv.grads(1, part, torch.float32) is None
     store.release()
     assert store.nbytes == 0
 

@@ -101,7 +101,7 @@ class Adaptive(Hybrid):
         """Training time: a quantum until a request is due; beside running requests what their bounds
         leave."""
         config = view.config
-        rows = max([config.max_training_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
+        rows = max([config.reserved_rows, *(batch.length for batch in view.jobs[0].micro_batches)])
         if view.inference_seconds:
             if steps := self._steps_beside(view):
                 self._split_at = self._alone = view.now

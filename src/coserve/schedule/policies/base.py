@@ -30,6 +30,8 @@ class View:
     finished: int  # sequences that ended since the start
     utilization: float = 0.0  # of the machine by inference of late, 0 to 1
     interruptible: bool = False  # whether arrivals stop the training of the step that is planned
+    arrivals: float = 0.0  # requests a second of late
+    window_rows: int = 0  # of a window that memory bears, where it runs alone
     places: float = INFINITE  # for sequences that run at once, by their number and by pages
     beside: bool = False  # whether a piece in a lane is under way: a step without answers awaits its end
     starving: bool = False  # whether the first in turn got nothing for as long as it may
@@ -59,8 +61,9 @@ class Allowance:
     `seconds`, its smallest part (fewest rows, one layer or the tail) still runs if it takes at most
     `minimum`. Where rows are cheaper in a larger window, and `coming` (seconds that the allowance adds up to
     while it is not used) bears one of its layers, the step trains nothing and waits for it. Only `job`
-    trains; None is all jobs. `split` is the share of the machine for inference, with training in a lane of
-    its own; None fuses both in one pass over the weights.
+    trains; None is all jobs. With `arrivals` (a second) that abandon the layer under way, the packer chooses
+    a window's rows by what they cost and what is lost; None is as many as fit. `split` is the share of the
+    machine for inference, with training in a lane of its own; None fuses both in one pass over the weights.
     """
 
     seconds: float
@@ -69,6 +72,7 @@ class Allowance:
     coming: float = 0.0
     cut: bool = True
     job: str | None = None
+    arrivals: float | None = None
     split: float | None = None
 
 

@@ -14,7 +14,8 @@ class Hybrid(Policy):
     """Requests enter at once; training fills each step up to its smallest slack.
 
     Training alone runs for a quantum at a time (at least one window through one layer or the tail), the
-    longest that an arriving request waits; where arrivals pause training, they wait for a layer at most.
+    longest that an arriving request waits; where arrivals pause training, they wait for a product of a layer,
+    which is then lost. Windows have the rows that are cheapest so (`TrainingPacker`), as far as memory bears.
     Beside answers a window is `fused`, cut to what each step bears, or `interleaved`: it stays whole, and
     steps without training go on until their slack adds up to one of its layers. `chosen` takes what has the
     cheaper rows by the cost model (`TrainingPacker`).
@@ -36,9 +37,12 @@ class Hybrid(Policy):
 
     def allow(self, view: View) -> Allowance:
         """argmax f(c, s) <= SLO, and at most a quantum."""
-        rows = view.config.max_training_rows
+        rows = view.config.reserved_rows
         if not view.inference_seconds:
-            return Allowance(self.quantum(view), rows, minimum=INFINITE)
+            if not view.interruptible or view.config.max_training_rows is not None:
+                return Allowance(self.quantum(view), rows, minimum=INFINITE)
+            most = max(rows, view.window_rows)
+            return Allowance(self.quantum(view), most, minimum=INFINITE, arrivals=view.arrivals)
         seconds = min(view.slack, view.config.quantum_with_inference)
         if view.starving:
             return Allowance(seconds, rows, minimum=view.deferral)

@@ -23,6 +23,6 @@ class Spatial(Policy):
         """A piece for the training lane; a quantum where arriving requests would wait for it."""
         config = view.config
         if view.inference_seconds:
-            return beside(view, self._share, config.max_training_rows)
+            return beside(view, self._share, config.reserved_rows)
         seconds = config.quantum / view.cost.lanes.training
-        return Allowance(seconds, config.max_training_rows, minimum=INFINITE, split=self._share)
+        return Allowance(seconds, config.reserved_rows, minimum=INFINITE, split=self._share)
