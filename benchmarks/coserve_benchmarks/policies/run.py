@@ -36,7 +36,7 @@ BARS: Final[Mapping[str, Bar | None]] = {
     **papers.BARS,
     "ours.dominated": Bar(0.0, at_most=True),
     "ours.best_lead": Bar(1.15),
-    "ours.vs_two_processes": Bar(1.5),
+    "ours.vs_two_processes": Bar(1.1),
     "ours.vs_two_processes[light]": None,
     "ours.vs_two_processes[heavy]": None,
 }
