@@ -116,7 +116,8 @@ class WeightFile:
         with self._failing():
             self._read(start, into, self.mode)
             if self.path is not None:
-                self._expect_unchanged(start, into, self._open(Mode.BUFFERED).state)
+                own = into[: self._known.size - start]
+                self._expect_unchanged(start, own, self._open(Mode.BUFFERED).state)
 
     def grow(self, size: int) -> None:
         """Says that its owner has written more."""

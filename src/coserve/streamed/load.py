@@ -23,11 +23,11 @@ from coserve.model.origin import Origin, fingerprint_of, first_values
 from coserve.model.parameters import held_bytes, parameters_of
 from coserve.model.quantized.quantize import quantize_ends, quantize_layers, say_what_stays
 from coserve.model.refusal import refusing
-from coserve.streamed.checkpoint import Checkpoint
+from coserve.streamed.model_files import ModelFiles
 from coserve.streamed.planner import RING, ResidencePlan, least_bytes, plan_residence
 from coserve.streamed.ring import Ring, Streamed
 from coserve.streamed.scratch import ScratchFile
-from coserve.streamed.stored import Buffer, Read, StoredBlock, store
+from coserve.streamed.stored import Read, ReadBuffer, StoredBlock, store
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,19 @@ class Streaming:
         """A pass takes at least as long."""
         return self.plan.read_nbytes / self.rate if self.plan.read_nbytes else 0.0
 
+    def __str__(self) -> str:
+        if not self.plan.read_nbytes:
+            return "all blocks of the base stay in memory"
+        return (
+            f"the base is streamed: {len(self.plan.resident)} of its blocks stay in memory, and a pass reads "
+            f"{show_size(self.plan.read_nbytes)} at {show_size(self.rate)}/s, in {self.seconds:.2g} s or more"
+        )
+
 
 class Kept(Resident):
     """Parameters that stay in a buffer of their own."""
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: ReadBuffer) -> None:
         self.buffer = buffer
 
 
@@ -69,14 +77,14 @@ def load_streamed(
     if usable_device(device).type != "cpu":
         raise ConfigError("a base is streamed on a CPU only: engine.device must be cpu")
     with refusing(repr(str(model)), "cannot be loaded"):
-        checkpoint = _open(model, dtype)
-    with refusing(checkpoint.model.config.model_type, "cannot be driven"):
-        return _Loading(checkpoint, budget, quantize, scratch).run()
+        files = _open(model, dtype)
+    with refusing(files.model.config.model_type, "cannot be driven"):
+        return _Loading(files, budget, quantize, scratch).run()
 
 
-def _open(model: str | Path, dtype: torch.dtype | str) -> Checkpoint:
+def _open(model: str | Path, dtype: torch.dtype | str) -> ModelFiles:
     try:
-        return Checkpoint(model, dtype)
+        return ModelFiles(model, dtype)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if isinstance(error, CoserveError):
             raise
@@ -88,10 +96,10 @@ class _Loading:
     """The load of one base. Its blocks are stored as the model has them, from where the model's own forward
     and the search for a place for linears read them; and once more where that changed them."""
 
-    def __init__(self, checkpoint: Checkpoint, budget: int, quantize: str, scratch: str) -> None:
-        self._checkpoint, self._budget, self._quantize = checkpoint, budget, quantize
+    def __init__(self, files: ModelFiles, budget: int, quantize: str, scratch: str) -> None:
+        self._files, self._budget, self._quantize = files, budget, quantize
         self._scratch = ScratchFile(scratch)
-        model = checkpoint.model
+        model = files.model
         layers, self._cell = adopt(model), BatchCell()
         self._origin = Origin.of(model, layers, quantize, torch.device("cpu"), "")
         self._samples = {
@@ -124,9 +132,9 @@ class _Loading:
         """Loads and stores one block after the other."""
         model, found = self._base.model, []
         blocks = self._base.chain.blocks
-        buffer = Buffer(max(map(self._checkpoint.nbytes_of, blocks)))
+        buffer = ReadBuffer(max(map(self._files.nbytes_of, blocks)))
         for block in blocks:
-            reads = self._checkpoint.load(block, buffer)
+            reads = self._files.load(block, buffer)
             for name, tensor in block.module.state_dict().items():
                 self._samples[f"{block.path}.{name}"] = first_values(tensor)
             if self._quantize != "none":
@@ -150,7 +158,7 @@ class _Loading:
             place_modules(base, block.holds)
             _release_unused(block)
         self._stream({})  # its buffers are freed
-        buffer = Buffer(max((one.nbytes for one in streamed.values()), default=0))
+        buffer = ReadBuffer(max((one.nbytes for one in streamed.values()), default=0))
         placed = {}
         for place, one in streamed.items():
             one.forget()
@@ -191,7 +199,7 @@ def choose_modes(reads: Sequence[Read]) -> float:
 
 def _keep(block: Block, stored: StoredBlock) -> None:
     """Has a block stay in memory."""
-    buffer = Buffer(stored.nbytes)
+    buffer = ReadBuffer(stored.nbytes)
     stored.read(buffer)
     stored.bind(buffer)
     block.residence = Kept(buffer)

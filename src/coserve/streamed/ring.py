@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.core.sequence import Direction
 from coserve.errors import WeightsUnreadable
-from coserve.streamed.stored import Buffer, StoredBlock
+from coserve.streamed.stored import ReadBuffer, StoredBlock
 
 PATIENCE: Final = 60.0  # seconds for bytes that are being read; then a visit fails
 Visit = tuple[int, bool]  # a block's place in the chain, and whether on the way back
@@ -20,7 +20,7 @@ class _Slot:
     """A buffer, and the block whose parameters it has or gets."""
 
     def __init__(self, nbytes: int) -> None:
-        self.buffer = Buffer(nbytes)
+        self.buffer = ReadBuffer(nbytes)
         self.place: int | None = None
         self.read: Future[None] | None = None  # None for a slot without a block
         self.visits = 0
@@ -66,11 +66,14 @@ class Ring:
             slot = self._slot_for(place)
             slot.visits += 1
             awaited = slot.read if slot.read is not None and not slot.read.cancel() else None
-            self._read_ahead(visit)
+            if awaited is not None:
+                self._read_ahead(visit)
         try:
             if awaited is None or not self._arrives(awaited):
                 self._read_now(slot)
             self._blocks[place].bind(slot.buffer)
+            with self._lock:
+                self._read_ahead(visit)  # not beside what is waited for
         except BaseException:
             self._leave(slot)
             raise

@@ -19,7 +19,7 @@ _ALIGNED: Final = 64  # bytes, for vector instructions
 _FEW: Final = 1 / 64  # share of a block's bytes that no file has, such as masks and tables: they stay
 
 
-class Buffer:
+class ReadBuffer:
     """Memory aligned for direct reads."""
 
     def __init__(self, nbytes: int) -> None:
@@ -97,12 +97,12 @@ class StoredBlock:
     def reads(self) -> Sequence[Read]:
         return self._reads
 
-    def read(self, buffer: Buffer) -> None:
+    def read(self, buffer: ReadBuffer) -> None:
         """Fills a buffer. Raises WeightsUnreadable."""
         for read in self._reads:
             read.file.read(read.start, buffer.bytes[read.into : read.end])
 
-    def bind(self, buffer: Buffer) -> None:
+    def bind(self, buffer: ReadBuffer) -> None:
         """Has the block compute with a buffer's contents."""
         address = buffer.tensor.data_ptr()
         if address not in self._views:
@@ -124,7 +124,7 @@ class StoredBlock:
         self._views.clear()
 
 
-def store(block: Block, buffer: Buffer, reads: Sequence[Read], scratch: ScratchFile) -> StoredBlock:
+def store(block: Block, buffer: ReadBuffer, reads: Sequence[Read], scratch: ScratchFile) -> StoredBlock:
     """Stores a block whose tensors are in memory: as `reads` has them, from which `buffer` was filled, where
     all of them still lie there; else in the scratch file."""
     tensors = _tensors_of(block)

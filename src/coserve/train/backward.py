@@ -18,6 +18,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
 from coserve.core.sequence import Direction, Span
+from coserve.errors import WeightsUnreadable
 from coserve.kernels.rows import concat_rows, split_rows
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
@@ -39,21 +40,30 @@ def backward_windows(
 ) -> None:
     """Takes windows, each with its job, back through their layers, in groups of at most `max_rows` rows. A
     job that fails or runs out of memory stops there; other jobs go on. A pause stops all windows: their spans
-    end at the last layer passed."""
+    end at the last layer passed. So does a layer whose weights cannot be read, of which `pause` is told."""
     if not windows:
         return
+    base = windows[0][1].backward.store.base
+    top = max(window.layers.start for _, window in windows)
+    passed = top + 1
 
     def go(layer: int) -> bool:
+        nonlocal passed
         for group in _groups(layer, windows, max_rows):
             _backward_group(layer, group, short)
             pause.passed()
+        passed = layer
         if pause.is_due:
             for _, window in windows:
                 window.stop(layer)
         return not pause.is_due
 
-    base = windows[0][1].backward.store.base
-    base.chain.backward(max(window.layers.start for _, window in windows), go)
+    try:
+        base.chain.backward(top, go)
+    except WeightsUnreadable as error:
+        pause.failure = error
+        for _, window in windows:
+            window.stop(passed)
     for job, window in windows:
         if job not in short:
             with short.of(job):

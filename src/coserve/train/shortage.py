@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from coserve.core.contained import contained
-from coserve.errors import CoserveError, JobError, OutOfMemory
+from coserve.errors import CoserveError, JobError, OutOfMemory, WeightsUnreadable
 from coserve.memory.exhausted import is_out_of_memory
 
 
@@ -22,10 +22,13 @@ class Shortages:
     @contextmanager
     def of(self, job: str) -> Iterator[None]:
         """Surrounds work for `job`: if memory runs out, or any other error is raised, this job fails and
-        others are not affected. The allocator's message is kept, the tensors of the failed frames are not."""
+        others are not affected. The allocator's message is kept, the tensors of the failed frames are not.
+        Weights that cannot be read are nobody's failure, and raised."""
         failure: CoserveError | None = None
         try:
             yield
+        except WeightsUnreadable:
+            raise
         except BaseException as error:
             if is_out_of_memory(error):
                 words = str(error).partition("\n")[0] or type(error).__name__

@@ -18,12 +18,13 @@ from coserve.adapters.sites import decoder_layers
 from coserve.errors import ModelError, UnsupportedModel
 from coserve.model.block import Block
 from coserve.streamed.files import FileTensor, WeightFile, ranges, read_header, tensor_in
-from coserve.streamed.stored import Buffer, Read
+from coserve.streamed.stored import Read, ReadBuffer
 
+_BYTES: Final = {"none": None, "8bit": 1.0, "4bit": 0.55}  # of a weight; None: as saved
 _HOOK: Final = "_load_pretrained_model"  # the step of `from_pretrained` that fills a model with weights
 
 
-class Checkpoint:
+class ModelFiles:
     """Tensors in the files of one model. `model` has everything but its decoder layers' parameters, which are
     on the meta device."""
 
@@ -89,7 +90,7 @@ class Checkpoint:
                 end += stop - start
         return found
 
-    def load(self, block: Block, buffer: Buffer) -> list[Read]:
+    def load(self, block: Block, buffer: ReadBuffer) -> list[Read]:
         """Fills a buffer with a block's tensors, and has the block use them, converted where the model has
         them otherwise; returns what was read. Raises ModelError and WeightsUnreadable."""
         reads = self.reads(block)
@@ -115,15 +116,26 @@ class Checkpoint:
         return next((path for path, tail in self._tails.items() if f".{tail}." in f".{name}"), None)
 
 
+def saved_bytes(model: object, quantize: str) -> int:
+    """Bytes of the weights in a model's folder once they are loaded, roughly; 0 for anything else."""
+    if not isinstance(model, str | Path) or not Path(model).is_dir():
+        return 0
+    each = _BYTES[quantize]
+    found = [tensor for file in Path(model).glob("*.safetensors") for tensor in read_header(file).values()]
+    if each is None:
+        return sum(tensor.nbytes for tensor in found)
+    return int(sum(tensor.nbytes / tensor.dtype.itemsize for tensor in found) * each)
+
+
 def _read_alone(file: WeightFile, stored: FileTensor) -> Tensor:
     """A tensor of a file, in memory of its own."""
     ((start, end),) = ranges([stored])
-    buffer = Buffer(end - start)
+    buffer = ReadBuffer(end - start)
     file.read(start, buffer.bytes[: end - start])
     return tensor_in(buffer.tensor, stored.start - start, stored)
 
 
-def _found(buffer: Buffer, reads: list[Read], file: WeightFile, stored: FileTensor) -> Tensor:
+def _found(buffer: ReadBuffer, reads: list[Read], file: WeightFile, stored: FileTensor) -> Tensor:
     """A tensor in a buffer that was filled by `reads`."""
     own = (
         read for read in reads if read.file is file and 0 <= stored.start - read.start < read.end - read.into
