@@ -37,14 +37,16 @@ class Ring:
 
     Which block comes next is learnt: it is the one that followed this one last time, in this direction. So
     passes forward and back, which turn at the last block and at the lowest one that trains, find there what
-    the ring still has.
+    the ring still has. Where more blocks are visited at a time than there are buffers, one is added for that
+    time.
     """
 
     def __init__(self, blocks: Mapping[int, StoredBlock], buffers: int) -> None:
         """`blocks` by their places in the chain."""
         self._blocks = blocks
-        nbytes = max((block.nbytes for block in blocks.values()), default=0)
-        self._slots = [_Slot(nbytes) for _ in range(buffers if blocks else 0)]
+        self._nbytes = max((block.nbytes for block in blocks.values()), default=0)
+        self._slots = [_Slot(self._nbytes) for _ in range(buffers if blocks else 0)]
+        self._buffers = len(self._slots)
         self._lock = threading.RLock()  # cancelling a read notifies
         self._freed = threading.Condition(self._lock)
         self._reader = ThreadPoolExecutor(1, "coserve-reader")
@@ -86,6 +88,8 @@ class Ring:
     def _leave(self, slot: _Slot) -> None:
         with self._lock:
             slot.visits -= 1
+            if not slot.visits and len(self._slots) > self._buffers:
+                self._slots.remove(slot)
             self._freed.notify_all()
             if (last := self._last.get(threading.get_ident())) is not None:
                 self._read_ahead(last)
@@ -116,6 +120,9 @@ class Ring:
                 if slot.read is not None and slot.read.done() and not _is_good(slot.read):
                     slot.read = None  # perhaps the file is there again
                 return slot
+        if all(slot.visits for slot in self._slots):
+            # The proof of training visits a layer of each kind at a time, and would wait for itself.
+            self._slots.append(_Slot(self._nbytes))
         found = self._freed.wait_for(self._least_wanted, self.patience)
         if found is None:
             raise WeightsUnreadable(f"no buffer for weights became free in {self.patience:.0f} s")

@@ -184,13 +184,28 @@ def test_a_read_that_does_not_end_fails_the_visit() -> None:
     visit(ring, 1)
 
 
-def test_visitors_wait_for_a_buffer() -> None:
-    ring, _, _ = make(range(4))
-    ring.patience = 0.05
+def test_more_visits_than_buffers_get_one_more() -> None:
+    """Else a thread that visits three blocks would wait for itself."""
+    ring, _, notes = make(range(4))
+    before = ring.nbytes
+    for place in range(3):
+        ring.enter(place, FORWARD)
+    assert ring.nbytes == before * 3 // 2 and [p for kind, p in notes if kind == "bind"] == [0, 1, 2]
+    for place in (1, 0, 2):
+        ring.leave(place)
+    assert ring.nbytes == before
+    visit(ring, 3)
+
+
+def test_visitors_wait_for_a_buffer_that_is_being_filled() -> None:
+    ring, blocks, _ = make(range(4))
+    blocks[1].gate.clear()
     ring.enter(0, FORWARD)
-    ring.enter(1, FORWARD)
+    while not isinstance(ring._slots[1].read, Future) or not ring._slots[1].read.running():
+        time.sleep(0.001)
+    ring.patience = 0.05
     with pytest.raises(WeightsUnreadable, match="no buffer"):
         ring.enter(2, FORWARD)
     ring.patience = 5.0
-    threading.Timer(0.02, ring.leave, [0]).start()
+    threading.Timer(0.02, blocks[1].gate.set).start()
     ring.enter(2, FORWARD)
