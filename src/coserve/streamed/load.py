@@ -12,9 +12,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from coserve.core.size import show_size
 from coserve.errors import ConfigError, CoserveError, ModelNotFound
+from coserve.kernels.cpu import multiplies_bfloat16
+from coserve.memory.malloc import return_freed_memory
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell
 from coserve.model.block import Block, Resident
@@ -113,7 +116,8 @@ class _Loading:
 
     def run(self) -> tuple[Base, Streaming]:
         base, blocks = self._base, self._base.chain.blocks
-        self._room = self._budget - held_bytes(base.chain.ends.parameters().values())
+        ends = held_bytes(base.chain.ends.parameters().values()) + _packed_beside(base)
+        self._room = self._budget - ends
         if self._quantize == "none":  # else their bytes are not known yet
             self._refuse_too_little([_nbytes_of(block) for block in blocks])
         stored = self._store_all()
@@ -140,6 +144,7 @@ class _Loading:
             if self._quantize != "none":
                 quantize_layers(model, self._origin, self._cell, block.holds)
             found.append(store(block, buffer, reads, self._scratch))
+            return_freed_memory()
         return found
 
     def _stream(self, blocks: dict[int, StoredBlock]) -> None:
@@ -166,6 +171,7 @@ class _Loading:
             one.bind(buffer)
             place_modules(base, one.block.holds)
             placed[place] = store(one.block, buffer, one.reads, self._scratch)
+            return_freed_memory()
         self._stream(placed)
 
     def _refuse_too_little(self, sizes: list[int]) -> None:
@@ -177,6 +183,13 @@ class _Loading:
                 f"and final norm ({show_size(ends)}) stay and two blocks of up to {show_size(max(sizes))} "
                 f"pass through: at least {show_size(least)} are needed"
             )
+
+
+def _packed_beside(base: Base) -> int:
+    """Bytes of a head that is packed beside the embedding whose weight it shares."""
+    head = base.model.get_output_embeddings()
+    is_shared = type(head) is nn.Linear and head.weight is base.model.get_input_embeddings().weight
+    return head.weight.nbytes if is_shared and multiplies_bfloat16(head.weight) else 0
 
 
 def _nbytes_of(block: Block) -> int:
