@@ -22,6 +22,9 @@ class EngineConfig:
     max_running: int = 64  # sequences that run at once; more wait
     prefix_sharing: bool = True  # what prompts have in common is computed once; never across scopes
     memory: str | int | float = "auto"  # for everything: "6GiB", a share (0.5), or most of what is free
+    # Of it, for the base's weights: a base that needs more is read from disk for each pass, but for the part
+    # that fits. auto: a base that is larger than all of memory has half of it.
+    base_memory: str | int | float = "auto"
     adapter_memory: str | int | float = "auto"  # of it, for stored adapters: bytes, a share, or what is free
     offload: bool = False  # moments of AdamW rest in slower memory between steps: the host's, or a file
     scratch: str = ""  # folder of such files; empty: the system's for temporary ones
@@ -40,6 +43,7 @@ class EngineConfig:
                 raise ConfigError(f"engine.{name} must be at least 1, not {getattr(self, name)}")
         read_memory(self.memory)
         read_memory(self.adapter_memory, "adapter_memory")
+        read_memory(self.base_memory, "base_memory")
         if self.quantize not in ("none", "8bit", "4bit"):
             raise ConfigError(f"engine.quantize must be none, 8bit or 4bit, not {self.quantize!r}")
         if self.dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):

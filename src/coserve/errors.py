@@ -3,7 +3,8 @@
     CoserveError
     ├── ModelError               the base cannot be loaded or driven
     │   ├── ModelNotFound        no such folder or hub name
-    │   └── UnsupportedModel     loads, but the engine would not reproduce it (with the reason)
+    │   ├── UnsupportedModel     loads, but the engine would not reproduce it (with the reason)
+    │   └── WeightsUnreadable    weights that a pass needs cannot be read now; the next one may
     ├── NotOffered               a placement of the base's weights lacks a requested operation
     ├── AdapterError             an adapter is malformed or does not fit the base
     │   ├── AdapterNotFound      no adapter of that name is loaded
@@ -59,6 +60,11 @@ class ModelNotFound(ModelError):
 
 class UnsupportedModel(ModelError):
     """The model loads, but the engine would not reproduce it; the text says why."""
+
+
+class WeightsUnreadable(ModelError):
+    """A file of the base's weights is missing, short or changed, or cannot be read. A later pass may succeed:
+    what is under way is as it was."""
 
 
 class NotOffered(CoserveError):

@@ -31,6 +31,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"attention", "memory.arena", "memory.measured", "memory.exhausted"}),
     frozenset({"adapters"}),
     frozenset({"model"}),
+    frozenset({"streamed"}),
     frozenset({"train"}),
     frozenset({"executors"}),
     frozenset({"engine"}),

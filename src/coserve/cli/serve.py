@@ -40,6 +40,10 @@ def serve(
     memory: Annotated[
         str | None, typer.Option(help="Bytes for everything, as 6GiB, or a share, as 0.5.")
     ] = None,
+    base_memory: Annotated[
+        str | None,
+        typer.Option(help="Of that, for the base's weights: what exceeds it is read from disk in each pass."),
+    ] = None,
     adapter_memory: Annotated[
         str | None,
         typer.Option(help="Of that, for adapters from disk: bytes, a share, or auto: what is free."),
@@ -153,6 +157,7 @@ def serve(
             quantize=quantize,
             cache_tokens=cache_tokens,
             memory=memory,
+            base_memory=base_memory,
             adapter_memory=adapter_memory,
             offload=offload,
             max_running=max_running,

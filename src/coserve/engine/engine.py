@@ -80,6 +80,7 @@ class Engine:
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
         opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
+        self.streaming = opened.streaming
         self.text = texts()
         reader = Reader(self._read_stored, self.executor.pause_training)
         room = self.executor.spec.host_room
@@ -337,13 +338,15 @@ class Engine:
     # Inside
 
     def _next_result(self) -> StepResult:
-        """The result of the oldest plan under way. With asynchronous scheduling the next plan is launched
-        first, if it can be made already."""
-        if not self.config.plans_ahead:
-            return self.executor.run(self.scheduler.plan(self.clock()))
+        """The result of the oldest plan under way: of the last one where the base's weights could not be
+        read, and it stayed. With asynchronous scheduling the next plan is launched first, if it can be made
+        already."""
         if not self.scheduler.under_way:
-            self.executor.launch(self.scheduler.plan(self.clock()))
-        if (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
+            plan = self.scheduler.plan(self.clock())
+            if not self.config.plans_ahead:
+                return self.executor.run(plan)
+            self.executor.launch(plan)
+        if self.config.plans_ahead and (ahead := self.scheduler.plan_ahead(self.clock())) is not None:
             self.executor.launch(ahead)
         result = self.executor.collect()
         assert result is not None, "a plan that was launched has a result"

@@ -35,7 +35,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Item, Link, Received
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.worker import Worker
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, WeightsUnreadable
 from coserve.train.pruning.once import TRACING
 from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
@@ -45,8 +45,11 @@ _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Seconds after which a thread that reads training data lets a step go on: with Python's own 5 ms, steps of
 # 4 ms took 21 beside it, with this 13.
 SWITCH: Final = 5e-4
+_UNREADABLE: Final = 0.25  # seconds before weights that could not be read are read again
 _FLUSH: Final = 5.0  # seconds that the last report of a drain may take to be read
 _MEASURING: Final = "measuring what steps cost on this machine (some seconds, the first time only)"
+
+_log = logging.getLogger(__name__)
 
 
 def main(pipes: SupervisorPipes) -> None:
@@ -104,10 +107,18 @@ class Loop:
             self._beat()
             self._take_in()
             if self._worker.has_work:
-                self._worker.step()
+                self._step()
             self._report()
         if self._server is not None:
             self._server.finish(_FLUSH)
+
+    def _step(self) -> None:
+        """Runs a step. Where weights of the base cannot be read, all work under way waits until they can."""
+        try:
+            self._worker.step()
+        except WeightsUnreadable as error:
+            _log.error("all work waits: %s", error)
+            time.sleep(_UNREADABLE)
 
     def _take_in(self) -> None:
         """Handles all items of the inbox; without work waits for one until the next beat."""
@@ -214,4 +225,5 @@ def _describe(hello: Hello) -> str:
 def _memory(engine: Engine) -> str:
     """One line about the memory budget and the bytes outside of it."""
     memory = engine.memory
-    return f"{show_size(memory.ledger.budget)} of memory, beside {show_size(memory.imports)} of imports"
+    found = f"{show_size(memory.ledger.budget)} of memory, beside {show_size(memory.imports)} of imports"
+    return found if engine.streaming is None else f"{found}; {engine.streaming}"

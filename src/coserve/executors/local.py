@@ -1,5 +1,6 @@
 """Runs a plan on the local device: one fused forward, sampling, backward, optimizer steps."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +30,15 @@ from coserve.core.plan import (
 )
 from coserve.core.sequence import Direction
 from coserve.errors import CoserveError, LossNotFinite
-from coserve.executors.executor import CloseSession, Command, Executor, ExecutorSpec, R, RestartStep
+from coserve.executors.executor import (
+    CloseSession,
+    Command,
+    Executor,
+    ExecutorSpec,
+    R,
+    ReadMemory,
+    RestartStep,
+)
 from coserve.executors.held import HeldState
 from coserve.executors.inference import InferenceBatch, adapter_ranges, outside_layers
 from coserve.executors.lanes import LaneRunner
@@ -48,6 +57,8 @@ from coserve.train.shortage import Shortages
 from coserve.train.updating import update_all
 from coserve.train.window import Window
 from coserve.train.window_group import ForwardWindow, KeptRows
+
+_log = logging.getLogger(__name__)
 
 _NAP: Final = 0.001  # seconds of idle time in one step, so that arrivals wait no longer
 
@@ -74,6 +85,7 @@ class LocalExecutor(Executor):
         self.sessions, self.arena = self.held.sessions, self.held.arena
         self.sampler = self.sampler_type(base, self.loaded, table)
         self._launched: deque[Plan] = deque()
+        self._begun: Plan | None = None  # the first of these, where weights that it needs could not be read
         self._results: deque[StepResult] = deque()  # not collected yet
         self._grown = grown
         self._lanes = LaneRunner(base.device)
@@ -119,7 +131,7 @@ class LocalExecutor(Executor):
 
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
-        if not command.beside:
+        if not command.beside and not (self._begun and isinstance(command, ReadMemory)):
             while self._launched:
                 self._run_next()
         if isinstance(command, CloseSession | RestartStep):
@@ -128,8 +140,13 @@ class LocalExecutor(Executor):
         return self.held.do(command)
 
     def _run_next(self) -> None:
+        """Runs the oldest plan. Where weights of the base cannot be read it stays the oldest, and runs again
+        next time: what of it has run computes the same once more."""
         if self._launched:
-            self._results.append(self._run(self._launched.popleft()))
+            result = self._run(self._launched[0])
+            self._launched.popleft()
+            self._begun = None
+            self._results.append(result)
 
     @torch.no_grad()
     def _run(self, plan: Plan) -> StepResult:
@@ -138,8 +155,16 @@ class LocalExecutor(Executor):
             self._lanes.settle()
         self._pause.begin(plan.pausable, alone=not plan.inference)
         started = time.perf_counter()
-        self._begin(plan)
+        if self._begun is None:
+            self._begin(plan)
+            self._begun = plan
+        for prefix in plan.prefixes:
+            self._fill(prefix)
         sampled, trained, lanes = self._lanes.run(plan.lanes, self._run_lane)
+        if (failure := self._pause.failure) is not None:
+            if not plan.inference and not trained:  # the plan is as if it had not run
+                raise failure
+            _log.warning("training is paused: %s", failure)
         if plan.idle:
             time.sleep(min(plan.idle, _NAP))
         updated, failed = self._update(plan.updates)
@@ -161,8 +186,6 @@ class LocalExecutor(Executor):
                 self.slot_pools.use(self.loaded.find(adapter).bypasses)
         for micro_batch in plan.micro_batches:
             self.sessions[micro_batch.job].begin(micro_batch)
-        for prefix in plan.prefixes:
-            self._fill(prefix)
         self.table.extend(plan.inference)
 
     def pause_training(self) -> None:

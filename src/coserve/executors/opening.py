@@ -1,5 +1,6 @@
 """Opens an executor for a model: loads the base, checks it, and builds the executor."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.store import Int8KVStore, KVStore
 from coserve.config import EngineConfig
+from coserve.core.size import read_memory
 from coserve.errors import ConfigError
 from coserve.executors.deterministic import DeterministicExecutor
 from coserve.executors.executor import Executor
 from coserve.executors.local import LocalExecutor
 from coserve.executors.remote import RemoteExecutor
 from coserve.executors.sequence_table import SequenceTable
+from coserve.memory.budget import budget_of, process_capacity
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
 from coserve.model.base import Base
@@ -26,8 +29,12 @@ from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
 from coserve.model.together import linears_together
+from coserve.streamed.load import Streaming, load_streamed
+from coserve.streamed.model_files import saved_bytes
 from coserve.train.optimizer_offload import offload_for
 from coserve.train.proof import prove_training
+
+_log = logging.getLogger(__name__)
 
 Model: TypeAlias = str | Path | PreTrainedModel
 ReadTokenizer: TypeAlias = Callable[[], Any]
@@ -41,12 +48,14 @@ def no_tokenizer() -> None:
 class Opened:
     """An executor with the host's objects beside it. `base` is the executor's own or, where its weights are
     in another process, one of the same shapes without data; `slot_nbytes` computes the bytes of an adapter's
-    slot on the device from shapes alone; `grammars` compiles for a tokenizer, None without one."""
+    slot on the device from shapes alone; `grammars` compiles for a tokenizer, None without one;
+    `streaming` says how the base's weights are streamed, where they are."""
 
     executor: Executor
     base: Base
     slot_nbytes: Callable[[Bypasses], int]
     grammars: Grammars | None
+    streaming: Streaming | None = None
 
 
 def open_local(
@@ -58,14 +67,14 @@ def open_local(
     if config.device == "cpu":
         keep_freed_memory()
     before = resident_bytes()
-    base = load_base(model, dtype_of(config), config.device, config.quantize)
+    base, streaming = _load(model, config)
     prove_training(base)
     return_freed_memory()
     grown = max(resident_bytes() - before - base.nbytes, 0)
     tokenizer = read_tokenizer()
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
     executor = _make(base, config, grammars, grown)
-    return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars)
+    return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars, streaming)
 
 
 def open_remote(
@@ -113,6 +122,32 @@ def eos_ids(base: Base) -> tuple[int, ...]:
     if eos is None:
         eos = base.model.config.get_text_config().eos_token_id
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
+    """The base; with how it is streamed, where it does not fit or its memory is limited."""
+    room = _base_room(model, config)
+    if room is None:
+        return load_base(model, dtype_of(config), config.device, config.quantize), None
+    if isinstance(model, PreTrainedModel):
+        raise ConfigError("engine.base_memory: a model object is in memory already: give its folder")
+    base, streaming = load_streamed(
+        model, room, dtype_of(config), config.device, config.quantize, config.scratch
+    )
+    if streaming.plan.read_nbytes:
+        _log.warning("%s", streaming)
+    return base, streaming
+
+
+def _base_room(model: Model, config: EngineConfig) -> int | None:
+    """Bytes that limit the weights of a base; None where it is loaded as a whole."""
+    asked = read_memory(config.base_memory, "base_memory")
+    if asked is None and (config.device != "cpu" or config.memory == "auto"):
+        return None
+    budget = budget_of(config.memory, process_capacity())
+    if asked is None:
+        return budget // 2 if saved_bytes(model, config.quantize) > budget else None
+    return asked if isinstance(asked, int) else int(asked * budget)
 
 
 def _make(base: Base, config: EngineConfig, grammars: Grammars | None, grown: int) -> LocalExecutor:

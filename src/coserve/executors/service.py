@@ -4,6 +4,7 @@
 ends.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -20,7 +21,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from coserve.core.contained import contained
-from coserve.errors import CoserveError, OutOfMemory
+from coserve.core.plan import Plan, StepResult
+from coserve.errors import CoserveError, OutOfMemory, WeightsUnreadable
 from coserve.executors.channel import (
     ALIVE,
     NUMBER,
@@ -42,6 +44,9 @@ from coserve.wire.plans import decode_plan, encode_result
 
 _ALIVE_EVERY: Final = 0.25  # seconds, while a step runs
 _ORPHANED: Final = 3  # exit status
+_UNREADABLE: Final = 0.25  # seconds before weights that could not be read are read again
+
+_log = logging.getLogger(__name__)
 
 
 class Pauses:
@@ -91,10 +96,24 @@ class Service:
                 asked, withdrawn = PAUSES.unpack(body[: PAUSES.size])
                 self._pauses.withdraw(withdrawn)
                 self._pauses.ask(asked)  # the signal itself may come later than the plan
-                result = self._executor.run(decode_plan(body[PAUSES.size :]))
+                result = self._run(decode_plan(body[PAUSES.size :]))
                 send_frame(self._steps, RESULT + encode_result(result))
             else:
                 send_frame(self._steps, REPLY + self._reply(body))
+
+    def _run(self, plan: Plan) -> StepResult:
+        """A plan's result. Where weights of the base cannot be read the plan waits until they can."""
+        self._executor.launch(plan)
+        while True:
+            try:
+                result = self._executor.collect()
+            except WeightsUnreadable as error:
+                _log.error("all work waits: %s", error)
+                time.sleep(_UNREADABLE)
+                self._tell_alive()
+            else:
+                assert result is not None, "a plan that was launched has a result"
+                return result
 
     def _reply(self, body: bytes) -> bytes:
         """The reply to a command, or any error that it raises: a panic of a Rust library is no `Exception`,

@@ -22,13 +22,13 @@ from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu import row_buckets
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
-from coserve.model.block import Block, Call, Ends
+from coserve.model.block import Block, Call, Ends, ModelPart, Resident
 from coserve.model.chain import Chain
 from coserve.model.frozen import HeldParameters
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
-from coserve.model.parameters import held_bytes, parameters_of
+from coserve.model.parameters import held_bytes
 from coserve.model.short_prologue import Begun, ShortPrologue, find_short_prologue
 
 _FARTHEST: Final = 1 << 18  # position that a short prologue is compared at
@@ -41,7 +41,8 @@ class Base:
     Attributes: `model` (transformers' own), `cell` (the rows in the pass), `linears` by path, `sites` where
     adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (their number; tied
     ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that), `chain` (its
-    layers, and every loop over them), `frozen` (its frozen parameters, wherever they are).
+    layers, and every loop over them), `frozen` (its frozen parameters, wherever they are), `buffer_nbytes`
+    (of buffers for parts that are not resident).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Base:
         self.device = origin.device
         self.row_buckets = row_buckets(origin.device)
         self.parameters = origin.parameters
+        self.buffer_nbytes = 0
         self.hidden_size = 0
         self.vocabulary = 0
         self._arguments: RowArguments | None = None
@@ -86,13 +88,27 @@ class Base:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in their current form, shared storage counted once."""
-        return held_bytes(parameters_of(self.model).values())
+        """Bytes in memory of all weights in their current form, shared storage counted once."""
+        parts = [part for part in self._parts if isinstance(part.residence, Resident)]
+        return self.buffer_nbytes + held_bytes(own for part in parts for own in part.parameters().values())
 
     @property
     def nbytes_to_train(self) -> int:
-        """Additional bytes of its linears once a job trains."""
-        return sum(linear.placement.nbytes_to_train for linear in self.linears.values())
+        """Additional bytes of its linears once a job trains; parts that are not resident have theirs one at a
+        time."""
+        stay, go = 0, [0]
+        for part in self._parts:
+            placements = (own.placement for own in part.parameters().values())
+            nbytes = sum(placement.nbytes_to_train for placement in placements if placement is not None)
+            if isinstance(part.residence, Resident):
+                stay += nbytes
+            else:
+                go.append(nbytes)
+        return stay + max(go)
+
+    @property
+    def _parts(self) -> list[ModelPart]:
+        return [*self.chain, self.chain.ends]
 
     @property
     def arguments(self) -> RowArguments:

@@ -62,6 +62,10 @@ class ModelPart(ABC):
     def parameters(self) -> dict[str, ModuleParameters]:
         """All frozen parameters of the part by module: linears, norms, experts, embeddings, tables."""
 
+    @abstractmethod
+    def holds(self, path: str) -> bool:
+        """Tells whether the module at `path` in the model is in this part."""
+
     @contextmanager
     def visit(self, direction: Direction) -> Iterator[None]:
         """Context in which the part's parameters are available. Visits nest: the outermost one brings them
@@ -83,19 +87,22 @@ class Block(ModelPart):
     """One decoder layer. `run` computes it; within the model's own forward it returns a preset answer.
 
     `path` is its name in the model, `module` the layer, `returns_tuple` whether this model's layers wrap
-    their hidden state.
+    their hidden state (set once that is known).
     """
 
-    def __init__(self, path: str, module: nn.Module, returns_tuple: bool) -> None:
+    def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__()
         self.path, self.module = path, module
-        self.returns_tuple = returns_tuple
+        self.returns_tuple = False
         self._forward: Callable[..., Any] = module.forward
         self._answer: Callable[[Tensor, Call], Tensor] | None = None
         module.forward = self._stand_aside
 
     def parameters(self) -> dict[str, ModuleParameters]:
         return parameters_of(self.module)
+
+    def holds(self, path: str) -> bool:
+        return f"{path}.".startswith(f"{self.path}.")
 
     def run(self, hidden: Tensor, call: Call) -> Tensor:
         """The layer on hidden [1, rows, width] with its other arguments, within a visit."""
@@ -126,7 +133,10 @@ class Ends(ModelPart):
 
     def parameters(self) -> dict[str, ModuleParameters]:
         found = parameters_of(self._model)
-        return {name: own for name, own in found.items() if not f"{name}.".startswith(self._inside)}
+        return {name: own for name, own in found.items() if self.holds(name)}
+
+    def holds(self, path: str) -> bool:
+        return not f"{path}.".startswith(self._inside)
 
 
 class VisitedWeights:

@@ -49,7 +49,7 @@ class Chain:
 
     def part_of(self, path: str) -> ModelPart:
         """The block that has the module at `path`, or the ends."""
-        return next((block for block in self.blocks if path.startswith(f"{block.path}.")), self.ends)
+        return next((block for block in self.blocks if block.holds(path)), self.ends)
 
     def layer(
         self, index: int, hidden: Tensor, calls: LayerCalls, direction: Direction = Direction.INFER

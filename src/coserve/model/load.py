@@ -4,6 +4,7 @@ Loading ends with a proof (`model/probe.py`): the driven model must reproduce th
 model that differs or fails in any way is refused with the reason.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from coserve.model.block import Block
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
-from coserve.model.origin import Origin
+from coserve.model.origin import Origin, fingerprint_of, first_values
 from coserve.model.placement import Placement, place_locally
-from coserve.model.placing import place_linears
+from coserve.model.placing import Holds, place_linears
 from coserve.model.probe import ProbeRows, drive, own_forward, prove, same_arguments
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
@@ -63,23 +64,55 @@ def load_base(
 
 def _driven(loaded: PreTrainedModel, quantize: str, where: torch.device) -> Base:
     """Takes the model over, and proves it."""
-    _refuse_unsupported(loaded.config, loaded)
-    loaded = loaded.eval().requires_grad_(False)
-    layers = decoder_layers(loaded)
-    _refuse_encoder(loaded, layers)
+    layers = adopt(loaded)
+    samples = {name: first_values(tensor) for name, tensor in loaded.state_dict().items()}
+    fingerprint = fingerprint_of(loaded.config, samples, quantize)
+    origin = Origin.of(loaded, layers, quantize, where, fingerprint)
     cell = BatchCell()
-    origin = Origin.of(loaded, layers, quantize, where)
     if quantize != "none":
         quantize_model(loaded, layers, origin, cell)
     if any(tensor.device != where for tensor in loaded.state_dict().values()):
         loaded = loaded.to(device=where)
-    own = own_forward(loaded, list(layers.values()))
+    base = make_base(loaded, layers, origin, cell)
+    return complete(base, lambda: place_modules(base, lambda _: True))
+
+
+def adopt(loaded: PreTrainedModel) -> dict[str, nn.Module]:
+    """Freezes a model; returns its decoder layers by path. Raises UnsupportedModel."""
+    _refuse_unsupported(loaded.config, loaded)
+    loaded.eval().requires_grad_(False)
+    layers = decoder_layers(loaded)
+    _refuse_encoder(loaded, layers)
+    return layers
+
+
+def make_base(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], origin: Origin, cell: BatchCell
+) -> Base:
+    """A base whose modules are the model's own; `complete` makes it one that can be driven."""
+    text = model.config.get_text_config()
+    positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
+    return Base(model, [Block(path, layer) for path, layer in layers.items()], origin, cell, positions)
+
+
+def place_modules(base: Base, holds: Holds) -> None:
+    """Puts frozen linears and native kernels in place, for modules whose paths `holds` accepts."""
+    place_linears(base.model, base.cell, lambda _, weight, bias: place_locally(weight, bias), holds)
+    use_native_kernels(base.model, holds)
+
+
+def complete(base: Base, place: Callable[[], None]) -> Base:
+    """Has a base drive its model, and proves that it gives what the model gave. `place` is to call
+    `place_modules` for all modules."""
     masks = Masks()
-    base = _fit(loaded, layers, origin, cell, masks, own.returns_tuple)
+    own = own_forward(base.model, [block.module for block in base.chain])
+    for block in base.chain:
+        block.returns_tuple = own.returns_tuple
+    _fit(base, masks, place)
     prove(base, own, masks)
     _refuse_shorter_cache(base)
     join_siblings(base)
-    assert not any(p.requires_grad for p in loaded.parameters()), "the base is frozen"
+    assert not any(p.requires_grad for p in base.model.parameters()), "the base is frozen"
     return base
 
 
@@ -154,26 +187,14 @@ def _refuse_encoder(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Non
                 )
 
 
-def _fit(
-    model: PreTrainedModel,
-    layers: dict[str, nn.Module],
-    origin: Origin,
-    cell: BatchCell,
-    masks: Masks,
-    returns_tuple: bool,
-) -> Base:
+def _fit(base: Base, masks: Masks, place: Callable[[], None]) -> None:
     """Puts the layers' hooks, attention and frozen linears in place."""
-    text = model.config.get_text_config()
-    positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
-    slots = [Block(path, layer, returns_tuple) for path, layer in layers.items()]
-    base = Base(model, slots, origin, cell, positions)
-    caches: dict[int, CacheShape] = {}
-    name = f"coserve-{id(cell):x}"
-    AttentionInterface.register(name, attention_function(cell, caches, masks))
+    model, caches = base.model, dict[int, CacheShape]()
+    name = f"coserve-{id(base.cell):x}"
+    AttentionInterface.register(name, attention_function(base.cell, caches, masks))
     AttentionMaskInterface.register(name, masks.make)
     model.set_attn_implementation(name)
-    place_linears(model, cell, lambda _, weight, bias: place_locally(weight, bias))
-    use_native_kernels(model)
+    place()
     base.linears = {p: module for p, module in model.named_modules() if isinstance(module, FrozenLinear)}
     _hook_sites(base)
     base.learn_arguments()
@@ -183,7 +204,6 @@ def _fit(
     _hand_over_copies(base, looking)
     _keep_sites_that_layers_see(base)
     _refuse_other_masks(base, masks.windows)
-    return base
 
 
 def _hook_sites(base: Base) -> None:

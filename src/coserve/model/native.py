@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from coserve.kernels.native import gradients, ops
 from coserve.model.linear import FrozenLinear
+from coserve.model.placing import Holds
 
 _ROTARY: Final = "apply_rotary_pos_emb"  # the function that attention modules of many models call
 _ROUNDING: Final = 2 * 2**-7  # relative; a sum in another order may round twice to a neighbour in bfloat16
@@ -24,15 +25,16 @@ _SCALES: Final = (1e-3, 1.0, 30.0)  # of a norm's input: in the first its epsilo
 
 
 @torch.no_grad()
-def use_native_kernels(model: PreTrainedModel) -> None:
-    """Replaces the forward of norms, gated feed-forward layers and attention modules that are recognised;
-    must come before sites are hooked. Does nothing for a base in another type than bfloat16 or without a
-    compiler."""
+def use_native_kernels(model: PreTrainedModel, holds: Holds = lambda _: True) -> None:
+    """Replaces the forward of norms, gated feed-forward layers and attention modules that are recognised, at
+    paths that `holds` accepts; must come before sites are hooked. Does nothing for a base in another type
+    than bfloat16 or without a compiler."""
     if not any(ops.takes(parameter) for parameter in model.parameters()):
         return
     rotary: dict[Callable[..., Any], FunctionType | None] = {}  # attention's forward, with another function
-    for module in model.modules():
-        _replace_norm(module) or _replace_gated(module) or _replace_rotary(module, rotary)
+    for path, module in model.named_modules():
+        if holds(path):
+            _replace_norm(module) or _replace_gated(module) or _replace_rotary(module, rotary)
 
 
 def _replace_norm(module: nn.Module) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coserve.adapters.sites import Site, find_sites
 
@@ -25,26 +25,36 @@ class Origin:
 
     @staticmethod
     def of(
-        model: PreTrainedModel, layers: Mapping[str, nn.Module], quantized: str, device: torch.device
+        model: PreTrainedModel,
+        layers: Mapping[str, nn.Module],
+        quantized: str,
+        device: torch.device,
+        fingerprint: str,
     ) -> "Origin":
-        """Reads the facts of an unmodified model."""
+        """Reads the facts of an unmodified model, whose tensors need no data."""
         return Origin(
             find_sites(model, layers),
             model.num_parameters(),
             next(model.parameters()).dtype,
             device,
             quantized,
-            _fingerprint(model, quantized),
+            fingerprint,
         )
 
 
-def _fingerprint(model: PreTrainedModel, quantized: str) -> str:
-    """Content hash of the configuration and the first values of every tensor: it identifies the base, and
-    keys caches."""
-    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+def first_values(tensor: Tensor) -> bytes:
+    """A sample of a tensor for the fingerprint."""
+    values: bytes = tensor.flatten()[:64].float().cpu().numpy().tobytes()
+    return values
+
+
+def fingerprint_of(config: PreTrainedConfig, samples: Mapping[str, bytes], quantized: str) -> str:
+    """Content hash of the configuration and the first values of every tensor, by name: it identifies the
+    base, and keys caches."""
+    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
+    for name, values in sorted(samples.items()):
         digest.update(name.encode())
-        digest.update(tensor.flatten()[:64].float().cpu().numpy().tobytes())
+        digest.update(values)
     if quantized != "none":
         digest.update(quantized.encode())
     return digest.hexdigest()[:16]

@@ -74,6 +74,9 @@ class Placement(ABC):
     def release_backward(self) -> None:  # noqa: B027
         """Frees tensors that only `backward` needs; the next one makes them again."""
 
+    def moved(self) -> None:  # noqa: B027
+        """Follows its tensors, whose data are at other addresses now."""
+
     def _lacks(self, offer: Offer, path: str = "a linear") -> NotOffered:
         kind = type(self).__name__
         return NotOffered(f"{path} is computed by a {kind}, which does not offer {offer.value}")
@@ -121,7 +124,7 @@ class PackedPlacement(Placement):
         self._address = native.packed_address(self._packed, weight)
         self._outputs = len(weight)
         self._transposed: Tensor | None = None
-        self.nbytes_to_train = weight.nbytes
+        self._nbytes = self.nbytes_to_train = weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         if self._address is not None and x.numel() <= _MOST_ROWS * x.shape[-1] and native.takes(x):
@@ -138,7 +141,11 @@ class PackedPlacement(Placement):
 
     def release_backward(self) -> None:
         self._transposed = None
-        self.nbytes_to_train = self._packed.nbytes
+        self.nbytes_to_train = self._nbytes
+
+    def moved(self) -> None:
+        if self._address is not None:
+            self._address = torch.ops.mkldnn.data_ptr(self._packed)
 
     def weight(self) -> Tensor:
         dense: Tensor = self._packed.to_dense()

@@ -11,16 +11,19 @@ from coserve.model.linear import FrozenLinear
 from coserve.model.placement import Placement
 
 Choose = Callable[[str, Tensor, Tensor | None], Placement | None]  # of path, weight [out, in] and bias
+Holds = Callable[[str], bool]  # whether a part of a model has the module at a path
 
 
-def place_linears(model: PreTrainedModel, cell: BatchCell, choose: Choose) -> None:
-    """Replaces linears for which `choose` gives a placement, one at a time: each weight is freed before the
-    next is placed.
+def place_linears(
+    model: PreTrainedModel, cell: BatchCell, choose: Choose, holds: Holds = lambda _: True
+) -> None:
+    """Replaces linears at paths that `holds` accepts for which `choose` gives a placement, one at a time:
+    each weight is freed before the next is placed.
 
     Exact types only: some routers subclass nn.Linear and behave otherwise (design decision 5).
     """
     paths = [path for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
-    for path in paths:
+    for path in filter(holds, paths):
         weight, bias = _weights(model.get_submodule(path))
         placement = choose(path, weight, bias)
         if placement is not None:

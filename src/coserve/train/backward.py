@@ -19,6 +19,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
 from coserve.core.sequence import Direction, Span
+from coserve.errors import WeightsUnreadable
 from coserve.kernels.rows import concat_rows, split_rows
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
@@ -40,9 +41,11 @@ def backward_windows(
 ) -> None:
     """Takes windows, each with its job, back through their layers, in groups of at most `max_rows` rows. A
     job that fails or runs out of memory stops there; other jobs go on. A pause stops all windows, and so does
-    an abandoned layer: their spans end at the last layer passed."""
+    an abandoned layer or one whose weights cannot be read, of which `pause` is told: their spans end at the
+    last layer passed."""
     if not windows:
         return
+    base = windows[0][1].backward.store.base
 
     def go(layer: int) -> bool:
         try:
@@ -58,8 +61,12 @@ def backward_windows(
                 window.stop()
         return not is_stopped
 
-    base = windows[0][1].backward.store.base
-    base.chain.backward(max(window.layers.start for _, window in windows), go)
+    try:
+        base.chain.backward(max(window.layers.start for _, window in windows), go)
+    except WeightsUnreadable as error:
+        pause.failure = error
+        for _, window in windows:
+            window.stop()
     for job, window in windows:
         if job not in short:
             with short.of(job):
@@ -103,7 +110,7 @@ def _try_together(
     """As `layer_gradients`; None if it fails."""
     try:
         return layer_gradients(layer, windows, check)
-    except LayerAbandoned:
+    except (LayerAbandoned, WeightsUnreadable):
         raise
     except Exception as error:
         if not is_out_of_memory(error):

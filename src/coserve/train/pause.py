@@ -3,6 +3,8 @@
 import threading
 import time
 
+from coserve.errors import WeightsUnreadable
+
 
 class LayerAbandoned(Exception):
     """Raised inside a layer of training that is given up for an arrival. Nothing of it counts: it runs anew
@@ -16,7 +18,8 @@ class TrainingPause:
     first layer of a step's training runs, so that arrivals in every step slow training down and never stop
     it. Where nothing but training runs, the layer under way is abandoned, the first one too, if the pause is
     asked for during the step: half of a layer is lost on average, where an arrival would wait as long. Of two
-    steps in a row at most one ends without a layer passed.
+    steps in a row at most one ends without a layer passed. `failure` is what else has stopped the step's
+    training.
     """
 
     def __init__(self) -> None:
@@ -26,6 +29,7 @@ class TrainingPause:
         self._was_in_vain = False  # the last step that passed no layer
         self._passed_at = 0.0
         self.lost = 0.0  # seconds of the step's abandoned layer
+        self.failure: WeightsUnreadable | None = None
 
     def ask(self) -> None:
         self._asked.set()
@@ -36,7 +40,7 @@ class TrainingPause:
     def begin(self, pausable: bool, alone: bool = False) -> None:
         """Begins a step; `pausable` tells whether its training may be stopped, `alone` whether it has nothing
         but training."""
-        self._obeys, self._layers, self.lost = pausable, 0, 0.0
+        self._obeys, self._layers, self.lost, self.failure = pausable, 0, 0.0, None
         self._abandons = pausable and alone and not self._was_in_vain and not self._asked.is_set()
         self._was_in_vain = self._has_abandoned = False
         self._passed_at = time.perf_counter()

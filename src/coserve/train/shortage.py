@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from coserve.core.contained import contained
-from coserve.errors import CoserveError, JobError, OutOfMemory
+from coserve.errors import CoserveError, JobError, OutOfMemory, WeightsUnreadable
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.train.pause import LayerAbandoned
 
@@ -24,11 +24,11 @@ class Shortages:
     def of(self, job: str) -> Iterator[None]:
         """Surrounds work for `job`: if memory runs out, or any other error is raised, this job fails and
         others are not affected. The allocator's message is kept, the tensors of the failed frames are not. An
-        abandoned layer is no failure."""
+        abandoned layer and weights that cannot be read are nobody's failure, and raised."""
         failure: CoserveError | None = None
         try:
             yield
-        except LayerAbandoned:
+        except (LayerAbandoned, WeightsUnreadable):
             raise
         except BaseException as error:
             if is_out_of_memory(error):

@@ -1,19 +1,27 @@
 """What every placement keeps to, wherever it computes: a new one is added to `MAKERS`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from coserve.core.sequence import Direction
 from coserve.errors import NotOffered
-from coserve.model.linear import frozen
+from coserve.model.batch import BatchCell
+from coserve.model.block import Block
+from coserve.model.linear import FrozenLinear, frozen
 from coserve.model.placement import Offer, PackedPlacement, Placement, PlainPlacement, place_locally
 from coserve.model.quantized.int8 import Int8Placement
 from coserve.model.quantized.nf4 import NF4Placement, place_in_nf4
+from coserve.streamed.ring import Ring, Streamed
+from coserve.streamed.scratch import ScratchFile
+from coserve.streamed.stored import ReadBuffer, store
 from later import Elsewhere, LaterPlacement
 
 OUT, IN = 96, 128
+VISITS = ExitStack()
 
 
 def later(weight: Tensor, bias: Tensor | None) -> Placement:
@@ -35,12 +43,29 @@ def sibling(weight: Tensor, bias: Tensor | None) -> Placement:
     return own
 
 
+def streamed(weight: Tensor, bias: Tensor | None) -> Placement:
+    """Its tensors are in a buffer, read from a file, for a visit that ends with the test."""
+    placement, layer = place_locally(weight, bias), nn.Module()
+    layer.up = FrozenLinear("up", placement, (OUT, IN), BatchCell())
+    block = Block("layers.0", layer)
+    block.residence = Streamed(Ring({0: store(block, ReadBuffer(0), [], ScratchFile(""))}, 2), 0)
+    VISITS.enter_context(block.visit(Direction.INFER))
+    return placement
+
+
+@pytest.fixture(autouse=True)
+def end_visits() -> Iterator[None]:
+    yield
+    VISITS.close()
+
+
 MAKERS: Mapping[str, Callable[[Tensor, Tensor | None], Placement]] = {
     "plain": PlainPlacement,
     "local": place_locally,  # packed, where the processor multiplies bfloat16
     "8bit": Int8Placement,
     "4bit": place_in_nf4,
     "4bit, plain order": NF4Placement,
+    "streamed": streamed,
     "later": later,
     "sibling": sibling,
 }

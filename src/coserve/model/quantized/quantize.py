@@ -17,7 +17,7 @@ from coserve.adapters.sites import Kind, Site
 from coserve.model.batch import BatchCell
 from coserve.model.origin import Origin
 from coserve.model.placement import Placement
-from coserve.model.placing import leave_file, place_linears, put
+from coserve.model.placing import Holds, leave_file, place_linears, put
 from coserve.model.quantized.embedding import QuantizedEmbedding, is_lookup
 from coserve.model.quantized.int8 import Int8Placement
 from coserve.model.quantized.nf4 import BLOCK, place_in_nf4
@@ -35,6 +35,28 @@ def quantize_model(model: PreTrainedModel, layers: Iterable[str], origin: Origin
     Raises ConfigError where the library for four bits is missing.
     """
     inside = tuple(f"{path}." for path in layers)
+    quantize_ends(model, inside, origin, cell)
+    quantize_layers(model, origin, cell, lambda path: path.startswith(inside))
+    leave_file(model)
+    say_what_stays(model, inside)
+
+
+def quantize_layers(model: PreTrainedModel, origin: Origin, cell: BatchCell, holds: Holds) -> None:
+    """Quantizes linears of decoder layers, at paths that `holds` accepts."""
+
+    def choose(path: str, weight: Tensor, bias: Tensor | None) -> Placement | None:
+        if len(weight) < _FEWEST_OUTPUTS:
+            return None
+        weight, bias = weight.to(origin.device), None if bias is None else bias.to(origin.device)
+        if origin.quantized == "4bit" and weight.shape[1] % BLOCK == 0:
+            return place_in_nf4(weight, bias)
+        return Int8Placement(weight, bias)
+
+    place_linears(model, cell, choose, holds)
+
+
+def quantize_ends(model: PreTrainedModel, inside: tuple[str, ...], origin: Origin, cell: BatchCell) -> None:
+    """Quantizes the embedding, the head and other linears that are not `inside` of decoder layers."""
     head = _path_of(model, model.get_output_embeddings())
     tied = _is_tied(model)
     site = next(site for site in origin.sites.values() if site.kind is Kind.EMBEDDING)
@@ -45,16 +67,12 @@ def quantize_model(model: PreTrainedModel, layers: Iterable[str], origin: Origin
             return None if embedding is None else embedding.placement
         if len(weight) < _FEWEST_OUTPUTS:
             return None
-        weight, bias = weight.to(origin.device), None if bias is None else bias.to(origin.device)
-        if origin.quantized == "4bit" and path.startswith(inside) and weight.shape[1] % BLOCK == 0:
-            return place_in_nf4(weight, bias)
-        return Int8Placement(weight, bias)
+        bias = None if bias is None else bias.to(origin.device)
+        return Int8Placement(weight.to(origin.device), bias)
 
-    place_linears(model, cell, choose)
+    place_linears(model, cell, choose, lambda path: not path.startswith(inside))
     if embedding is not None:
         put(model, site.path, embedding)
-    leave_file(model)
-    _say_what_stays(model, inside)
 
 
 def _embedding(model: PreTrainedModel, site: Site, device: torch.device) -> QuantizedEmbedding | None:
@@ -77,7 +95,8 @@ def _path_of(model: PreTrainedModel, module: nn.Module | None) -> str | None:
     return next((path for path, found in model.named_modules() if found is module), None)
 
 
-def _say_what_stays(model: PreTrainedModel, inside: tuple[str, ...]) -> None:
+def say_what_stays(model: PreTrainedModel, inside: tuple[str, ...]) -> None:
+    """Logs the weights of layers that keep their type."""
     stays = sum(p.nbytes for path, p in model.named_parameters() if path.startswith(inside) and p.ndim > 2)
     if stays:
         _log.warning("fused experts are not quantized: %.1f GB of weights stay as they are", stays / 1e9)

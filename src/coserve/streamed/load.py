@@ -1,0 +1,230 @@
+"""Loads a base of which a budget of memory holds a part; the other blocks are read for each pass.
+
+The model is in memory as a whole at no time: one block is loaded after the other, converted, quantized and
+packed as if it stayed, and stored in the form in which it is computed with. What files of the model have in
+that form is read from them; the rest is written to a scratch file, which takes their space on the disk once
+more, and no time of later passes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from coserve.core.size import show_size
+from coserve.errors import ConfigError, CoserveError, ModelNotFound
+from coserve.kernels.cpu import multiplies_bfloat16
+from coserve.memory.malloc import return_freed_memory
+from coserve.model.base import Base
+from coserve.model.batch import BatchCell
+from coserve.model.block import Block, Resident
+from coserve.model.load import adopt, complete, make_base, place_modules, usable_device
+from coserve.model.origin import Origin, fingerprint_of, first_values
+from coserve.model.parameters import held_bytes, parameters_of
+from coserve.model.quantized.quantize import quantize_ends, quantize_layers, say_what_stays
+from coserve.model.refusal import refusing
+from coserve.streamed.model_files import ModelFiles
+from coserve.streamed.planner import RING, ResidencePlan, least_bytes, plan_residence
+from coserve.streamed.ring import Ring, Streamed
+from coserve.streamed.scratch import ScratchFile
+from coserve.streamed.stored import Read, ReadBuffer, StoredBlock, store
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How a base is streamed: `plan` says which blocks stay, `ring` has the others; a pass reads at `rate`
+    bytes a second, as measured."""
+
+    plan: ResidencePlan
+    ring: Ring
+    rate: float
+
+    @property
+    def seconds(self) -> float:
+        """A pass takes at least as long."""
+        return self.plan.read_nbytes / self.rate if self.plan.read_nbytes else 0.0
+
+    def __str__(self) -> str:
+        if not self.plan.read_nbytes:
+            return "all blocks of the base stay in memory"
+        return (
+            f"the base is streamed: {len(self.plan.resident)} of its blocks stay in memory, and a pass reads "
+            f"{show_size(self.plan.read_nbytes)} at {show_size(self.rate)}/s, in {self.seconds:.2g} s or more"
+        )
+
+
+class Kept(Resident):
+    """Parameters that stay in a buffer of their own."""
+
+    def __init__(self, buffer: ReadBuffer) -> None:
+        self.buffer = buffer
+
+
+def load_streamed(
+    model: str | Path,
+    budget: int,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    quantize: str = "none",
+    scratch: str = "",
+) -> tuple[Base, Streaming]:
+    """Loads a base as `load_base` does, within `budget` bytes of memory for its weights.
+
+    `model` is a local folder or hub name with files of safetensors, `scratch` the folder of the scratch file.
+    Raises the errors of `load_base`; ConfigError where the budget or the scratch folder is too small;
+    WeightsUnreadable.
+    """
+    if usable_device(device).type != "cpu":
+        raise ConfigError("a base is streamed on a CPU only: engine.device must be cpu")
+    with refusing(repr(str(model)), "cannot be loaded"):
+        files = _open(model, dtype)
+    with refusing(files.model.config.model_type, "cannot be driven"):
+        return _Loading(files, budget, quantize, scratch).run()
+
+
+def _open(model: str | Path, dtype: torch.dtype | str) -> ModelFiles:
+    try:
+        return ModelFiles(model, dtype)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        if isinstance(error, CoserveError):
+            raise
+        kind = "folder" if Path(model).exists() else "local folder or reachable hub name"
+        raise ModelNotFound(f"{str(model)!r} is no {kind} with a causal language model: {error}") from error
+
+
+class _Loading:
+    """The load of one base. Its blocks are stored as the model has them, from where the model's own forward
+    and the search for a place for linears read them; and once more where that changed them."""
+
+    def __init__(self, files: ModelFiles, budget: int, quantize: str, scratch: str) -> None:
+        self._files, self._budget, self._quantize = files, budget, quantize
+        self._scratch = ScratchFile(scratch)
+        model = files.model
+        layers, self._cell = adopt(model), BatchCell()
+        self._origin = Origin.of(model, layers, quantize, torch.device("cpu"), "")
+        self._samples = {
+            name: first_values(tensor) for name, tensor in model.state_dict().items() if not tensor.is_meta
+        }
+        inside = tuple(f"{path}." for path in layers)
+        if quantize != "none":
+            quantize_ends(model, inside, self._origin, self._cell)
+            say_what_stays(model, inside)
+        self._base = make_base(model, layers, self._origin, self._cell)
+
+    def run(self) -> tuple[Base, Streaming]:
+        base, blocks = self._base, self._base.chain.blocks
+        ends = held_bytes(base.chain.ends.parameters().values()) + _packed_beside(base)
+        self._room = self._budget - ends
+        if self._quantize == "none":  # else their bytes are not known yet
+            self._refuse_too_little([_nbytes_of(block) for block in blocks])
+        stored = self._store_all()
+        sizes = [one.nbytes for one in stored]
+        self._refuse_too_little(sizes)
+        plan = plan_residence(sizes, self._room)
+        for place in plan.resident:
+            _keep(blocks[place], stored[place])
+        streamed = {place: one for place, one in enumerate(stored) if place not in plan.resident}
+        self._stream(streamed)
+        base.fingerprint = fingerprint_of(base.model.config, self._samples, self._quantize)
+        complete(base, lambda: self._place(plan, streamed))
+        return base, Streaming(plan, self._ring, self._rate)
+
+    def _store_all(self) -> list[StoredBlock]:
+        """Loads and stores one block after the other."""
+        model, found = self._base.model, []
+        blocks = self._base.chain.blocks
+        buffer = ReadBuffer(max(map(self._files.nbytes_of, blocks)))
+        for block in blocks:
+            reads = self._files.load(block, buffer)
+            for name, tensor in block.module.state_dict().items():
+                self._samples[f"{block.path}.{name}"] = first_values(tensor)
+            if self._quantize != "none":
+                quantize_layers(model, self._origin, self._cell, block.holds)
+            found.append(store(block, buffer, reads, self._scratch))
+            return_freed_memory()
+        return found
+
+    def _stream(self, blocks: dict[int, StoredBlock]) -> None:
+        self._rate = choose_modes([read for one in blocks.values() for read in one.reads])
+        self._ring = Ring(blocks, RING)
+        self._base.buffer_nbytes = self._ring.nbytes
+        for place in blocks:
+            self._base.chain.blocks[place].residence = Streamed(self._ring, place)
+
+    def _place(self, plan: ResidencePlan, streamed: dict[int, StoredBlock]) -> None:
+        """Puts frozen linears in place, block by block, and stores what is streamed as it is then."""
+        base = self._base
+        place_modules(base, base.chain.ends.holds)
+        for place in plan.resident:
+            block = base.chain.blocks[place]
+            place_modules(base, block.holds)
+            _release_unused(block)
+        self._stream({})  # its buffers are freed
+        buffer = ReadBuffer(max((one.nbytes for one in streamed.values()), default=0))
+        placed = {}
+        for place, one in streamed.items():
+            one.forget()
+            one.read(buffer)
+            one.bind(buffer)
+            place_modules(base, one.block.holds)
+            placed[place] = store(one.block, buffer, one.reads, self._scratch)
+            return_freed_memory()
+        self._stream(placed)
+
+    def _refuse_too_little(self, sizes: list[int]) -> None:
+        ends = self._budget - self._room
+        least = ends + least_bytes(sizes)
+        if self._budget < least:
+            raise ConfigError(
+                f"{show_size(self._budget)} of memory are too few for this base, of which embeddings, head "
+                f"and final norm ({show_size(ends)}) stay and two blocks of up to {show_size(max(sizes))} "
+                f"pass through: at least {show_size(least)} are needed"
+            )
+
+
+def _packed_beside(base: Base) -> int:
+    """Bytes of a head that is packed beside the embedding whose weight it shares."""
+    head = base.model.get_output_embeddings()
+    is_shared = type(head) is nn.Linear and head.weight is base.model.get_input_embeddings().weight
+    return head.weight.nbytes if is_shared and multiplies_bfloat16(head.weight) else 0
+
+
+def _nbytes_of(block: Block) -> int:
+    return sum(tensor.nbytes for tensor in block.module.state_dict().values())
+
+
+def choose_modes(reads: Sequence[Read]) -> float:
+    """Chooses how files are read, for each disk by a trial; returns the bytes a second of the slowest."""
+    disks: dict[int, list[Read]] = {}
+    for read in reads:
+        disks.setdefault(read.file.disk, []).append(read)
+    rates = []
+    for own in disks.values():
+        most = max(own, key=lambda read: read.end - read.into)
+        rates.append(most.file.choose_mode(most.start, most.start + most.end - most.into))
+        for read in own:
+            read.file.mode = most.file.mode
+    return min(rates, default=0.0)
+
+
+def _keep(block: Block, stored: StoredBlock) -> None:
+    """Has a block stay in memory."""
+    buffer = ReadBuffer(stored.nbytes)
+    stored.read(buffer)
+    stored.bind(buffer)
+    block.residence = Kept(buffer)
+
+
+def _release_unused(block: Block) -> None:
+    """Frees the buffer of a block whose linears are elsewhere by now."""
+    residence = block.residence
+    assert isinstance(residence, Kept)
+    tensors = [tensor for own in parameters_of(block.module).values() for tensor in own.tensors.values()]
+    inside = [tensor for tensor in tensors if residence.buffer.offset_of(tensor) is not None]
+    if 2 * sum(tensor.nbytes for tensor in inside) < len(residence.buffer.bytes):
+        for tensor in inside:
+            tensor.data = tensor.data.clone()
+        block.residence = Resident()

@@ -1,0 +1,155 @@
+"""A model's files, from which its skeleton and then a layer at a time are loaded.
+
+Names, shapes and types of weights in files are not those of the model: transformers renames, merges and
+converts them while it loads. So its own loader runs here too, for the layers' surroundings first and then for
+each layer's tensors alone.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from coserve.adapters.sites import decoder_layers
+from coserve.errors import ModelError, UnsupportedModel
+from coserve.model.block import Block
+from coserve.streamed.files import FileTensor, WeightFile, ranges, read_header, tensor_in
+from coserve.streamed.stored import Read, ReadBuffer
+
+_BYTES: Final = {"none": None, "8bit": 1.0, "4bit": 0.55}  # of a weight; None: as saved
+_HOOK: Final = "_load_pretrained_model"  # the step of `from_pretrained` that fills a model with weights
+
+
+class ModelFiles:
+    """Tensors in the files of one model. `model` has everything but its decoder layers' parameters, which are
+    on the meta device."""
+
+    model: PreTrainedModel
+
+    def __init__(self, model: str | Path, dtype: torch.dtype | str) -> None:
+        """Raises OSError or ValueError for what is no model, UnsupportedModel for files of another kind, and
+        ModelError for damaged ones."""
+        self._stored: dict[str, tuple[WeightFile, FileTensor]] = {}
+        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
+        with torch.device("meta"):
+            kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        self._own_loader: Callable[..., tuple[Any, Any]] = getattr(kind, _HOOK)
+        hooked = type(
+            kind.__name__, (kind,), {_HOOK: staticmethod(self._begin), "__module__": kind.__module__}
+        )
+        loaded, report = hooked.from_pretrained(  # type: ignore[attr-defined]
+            str(model), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+        loaded.__class__ = kind
+        self.model = loaded
+        if missing := sorted(report["missing_keys"]):
+            raise ModelError(f"{str(model)!r} lacks {len(missing)} tensors, such as {missing[0]!r}")
+
+    def _begin(
+        self, model: PreTrainedModel, state_dict: Any, files: list[str] | None, options: Any, *args: Any
+    ) -> tuple[Any, Any]:
+        """Loads what is around the layers. Takes the place of transformers' own loader."""
+        if not files or not all(file.endswith(".safetensors") for file in files):
+            raise UnsupportedModel("only a model in files of safetensors can be streamed")
+        for file in map(Path, files):
+            weights = WeightFile(file)
+            self._stored |= {name: (weights, tensor) for name, tensor in read_header(file).items()}
+        self._files, self._options = files, options
+        layers = decoder_layers(model)
+        self._tails = {path: ".".join(path.split(".")[-2:]) for path in layers}
+        around = {
+            name: _read_alone(*stored) for name, stored in self._stored.items() if not self._layer_of(name)
+        }
+        info, index = self._own_loader(model, around, files, options)
+        inside = {f"{path}.{name}" for path, layer in layers.items() for name in layer.state_dict()}
+        if not inside <= info.missing_keys:
+            raise UnsupportedModel("the model's files give its layers other names than it does")
+        info.missing_keys -= inside
+        for layer in layers.values():
+            for parameter in layer.parameters():
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # nothing is drawn for it
+        return info, index
+
+    def nbytes_of(self, block: Block) -> int:
+        """Bytes of a buffer for a block's tensors in the files."""
+        return max((read.end for read in self.reads(block)), default=0)
+
+    def reads(self, block: Block) -> list[Read]:
+        """The ranges of files that hold a block's tensors, one after the other."""
+        by_file: dict[int, tuple[WeightFile, list[FileTensor]]] = {}
+        for file, tensor in self._of(block).values():
+            by_file.setdefault(id(file), (file, []))[1].append(tensor)
+        found, end = [], 0
+        for file, tensors in by_file.values():
+            for start, stop in ranges(tensors):
+                found.append(Read(file, start, end, end + stop - start))
+                end += stop - start
+        return found
+
+    def load(self, block: Block, buffer: ReadBuffer) -> list[Read]:
+        """Fills a buffer with a block's tensors, and has the block use them, converted where the model has
+        them otherwise; returns what was read. Raises ModelError and WeightsUnreadable."""
+        reads = self.reads(block)
+        for read in reads:
+            read.file.read(read.start, buffer.bytes[read.into : read.end])
+        state = {name: _found(buffer, reads, *stored) for name, stored in self._of(block).items()}
+        _quietly(lambda: self._own_loader(self.model, state, self._files, self._options))
+        block.module.requires_grad_(False)
+        tensors = block.module.state_dict()
+        if missing := [name for name, tensor in tensors.items() if tensor.is_meta]:
+            raise ModelError(
+                f"{self.model.config.name_or_path!r} lacks {len(missing)} of the model's tensors, such as "
+                f"{block.path}.{missing[0]}"
+            )
+        return reads
+
+    def _of(self, block: Block) -> Mapping[str, tuple[WeightFile, FileTensor]]:
+        return {name: stored for name, stored in self._stored.items() if self._layer_of(name) == block.path}
+
+    def _layer_of(self, name: str) -> str | None:
+        """The path of the layer that has the tensor of this name: files may leave out or rename what is
+        before and after "layers.7"."""
+        return next((path for path, tail in self._tails.items() if f".{tail}." in f".{name}"), None)
+
+
+def saved_bytes(model: object, quantize: str) -> int:
+    """Bytes of the weights in a model's folder once they are loaded, roughly; 0 for anything else."""
+    if not isinstance(model, str | Path) or not Path(model).is_dir():
+        return 0
+    each = _BYTES[quantize]
+    found = [tensor for file in Path(model).glob("*.safetensors") for tensor in read_header(file).values()]
+    if each is None:
+        return sum(tensor.nbytes for tensor in found)
+    return int(sum(tensor.nbytes / tensor.dtype.itemsize for tensor in found) * each)
+
+
+def _read_alone(file: WeightFile, stored: FileTensor) -> Tensor:
+    """A tensor of a file, in memory of its own."""
+    ((start, end),) = ranges([stored])
+    buffer = ReadBuffer(end - start)
+    file.read(start, buffer.bytes[: end - start])
+    return tensor_in(buffer.tensor, stored.start - start, stored)
+
+
+def _found(buffer: ReadBuffer, reads: list[Read], file: WeightFile, stored: FileTensor) -> Tensor:
+    """A tensor in a buffer that was filled by `reads`."""
+    own = (
+        read for read in reads if read.file is file and 0 <= stored.start - read.start < read.end - read.into
+    )
+    read = next(own)
+    return tensor_in(buffer.tensor, read.into + stored.start - read.start, stored)
+
+
+def _quietly(load: Callable[[], object]) -> None:
+    """Loads without a progress bar for each layer."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        load()
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

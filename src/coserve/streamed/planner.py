@@ -1,0 +1,86 @@
+"""Decides which blocks of a base stay in memory when not all of them fit.
+
+Every pass visits all blocks in order, forward or back. Of a cyclic order a cache that keeps what was used
+last finds nothing, so blocks stay for good, or are read in every pass: bytes read in a pass are those of the
+blocks that do not stay. These pass through a ring of buffers, each as large as the largest of them. A buffer
+more than two saves a block's bytes only where a pass turns; a block that stays saves them in every pass.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from coserve.core.size import show_size
+from coserve.errors import ConfigError
+
+RING: Final = 2  # buffers: one is computed with while the other is read
+_MOST: Final = 20_000  # sums of sizes that are tried; models have one size of blocks, or a few
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencePlan:
+    """`resident` are the places of blocks that stay, `buffers` the number of buffers for the others, of
+    `buffer_nbytes` each, and `read_nbytes` what a pass reads."""
+
+    resident: frozenset[int]
+    buffers: int
+    buffer_nbytes: int
+    read_nbytes: int
+
+
+def least_bytes(blocks: Sequence[int], buffers: int = RING) -> int:
+    """The smallest budget for blocks of these bytes: larger ones may stay, so that the buffers are small."""
+    everything = sum(blocks)
+    sizes = sorted(set(blocks))
+    return min([everything, *(sum(b for b in blocks if b > size) + buffers * size for size in sizes)])
+
+
+def plan_residence(blocks: Sequence[int], budget: int, buffers: int = RING) -> ResidencePlan:
+    """The plan that reads least: `blocks` are bytes in the order of the chain. Raises ConfigError for a
+    budget below `least_bytes`.
+
+    Blocks that do not stay are spread over the chain, so that the next one is read while those that stay
+    compute.
+    """
+    if sum(blocks) <= budget:
+        return ResidencePlan(frozenset(range(len(blocks))), 0, 0, 0)
+    best: ResidencePlan | None = None
+    for size in sorted(set(blocks)):  # of a buffer
+        must = {place for place, nbytes in enumerate(blocks) if nbytes > size}
+        room = budget - buffers * size - sum(blocks[place] for place in must)
+        if room < 0:
+            continue
+        counts = Counter(nbytes for place, nbytes in enumerate(blocks) if place not in must)
+        stay = _fill(counts, room)
+        resident = frozenset(must).union(*(_spread(blocks, nbytes, n) for nbytes, n in stay.items()))
+        left = sum(nbytes for place, nbytes in enumerate(blocks) if place not in resident)
+        if best is None or left < best.read_nbytes:
+            best = ResidencePlan(resident, buffers, size, left)
+    if best is None:
+        raise ConfigError(
+            f"{show_size(budget)} are too few for {len(blocks)} blocks of up to {show_size(max(blocks))}: "
+            f"at least {show_size(least_bytes(blocks, buffers))} are needed"
+        )
+    return best
+
+
+def _fill(counts: Counter[int], room: int) -> dict[int, int]:
+    """How many blocks of each size stay so that they fill most of the room."""
+    sums: dict[int, dict[int, int]] = {0: {}}
+    for size, most in counts.items():
+        for before, stay in [*sums.items()]:
+            for n in range(1, most + 1):
+                if before + n * size > room:
+                    break
+                sums.setdefault(before + n * size, {**stay, size: n})
+        if len(sums) > _MOST:
+            sums = dict(sorted(sums.items(), reverse=True)[:_MOST])
+    return sums[max(sums)]
+
+
+def _spread(blocks: Sequence[int], size: int, stay: int) -> set[int]:
+    """Places of `stay` of the blocks of one size; the others are at equal distances."""
+    places = [place for place, nbytes in enumerate(blocks) if nbytes == size]
+    go = len(places) - stay
+    return {*places} - {places[(2 * i + 1) * len(places) // (2 * go)] for i in range(go)}

@@ -1,0 +1,209 @@
+"""The ring: buffers through which the parameters of blocks pass, read ahead of the block that computes."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Final
+
+from torch import Tensor
+
+from coserve.core.sequence import Direction
+from coserve.errors import WeightsUnreadable
+from coserve.streamed.stored import ReadBuffer, StoredBlock
+
+PATIENCE: Final = 60.0  # seconds for bytes that are being read; then a visit fails
+Visit = tuple[int, bool]  # a block's place in the chain, and whether on the way back
+
+
+class _Slot:
+    """A buffer, and the block whose parameters it has or gets."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = ReadBuffer(nbytes)
+        self.place: int | None = None
+        self.read: Future[None] | None = None  # None for a slot without a block
+        self.visits = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Tells whether another block may have the buffer: nobody visits its block or writes into it."""
+        return not self.visits and (self.read is None or self.read.done() or self.read.cancel())
+
+
+class Ring:
+    """Buffers for streamed blocks. A thread reads the blocks that will be visited next, as far as there are
+    buffers; a visit reads for itself what that thread has not begun, so that it does not depend on it.
+
+    Which block comes next is learnt: it is the one that followed this one last time, in this direction. So
+    passes forward and back, which turn at the last block and at the lowest one that trains, find there what
+    the ring still has. Where more blocks are visited at a time than there are buffers, one is added for that
+    time.
+    """
+
+    def __init__(self, blocks: Mapping[int, StoredBlock], buffers: int) -> None:
+        """`blocks` by their places in the chain."""
+        self._blocks = blocks
+        self._nbytes = max((block.nbytes for block in blocks.values()), default=0)
+        self._slots = [_Slot(self._nbytes) for _ in range(buffers if blocks else 0)]
+        self._buffers = len(self._slots)
+        self._lock = threading.RLock()  # cancelling a read notifies
+        self._freed = threading.Condition(self._lock)
+        self._reader = ThreadPoolExecutor(1, "coserve-reader")
+        self._after: dict[Visit, Visit] = {}
+        self._last: dict[int, Visit] = {}  # by thread: two lanes go their own ways
+        self.patience = PATIENCE
+        self.read_nbytes = 0  # in all, ahead or not
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(len(slot.buffer.bytes) for slot in self._slots)
+
+    def enter(self, place: int, direction: Direction) -> None:
+        """Brings a block's parameters in. Raises WeightsUnreadable."""
+        visit = place, direction is Direction.BACKWARD
+        with self._lock:
+            self._learn(visit)
+            slot = self._slot_for(place)
+            slot.visits += 1
+            awaited = slot.read if slot.read is not None and not slot.read.cancel() else None
+            if awaited is not None:
+                self._read_ahead(visit)
+        try:
+            if awaited is None or not self._arrives(awaited):
+                self._read_now(slot)
+            self._blocks[place].bind(slot.buffer)
+            with self._lock:
+                self._read_ahead(visit)  # not beside what is waited for
+        except BaseException:
+            self._leave(slot)
+            raise
+
+    def leave(self, place: int) -> None:
+        """Takes a block's parameters away."""
+        self._blocks[place].release()
+        self._leave(next(slot for slot in self._slots if slot.place == place))
+
+    def _leave(self, slot: _Slot) -> None:
+        with self._lock:
+            slot.visits -= 1
+            if not slot.visits and len(self._slots) > self._buffers:
+                self._slots.remove(slot)
+            self._freed.notify_all()
+            if (last := self._last.get(threading.get_ident())) is not None:
+                self._read_ahead(last)
+
+    def _learn(self, visit: Visit) -> None:
+        thread = threading.get_ident()
+        if thread in self._last:
+            self._after[self._last[thread]] = visit
+        self._last[thread] = visit
+
+    def _coming(self, visit: Visit) -> Iterator[int]:
+        """Places of the blocks that will be visited after this one."""
+        for _ in range(2 * len(self._blocks)):
+            visit = self._after.get(visit) or self._next(visit)
+            yield visit[0]
+
+    def _next(self, visit: Visit) -> Visit:
+        """Without experience: the next block in this direction, and then a pass forward."""
+        place, is_back = visit
+        above, below = (p for p in self._blocks if p > place), (p for p in self._blocks if p < place)
+        found = max(below, default=None) if is_back else min(above, default=None)
+        return (min(self._blocks), False) if found is None else (found, is_back)
+
+    def _slot_for(self, place: int) -> _Slot:
+        """The slot that has this block or is getting it; else a free one, for the caller to fill."""
+        for slot in self._slots:
+            if slot.place == place:
+                if slot.read is not None and slot.read.done() and not _is_good(slot.read):
+                    slot.read = None  # perhaps the file is there again
+                return slot
+        if all(slot.visits for slot in self._slots):
+            # The proof of training visits a layer of each kind at a time, and would wait for itself.
+            self._slots.append(_Slot(self._nbytes))
+        found = self._freed.wait_for(self._least_wanted, self.patience)
+        if found is None:
+            raise WeightsUnreadable(f"no buffer for weights became free in {self.patience:.0f} s")
+        found.place, found.read = place, None
+        return found
+
+    def _least_wanted(self) -> _Slot | None:
+        """The free slot whose block is visited last from now on."""
+        coming = [*self._coming(self._last[threading.get_ident()])]
+        soon: dict[int | None, int] = {place: -coming.index(place) for place in {*coming}}
+        slots = sorted(self._slots, key=lambda slot: soon.get(slot.place, -len(coming)))
+        return next((slot for slot in slots if slot.is_free), None)
+
+    def _read_ahead(self, visit: Visit) -> None:
+        """Has the thread read blocks that come next into slots of blocks that do not."""
+        pinned = sum(slot.visits > 0 for slot in self._slots)
+        wanted = [*dict.fromkeys(place for place in self._coming(visit))][: len(self._slots) - pinned]
+        for place in wanted:
+            if any(slot.place == place for slot in self._slots):
+                continue
+            slot = next((s for s in self._slots if s.place not in wanted and s.is_free), None)
+            if slot is None:
+                return
+            slot.place = place
+            try:
+                slot.read = self._reader.submit(self._fill, slot, place)
+            except RuntimeError:  # the interpreter ends
+                slot.place = slot.read = None
+                return
+            slot.read.add_done_callback(self._notify)
+
+    def _fill(self, slot: _Slot, place: int) -> None:
+        self._blocks[place].read(slot.buffer)
+        with self._lock:
+            self.read_nbytes += self._blocks[place].read_nbytes
+
+    def _read_now(self, slot: _Slot) -> None:
+        assert slot.place is not None
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+        with self._lock:
+            slot.read = done
+        try:
+            self._fill(slot, slot.place)
+        except BaseException as error:
+            done.set_exception(error)
+            raise
+        done.set_result(None)
+
+    def _arrives(self, read: "Future[None]") -> bool:
+        """Waits for a read; False if it failed and is worth another try."""
+        try:
+            read.result(self.patience)
+        except WeightsUnreadable:
+            return False
+        except FutureTimeout as error:
+            raise WeightsUnreadable(
+                f"weights are being read for {self.patience:.0f} s: the disk does not answer"
+            ) from error
+        return True
+
+    def _notify(self, _: object) -> None:
+        with self._lock:
+            self._freed.notify_all()
+
+
+def _is_good(read: "Future[None]") -> bool:
+    return not read.cancelled() and read.exception() is None
+
+
+class Streamed:
+    """`Residence` of a block whose parameters pass through a ring."""
+
+    def __init__(self, ring: Ring, place: int) -> None:
+        self._ring, self._place = ring, place
+
+    def enter(self, direction: Direction) -> None:
+        self._ring.enter(self._place, direction)
+
+    def leave(self) -> None:
+        self._ring.leave(self._place)
+
+    def outside(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()

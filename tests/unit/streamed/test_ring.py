@@ -1,0 +1,211 @@
+"""The ring of buffers: what is read ahead, what is found there, and what happens when reading fails."""
+
+import random
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from torch import nn
+
+from coserve.core.sequence import Direction
+from coserve.errors import WeightsUnreadable
+from coserve.model.block import Block
+from coserve.streamed.ring import Ring
+from coserve.streamed.stored import ReadBuffer, StoredBlock
+
+FORWARD, BACK = Direction.INFER, Direction.BACKWARD
+
+
+class Noted(StoredBlock):
+    """A block whose reads and bindings are noted; a read takes `seconds`, and may fail."""
+
+    def __init__(self, place: int, notes: list[tuple[str, int]]) -> None:
+        super().__init__(Block(f"layers.{place}", nn.Identity()), [], [])
+        self.place, self.notes = place, notes
+        self.nbytes, self.seconds = 4096, 0.0
+        self.failure: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def read(self, buffer: ReadBuffer) -> None:
+        self.gate.wait()
+        time.sleep(self.seconds)
+        self.notes.append(("read", self.place))
+        if self.failure is not None:
+            raise self.failure
+        buffer.bytes[0] = self.place
+
+    def bind(self, buffer: ReadBuffer) -> None:
+        assert buffer.bytes[0] == self.place, "the buffer has another block"
+        self.notes.append(("bind", self.place))
+
+    def release(self) -> None:
+        pass
+
+
+def make(places: Iterable[int], buffers: int = 2) -> tuple[Ring, dict[int, Noted], list[tuple[str, int]]]:
+    notes: list[tuple[str, int]] = []
+    blocks = {place: Noted(place, notes) for place in places}
+    return Ring(blocks, buffers), blocks, notes
+
+
+def settle(ring: Ring) -> None:
+    """Waits for what is being read ahead."""
+    ring._reader.submit(lambda: None).result(5)
+
+
+def visit(ring: Ring, place: int, direction: Direction = FORWARD) -> None:
+    ring.enter(place, direction)
+    ring.leave(place)
+    settle(ring)
+
+
+def reads(notes: list[tuple[str, int]]) -> list[int]:
+    return [place for kind, place in notes if kind == "read"]
+
+
+def test_the_next_block_is_read_while_one_is_visited() -> None:
+    ring, _, notes = make([1, 4, 6, 9])
+    ring.enter(1, FORWARD)
+    settle(ring)
+    assert notes == [("read", 1), ("bind", 1), ("read", 4)]
+    ring.leave(1)
+    settle(ring)
+    assert reads(notes) == [1, 4, 6]
+
+
+def test_a_pass_reads_each_block_once() -> None:
+    ring, _, notes = make(range(6))
+    for _ in range(4):
+        for place in range(6):
+            visit(ring, place)
+    assert reads(notes)[:24] == [*range(6)] * 4
+    assert len(reads(notes)) <= 24 + 2  # the next pass has begun
+
+
+@pytest.mark.parametrize("buffers", [2, 3, 5])
+def test_a_pass_back_finds_what_the_pass_forward_left(buffers: int) -> None:
+    """Once it is known that passes turn: at the top, and at the lowest block that trains."""
+    ring, _, notes = make(range(8), buffers)
+    for cycle in range(6):
+        before = len(reads(notes))
+        for place in range(8):
+            visit(ring, place)
+        for place in reversed(range(2, 8)):
+            visit(ring, place, BACK)
+        if cycle > 1:
+            assert len(reads(notes)) - before <= 8 + 6 - buffers
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_order_gets_its_own_blocks(seed: int) -> None:
+    draws = random.Random(seed)
+    ring, blocks, _ = make(range(draws.randint(1, 6)), draws.randint(2, 4))
+    for block in blocks.values():
+        block.seconds = draws.choice([0.0, 0.0005])
+    for _ in range(60):
+        ring.enter(place := draws.randrange(len(blocks)), draws.choice([FORWARD, BACK]))
+        ring.leave(place)
+
+
+def test_two_threads_visit_different_blocks() -> None:
+    ring, _, _ = make(range(5), 2)
+
+    def go(seed: int) -> None:
+        places = [place for place in range(5) if place % 2 == seed]
+        for n in range(200):
+            ring.enter(places[n % len(places)], FORWARD)
+            ring.leave(places[n % len(places)])
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(go, seed) for seed in range(2)]:
+            done.result(20)
+
+
+def test_a_failed_read_is_raised_at_the_visit_and_tried_again_at_the_next() -> None:
+    ring, blocks, notes = make(range(3))
+    blocks[1].failure = WeightsUnreadable("gone")
+    visit(ring, 0)
+    for _ in range(3):
+        with pytest.raises(WeightsUnreadable, match="gone"):
+            ring.enter(1, FORWARD)
+    visit(ring, 2)
+    blocks[1].failure = None
+    visit(ring, 1)
+    assert ("bind", 1) in notes and not any(slot.visits for slot in ring._slots)
+
+
+def test_other_errors_are_raised_too() -> None:
+    ring, blocks, _ = make(range(2))
+    blocks[1].failure = ValueError("a bug")
+    visit(ring, 0)
+    with pytest.raises(ValueError, match="a bug"):
+        ring.enter(1, FORWARD)
+    blocks[1].failure = None
+    visit(ring, 1)
+
+
+def test_a_reader_that_never_begins_stops_no_visit() -> None:
+    ring, _, notes = make(range(4))
+    gate = threading.Event()
+    ring._reader.submit(gate.wait)  # the thread hangs
+    try:
+        for place in range(4):
+            ring.enter(place, FORWARD)
+            ring.leave(place)
+        assert {*reads(notes)} == {*range(4)}
+    finally:
+        gate.set()
+
+
+def test_a_reader_that_has_ended_stops_no_visit() -> None:
+    ring, _, notes = make(range(4))
+    ring._reader.shutdown()
+    for place in range(4):
+        ring.enter(place, FORWARD)
+        ring.leave(place)
+    assert reads(notes) == [*range(4)]
+
+
+def test_a_read_that_does_not_end_fails_the_visit() -> None:
+    ring, blocks, _ = make(range(3))
+    blocks[1].gate.clear()
+    ring.patience = 0.05
+    ring.enter(0, FORWARD)
+    while not isinstance(ring._slots[1].read, Future) or not ring._slots[1].read.running():
+        time.sleep(0.001)
+    ring.leave(0)
+    with pytest.raises(WeightsUnreadable, match="the disk does not answer"):
+        ring.enter(1, FORWARD)
+    blocks[1].gate.set()
+    ring.patience = 5.0
+    visit(ring, 1)
+
+
+def test_more_visits_than_buffers_get_one_more() -> None:
+    """Else a thread that visits three blocks would wait for itself."""
+    ring, _, notes = make(range(4))
+    before = ring.nbytes
+    for place in range(3):
+        ring.enter(place, FORWARD)
+    assert ring.nbytes == before * 3 // 2 and [p for kind, p in notes if kind == "bind"] == [0, 1, 2]
+    for place in (1, 0, 2):
+        ring.leave(place)
+    assert ring.nbytes == before
+    visit(ring, 3)
+
+
+def test_visitors_wait_for_a_buffer_that_is_being_filled() -> None:
+    ring, blocks, _ = make(range(4))
+    blocks[1].gate.clear()
+    ring.enter(0, FORWARD)
+    while not isinstance(ring._slots[1].read, Future) or not ring._slots[1].read.running():
+        time.sleep(0.001)
+    ring.patience = 0.05
+    with pytest.raises(WeightsUnreadable, match="no buffer"):
+        ring.enter(2, FORWARD)
+    ring.patience = 5.0
+    threading.Timer(0.02, blocks[1].gate.set).start()
+    ring.enter(2, FORWARD)

@@ -1,0 +1,205 @@
+"""Engines whose base is streamed: budgets, what is refused, and files that cannot be read for a while."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
+from coserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel, WeightsUnreadable
+from coserve.executors.executor import ReadMemory
+from coserve.kernels.cpu import multiplies_bfloat16
+from coserve.model.block import Resident
+from coserve.model.load import load_base
+from coserve.streamed.files import WeightFile, read_header
+from coserve.streamed.load import load_streamed
+from mixed import TRAINING, make_examples, trained
+from models import save, tiny
+
+FIELDS: dict[str, Any] = {"calibrate": False, "cache_tokens": 1024, "page_size": 4}
+SAMPLING = SamplingParams(max_tokens=6, logprobs=4, ignore_eos=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tiny("llama", torch.float64), tmp_path)
+
+
+def least_of(folder: Path, **fields: Any) -> int:
+    """The smallest budget, as a refusal says it; by halving, as it is shown with three digits."""
+    low, high = 1, 1 << 24
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            load_streamed(folder, middle, **fields)
+            high = middle
+        except ConfigError as error:
+            assert "too few for this base" in str(error) and "at least" in str(error)
+            low = middle + 1
+    return low
+
+
+def test_the_smallest_budget_is_said_and_works(folder: Path) -> None:
+    whole = load_base(folder)
+    block = sum(t.nbytes for own in whole.chain.blocks[0].parameters().values() for t in own.tensors.values())
+    ends = whole.nbytes - 3 * block
+    with pytest.raises(
+        ConfigError, match=r"two blocks of up to .*: at least (\S+) KiB are needed"
+    ) as refused:
+        load_streamed(folder, ends)
+    said = float(str(refused.value).split("at least ")[1].split()[0]) * 1024
+    least = least_of(folder)
+    assert least == pytest.approx(said, rel=5e-2) == pytest.approx(ends + 2 * block, rel=0.1)
+    base, streaming = load_streamed(folder, least)
+    assert base.nbytes <= least and not streaming.plan.resident
+    assert streaming.plan.read_nbytes >= 3 * block and streaming.seconds > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_weights_stay_within_the_budget(dtype: str, tied: bool, tmp_path: Path) -> None:
+    """Also where a tied head is packed beside its embedding. Widths are multiples of 64: oneDNN pads others,
+    which matters to small weights only."""
+    sizes = {"num_key_value_heads": 4, "intermediate_size": 256, "vocab_size": 128, "num_hidden_layers": 5}
+    folder = save(tiny("llama", getattr(torch, dtype), tie_word_embeddings=tied, **sizes), tmp_path)
+    whole = load_base(folder).nbytes
+    for share in (0.7, 0.8, 0.9):
+        base, streaming = load_streamed(folder, int(share * whole))
+        assert streaming.plan.read_nbytes and base.nbytes <= share * whole
+
+
+def test_a_budget_for_all_of_it_streams_nothing(folder: Path) -> None:
+    whole = load_base(folder).nbytes
+    base, streaming = load_streamed(folder, 2 * whole)
+    assert all(isinstance(block.residence, Resident) for block in base.chain)
+    assert streaming.seconds == 0.0 and streaming.ring.nbytes == 0
+    assert whole <= base.nbytes <= 1.1 * whole
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_training_needs_more_bytes_for_one_streamed_block_at_a_time(folder: Path, dtype: str) -> None:
+    whole = load_base(folder, dtype)
+    base, streaming = load_streamed(folder, whole.nbytes * 9 // 10, dtype)
+    placements = (own.placement for own in whole.chain.blocks[0].parameters().values())
+    of_block = sum(placement.nbytes_to_train for placement in placements if placement is not None)
+    streamed = whole.depth - len(streaming.plan.resident)
+    assert streamed > 1 and base.nbytes_to_train == whole.nbytes_to_train - (streamed - 1) * of_block
+    assert (of_block > 0) == (dtype == "bfloat16" and multiplies_bfloat16(torch.ones(1).bfloat16()))
+
+
+def test_what_cannot_be_streamed_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a model object is in memory already"):
+        Engine(tiny("llama"), EngineConfig(base_memory="1MB", **FIELDS))
+    with pytest.raises(ModelNotFound):
+        load_streamed(tmp_path / "nothing", 1 << 20)
+    with pytest.raises(ConfigError, match=r"engine\.base_memory"):
+        EngineConfig(base_memory="lots")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises((ModelNotFound, UnsupportedModel)):
+        load_streamed(folder, 1 << 20)
+
+
+def test_a_lacking_tensor_is_refused(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 .* such as model.layers.1.mlp.up_proj.weight"):
+        load_streamed(folder, 1 << 20)
+
+
+def test_a_memory_smaller_than_the_folder_streams_by_itself(folder: Path) -> None:
+    """Half of it is the base's; with more nothing is streamed."""
+    fields = {**FIELDS, "cache_tokens": 64}
+    whole = load_base(folder).nbytes
+    with pytest.raises(ConfigError, match="too few for this base"):
+        Engine(folder, EngineConfig(memory=whole // 4, **fields))
+    from coserve.executors import opening
+
+    saved = sum(tensor.nbytes for tensor in read_header(folder / "model.safetensors").values())
+    config = EngineConfig(memory=saved - 1, **fields)
+    assert opening._base_room(folder, config) == (saved - 1) // 2
+    assert opening._base_room(folder, EngineConfig(memory=saved, **fields)) is None
+    assert opening._base_room(folder, EngineConfig(memory=saved - 1, quantize="8bit", **fields)) is None
+    assert opening._base_room(folder, EngineConfig(**fields)) is None
+    assert opening._base_room(folder, EngineConfig(memory=whole, base_memory=0.5, **fields)) == whole // 2
+
+
+def start(folder: Path, budget: int | str = "auto") -> tuple[Engine, list[Any]]:
+    engine = Engine(folder, EngineConfig(base_memory=budget, **FIELDS))
+    job = engine.finetune(make_examples("lora"), "tuned lora", LoRAConfig(rank=4), TRAINING)
+    return engine, [job, *(engine.generate([1 + n, 5, 9, 2], sampling=SAMPLING) for n in range(3))]
+
+
+def outcome(engine: Engine, handles: list[Any]) -> dict[str, Tensor]:
+    job, *answers = handles
+    job.result()
+    found = {}
+    for n, answer in enumerate(answers):
+        result = answer.result()
+        found[f"tokens {n}"] = torch.tensor(result.tokens)
+        found[f"chosen {n}"] = torch.tensor([row.chosen for row in result.logprobs], dtype=torch.float64)
+    found |= trained(engine, "lora")
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_reads_that_fail_now_and_then_change_nothing(
+    folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any visit, forward and back, with training and without. A step that fails is run again."""
+    wanted = outcome(*start(folder))
+    engine, handles = start(folder, 620_000)
+    own, draws, failures = WeightFile.read, random.Random(seed), 0
+
+    def read(self: WeightFile, start: int, into: memoryview) -> None:
+        if draws.random() < 0.7:
+            raise WeightsUnreadable("not now")
+        own(self, start, into)
+
+    monkeypatch.setattr(WeightFile, "read", read)
+    while engine.has_work:
+        try:
+            engine.step()
+        except WeightsUnreadable as error:
+            failures += 1
+            assert str(error) == "not now"
+            assert engine.executor.call(ReadMemory()).base > 0  # and does not wait for the step
+    assert failures > 3
+    found = outcome(engine, handles)
+    assert found.keys() == wanted.keys()
+    for key, numbers in wanted.items():
+        assert torch.allclose(found[key], numbers, rtol=1e-6, atol=1e-8), key
+
+
+def test_a_file_that_is_gone_for_a_while(folder: Path) -> None:
+    """Its copy is as good."""
+    wanted = outcome(*start(folder))
+    engine, handles = start(folder, 620_000)
+    for _ in range(3):
+        engine.step()
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(b"")
+    failed = []
+    for _ in range(6):
+        try:
+            engine.step()
+        except WeightsUnreadable as error:
+            failed.append(str(error))
+    assert len(failed) >= 4 and all("model.safetensors is too short" in text for text in failed)
+    file.unlink()
+    with pytest.raises(WeightsUnreadable, match="No such file"):
+        engine.step()
+    file.write_bytes(content[:-8] + bytes(8))
+    with pytest.raises(WeightsUnreadable, match="has changed since it was loaded"):
+        for _ in range(10):
+            engine.step()
+    file.write_bytes(content)
+    found = outcome(engine, handles)
+    assert all(torch.allclose(found[key], numbers, rtol=1e-6, atol=1e-8) for key, numbers in wanted.items())
