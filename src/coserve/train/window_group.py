@@ -8,6 +8,7 @@ of one. A group of one joins and splits rows without copies.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -99,6 +100,11 @@ class KeptRows:
         return zip(self._windows, split_rows(x, self._sizes), strict=True)
 
 
+def _checked(check: Callable[[], object], gradient: Tensor) -> None:
+    """Calls `check` when the gradient of a product's output is there; a tensor's hook."""
+    check()
+
+
 class ReplayedRows(GraphRows):
     """A window group's rows while a layer is re-run for its gradient.
 
@@ -125,11 +131,9 @@ class ReplayedRows(GraphRows):
         if placement.group is None:
             self._check()
             if y.requires_grad:
-                y.register_hook(self._checked)  # type: ignore[no-untyped-call]
+                # Not a method: the graph would hold these rows, which hold the graph.
+                y.register_hook(partial(_checked, self._check))  # type: ignore[no-untyped-call]
         return y
-
-    def _checked(self, gradient: Tensor) -> None:
-        self._check()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if spec.reads is None:
