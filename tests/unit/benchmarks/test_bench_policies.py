@@ -448,6 +448,7 @@ def test_what_switching_costs(testbed: EngineTestbed) -> None:
 @pytest.mark.slow
 def test_isolation_trains_in_a_process_of_its_own(testbed: EngineTestbed) -> None:
     before = torch.get_num_threads()
+    testbed.run("hybrid", replace(WORKLOAD, seconds=0.1, jobs=()))  # the engine has the adapters then
     try:
         torch.set_num_threads(2)
         load = isolated(testbed.engine, SHAPE, replace(WORKLOAD, seconds=1.0), 1, 5.0)
