@@ -156,10 +156,10 @@ class LocalExecutor(Executor):
         self._pause.begin(plan.pausable, alone=not plan.inference)
         started = time.perf_counter()
         if self._begun is None:
+            for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
+                self._fill(prefix)
             self._begin(plan)
             self._begun = plan
-        for prefix in plan.prefixes:
-            self._fill(prefix)
         sampled, trained, lanes = self._lanes.run(plan.lanes, self._run_lane)
         if (failure := self._pause.failure) is not None:
             if not plan.inference and not trained:  # the plan is as if it had not run
