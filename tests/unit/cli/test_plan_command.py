@@ -42,6 +42,20 @@ def test_a_budget_that_is_too_small_is_said_to_be(tmp_path: Path) -> None:
     assert "engine.memory" in printed
 
 
+def test_a_base_that_is_streamed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**FIELDS, "n_layer": 5}))
+    asked = (str(tmp_path), "--adapter", "ia3", *SMALL, "--memory", "1GiB", "--base-memory")
+    printed = plan(*asked, "300KB")
+    assert "the engine streams the base" in printed and "(assumed, as no file could be read)" in printed
+    assert "no" not in printed.split("ia3, inputs")[1].splitlines()[0]
+    found = json.loads(plan(*asked, "1KB", "--json"))
+    streamed, rows = found["streamed"], [row for row in found["rows"] if row["system"] == "coserve"]
+    assert streamed["room"] == 1000 < streamed["least"] and streamed["read"] is None
+    assert rows and all(row["least"] > streamed["least"] and not row["fits"] for row in rows)
+    refused = plan(*asked, "1KB")
+    assert "too few even to stream them" in refused and "of engine.memory with" in refused
+
+
 @pytest.mark.slow
 def test_json_and_a_picture_over_batches(tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
