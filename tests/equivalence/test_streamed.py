@@ -17,8 +17,8 @@ from coserve.model.base import Base
 from coserve.model.block import Resident
 from coserve.model.load import load_base
 from coserve.model.probe import ProbeRows, drive
-from coserve.streamed.load import Streaming, load_streamed
-from coserve.streamed.planner import ResidencePlan
+from coserve.streamed.load import load_streamed
+from coserve.streamed.planner import ResidencePlan, Streaming
 from methods import SMALL
 from mixed import TRAINED, TRAINING, everything
 from models import save, tiny

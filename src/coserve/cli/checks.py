@@ -1,4 +1,4 @@
-"""The single checks of `coserve doctor`. None of them changes anything."""
+"""The single checks of `coserve doctor`. None of them leaves anything behind."""
 
 import os
 import platform
@@ -12,13 +12,14 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from coserve.errors import StateError
+from coserve.errors import CoserveError, StateError
 from coserve.serve.processes.claim import find_running
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.examine import examine
 
 LEAST_PYTHON = (3, 11)
 STATE = "state folder"
+SCRATCH = "scratch folder"
 LITTLE_MEMORY = 4e9  # bytes; the embedded model needs far less, a small real one more
 LITTLE_DISK = 2e9  # bytes
 MATRIX_UNITS = ("amx_bf16", "avx512_bf16", "avx10", "bf16")  # as Linux calls them on x86 and on ARM
@@ -59,6 +60,7 @@ def run_checks(settings: ServerSettings) -> list[Check]:
         *_torch(),
         _package("transformers", Level.BROKEN, "pip install transformers"),
         *_state_folder(settings),
+        *_scratch(settings),
         _address(settings),
         *(_package(name, Level.NOTE, advice) for name, advice in EXTRAS.items()),
     ]
@@ -148,7 +150,7 @@ def _package(name: str, lack: Level, advice: str) -> Check:
 
 def _state_folder(settings: ServerSettings) -> Iterator[Check]:
     folder = settings.state
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = _existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield Check(STATE, Level.BROKEN, f"{folder} cannot be written", "choose another with --state")
         return
@@ -166,6 +168,35 @@ def _state_folder(settings: ServerSettings) -> Iterator[Check]:
     running = find_running(folder)
     if running is not None:
         yield Check("server", Level.NOTE, f"process {running.pid} serves from there on {running.url}")
+
+
+def _scratch(settings: ServerSettings) -> Iterator[Check]:
+    """Checks the disk from which a base larger than memory would be read."""
+    if find_spec("torch") is None:
+        return
+    from coserve.streamed.scratch import file_system_of, is_in_memory
+    from coserve.streamed.trial import folder_rate
+
+    folder = Path(settings.engine.scratch or settings.scratch)
+    there = _existing(folder)
+    kind, free = file_system_of(str(there)) or "a file system of unknown kind", shutil.disk_usage(there).free
+    found = f"{folder}, {kind}, {free / 1e9:.1f} GB free"
+    if is_in_memory(str(there)):
+        yield Check(SCRATCH, Level.LACKING, found, "no base is streamed from memory: set engine.scratch")
+    elif free < LITTLE_DISK:
+        yield Check(SCRATCH, Level.LACKING, found, "a streamed base may need room: set engine.scratch")
+    else:
+        try:
+            rate = folder_rate(str(there))
+        except CoserveError as error:
+            yield Check(SCRATCH, Level.LACKING, str(error), "choose another: set engine.scratch")
+        else:
+            yield Check(SCRATCH, Level.GOOD, f"{found}, read at {rate / 1e9:.2f} GB/s")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or the nearest above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _address(settings: ServerSettings) -> Check:

@@ -50,6 +50,9 @@ def plan(
     ] = "inputs",
     cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the engine's cache holds.")] = 32768,
     memory: Annotated[str, typer.Option(help="The budget, as 6GiB, a share, or auto.")] = "auto",
+    base_memory: Annotated[
+        str, typer.Option(help="Of that, for the base's weights, as in `coserve serve`; auto, or a size.")
+    ] = "auto",
     loss: Annotated[
         str, typer.Option(help="What plain torch goes back from: labels, or the sum of all logits.")
     ] = "labels",
@@ -83,7 +86,7 @@ def plan(
         return explain(subject.config, subject.dtype, parts, keep, as_json)
     from coserve.plan.rows import make_plan
 
-    asked = _asked(recipes, batch, length, loss, keep, cache_tokens, memory, device, measure)
+    asked = _asked(recipes, batch, length, loss, keep, cache_tokens, memory, base_memory, device, measure)
     results = {
         "command": _command(),
         "code": measured_code(),
@@ -141,6 +144,7 @@ def _asked(
     keep: str,
     cache_tokens: int,
     memory: str,
+    base_memory: str,
     device: str,
     measure: bool,
 ) -> "PlanRequest":
@@ -166,6 +170,8 @@ def _asked(
         _keep(keep),
         budget_of(memory, device_capacity(where)),
         device if measure else None,
+        memory,
+        base_memory,
     )
 
 
@@ -203,11 +209,45 @@ def _print(results: dict[str, Any]) -> None:
     budget, built, imports = (show_size(results[name]) for name in ("budget", "built", "imports"))
     print(f"the budget is {budget}; a server sets {built} of it aside for what libraries build")
     print(f"beside it: {imports} of imports in the engine's process, and the same in its standby's")
+    if results["streamed"] is not None:
+        _print_streamed(**results["streamed"])
     for row in results["rows"]:
         if row["refused"] and row["system"] == "coserve":
-            print(f"{row['name']}, batch {row['batch']}: {row['refused']}")
+            print(f"{row['name']}, batch {row['batch']}: {row['refused']}{_least(row, results['streamed'])}")
     if measured:
         print(f"measured: {results['measure']}; the largest error of any stage is {results['error']:.1%}")
+
+
+def _print_streamed(
+    room: int, whole: int, least: int, blocks: int, read: int | None, rate_measured: bool, **found: Any
+) -> None:
+    """Prints how the engine streams the base."""
+    from coserve.core.size import show_size
+
+    if read is None:
+        print(
+            f"the base's weights ({show_size(whole)}) may have {show_size(room)}: too few even to stream "
+            f"them, which takes {show_size(least)}"
+        )
+        return
+    how = "measured" if rate_measured else "assumed, as no file could be read"
+    print(
+        f"the engine streams the base ({show_size(whole)}): {show_size(found['resident'])} stay in memory, "
+        f"with {found['resident_blocks']} of {blocks} blocks, and a pass reads {show_size(read)}; at "
+        f"{show_size(found['rate'])}/s ({how}) it takes {found['seconds']:.2g} s or more"
+    )
+
+
+def _least(row: dict[str, Any], streamed: dict[str, Any] | None) -> str:
+    """The smallest memory with which a row would fit, where its base is streamed."""
+    from coserve.core.size import show_size
+
+    if streamed is None:
+        return ""
+    return (
+        f"; streamed with the least memory, it takes {show_size(row['least'])} of engine.memory with "
+        f"{show_size(streamed['least'])} of engine.base_memory"
+    )
 
 
 def _measured(row: dict[str, Any]) -> tuple[str, str]:

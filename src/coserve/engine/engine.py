@@ -80,7 +80,7 @@ class Engine:
         texts = cache(lambda: _text_of(model, special) if tokenizer is None else Text(tokenizer, special))
         opened = open_executor(model, config, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
-        self.streaming = opened.streaming
+        self.streaming = self.executor.spec.streaming
         self.text = texts()
         reader = Reader(self._read_stored, self.executor.pause_training)
         room = self.executor.spec.host_room

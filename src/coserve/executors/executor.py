@@ -18,6 +18,7 @@ from coserve.adapters.sites import Site
 from coserve.core.plan import Plan, StepResult
 from coserve.core.row_buckets import RowBuckets
 from coserve.memory.ledger import Account
+from coserve.streamed.planner import Streaming
 from coserve.train.save_policy import SavePolicySetting
 from coserve.train.session import SessionConfig
 from coserve.train.state import Identity, TrainingState
@@ -31,7 +32,7 @@ class ExecutorSpec:
     `cache_nbytes` are the bytes of keys and values, `grown` those that loading took and keeps beside the
     weights, `host_room` those for host copies of adapters. `fingerprint` is the base's content hash, `dtype`
     its type's name, `row_buckets` the row counts of the device's steps, `sites` the base's sites for
-    adapters."""
+    adapters, `streaming` how the base is streamed (None for one that was loaded as a whole)."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -43,6 +44,7 @@ class ExecutorSpec:
     dtype: str
     row_buckets: RowBuckets
     sites: tuple[Site, ...]
+    streaming: Streaming | None = None
 
 
 @dataclass(frozen=True, slots=True)

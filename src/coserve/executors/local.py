@@ -48,6 +48,7 @@ from coserve.memory.exhausted import is_out_of_memory
 from coserve.model.base import Base
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.model.together import linears_together
+from coserve.streamed.planner import Streaming
 from coserve.train.backward import BackwardWindow, backward_windows
 from coserve.train.micro_batch import MicroBatchState
 from coserve.train.optimizer_offload import MakeOffload
@@ -76,8 +77,10 @@ class LocalExecutor(Executor):
         table: SequenceTable,
         make_offload: MakeOffload | None = None,
         grown: int = 0,
+        streaming: Streaming | None = None,
     ) -> None:
-        """`grown` are the bytes that loading the base took, and keeps, beside its weights."""
+        """`grown` are the bytes that loading the base took, and keeps, beside its weights; `streaming` says
+        how it is streamed."""
         self.base, self.attention, self.table = base, attention, table
         self.slot_pools = LoraSlotPools(linears_together(base), table.capacity, base.device)
         self.loaded = LoadedAdapters(lambda version: self.slot_pools.forget(version.bypasses))
@@ -87,7 +90,7 @@ class LocalExecutor(Executor):
         self._launched: deque[Plan] = deque()
         self._begun: Plan | None = None  # the first of these, where weights that it needs could not be read
         self._results: deque[StepResult] = deque()  # not collected yet
-        self._grown = grown
+        self._grown, self._streaming = grown, streaming
         self._lanes = LaneRunner(base.device)
         self._short = Shortages(self.held.drop_activations)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
@@ -112,6 +115,7 @@ class LocalExecutor(Executor):
             dtype=str(self.base.dtype).removeprefix("torch."),
             row_buckets=self.base.row_buckets,
             sites=tuple(self.base.sites.values()),
+            streaming=self._streaming,
         )
 
     def launch(self, plan: Plan) -> None:

@@ -22,15 +22,17 @@ from coserve.executors.local import LocalExecutor
 from coserve.executors.remote import RemoteExecutor
 from coserve.executors.sequence_table import SequenceTable
 from coserve.memory.budget import budget_of, process_capacity
-from coserve.memory.fake_tensors import fake_tensors
+from coserve.memory.fake_tensors import fake_tensors, is_fake
 from coserve.memory.malloc import keep_freed_memory, resident_bytes, return_freed_memory
 from coserve.model.base import Base
 from coserve.model.grammar import Grammars
 from coserve.model.load import load_base
 from coserve.model.sampling_table import SamplingTable
 from coserve.model.together import linears_together
-from coserve.streamed.load import Streaming, load_streamed
+from coserve.streamed.load import load_streamed
 from coserve.streamed.model_files import saved_bytes
+from coserve.streamed.planner import Streaming
+from coserve.streamed.shapes import stream_shapes
 from coserve.train.optimizer_offload import offload_for
 from coserve.train.proof import prove_training
 
@@ -48,14 +50,12 @@ def no_tokenizer() -> None:
 class Opened:
     """An executor with the host's objects beside it. `base` is the executor's own or, where its weights are
     in another process, one of the same shapes without data; `slot_nbytes` computes the bytes of an adapter's
-    slot on the device from shapes alone; `grammars` compiles for a tokenizer, None without one;
-    `streaming` says how the base's weights are streamed, where they are."""
+    slot on the device from shapes alone; `grammars` compiles for a tokenizer, None without one."""
 
     executor: Executor
     base: Base
     slot_nbytes: Callable[[Bypasses], int]
     grammars: Grammars | None
-    streaming: Streaming | None = None
 
 
 def open_local(
@@ -73,8 +73,8 @@ def open_local(
     grown = max(resident_bytes() - before - base.nbytes, 0)
     tokenizer = read_tokenizer()
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
-    executor = _make(base, config, grammars, grown)
-    return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars, streaming)
+    executor = _make(base, config, grammars, grown, streaming)
+    return Opened(executor, base, executor.slot_pools.slot_nbytes, grammars)
 
 
 def open_remote(
@@ -126,10 +126,13 @@ def eos_ids(base: Base) -> tuple[int, ...]:
 
 def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
     """The base; with how it is streamed, where it does not fit or its memory is limited."""
-    room = _base_room(model, config)
+    room = base_room(config, lambda: saved_bytes(model, config.quantize))
     if room is None:
         return load_base(model, dtype_of(config), config.device, config.quantize), None
     if isinstance(model, PreTrainedModel):
+        if all(map(is_fake, model.parameters())):
+            base = load_base(model, dtype_of(config), config.device, config.quantize)
+            return base, stream_shapes(base, room)
         raise ConfigError("engine.base_memory: a model object is in memory already: give its folder")
     base, streaming = load_streamed(
         model, room, dtype_of(config), config.device, config.quantize, config.scratch
@@ -139,18 +142,20 @@ def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
     return base, streaming
 
 
-def _base_room(model: Model, config: EngineConfig) -> int | None:
-    """Bytes that limit the weights of a base; None where it is loaded as a whole."""
+def base_room(config: EngineConfig, saved: Callable[[], int]) -> int | None:
+    """Bytes that limit the weights of a base, which has `saved` bytes; None where it is loaded as a whole."""
     asked = read_memory(config.base_memory, "base_memory")
     if asked is None and (config.device != "cpu" or config.memory == "auto"):
         return None
     budget = budget_of(config.memory, process_capacity())
     if asked is None:
-        return budget // 2 if saved_bytes(model, config.quantize) > budget else None
+        return budget // 2 if saved() > budget else None
     return asked if isinstance(asked, int) else int(asked * budget)
 
 
-def _make(base: Base, config: EngineConfig, grammars: Grammars | None, grown: int) -> LocalExecutor:
+def _make(
+    base: Base, config: EngineConfig, grammars: Grammars | None, grown: int, streaming: Streaming | None
+) -> LocalExecutor:
     kind = DeterministicExecutor if config.deterministic else LocalExecutor
     store = Int8KVStore if config.cache_dtype == "int8" else KVStore
     try:
@@ -165,4 +170,4 @@ def _make(base: Base, config: EngineConfig, grammars: Grammars | None, grown: in
     sampling = SamplingTable(config.max_running, base.vocabulary, eos_ids(base), base.device, grammars)
     table = SequenceTable(config.max_running, most, attention, sampling)
     offload = offload_for(base.device, config.scratch) if config.offload else None
-    return kind(base, attention, table, offload, grown)
+    return kind(base, attention, table, offload, grown, streaming)

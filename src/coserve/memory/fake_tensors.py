@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -76,6 +76,11 @@ def fake_tensors() -> Iterator[Allocations]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _Blank(), Allocations(mode) as counted:
         yield counted
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Tells whether a tensor holds no data."""
+    return isinstance(tensor, FakeTensor)
 
 
 class _Blank(TorchFunctionMode):

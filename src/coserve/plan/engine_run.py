@@ -69,12 +69,14 @@ class EngineRun:
             steps.ended(updated.version)
         yield Stage.STEP
 
-    def config(self, memory: int) -> EngineConfig:
-        """The engine's settings with a budget of `memory` bytes."""
+    def config(self, memory: int, base_memory: int | None = None) -> EngineConfig:
+        """The engine's settings with a budget of `memory` bytes, and of these `base_memory` for a base that
+        is streamed."""
         return EngineConfig(
             device=str(self._device),
             cache_tokens=self._program.load.cache_tokens,
             memory=memory,
+            base_memory="auto" if base_memory is None else base_memory,
             calibrate=False,
         )
 
@@ -115,22 +117,37 @@ class EngineRun:
         engine.executor.run(Plan(training=(segment,), micro_batches=announce_batches([micro_batch])))
 
 
-def refusal(subject: Subject, program: Program, memory: int, on_cpu: bool = True) -> str:
+def refusal(
+    subject: Subject, program: Program, memory: int, on_cpu: bool = True, base_memory: int | None = None
+) -> str:
     """Error with which a server's engine with `memory` bytes refuses the program, with settings that would
     fit; empty where it accepts it. Uses the engine itself on tensors without data. On a CPU code that
-    libraries compile counts, too."""
+    libraries compile counts, too. With `base_memory` the base is streamed in as many bytes."""
+    try:
+        _admit(subject, program, memory, on_cpu, base_memory)
+    except (ConfigError, OutOfMemory) as error:
+        return str(error)
+    return ""
+
+
+def least_memory(subject: Subject, program: Program, base_memory: int) -> int:
+    """Bytes with which a server's engine on a CPU accepts the program, its base streamed in `base_memory`:
+    what it has reserved once the program is admitted to more than enough."""
+    return _admit(subject, program, _NO_LIMIT, True, base_memory)
+
+
+def _admit(subject: Subject, program: Program, memory: int, on_cpu: bool, base_memory: int | None) -> int:
+    """Admits the program to an engine; returns the bytes that this has reserved. Raises ConfigError or
+    OutOfMemory."""
     run = EngineRun(subject, program, torch.device("cpu"))
     with fake_tensors():
-        try:
-            engine = Engine(subject.build(), run.config(memory))
-            if on_cpu:
-                engine.memory.count_process(grown=0)  # nothing is loaded here
-            if program.trains:
-                examples, config = run.job()
-                engine.finetune(examples, _JOB, settings_of(program.parts), config)
-        except (ConfigError, OutOfMemory) as error:
-            return str(error)
-    return ""
+        engine = Engine(subject.build(), run.config(memory, base_memory))
+        if on_cpu:
+            engine.memory.count_process(grown=0)  # nothing is loaded here
+        if program.trains:
+            examples, config = run.job()
+            engine.finetune(examples, _JOB, settings_of(program.parts), config)
+        return engine.memory.ledger.used
 
 
 def _held(engine: Engine) -> int:

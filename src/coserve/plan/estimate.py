@@ -1,6 +1,6 @@
 """Estimates a program's peaks and their components, by running it on tensors without data."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -38,6 +38,11 @@ class Estimate:
 
     peaks: Peaks
     components: Components
+
+    def without(self, nbytes: int) -> "Estimate":
+        """The same with so many bytes of the weights elsewhere."""
+        peaks = {stage: peak - nbytes for stage, peak in self.peaks.items()}
+        return Estimate(peaks, replace(self.components, weights=self.components.weights - nbytes))
 
 
 def make_run(subject: Subject, program: Program, device: torch.device) -> Run:

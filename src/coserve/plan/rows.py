@@ -11,11 +11,12 @@ from coserve.memory.compiled import BUILT_BYTES
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.malloc import resident_bytes
 from coserve.model.load import load_base
-from coserve.plan.engine_run import refusal
+from coserve.plan.engine_run import least_memory, refusal
 from coserve.plan.estimate import Estimate, estimate_peaks
 from coserve.plan.measure import measure_peaks
 from coserve.plan.recipes import Fields
 from coserve.plan.stages import Peaks, PlainLoss, Program, ProgramSize, System
+from coserve.plan.streaming import StreamedBase, plan_streaming
 from coserve.plan.subject import Subject
 from coserve.train.save_policy import SavePolicy, SavePolicySetting
 
@@ -26,13 +27,15 @@ Tell = Callable[[str], object]
 @dataclass(frozen=True, slots=True)
 class Row:
     """A program and its bytes. `measured` are its peaks in fresh processes, if measured; `refused` is why it
-    does not fit into the budget, else empty."""
+    does not fit into the budget, else empty; `least` is then the smallest budget with which it does, where
+    its base is streamed."""
 
     program: Program
     estimate: Estimate
     refused: str
     measured: Peaks | None = None
     how: str = ""  # it was measured
+    least: int | None = None
 
     @property
     def errors(self) -> dict[str, float]:
@@ -58,6 +61,7 @@ class Row:
             "errors": self.errors,
             "fits": not self.refused,
             "refused": self.refused,
+            "least": self.least,
         }
 
 
@@ -73,8 +77,9 @@ def make_programs(load: ProgramSize, recipes: Recipes, keep: str | int) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Request for a plan. `keep` is coserve's save policy, `budget` the bytes available; programs are
-    measured on `device`, or with None only estimated."""
+    """Request for a plan. `keep` is coserve's save policy, `budget` the bytes available, `memory` and
+    `base_memory` what the engine is told of them; programs are measured on `device`, their base in memory as
+    a whole, or with None only estimated."""
 
     recipes: Recipes
     batches: Sequence[int] = (4,)
@@ -84,6 +89,8 @@ class PlanRequest:
     keep: SavePolicySetting = SavePolicy.INPUTS
     budget: int = 0
     device: str | None = None
+    memory: str | int | float = "auto"
+    base_memory: str | int | float = "auto"
 
     def programs(self) -> Iterator[Program]:
         """Programs of all batch sizes."""
@@ -99,7 +106,12 @@ def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: Non
     for programs that no engine could run, and ServerError where measuring fails."""
     imports = resident_bytes()  # so far they are all that there is
     check_length(subject, request.length)
-    rows = list(plan_rows(subject, list(request.programs()), request.budget, request.device, tell))
+    streamed = None
+    if request.device is None:
+        tell("estimating the base")
+        streamed = plan_streaming(subject, request.memory, request.base_memory)
+    programs = list(request.programs())
+    rows = list(plan_rows(subject, programs, request.budget, request.device, tell, streamed))
     return {
         "model": subject.name,
         "dtype": str(subject.dtype).removeprefix("torch."),
@@ -109,6 +121,7 @@ def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: Non
         "budget": request.budget,
         "built": BUILT_BYTES,
         "imports": imports,
+        "streamed": None if streamed is None else streamed.as_dict(),
         "measure": next((row.how for row in rows if row.how), None),
         "error": largest_error(rows),
         "rows": [row.as_dict() for row in rows],
@@ -130,13 +143,19 @@ def plan_rows(
     budget: int,
     device: str | None,
     tell: Tell = lambda _: None,
+    streamed: StreamedBase | None = None,
 ) -> Iterator[Row]:
-    """Rows one by one. With a `device` programs are measured, too; None only estimates."""
+    """Rows one by one. With a `device` programs are measured, too; None only estimates. `streamed` is the
+    engine's base where it is not in memory as a whole."""
     on_cpu = device is None or torch.device(device).type == "cpu"
     for program in programs:
         tell(f"estimating {program.system}, {program.name}")
-        estimate = estimate_peaks(subject, program)
-        if program.system is System.COSERVE:
+        estimate, least = estimate_peaks(subject, program), None
+        if program.system is System.COSERVE and streamed is not None:
+            estimate = estimate.without(streamed.freed)
+            refused = refusal(subject, program, budget, on_cpu, streamed.room)
+            least = least_memory(subject, program, streamed.least) if refused else None
+        elif program.system is System.COSERVE:
             refused = refusal(subject, program, budget, on_cpu)
         else:
             refused = "" if estimate.components.total <= budget else "it needs more than there is"
@@ -144,7 +163,7 @@ def plan_rows(
         if device is not None:
             tell(f"measuring {program.system}, {program.name}")
             found, how = measure_peaks(subject, program, device)
-        yield Row(program, estimate, refused, found, how)
+        yield Row(program, estimate, refused, found, how, least)
 
 
 def largest_error(rows: Sequence[Row]) -> float | None:

@@ -7,14 +7,12 @@ more, and no time of later passes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from coserve.core.size import show_size
 from coserve.errors import ConfigError, CoserveError, ModelNotFound
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.memory.malloc import return_freed_memory
@@ -27,33 +25,10 @@ from coserve.model.parameters import held_bytes, parameters_of
 from coserve.model.quantized.quantize import quantize_ends, quantize_layers, say_what_stays
 from coserve.model.refusal import refusing
 from coserve.streamed.model_files import ModelFiles
-from coserve.streamed.planner import RING, ResidencePlan, least_bytes, plan_residence
+from coserve.streamed.planner import RING, ResidencePlan, Streaming, plan_residence, refuse_too_little
 from coserve.streamed.ring import Ring, Streamed
 from coserve.streamed.scratch import ScratchFile
 from coserve.streamed.stored import Read, ReadBuffer, StoredBlock, store
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """How a base is streamed: `plan` says which blocks stay, `ring` has the others; a pass reads at `rate`
-    bytes a second, as measured."""
-
-    plan: ResidencePlan
-    ring: Ring
-    rate: float
-
-    @property
-    def seconds(self) -> float:
-        """A pass takes at least as long."""
-        return self.plan.read_nbytes / self.rate if self.plan.read_nbytes else 0.0
-
-    def __str__(self) -> str:
-        if not self.plan.read_nbytes:
-            return "all blocks of the base stay in memory"
-        return (
-            f"the base is streamed: {len(self.plan.resident)} of its blocks stay in memory, and a pass reads "
-            f"{show_size(self.plan.read_nbytes)} at {show_size(self.rate)}/s, in {self.seconds:.2g} s or more"
-        )
 
 
 class Kept(Resident):
@@ -117,20 +92,19 @@ class _Loading:
     def run(self) -> tuple[Base, Streaming]:
         base, blocks = self._base, self._base.chain.blocks
         ends = held_bytes(base.chain.ends.parameters().values()) + _packed_beside(base)
-        self._room = self._budget - ends
         if self._quantize == "none":  # else their bytes are not known yet
-            self._refuse_too_little([_nbytes_of(block) for block in blocks])
+            refuse_too_little([_nbytes_of(block) for block in blocks], ends, self._budget)
         stored = self._store_all()
         sizes = [one.nbytes for one in stored]
-        self._refuse_too_little(sizes)
-        plan = plan_residence(sizes, self._room)
+        refuse_too_little(sizes, ends, self._budget)
+        plan = plan_residence(sizes, self._budget - ends)
         for place in plan.resident:
             _keep(blocks[place], stored[place])
         streamed = {place: one for place, one in enumerate(stored) if place not in plan.resident}
         self._stream(streamed)
         base.fingerprint = fingerprint_of(base.model.config, self._samples, self._quantize)
         complete(base, lambda: self._place(plan, streamed))
-        return base, Streaming(plan, self._ring, self._rate)
+        return base, Streaming(plan, base.nbytes, self._rate)
 
     def _store_all(self) -> list[StoredBlock]:
         """Loads and stores one block after the other."""
@@ -173,16 +147,6 @@ class _Loading:
             placed[place] = store(one.block, buffer, one.reads, self._scratch)
             return_freed_memory()
         self._stream(placed)
-
-    def _refuse_too_little(self, sizes: list[int]) -> None:
-        ends = self._budget - self._room
-        least = ends + least_bytes(sizes)
-        if self._budget < least:
-            raise ConfigError(
-                f"{show_size(self._budget)} of memory are too few for this base, of which embeddings, head "
-                f"and final norm ({show_size(ends)}) stay and two blocks of up to {show_size(max(sizes))} "
-                f"pass through: at least {show_size(least)} are needed"
-            )
 
 
 def _packed_beside(base: Base) -> int:

@@ -29,11 +29,47 @@ class ResidencePlan:
     read_nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How a base is streamed: `plan` says which blocks stay, `resident_nbytes` are the base's bytes in memory
+    (ends, blocks that stay and buffers); a pass reads at `rate` bytes a second, as measured or assumed."""
+
+    plan: ResidencePlan
+    resident_nbytes: int
+    rate: float
+
+    @property
+    def seconds(self) -> float:
+        """A pass takes at least as long."""
+        return self.plan.read_nbytes / self.rate if self.plan.read_nbytes else 0.0
+
+    def __str__(self) -> str:
+        if not self.plan.read_nbytes:
+            return "all blocks of the base stay in memory"
+        return (
+            f"the base is streamed: {len(self.plan.resident)} of its blocks stay in memory, "
+            f"{show_size(self.resident_nbytes)} of the base in all, and a pass reads "
+            f"{show_size(self.plan.read_nbytes)} at {show_size(self.rate)}/s, in {self.seconds:.2g} s or more"
+        )
+
+
 def least_bytes(blocks: Sequence[int], buffers: int = RING) -> int:
     """The smallest budget for blocks of these bytes: larger ones may stay, so that the buffers are small."""
     everything = sum(blocks)
     sizes = sorted(set(blocks))
     return min([everything, *(sum(b for b in blocks if b > size) + buffers * size for size in sizes)])
+
+
+def refuse_too_little(blocks: Sequence[int], ends: int, budget: int) -> None:
+    """Raises ConfigError for a budget in which no base of these blocks, with `ends` bytes around them, can be
+    streamed."""
+    least = ends + least_bytes(blocks)
+    if budget < least:
+        raise ConfigError(
+            f"{show_size(budget)} of memory are too few for this base, of which embeddings, head "
+            f"and final norm ({show_size(ends)}) stay and two blocks of up to {show_size(max(blocks))} "
+            f"pass through: at least {show_size(least)} are needed"
+        )
 
 
 def plan_residence(blocks: Sequence[int], budget: int, buffers: int = RING) -> ResidencePlan:

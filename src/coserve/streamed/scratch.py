@@ -70,14 +70,19 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 def is_in_memory(folder: str) -> bool:
     """Tells whether a folder is on a file system whose files are in memory."""
+    return file_system_of(folder) in _IN_MEMORY
+
+
+def file_system_of(folder: str) -> str:
+    """Kind of the file system that a folder is on, such as ext4; empty where the system does not tell."""
     try:
         device = os.stat(folder).st_dev
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
-        return False
+        return ""
     own = f"{os.major(device)}:{os.minor(device)}"
     kinds = (line.partition(" - ")[2].split() for line in lines if line.split()[2] == own)
-    return any(kind[:1] and kind[0] in _IN_MEMORY for kind in kinds)
+    return next((kind[0] for kind in kinds if kind), "")
 
 
 def _default_folder() -> str:

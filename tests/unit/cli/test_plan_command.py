@@ -39,7 +39,19 @@ def test_a_budget_that_is_too_small_is_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     printed = plan(str(tmp_path), "--adapter", "ia3", *SMALL, "--memory", "30KB")
     assert " no" in printed.replace(" no-grad", "") and "yes" not in printed
-    assert "engine.memory" in printed
+    assert "too few even to stream them" in printed and "of engine.memory with" in printed
+
+
+def test_a_base_that_is_streamed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**FIELDS, "n_layer": 5}))
+    asked = (str(tmp_path), "--adapter", "ia3", *SMALL, "--memory", "1GiB", "--base-memory")
+    printed = plan(*asked, "300KB")
+    assert "the engine streams the base" in printed and "(assumed, as no file could be read)" in printed
+    assert "no" not in printed.split("ia3, inputs")[1].splitlines()[0]
+    found = json.loads(plan(*asked, "1KB", "--json"))
+    streamed, rows = found["streamed"], [row for row in found["rows"] if row["system"] == "coserve"]
+    assert streamed["room"] == 1000 < streamed["least"] and streamed["read"] is None
+    assert rows and all(row["least"] > streamed["least"] and not row["fits"] for row in rows)
 
 
 @pytest.mark.slow

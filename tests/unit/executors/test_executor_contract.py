@@ -5,6 +5,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -33,11 +34,13 @@ from coserve.executors.executor import (
 from coserve.executors.opening import Opened, open_local, open_remote
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.ledger import Account
+from coserve.model.load import load_base
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
+from coserve.streamed.load import load_streamed
 from coserve.train.session import SessionConfig
 from coserve.train.state import Identity
 from forked_executors import fork_executors
-from models import tiny
+from models import save, tiny
 
 PAGE = 8
 CONFIG = EngineConfig(page_size=PAGE, cache_tokens=40 * PAGE, max_running=8)
@@ -351,3 +354,23 @@ def test_limits_and_grammars_are_taken(opened: Opened) -> None:
     opened.executor.call(SetLimits(window_group_rows=128, activation_nbytes=1 << 20))
     opened.executor.call(CompileGrammar("whatever: no tokenizer was given"))
     assert opened.executor.spec.sequences == CONFIG.max_running
+
+
+@pytest.mark.parametrize("name", list(OPENS))
+def test_how_the_base_is_streamed_is_told(name: str, patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = save(tiny(MODEL), tmp_path)
+    whole = load_base(folder).nbytes
+    opened = OPENS[name](folder, replace(CONFIG, base_memory=whole * 4 // 5))
+    try:
+        found = opened.executor.spec.streaming
+        base, wanted = load_streamed(folder, whole * 4 // 5)
+        assert found == replace(wanted, rate=found.rate if found else 0.0)
+        assert found is not None and found.rate > 0 and found.plan.read_nbytes > 0
+        assert found.resident_nbytes == base.nbytes == opened.executor.call(ReadMemory()).base
+    finally:
+        if name == "remote":
+            opened.executor.close()  # type: ignore[attr-defined]
+
+
+def test_a_base_loaded_as_a_whole_is_not_streamed(executor: Executor) -> None:
+    assert executor.spec.streaming is None

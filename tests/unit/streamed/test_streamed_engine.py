@@ -11,11 +11,13 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
 from coserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel, WeightsUnreadable
 from coserve.executors.executor import ReadMemory
+from coserve.executors.opening import base_room
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.model.block import Resident
 from coserve.model.load import load_base
 from coserve.streamed.files import WeightFile, read_header
 from coserve.streamed.load import load_streamed
+from coserve.streamed.model_files import saved_bytes
 from mixed import TRAINING, make_examples, trained
 from models import save, tiny
 
@@ -75,7 +77,7 @@ def test_a_budget_for_all_of_it_streams_nothing(folder: Path) -> None:
     whole = load_base(folder).nbytes
     base, streaming = load_streamed(folder, 2 * whole)
     assert all(isinstance(block.residence, Resident) for block in base.chain)
-    assert streaming.seconds == 0.0 and streaming.ring.nbytes == 0
+    assert streaming.seconds == 0.0 and base.buffer_nbytes == 0
     assert whole <= base.nbytes <= 1.1 * whole
 
 
@@ -119,15 +121,17 @@ def test_a_memory_smaller_than_the_folder_streams_by_itself(folder: Path) -> Non
     whole = load_base(folder).nbytes
     with pytest.raises(ConfigError, match="too few for this base"):
         Engine(folder, EngineConfig(memory=whole // 4, **fields))
-    from coserve.executors import opening
+
+    def room(config: EngineConfig) -> int | None:
+        return base_room(config, lambda: saved_bytes(folder, config.quantize))
 
     saved = sum(tensor.nbytes for tensor in read_header(folder / "model.safetensors").values())
     config = EngineConfig(memory=saved - 1, **fields)
-    assert opening._base_room(folder, config) == (saved - 1) // 2
-    assert opening._base_room(folder, EngineConfig(memory=saved, **fields)) is None
-    assert opening._base_room(folder, EngineConfig(memory=saved - 1, quantize="8bit", **fields)) is None
-    assert opening._base_room(folder, EngineConfig(**fields)) is None
-    assert opening._base_room(folder, EngineConfig(memory=whole, base_memory=0.5, **fields)) == whole // 2
+    assert room(config) == (saved - 1) // 2
+    assert room(EngineConfig(memory=saved, **fields)) is None
+    assert room(EngineConfig(memory=saved - 1, quantize="8bit", **fields)) is None
+    assert room(EngineConfig(**fields)) is None
+    assert room(EngineConfig(memory=whole, base_memory=0.5, **fields)) == whole // 2
 
 
 def start(folder: Path, budget: int | str = "auto") -> tuple[Engine, list[Any]]:

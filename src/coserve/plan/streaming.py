@@ -1,0 +1,72 @@
+"""Whether an engine would stream a model's base, and what that takes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from coserve.config import EngineConfig
+from coserve.errors import ConfigError
+from coserve.executors.opening import base_room
+from coserve.memory.fake_tensors import fake_tensors
+from coserve.model.load import load_base
+from coserve.plan.subject import Subject
+from coserve.streamed.model_files import saved_bytes
+from coserve.streamed.planner import Streaming
+from coserve.streamed.shapes import ASSUMED_RATE, least_streamed, stream_shapes
+from coserve.streamed.trial import model_rate
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedBase:
+    """A base whose weights have `room` bytes of memory, of `whole`; at least `least` are needed. `streaming`
+    is None where these are more than `room`, `is_measured` says whether its rate is."""
+
+    room: int
+    whole: int
+    least: int
+    blocks: int
+    streaming: Streaming | None
+    is_measured: bool
+
+    @property
+    def freed(self) -> int:
+        """Bytes that are not in memory, as it is streamed or, where it cannot be, would be with `least`."""
+        return self.whole - (self.least if self.streaming is None else self.streaming.resident_nbytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; sizes in bytes. Of a base that cannot be streamed in its room much is None."""
+        found = self.streaming
+        return {
+            "room": self.room,
+            "whole": self.whole,
+            "least": self.least,
+            "blocks": self.blocks,
+            "resident_blocks": None if found is None else len(found.plan.resident),
+            "resident": None if found is None else found.resident_nbytes,
+            "read": None if found is None else found.plan.read_nbytes,
+            "rate": None if found is None else found.rate,
+            "rate_measured": self.is_measured,
+            "seconds": None if found is None else found.seconds,
+        }
+
+
+def plan_streaming(
+    subject: Subject, memory: str | int | float, base_memory: str | int | float = "auto"
+) -> StreamedBase | None:
+    """How an engine on a CPU with these settings streams the subject's base; None where it is in memory as a
+    whole. Reads some of the subject's files, to measure. Raises ConfigError for settings that are wrong."""
+    saved = 0 if subject.folder is None else saved_bytes(subject.folder, "none")
+    config = EngineConfig(memory=memory, base_memory=base_memory)
+    with fake_tensors():
+        base = load_base(subject.build())
+        whole = base.nbytes
+        room = base_room(config, lambda: saved or whole)
+        if room is None:
+            return None
+        least, measured = least_streamed(base), subject.folder and model_rate(subject.folder)
+        try:
+            streaming = stream_shapes(base, room, measured or ASSUMED_RATE)
+        except ConfigError:
+            return StreamedBase(room, whole, least, base.depth, None, bool(measured))
+    if not streaming.plan.read_nbytes:
+        return None
+    return StreamedBase(room, whole, least, base.depth, streaming, bool(measured))

@@ -1,0 +1,53 @@
+"""What streaming a base takes, known from shapes alone."""
+
+from typing import Final
+
+from torch import Tensor
+
+from coserve.core.sequence import Direction
+from coserve.model.base import Base
+from coserve.model.block import Residence
+from coserve.model.parameters import held_bytes
+from coserve.streamed.files import PAGE
+from coserve.streamed.planner import RING, Streaming, least_bytes, plan_residence, refuse_too_little
+
+ASSUMED_RATE: Final = 1e9  # bytes a second: disks gave 0.7 to 1.5 GB/s
+
+
+class Elsewhere(Residence):
+    """`Residence` of a block whose parameters have no data, and count as if they were read for each visit."""
+
+    def enter(self, direction: Direction) -> None:
+        """Does nothing."""
+
+    def leave(self) -> None:
+        """Does nothing."""
+
+    def outside(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor itself."""
+        return tensor
+
+
+def stream_shapes(base: Base, budget: int, rate: float = ASSUMED_RATE) -> Streaming:
+    """Has a base whose parameters are fake tensors count as one that is streamed within `budget` bytes. A
+    pass reads at `rate`. Raises ConfigError as `load_streamed` does."""
+    sizes, ends = _sizes(base)
+    refuse_too_little(sizes, ends, budget)
+    plan = plan_residence(sizes, budget - ends)
+    for place, block in enumerate(base.chain):
+        if place not in plan.resident:
+            block.residence = Elsewhere()
+    base.buffer_nbytes = plan.buffers * plan.buffer_nbytes
+    return Streaming(plan, base.nbytes, rate)
+
+
+def least_streamed(base: Base) -> int:
+    """The smallest budget with which a base can be streamed."""
+    sizes, ends = _sizes(base)
+    return ends + least_bytes(sizes, RING)
+
+
+def _sizes(base: Base) -> tuple[list[int], int]:
+    """Bytes of the blocks in files, and of what is around them."""
+    blocks = [held_bytes(block.parameters().values()) for block in base.chain]
+    return [-(-nbytes // PAGE) * PAGE for nbytes in blocks], held_bytes(base.chain.ends.parameters().values())

@@ -1,0 +1,104 @@
+"""What a plan says of a base that is streamed, against loading it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from coserve.errors import ConfigError
+from coserve.plan.engine_run import least_memory, refusal
+from coserve.plan.recipes import METHODS
+from coserve.plan.rows import plan_rows
+from coserve.plan.stages import Program, ProgramSize, System
+from coserve.plan.streaming import StreamedBase, plan_streaming
+from coserve.plan.subject import read_subject
+from coserve.streamed.load import load_streamed
+from coserve.streamed.model_files import saved_bytes
+from coserve.streamed.shapes import ASSUMED_RATE
+from models import save, tiny
+
+# Widths are multiples of 64: oneDNN pads others, which matters to small weights only.
+SIZES = {"num_key_value_heads": 4, "intermediate_size": 256, "vocab_size": 128, "num_hidden_layers": 5}
+LOAD = ProgramSize(batch=2, length=16, cache_tokens=64)
+LORA = Program("lora", System.COSERVE, LOAD, trains=True, parts=(METHODS["lora"],))
+ENOUGH = 1 << 40
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tiny("llama", torch.float32, **SIZES), tmp_path)
+
+
+def planned(folder: Path, memory: str | int, base_memory: str | int = "auto") -> StreamedBase:
+    found = plan_streaming(read_subject(folder), memory, base_memory)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_streamed_as_planned(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+    folder = save(tiny("llama", dtype, tie_word_embeddings=tied, **SIZES), tmp_path)
+    whole = planned(folder, ENOUGH, 1).whole
+    for share in (0.7, 0.8, 0.9):
+        found = planned(folder, ENOUGH, int(share * whole)).streaming
+        assert found is not None
+        _, streaming = load_streamed(folder, int(share * whole))
+        assert len(found.plan.resident) == len(streaming.plan.resident)
+        assert found.plan.read_nbytes == pytest.approx(streaming.plan.read_nbytes, rel=0.05)
+        assert found.resident_nbytes == pytest.approx(streaming.resident_nbytes, rel=0.05)
+        assert found.resident_nbytes <= share * whole and found.seconds == found.plan.read_nbytes / found.rate
+
+
+def test_the_least_is_what_loading_needs(folder: Path) -> None:
+    least = planned(folder, ENOUGH, 1).least
+    load_streamed(folder, int(1.05 * least))
+    with pytest.raises(ConfigError, match="too few for this base"):
+        load_streamed(folder, int(0.95 * least))
+    assert planned(folder, ENOUGH, least - 1).streaming is None
+    exact = planned(folder, ENOUGH, least).streaming
+    assert exact is not None and not exact.plan.resident
+
+
+def test_it_is_streamed_where_a_server_would(folder: Path) -> None:
+    """By itself where the memory is set and smaller than the files; then it has half of it."""
+    subject, saved = read_subject(folder), saved_bytes(folder, "none")
+    assert planned(folder, saved - 1).room == (saved - 1) // 2
+    assert plan_streaming(subject, saved) is plan_streaming(subject, "auto") is None
+    assert plan_streaming(subject, ENOUGH, 2 * saved) is None
+    assert planned(folder, 2 * saved, 0.25).room == saved // 2  # type: ignore[arg-type]
+
+
+def test_a_rate_is_measured_where_there_are_files(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    bare = tmp_path_factory.mktemp("bare")
+    (bare / "config.json").write_text((folder / "config.json").read_text())
+    room = planned(folder, ENOUGH, 1).least
+    full, shapes = planned(folder, ENOUGH, room), planned(bare, ENOUGH, room)
+    assert full.streaming is not None and shapes.streaming is not None
+    assert full.is_measured and full.streaming.rate > 0 and full.streaming.rate != ASSUMED_RATE
+    assert not shapes.is_measured and shapes.streaming.rate == ASSUMED_RATE
+    assert shapes.streaming.plan == full.streaming.plan
+
+
+def test_the_least_memory_is_accepted_and_less_is_not(folder: Path) -> None:
+    subject, base = read_subject(folder), planned(folder, ENOUGH, 1).least
+    least = least_memory(subject, LORA, base)
+    assert refusal(subject, LORA, least, base_memory=base) == ""
+    assert "needs" in refusal(subject, LORA, least - 4096, base_memory=base)
+    assert "needs" in refusal(subject, LORA, least), "as a whole the base takes more"
+
+
+def test_rows_count_what_is_in_memory(folder: Path) -> None:
+    subject = read_subject(folder)
+    streamed = planned(folder, ENOUGH, planned(folder, ENOUGH, 1).least)
+    (whole,) = plan_rows(subject, [LORA], ENOUGH, None)
+    (row,) = plan_rows(subject, [LORA], ENOUGH, None, streamed=streamed)
+    freed = whole.estimate.components.weights - row.estimate.components.weights
+    assert streamed.streaming is not None
+    assert freed == streamed.whole - streamed.streaming.resident_nbytes > 0
+    assert row.estimate.components.total == whole.estimate.components.total - freed
+    assert row.least is None and not row.refused
+    (refused,) = plan_rows(subject, [LORA], 1 << 20, None, streamed=streamed)
+    assert refused.refused and refused.least == least_memory(subject, LORA, streamed.least)
