@@ -218,12 +218,28 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightReads:
+    """Reading of a streamed base's weights: bytes, the seconds in which they were read, ahead or not, and the
+    seconds that computation `waited` for them."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    def __sub__(self, earlier: "WeightReads") -> "WeightReads":
+        return WeightReads(
+            self.nbytes - earlier.nbytes, self.seconds - earlier.seconds, self.waited - earlier.waited
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a plan. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
 
     `trained` are the training segments done since the last result, each with the layers really passed:
     segments stopped by `pause_training` have fewer than planned or are missing, and the step is `paused`.
-    `lanes` are the seconds of inference and of training in split lanes, 0 for none or unfinished.
+    `lanes` are the seconds of inference and of training in split lanes, 0 for none or unfinished. `reads` is
+    what was read of a streamed base's weights meanwhile.
     """
 
     seconds: float
@@ -233,3 +249,4 @@ class StepResult:
     trained: tuple[TrainingSegment, ...] = ()
     paused: bool = False
     lanes: tuple[float, float] = (0.0, 0.0)
+    reads: WeightReads = WeightReads()

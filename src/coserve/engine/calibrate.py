@@ -10,7 +10,14 @@ from coserve.adapters.methods.lora import LoRAConfig
 from coserve.core.plan import OptimStep, Plan, TrainingSegment
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
-from coserve.executors.executor import CloseSession, DropAdapters, Executor, FreshAdapter, OpenSession
+from coserve.executors.executor import (
+    CloseSession,
+    DropAdapters,
+    Executor,
+    FreshAdapter,
+    OpenSession,
+    SkipReads,
+)
 from coserve.model.base import Base
 from coserve.schedule.cost import Features
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
@@ -33,12 +40,14 @@ _KEYS = count(-1, -1)  # negative, unlike a scheduler's
 def measure(executor: Executor, base: Base, page_size: int, pages: int) -> list[Sample]:
     """(features, seconds) of decode, prefill, training and mixed steps, which leave no state behind.
 
-    Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Must run
-    before the engine serves requests: it writes into arbitrary pages.
+    Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Weights of a
+    streamed base are not read, nor the time for it counted. Must run before the engine serves requests: it
+    writes into arbitrary pages.
     """
     probe = _Probe(executor, base, page_size)
     limit = min(pages * page_size, base.max_positions) - 2
-    rounds = [[*_inference(probe, limit), *_training(probe, limit)] for _ in range(_ROUNDS)]
+    with _without_reads(executor):
+        rounds = [[*_inference(probe, limit), *_training(probe, limit)] for _ in range(_ROUNDS)]
     return [(same[0][0], min(seconds for _, seconds in same)) for same in zip(*rounds, strict=True)]
 
 
@@ -56,7 +65,7 @@ def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) ->
     if batch > executor.spec.sequences or base.depth < 2:
         return None
     answering, training = [], []
-    with _micro_batch(probe, 1, rows) as micro_batch:
+    with _without_reads(executor), _micro_batch(probe, 1, rows) as micro_batch:
         while not micro_batch.done:  # a half of the layers alone, the other beside answers
             with _next_half(micro_batch, rows) as window:
                 alone = probe.run(Plan(training=(window,)))[1]
@@ -65,9 +74,18 @@ def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) ->
                     steps, seconds = _beside(probe, window)
                 answering += steps
                 training.append(seconds / alone)
-    with _decoding(probe) as decode:
+    with _without_reads(executor), _decoding(probe) as decode:
         alone = median(probe.run(step)[1] for step in islice(decode, _ROUNDS))
     return (median(answering) / alone, median(training)) if all(answering) else None
+
+
+@contextmanager
+def _without_reads(executor: Executor) -> Iterator[None]:
+    executor.call(SkipReads(True))
+    try:
+        yield
+    finally:
+        executor.call(SkipReads(False))
 
 
 class _Probe:
@@ -77,8 +95,8 @@ class _Probe:
         self.executor, self.base, self.page_size = executor, base, page_size
 
     def run(self, plan: Plan) -> Sample:
-        features = Features.of(plan)
-        return features, self.executor.run(plan).seconds
+        features, result = Features.of(plan), self.executor.run(plan)
+        return features, result.seconds - result.reads.waited
 
     def sequence(self, tokens: int, answered: int, first_page: int, room: int = 1) -> Sequence:
         """A sequence whose first tokens count as computed; pages from `first_page` on, for `room` more."""

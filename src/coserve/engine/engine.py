@@ -92,6 +92,9 @@ class Engine:
         self._lock = threading.RLock()
         self.arrivals = Arrivals(self.executor)
         self.scheduler = self._make_scheduler(policy)
+        if self.streaming is not None:
+            places = {*range(self.base.depth)} - self.streaming.plan.resident
+            self.scheduler.cost.reads.start(places, self.streaming.plan.read_nbytes, self.streaming.rate)
         self.memory.open(self.executor, self.base, self.cache, self.scheduler.config)
         self._outlines = Outlines(self.base, self.base.dtype, opened.slot_nbytes)
         self.paged = PagedAdapters(self.cache, self.scheduler, reader)

@@ -210,6 +210,14 @@ class SetLimits(Command[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class SkipReads(Command[None]):
+    """Has blocks of a streamed base compute with zeros, without reading their weights, or no longer: for
+    measurements of their arithmetic."""
+
+    skip: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ReadMemory(Command[DeviceMemory]):
     """Returns the bytes held on the device."""
 

@@ -32,6 +32,7 @@ from coserve.executors.executor import (
     RestartStep,
     SaveState,
     SetLimits,
+    SkipReads,
     TraceLayers,
 )
 from coserve.memory.arena import Arena
@@ -101,6 +102,10 @@ class HeldState:
                 return None
             case SetLimits():
                 return self._limit(command)
+            case SkipReads():
+                if (reader := self.base.reader) is not None:
+                    reader.dry = command.skip
+                return None
             case ReadMemory():
                 return self._memory()
         raise NotImplementedError(f"{type(command).__name__} is no command of an executor")

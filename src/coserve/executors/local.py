@@ -27,6 +27,7 @@ from coserve.core.plan import (
     StepResult,
     TrainingSegment,
     Updated,
+    WeightReads,
 )
 from coserve.core.sequence import Direction
 from coserve.errors import CoserveError, LossNotFinite
@@ -158,7 +159,7 @@ class LocalExecutor(Executor):
         if plan.split is None:
             self._lanes.settle()
         self._pause.begin(plan.pausable, alone=not plan.inference)
-        started = time.perf_counter()
+        started, read = time.perf_counter(), self._read
         if self._begun is None:
             for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
                 self._fill(prefix)
@@ -180,7 +181,12 @@ class LocalExecutor(Executor):
         is_paused = plan.split is None and not {*plan.training} <= {*trained}
         self._pauses += is_paused
         seconds = time.perf_counter() - started - self._pause.lost  # nobody learns from what was lost
-        return StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes)
+        return StepResult(seconds, sampled, updated, failed, trained, is_paused, lanes, self._read - read)
+
+    @property
+    def _read(self) -> WeightReads:
+        """What has been read of a streamed base so far."""
+        return WeightReads() if self.base.reader is None else self.base.reader.total
 
     def _begin(self, plan: Plan) -> None:
         used = [self.table.release(key) for key in plan.released]

@@ -22,7 +22,7 @@ from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu import row_buckets
 from coserve.model.batch import BatchCell, LayerCalls, RowArguments, Rows
-from coserve.model.block import Block, Call, Ends, ModelPart, Resident
+from coserve.model.block import Block, Call, Ends, ModelPart, Resident, WeightReader
 from coserve.model.chain import Chain
 from coserve.model.frozen import HeldParameters
 from coserve.model.linear import FrozenLinear
@@ -42,7 +42,7 @@ class Base:
     adapters may stand, `caches` per layer, `hidden_size`, `max_positions`, `parameters` (their number; tied
     ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint` (content hash of all that), `chain` (its
     layers, and every loop over them), `frozen` (its frozen parameters, wherever they are), `buffer_nbytes`
-    (of buffers for parts that are not resident).
+    (of buffers for parts that are not resident), `reader` (of these parts; None where all are resident).
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Base:
         self.row_buckets = row_buckets(origin.device)
         self.parameters = origin.parameters
         self.buffer_nbytes = 0
+        self.reader: WeightReader | None = None
         self.hidden_size = 0
         self.vocabulary = 0
         self._arguments: RowArguments | None = None

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from coserve.adapters.sites import Weights
+from coserve.core.plan import WeightReads
 from coserve.core.sequence import Direction
 from coserve.model.parameters import ModuleParameters, parameters_of
 
@@ -33,6 +34,18 @@ class Residence(Protocol):
 
     def outside(self, tensor: Tensor) -> Tensor:
         """A parameter read in a visit, for use after it: itself, or a copy."""
+        ...
+
+
+class WeightReader(Protocol):
+    """Reads the parameters of parts that are not resident. While it is `dry` it reads nothing, and they
+    compute with zeros, in the same time."""
+
+    dry: bool
+
+    @property
+    def total(self) -> WeightReads:
+        """All reads so far."""
         ...
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from operator import mul
 from typing import Self
 
-from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment
+from coserve.core.plan import InferenceSegment, Plan, StepResult, TrainingSegment, WeightReads
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.lanes import LaneCosts
 from coserve.schedule.margin import Margin, share_of_steps
+from coserve.schedule.reads import ReadCosts
 from coserve.schedule.segments import causal_pairs, training_segment
 
 # What one unit of each feature is. The numbers are the seconds per unit assumed before any measurement:
@@ -62,13 +63,14 @@ _DRIFT = 0.1  # of the logarithmic error that one observation moves the factors 
 _MEMORY = 0.05  # of an observation in the running error
 _UNKNOWN_ERROR = 0.25  # before anything was measured
 _ALL = -1  # every bit
+_NO_READS = WeightReads()
 _OUTLIER = 4.0  # a step this many times slower or faster teaches no more than one exactly so
 
 
 class Features:
     """Features of a step, counted as its plan is built. `values` follows `NAMES`."""
 
-    __slots__ = ("_adapters", "_covered", "_fills", "_returned", "answers", "trains", "values")
+    __slots__ = ("_adapters", "_back", "_covered", "_fills", "_returned", "answers", "trains", "values")
 
     def __init__(self) -> None:
         self.values = [0.0] * len(NAMES)
@@ -76,6 +78,7 @@ class Features:
         self.trains = self.answers = False
         self._covered = 0  # a bit for each layer that some forward row visits; all bits are of every depth
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
+        self._back: tuple[int, ...] = ()  # bits of layers visited on each way back
         self._fills = 0  # passes over the whole depth that precede the step's own
         self._adapters: dict[str, float] = {}  # the share of the depth that rows of each pass
 
@@ -108,6 +111,7 @@ class Features:
         twin.trains, twin.answers = self.trains, self.answers
         twin._covered = self._covered
         twin._returned = self._returned.copy()
+        twin._back = self._back
         twin._fills = self._fills
         twin._adapters = self._adapters.copy()
         return twin
@@ -115,6 +119,11 @@ class Features:
     def as_dict(self) -> dict[str, float]:
         """The counts by name."""
         return dict(zip(NAMES, self.values, strict=True))
+
+    def visits(self, layers: int) -> int:
+        """Number of visits to layers with a bit in `layers`, forward and back."""
+        passes = (self._covered, *self._back)
+        return self._fills * layers.bit_count() + sum((way & layers).bit_count() for way in passes)
 
     def add(self, segment: InferenceSegment) -> None:
         """Adds a segment of a sequence."""
@@ -171,7 +180,9 @@ class Features:
         for other, passed in self._returned.items():
             others |= passed if other != job else 0
         self._returned[job] = own | layers
-        return (layers & (own | ~others)).bit_count()
+        read = layers & (own | ~others)
+        self._back += (read,)
+        return read.bit_count()
 
     def add_update(self) -> None:
         """Adds an optimizer step."""
@@ -216,8 +227,8 @@ class Costs:
 
 
 class CostModel:
-    """Predicts the seconds of a step: a non-negative weight for each feature times its kind's factor, and the
-    host's own time (`host`)."""
+    """Predicts the seconds of a step: a non-negative weight for each feature times its kind's factor, or the
+    time in which weights are read (`reads`), whichever is longer, and the host's own time (`host`)."""
 
     _effective: list[float]  # weight times factor, by feature
 
@@ -227,6 +238,7 @@ class CostModel:
         self._hosts = 0  # steps that it is known from
         self.misses = Margin()
         self.lanes = LaneCosts()
+        self.reads = ReadCosts()
         self._start([float(weights.get(name, DEFAULT_WEIGHTS[name])) for name in NAMES])
 
     @property
@@ -240,7 +252,7 @@ class CostModel:
 
     def predict_features(self, features: Features) -> float:
         """Seconds that a step of these features will take, from its planning until its tokens are there."""
-        return self._executed(features.values) + self.host
+        return self._executed(features) + self.host
 
     def predict_iteration(self, batches: Iterable[MicroBatch]) -> float:
         """Seconds of a whole optimizer step on these micro-batches: FineInfer's t_f."""
@@ -253,6 +265,18 @@ class CostModel:
                 features.add_training(replace(forward, direction=way))
         return self.predict_features(features)
 
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of a pass over the weights of all layers, without rows."""
+        return max(self.weights["forward_layers"], self.reads.pass_seconds)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that are computed while a pass reads the weights of a streamed base, to break even; 0 where it
+        reads none."""
+        left = self.reads.pass_seconds - self.weights["forward_layers"]
+        return int(max(left, 0.0) / max(self.weights["forward_rows"], 1e-9))
+
     def margin(self, config: SchedulerConfig, trains: bool, tokens: int = 1) -> float:
         """Relative margin for predictions of steps with or without training, of which answers of `tokens`
         tokens need as many in time."""
@@ -262,8 +286,8 @@ class CostModel:
     def fit(self, samples: Iterable[tuple[Plan | Features, float]]) -> None:
         """Refits the weights by non-negative least squares on the relative error.
 
-        `samples` are (plan not yet applied or features, seconds). Features without a sample keep their
-        weight.
+        `samples` are (plan not yet applied or features, seconds without waiting for weights). Features
+        without a sample keep their weight.
         """
         rows = [(_features(work).values, seconds) for work, seconds in samples if seconds > 0]
         if not rows:
@@ -271,11 +295,18 @@ class CostModel:
         relative = [[value / seconds for value in values] for values, seconds in rows]
         found = _solve(relative)
         self._start([found.get(index, weight) for index, weight in enumerate(self._effective)])
-        misses = [abs(self._executed(row) - 1.0) for row in relative]
+        misses = [abs(self._computed(row) - 1.0) for row in relative]
         self.error = sum(misses) / len(misses)
 
-    def observe(self, work: Plan | Features, seconds: float, host: float = 0.0) -> None:
-        """Learns from one step that took its executor `seconds`, and the host `host` beside it.
+    def observe(
+        self,
+        work: Plan | Features,
+        seconds: float,
+        host: float = 0.0,
+        reads: WeightReads = _NO_READS,
+    ) -> None:
+        """Learns from one step that took its executor `seconds`, and the host `host` beside it. What it
+        waited for weights teaches `reads`, the rest the weights of its features.
 
         Each kind of work has a factor that follows recent steps: a busier machine, or more activations stored
         than when it was measured. A kind learns from a step in proportion to its share of it. Weights within
@@ -287,7 +318,8 @@ class CostModel:
             return
         features = _features(work)
         values = features.values
-        predicted = max(self._executed(values), 1e-9)
+        predicted = max(self._executed(features), 1e-9)
+        self.reads.observe(reads)
         self.error += _MEMORY * (min(abs(predicted - seconds) / seconds, 1.0) - self.error)
         taken = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
         # An optimizer step alone takes three times its few milliseconds now and then; that says nothing about
@@ -298,6 +330,10 @@ class CostModel:
             self.misses.observe((taken + host) / usual, features.trains)
             self._hosts += 1
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
+        if self.reads.layers:
+            predicted = max(self._computed(values), 1e-9)
+            computed = max(seconds - reads.waited, 0.0)
+            taken = min(max(computed, predicted / _OUTLIER), predicted * _OUTLIER)
         self._correct_weights(values, taken, predicted)
         self._correct_factors(values, taken, predicted)
         self._apply_factors()
@@ -307,10 +343,10 @@ class CostModel:
         inference, training = result.lanes
         if plan.inference and inference:
             self.misses.observe((inference + host) / max(plan.predicted, 1e-9), trains=True)
-            alone = self._executed(Features.of_segments(plan.inference).values)
+            alone = self._executed(Features.of_segments(plan.inference))
             self.lanes.observe_inference(inference / max(alone, 1e-9))
         if result.trained and training:
-            alone = self._executed(Features.of_segments((), result.trained).values)
+            alone = self._executed(Features.of_segments((), result.trained))
             self.lanes.observe_training(training / max(alone, 1e-9))
 
     @property
@@ -334,8 +370,15 @@ class CostModel:
         self.error = costs.error
         self.lanes.start(*costs.lanes)
 
-    def _executed(self, values: list[float]) -> float:
-        """The executor's seconds of a step with these values of its features."""
+    def _executed(self, features: Features) -> float:
+        """The executor's seconds of a step with these features."""
+        computed = self._computed(features.values)
+        if not self.reads.layers:
+            return computed
+        return max(computed, self.reads.seconds(features.visits(self.reads.layers)))
+
+    def _computed(self, values: list[float]) -> float:
+        """Seconds of arithmetic, without waiting for weights."""
         seconds: float = sum(map(mul, self._effective, values))
         return seconds
 

@@ -435,7 +435,7 @@ class Scheduler:
             sequence.deferred += training
         self._last_training = (now, training)
         if plan.split is None:
-            self.cost.observe(plan, result.seconds, host)
+            self.cost.observe(plan, result.seconds, host, result.reads)
         else:
             self.cost.observe_lanes(plan, result, host)
         self.stats.steps += 1

@@ -1,6 +1,7 @@
 """The ring: buffers through which the parameters of blocks pass, read ahead of the block that computes."""
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -8,10 +9,12 @@ from typing import Final
 
 from torch import Tensor
 
+from coserve.core.plan import WeightReads
 from coserve.core.sequence import Direction
 from coserve.errors import WeightsUnreadable
 from coserve.streamed.stored import ReadBuffer, StoredBlock
 
+_SILENT: Final = "weights are being read for {:.0f} s: the disk does not answer"
 PATIENCE: Final = 60.0  # seconds for bytes that are being read; then a visit fails
 Visit = tuple[int, bool]  # a block's place in the chain, and whether on the way back
 
@@ -53,7 +56,29 @@ class Ring:
         self._after: dict[Visit, Visit] = {}
         self._last: dict[int, Visit] = {}  # by thread: two lanes go their own ways
         self.patience = PATIENCE
-        self.read_nbytes = 0  # in all, ahead or not
+        self._dry = False
+        self._total = WeightReads()
+
+    @property
+    def total(self) -> WeightReads:
+        """See `WeightReader`."""
+        return self._total
+
+    @property
+    def dry(self) -> bool:
+        """See `WeightReader`."""
+        return self._dry
+
+    @dry.setter
+    def dry(self, dry: bool) -> None:
+        with self._lock:
+            assert not any(slot.visits for slot in self._slots), "a visit goes on"
+            if not self._freed.wait_for(lambda: all(slot.is_free for slot in self._slots), self.patience):
+                raise WeightsUnreadable(_SILENT.format(self.patience))
+            for slot in self._slots:
+                slot.place = slot.read = None
+                slot.buffer.tensor.zero_()
+            self._dry = dry
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +88,7 @@ class Ring:
     def enter(self, place: int, direction: Direction) -> None:
         """Brings a block's parameters in. Raises WeightsUnreadable."""
         visit = place, direction is Direction.BACKWARD
+        began = time.perf_counter()
         with self._lock:
             self._learn(visit)
             slot = self._slot_for(place)
@@ -71,8 +97,9 @@ class Ring:
             if awaited is not None:
                 self._read_ahead(visit)
         try:
-            if awaited is None or not self._arrives(awaited):
+            if not self._dry and (awaited is None or not self._arrives(awaited)):
                 self._read_now(slot)
+            self._count(waited=time.perf_counter() - began)
             self._blocks[place].bind(slot.buffer)
             with self._lock:
                 self._read_ahead(visit)  # not beside what is waited for
@@ -138,6 +165,8 @@ class Ring:
 
     def _read_ahead(self, visit: Visit) -> None:
         """Has the thread read blocks that come next into slots of blocks that do not."""
+        if self._dry:
+            return
         pinned = sum(slot.visits > 0 for slot in self._slots)
         wanted = [*dict.fromkeys(place for place in self._coming(visit))][: len(self._slots) - pinned]
         for place in wanted:
@@ -155,9 +184,14 @@ class Ring:
             slot.read.add_done_callback(self._notify)
 
     def _fill(self, slot: _Slot, place: int) -> None:
+        began = time.perf_counter()
         self._blocks[place].read(slot.buffer)
+        self._count(self._blocks[place].read_nbytes, time.perf_counter() - began)
+
+    def _count(self, nbytes: int = 0, seconds: float = 0.0, waited: float = 0.0) -> None:
         with self._lock:
-            self.read_nbytes += self._blocks[place].read_nbytes
+            now = self._total
+            self._total = WeightReads(now.nbytes + nbytes, now.seconds + seconds, now.waited + waited)
 
     def _read_now(self, slot: _Slot) -> None:
         assert slot.place is not None
@@ -179,9 +213,7 @@ class Ring:
         except WeightsUnreadable:
             return False
         except FutureTimeout as error:
-            raise WeightsUnreadable(
-                f"weights are being read for {self.patience:.0f} s: the disk does not answer"
-            ) from error
+            raise WeightsUnreadable(_SILENT.format(self.patience)) from error
         return True
 
     def _notify(self, _: object) -> None:

@@ -209,3 +209,43 @@ def test_visitors_wait_for_a_buffer_that_is_being_filled() -> None:
     ring.patience = 5.0
     threading.Timer(0.02, blocks[1].gate.set).start()
     ring.enter(2, FORWARD)
+
+
+def test_it_counts_what_it_reads_and_how_long_visits_wait() -> None:
+    ring, blocks, _ = make([0, 1, 2])
+    for block in blocks.values():
+        block.seconds = 0.05
+    before = ring.total
+    visit(ring, 0)  # waits for its own read; 1 and 2 are read ahead meanwhile
+    waited = (ring.total - before).waited
+    visit(ring, 1)
+    done = ring.total - before
+    assert 0.05 <= waited < 0.1 and done.waited - waited < 0.03
+    assert 0.15 <= done.seconds < 0.3 and done.nbytes == 0  # of three blocks that have no bytes
+
+
+def test_dry_visits_read_nothing_and_find_zeros() -> None:
+    ring, blocks, notes = make(range(1, 6))
+    visit(ring, 1)
+    ring.enter(2, FORWARD)
+    with pytest.raises(AssertionError, match="a visit goes on"):
+        ring.dry = True
+    ring.leave(2)
+    ring.dry = True
+    for block in blocks.values():
+        block.place = 0  # what `bind` looks for
+    notes.clear()
+    for place in (1, 2, 3, 4, 2, 1, 1):
+        visit(ring, place)
+    for place in (1, 2, 3):  # more at a time than there are buffers
+        ring.enter(place, FORWARD)
+    for place in (1, 2, 3):
+        ring.leave(place)
+    assert notes == [("bind", 0)] * 10 and ring.dry
+    ring.dry = False
+    for place, block in blocks.items():
+        block.place = place
+    notes.clear()
+    for place in (1, 2, 3, 4, 5):
+        visit(ring, place)
+    assert [place for kind, place in notes if kind == "bind"] == [1, 2, 3, 4, 5]

@@ -207,3 +207,35 @@ def test_a_file_that_is_gone_for_a_while(folder: Path) -> None:
     file.write_bytes(content)
     found = outcome(engine, handles)
     assert all(torch.allclose(found[key], numbers, rtol=1e-6, atol=1e-8) for key, numbers in wanted.items())
+
+
+def test_calibration_measures_arithmetic_and_reads_nothing(folder: Path) -> None:
+    """Blocks compute with zeros meanwhile, and with their own weights afterwards."""
+    budget = load_base(folder).nbytes * 9 // 10
+    engine = Engine(folder, EngineConfig(base_memory=budget, **FIELDS))
+    reader, streaming = engine.base.reader, engine.streaming
+    assert reader is not None and streaming is not None
+    before = reader.total.nbytes
+    engine.calibrate()
+    assert reader.total.nbytes == before and not reader.dry
+    reads = engine.scheduler.cost.reads
+    assert reads.nbytes * reads.layers.bit_count() == streaming.plan.read_nbytes
+    assert {place for place in range(engine.base.depth) if reads.layers >> place & 1} == {
+        place for place, one in enumerate(engine.base.chain) if not isinstance(one.residence, Resident)
+    }
+    answers = [engine.generate([1, 5, 9, 2], sampling=SAMPLING).result() for _ in range(2)]
+    whole = Engine(folder, EngineConfig(**FIELDS)).generate([1, 5, 9, 2], sampling=SAMPLING).result()
+    assert all(answer.tokens == whole.tokens for answer in answers)
+
+
+def test_results_say_what_was_read_for_them(folder: Path) -> None:
+    engine, _ = start(folder, load_base(folder).nbytes * 9 // 10)
+    reader, found = engine.base.reader, []
+    assert reader is not None
+    step = engine.scheduler.apply
+    engine.scheduler.apply = lambda result, now: (found.append(result), step(result, now))[1]  # type: ignore[func-returns-value]
+    before = reader.total.nbytes
+    engine.run()
+    nbytes = sum(result.reads.nbytes for result in found)
+    assert 0.5 < nbytes / (reader.total.nbytes - before) <= 1  # the rest was read between steps
+    assert all(0 <= result.reads.waited <= result.seconds for result in found)

@@ -16,6 +16,8 @@ class Hybrid(Policy):
     Training alone runs for a quantum at a time (at least one window through one layer or the tail), the
     longest that an arriving request waits; where arrivals pause training, they wait for a product of a layer,
     which is then lost. Windows have the rows that are cheapest so (`TrainingPacker`), as far as memory bears.
+    Where a streamed base is read for each step, training beside answers has the rows that pass meanwhile, as
+    far as memory bears, and as long again as a pass for its way back.
     Beside answers a window is `fused`, cut to what each step bears, or `interleaved`: it stays whole, and
     steps without training go on until their slack adds up to one of its layers. `chosen` takes what has the
     cheaper rows by the cost model (`TrainingPacker`).
@@ -43,7 +45,8 @@ class Hybrid(Policy):
                 return Allowance(self.quantum(view), rows, minimum=INFINITE)
             most = max(rows, view.window_rows)
             return Allowance(self.quantum(view), most, minimum=INFINITE, arrivals=view.arrivals)
-        seconds = min(view.slack, view.config.quantum_with_inference)
+        rows = max(rows, min(view.cost.free_rows, view.window_rows))
+        seconds = min(view.slack, max(view.config.quantum_with_inference, view.cost.reads.pass_seconds))
         if view.starving:
             return Allowance(seconds, rows, minimum=view.deferral)
         if self._windows == "interleaved":
