@@ -220,6 +220,18 @@ def memory(
 
 
 @app.command()
+def streamed(
+    json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "1.5b"
+) -> None:
+    """Measures a base four times as large as memory, beside peers under the same limit."""
+    check_writable("--json", json_file)
+    from coserve_benchmarks.report import print_report
+    from coserve_benchmarks.streamed.run import run_streamed
+
+    print_report(run_streamed(shape, quick, only or None, json_file))
+
+
+@app.command()
 def draw(
     results: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File that --json wrote.")

@@ -32,19 +32,20 @@ _ROUNDS = 3  # the quickest run of a step counts: other load only makes it slowe
 _DECODE = ((1, 32), (4, 256), (16, 64), (16, 256))  # (sequences, cached tokens of each)
 _PREFILL = ((1, 32), (1, 128), (1, 256), (8, 32))  # (sequences, prompt tokens of each)
 _WINDOWS = ((1, 32), (1, 128), (1, 256), (8, 32))  # (examples, tokens of each); few long ones attend more
+_LEAN_ROWS = 128  # of a window where memory is short
 _BESIDE = (4, 64, 256)  # sequences, cached tokens of each; rows of the window in the lane beside them
 _STEPS = 48  # of these sequences, at most, beside one window
 _KEYS = count(-1, -1)  # negative, unlike a scheduler's
 
 
-def measure(executor: Executor, base: Base, page_size: int, pages: int) -> list[Sample]:
+def measure(executor: Executor, base: Base, page_size: int, pages: int, lean: bool = False) -> list[Sample]:
     """(features, seconds) of decode, prefill, training and mixed steps, which leave no state behind.
 
     Some hundred steps: about a second on a small model, eight on 255M parameters and two cores. Weights of a
-    streamed base are not read, nor the time for it counted. Must run before the engine serves requests: it
-    writes into arbitrary pages.
+    streamed base are not read, nor the time for it counted. Where memory is short (`lean`) windows are small
+    and adapters of rank 1. Must run before the engine serves requests: it writes into arbitrary pages.
     """
-    probe = _Probe(executor, base, page_size)
+    probe = _Probe(executor, base, page_size, lean)
     limit = min(pages * page_size, base.max_positions) - 2
     with _without_reads(executor):
         rounds = [[*_inference(probe, limit), *_training(probe, limit)] for _ in range(_ROUNDS)]
@@ -65,7 +66,7 @@ def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) ->
     if batch > executor.spec.sequences or base.depth < 2:
         return None
     answering, training = [], []
-    with _without_reads(executor), _micro_batch(probe, 1, rows) as micro_batch:
+    with _micro_batch(probe, 1, rows) as micro_batch:
         while not micro_batch.done:  # a half of the layers alone, the other beside answers
             with _next_half(micro_batch, rows) as window:
                 alone = probe.run(Plan(training=(window,)))[1]
@@ -74,7 +75,7 @@ def measure_lanes(executor: Executor, base: Base, page_size: int, pages: int) ->
                     steps, seconds = _beside(probe, window)
                 answering += steps
                 training.append(seconds / alone)
-    with _without_reads(executor), _decoding(probe) as decode:
+    with _decoding(probe) as decode:
         alone = median(probe.run(step)[1] for step in islice(decode, _ROUNDS))
     return (median(answering) / alone, median(training)) if all(answering) else None
 
@@ -91,8 +92,8 @@ def _without_reads(executor: Executor) -> Iterator[None]:
 class _Probe:
     """Runs one-off plans and times them."""
 
-    def __init__(self, executor: Executor, base: Base, page_size: int) -> None:
-        self.executor, self.base, self.page_size = executor, base, page_size
+    def __init__(self, executor: Executor, base: Base, page_size: int, lean: bool = False) -> None:
+        self.executor, self.base, self.page_size, self.lean = executor, base, page_size, lean
 
     def run(self, plan: Plan) -> Sample:
         features, result = Features.of(plan), self.executor.run(plan)
@@ -160,7 +161,7 @@ def _inference(probe: _Probe, limit: int) -> Iterator[Sample]:
 def _training(probe: _Probe, limit: int) -> Iterator[Sample]:
     half = max(1, probe.base.depth // 2)
     for batch, rows in _WINDOWS:
-        if rows > limit:
+        if rows > limit or (probe.lean and batch * rows > _LEAN_ROWS):
             continue
         with _micro_batch(probe, batch, rows) as micro_batch:
             yield from _there_and_back(probe, micro_batch, batch * rows, half)
@@ -172,10 +173,10 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     """The only micro-batch of a job's only step: `batch` examples of `rows` tokens."""
     executor = probe.executor
     examples = [Example(tokens=(0,) * rows, labels=(0,) * rows)] * batch
-    training = TrainingConfig(batch_size=batch)
+    training, method = TrainingConfig(batch_size=batch), LoRAConfig(rank=1) if probe.lean else LoRAConfig()
     buckets = probe.base.row_buckets
     steps = SupervisedSteps(_JOB, f"{_JOB}@0", examples, training, probe.base.depth, buckets)
-    executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=FreshAdapter.of((LoRAConfig(),), 0)))
+    executor.call(OpenSession(_JOB, _JOB, 0, steps.session, fresh=FreshAdapter.of((method,), 0)))
     (micro_batch,) = steps.next_step(_KEYS)
     executor.run(Plan(micro_batches=announce_batches([micro_batch])))
     yield micro_batch

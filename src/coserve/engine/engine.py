@@ -108,9 +108,12 @@ class Engine:
     def calibrate(self) -> None:
         """Measures the costs of steps on this machine, in some seconds; nothing else may be under way."""
         room = self.base, self.config.page_size, self.config.pages
-        self.scheduler.cost.fit(measure(self.executor, *room))
+        is_short = self.streaming is not None  # of memory
+        self.scheduler.cost.fit(measure(self.executor, *room, lean=is_short))
+        self.memory.return_excess()
         threads = torch.get_num_threads()
-        if (lanes := measure_lanes(self.executor, *room)) is not None:
+        # Two lanes would read a streamed base's weights twice.
+        if not is_short and (lanes := measure_lanes(self.executor, *room)) is not None:
             self.scheduler.cost.lanes.start(*lanes)
         torch.set_num_threads(threads)  # a lane's own number is MKL's for the whole process
 

@@ -16,7 +16,7 @@ from coserve.core.size import read_memory, show_size
 from coserve.errors import ConfigError, OutOfMemory
 from coserve.executors.executor import DeviceMemory, Executor, ReadMemory
 from coserve.memory.budget import Capacity, budget_of, process_capacity
-from coserve.memory.compiled import BUILT_BYTES, bound_compiled_shapes
+from coserve.memory.compiled import bound_compiled_shapes, built_bytes
 from coserve.memory.ledger import Account, Bytes, Ledger
 from coserve.memory.malloc import resident_bytes, return_freed_memory
 from coserve.memory.measured import make_meter
@@ -80,7 +80,7 @@ class EngineMemory:
         where it cannot be measured in this process. Raises ConfigError where there is no room."""
         if self._base.device.type != "cpu":
             return
-        nbytes = (self._executor.spec.grown if grown is None else grown) + BUILT_BYTES
+        nbytes = (self._executor.spec.grown if grown is None else grown) + built_bytes()
         wanted = {_LIBRARIES: {Account.LIBRARIES: nbytes}}
         if missing := self.ledger.missing(wanted):
             raise ConfigError(

@@ -12,11 +12,14 @@ import os
 from typing import Final
 
 SHAPES: Final = 256
-# Bytes that a budget counts for these and for all else that libraries build as they work, such as traces.
-# After 64 prompts of 64 lengths, calibration and checks of four jobs a process of the embedded model held
-# 127 MB that no account had.
-BUILT_BYTES: Final = 128 << 20
 _SETTINGS: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # oneDNN's own, and torch's
+
+
+def built_bytes() -> int:
+    """Bytes that a budget counts for these shapes, as many as are kept, and for all else that libraries build
+    as they work, such as traces. After 64 prompts of 64 lengths, calibration and checks of four jobs a
+    process of the embedded model, with 256 shapes, held 127 MB that no account had."""
+    return (32 << 20) + int(os.environ.get(_SETTINGS[0], SHAPES)) * (384 << 10)
 
 
 def bound_compiled_shapes() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from coserve.errors import PromptTooLong
-from coserve.memory.compiled import BUILT_BYTES
+from coserve.memory.compiled import built_bytes
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.malloc import resident_bytes
 from coserve.model.load import load_base
@@ -119,7 +119,7 @@ def make_plan(subject: Subject, request: PlanRequest, tell: Tell = lambda _: Non
         "loss": request.loss.value,
         "cache_tokens": request.cache_tokens,
         "budget": request.budget,
-        "built": BUILT_BYTES,
+        "built": built_bytes(),
         "imports": imports,
         "streamed": None if streamed is None else streamed.as_dict(),
         "measure": next((row.how for row in rows if row.how), None),

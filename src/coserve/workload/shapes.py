@@ -113,6 +113,7 @@ _SHAPES = {
     shape.name: shape
     for shape in (
         ModelShape("8b", 4096, 32, 14336, 32, 8, 128256, 16384),
+        ModelShape("1.5b", 1280, 88, 3456, 20, 5, 4096, 2048),
         ModelShape("255m", 1024, 16, 2816, 16, 8, 32000, 4096),
         ModelShape("19m", 384, 8, 1024, 6, 3, 8192, 2048),
         ModelShape("tiny", 64, 4, 176, 4, 2, 512, 1024),

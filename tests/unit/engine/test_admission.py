@@ -10,7 +10,7 @@ from coserve.core.size import show_size
 from coserve.engine import memory
 from coserve.engine.finetuning import FineTuning
 from coserve.errors import AdapterNotFound, ConfigError, JobError, OutOfMemory
-from coserve.memory.compiled import BUILT_BYTES
+from coserve.memory.compiled import built_bytes
 from coserve.memory.ledger import Account
 from coserve.memory.malloc import resident_bytes
 from coserve.train.example import Example
@@ -216,12 +216,12 @@ def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: in
 @pytest.mark.local
 def test_a_process_counts_what_libraries_take_beside_the_model(fixed: int) -> None:
     """And a job that needs those bytes waits for others, or is refused, as with any bytes."""
-    engine = make_engine(fixed * 3 + 2 * BUILT_BYTES)
+    engine = make_engine(fixed * 3 + 2 * built_bytes())
     engine.executor._grown = 1000  # type: ignore[attr-defined]
     room = engine.memory.job_room()
     engine.memory.count_process()
-    assert engine.stats().memory["libraries"] == BUILT_BYTES + 1000
-    assert engine.memory.job_room() == room - BUILT_BYTES - 1000
+    assert engine.stats().memory["libraries"] == built_bytes() + 1000
+    assert engine.memory.job_room() == room - built_bytes() - 1000
     assert engine.stats().memory_imports == engine.memory.imports > 0
 
 
@@ -234,7 +234,7 @@ def test_a_budget_without_room_for_libraries_is_refused(fixed: int) -> None:
 def test_freed_memory_goes_back_where_it_exceeds_the_budget(
     fixed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, returned = make_engine(fixed + 2 * BUILT_BYTES), []
+    engine, returned = make_engine(fixed + 2 * built_bytes()), []
     engine.memory.count_process()
     monkeypatch.setattr(memory, "return_freed_memory", lambda: returned.append(True))
     engine.memory.imports = resident_bytes()
@@ -247,7 +247,7 @@ def test_freed_memory_goes_back_where_it_exceeds_the_budget(
 
 def test_a_step_returns_freed_memory_beyond_the_budget(fixed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and again where 8 MiB have come back; statistics look anew."""
-    engine, resident, returned = make_engine(fixed + 2 * BUILT_BYTES), [0], []
+    engine, resident, returned = make_engine(fixed + 2 * built_bytes()), [0], []
     monkeypatch.setattr(memory, "return_freed_memory", lambda: returned.append(resident[0]))
     monkeypatch.setattr(memory, "resident_bytes", lambda: resident[0])
     most = engine.memory.imports + engine.memory.ledger.budget

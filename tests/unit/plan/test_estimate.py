@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from coserve.adapters.settings import settings_of
-from coserve.memory.compiled import BUILT_BYTES
+from coserve.memory.compiled import built_bytes
 from coserve.plan.engine_run import EngineRun, refusal
 from coserve.plan.estimate import Estimate, estimate_peaks
 from coserve.plan.measure import MeasureOrder
@@ -128,7 +128,7 @@ def test_the_same_program_runs_with_data(subject: Subject, kind: type[TorchRun] 
 def test_the_engine_itself_refuses_what_does_not_fit(subject: Subject) -> None:
     asked = program(System.COSERVE, "lora", batch=4, length=256)
     assert refusal(subject, asked, 1 << 30) == ""
-    assert refusal(subject, asked, BUILT_BYTES, on_cpu=False) == "", "on a GPU nothing is set aside"
+    assert refusal(subject, asked, built_bytes(), on_cpu=False) == "", "on a GPU nothing is set aside"
     assert "too few" in refusal(subject, asked, 100_000)
     short, enough = 100_000, 1 << 30
     while enough - short > 1 << 16:
@@ -140,7 +140,7 @@ def test_the_engine_itself_refuses_what_does_not_fit(subject: Subject) -> None:
 
 def test_what_a_server_sets_aside_for_libraries_is_no_room(subject: Subject) -> None:
     answers = replace(program(System.COSERVE, "lora"), trains=False)
-    assert "for what libraries take in this process (128 MiB)" in refusal(subject, answers, BUILT_BYTES)
+    assert "for what libraries take in this process (128 MiB)" in refusal(subject, answers, built_bytes())
 
 
 def test_an_order_says_all_that_a_program_is(subject: Subject) -> None:

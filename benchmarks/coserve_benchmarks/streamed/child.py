@@ -1,0 +1,278 @@
+"""A limited process: python -m coserve_benchmarks.streamed.child, with a `StreamedOrder` on stdin."""
+
+import mmap
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+import torch
+
+from coserve.config import EngineConfig
+from coserve.core.request import SLO
+from coserve.engine.engine import Engine
+from coserve.memory.malloc import keep_freed_memory
+from coserve.schedule.policies import make_policy
+from coserve.train.save_policy import SavePolicy
+from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
+from coserve_benchmarks.drive import LoadResult, serve
+from coserve_benchmarks.ours import greedy, start_job
+from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport
+
+_TARGETS: Final = ("q_proj", "v_proj")  # the adapters' linears: PEFT's default
+_PIECE: Final = 8 << 20  # bytes of one read of the disk's trial
+_TRIAL: Final = 1 << 30  # bytes of the whole trial
+_PATIENCE: Final = 120.0  # seconds after a load, for the last answers
+_UNBOUNDED: Final = 1e9
+
+
+def main() -> None:
+    """Answers one order with one line, a `StreamedReport`."""
+    order = msgspec.json.decode(sys.stdin.read(), type=StreamedOrder)
+    torch.set_num_threads(order.threads)
+    print(msgspec.json.encode(_ACTS[order.act](order)).decode())
+
+
+def _size(order: StreamedOrder) -> StreamedReport:
+    """Bytes of the process's own memory when everything is imported."""
+    from transformers import LlamaForCausalLM
+
+    assert LlamaForCausalLM is not None
+    memory = psutil.Process().memory_info()
+    return StreamedReport(imports=memory.rss - memory.shared)
+
+
+def _control(order: StreamedOrder) -> StreamedReport:
+    """Loads the model as a whole, and answers a request."""
+    engine = Engine(order.folder, EngineConfig(cache_tokens=1024, calibrate=False))
+    engine.generate((1, 2, 3), sampling=greedy(2)).result()
+    return StreamedReport()
+
+
+def _coserve(order: StreamedOrder) -> StreamedReport:
+    keep_freed_memory()
+    before = _disk_rate(order.folder)
+    began = time.perf_counter()
+    engine = Engine(order.folder, _config(order))
+    engine.memory.count_process()
+    engine.calibrate()
+    loading = time.perf_counter() - began
+    streaming = engine.streaming
+    assert streaming is not None and streaming.plan.read_nbytes, "the base is streamed"
+    _warm(engine, order)
+    ours = _Ours(engine, order)
+    decoding = tuple(ours.decoding(turn) for turn in range(order.rounds))
+    turns = tuple(ours.turns(turn) for turn in range(order.rounds))
+    deferral, attained, requests = ours.deferral()
+    return StreamedReport(
+        loading=loading,
+        pass_nbytes=streaming.plan.read_nbytes,
+        pass_seconds=ours.pass_seconds,
+        free_rows=engine.scheduler.cost.free_rows,
+        described=str(streaming),
+        disk=(before, _disk_rate(order.folder)),
+        decoding=decoding,
+        deferral=deferral,
+        attained=attained,
+        requests=requests,
+        turns=turns,
+        tokens=_tokens(order),
+    )
+
+
+def _config(order: StreamedOrder) -> EngineConfig:
+    """What is left of the limit: a quarter for the weights, pages for requests of a round and some more."""
+    tokens = (order.prompts + 2) * (order.prompt + order.answer + 16)
+    return EngineConfig(
+        memory=order.memory,
+        base_memory=order.memory // 4,
+        cache_tokens=tokens,
+        max_running=2 * order.prompts,
+        prefix_sharing=False,
+        calibrate=False,
+        scratch=order.scratch,
+        scheduler={"interruptible": True, "max_prefill_rows": 256, "micro_batches_in_flight": 1},
+    )
+
+
+class _Ours:
+    """Rounds of an engine."""
+
+    def __init__(self, engine: Engine, order: StreamedOrder) -> None:
+        self._engine, self._order = engine, order
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of a pass, as the cost model has learned them."""
+        return self._engine.scheduler.cost.reads.pass_seconds
+
+    def decoding(self, turn: int) -> float:
+        """Bytes that are read in a second while requests are answered alone."""
+        engine, order, reader = self._engine, self._order, self._engine.base.reader
+        assert reader is not None
+        prompts = fixed_prompts(order.prompts, order.prompt, order.vocabulary, order.seed + turn)
+        answers = [engine.generate(prompt, sampling=greedy(order.answer)) for prompt in prompts]
+        engine.step()  # the prompts
+        before, began = reader.total.nbytes, time.perf_counter()
+        while any(answer.finish_reason is None for answer in answers):
+            engine.step()
+        return (reader.total.nbytes - before) / (time.perf_counter() - began)
+
+    def turns(self, turn: int) -> Round:
+        """Seconds of the same requests and training: shared passes, and serving and training in turn."""
+        runs: list[Callable[[], float]] = [
+            lambda: self._round(f"heterogeneous:{_UNBOUNDED}", turn),
+            lambda: self._round("idle-only", turn),
+        ]
+        seconds = [run() for run in (runs if turn % 2 else runs[::-1])]
+        shared, apart = seconds if turn % 2 else seconds[::-1]
+        return Round(ours=shared, theirs=apart)
+
+    def _round(self, policy: str, turn: int) -> float:
+        engine, order = self._engine, self._order
+        engine.scheduler.policy = make_policy(policy)
+        prompts = fixed_prompts(order.prompts, order.prompt, order.vocabulary, order.seed + turn)
+        began = time.perf_counter()
+        job = start_job(engine, _job(order, f"{policy}-{turn}", order.steps), SavePolicy.INPUTS)
+        answers = [engine.generate(prompt, sampling=greedy(order.answer)) for prompt in prompts]
+        while job.is_under_way or any(answer.finish_reason is None for answer in answers):
+            engine.step()
+        seconds = time.perf_counter() - began
+        assert len(job.history) == order.steps
+        return seconds
+
+    def deferral(self) -> tuple[tuple[Round, ...], tuple[Round, ...], int]:
+        """Fine-tuning tokens a second of algorithm 2 and algorithm 1 in each round, the shares of requests
+        within their bounds, and the number of requests in all."""
+        order, trained, attained, requests = self._order, [], [], 0
+        for turn in range(order.bound_rounds):
+            workload = self._bounded(turn)
+            policies = ["heterogeneous", "deferred"][:: 1 if turn % 2 else -1]
+            loads = {policy: self._load(policy, workload) for policy in policies}
+            slo = workload.requests[0].slo
+            rates = [loads[name].overall_training_rate() for name in ("heterogeneous", "deferred")]
+            shares = [loads[name].attainment(slo) for name in ("heterogeneous", "deferred")]
+            trained.append(Round(*rates))
+            attained.append(Round(*shares))
+            requests += len(workload.requests)
+        return tuple(trained), tuple(attained), requests
+
+    def _load(self, policy: str, workload: Workload) -> LoadResult:
+        self._engine.scheduler.policy = make_policy(policy)
+        return serve(self._engine, workload, _PATIENCE)
+
+    def _bounded(self, turn: int) -> Workload:
+        """Requests at random gaps, as FineInfer's (4.1: evenly up to a greatest one), with equal bounds."""
+        order, one = self._order, self.pass_seconds
+        draw = random.Random(order.seed + turn)
+        times, at = [], draw.uniform(0, order.gap * one)
+        while at < order.load * one:
+            times.append(at)
+            at += draw.uniform(0, order.gap * one)
+        prompts = fixed_prompts(len(times), order.prompt, order.vocabulary, order.seed + turn)
+        slo = SLO(deferral=order.bound * one)
+        requests = tuple(
+            TimedRequest(at, prompt, order.answer, slo=slo) for at, prompt in zip(times, prompts, strict=True)
+        )
+        job = _job(order, f"bounded-{turn}", 1_000_000)
+        return Workload("deferral", "", order.load * one, requests, (job,))
+
+
+def _job(order: StreamedOrder, name: str, steps: int) -> TimedJob:
+    """A job of so many optimizer steps, each of one micro-batch."""
+    examples = tuple(training_tokens([order.length] * order.batch, order.vocabulary, order.seed))
+    rows = order.batch * order.length
+    return TimedJob(0.0, name, examples, order.batch, order.rank, _TARGETS, steps, rows)
+
+
+def _warm(engine: Engine, order: StreamedOrder) -> None:
+    """Answers a request and trains a step, so that no round is the first."""
+    job = start_job(engine, _job(order, "warm", 1), SavePolicy.INPUTS)
+    answer = engine.generate((1, 2, 3), sampling=greedy(2))
+    while job.is_under_way or answer.finish_reason is None:
+        engine.step()
+
+
+def _disk_rate(folder: str) -> float:
+    """Bytes a second of direct reads, in order, of up to a gigabyte of the model's files."""
+    files = sorted(Path(folder).glob("*.safetensors"), key=lambda file: -file.stat().st_size)
+    buffer = mmap.mmap(-1, _PIECE)
+    descriptor = os.open(files[0], os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    try:
+        began, done = time.perf_counter(), 0
+        while done < _TRIAL and (count := os.preadv(descriptor, [buffer], done)) == _PIECE:
+            done += count
+        return done / (time.perf_counter() - began)
+    finally:
+        os.close(descriptor)
+
+
+def _accelerate(order: StreamedOrder) -> StreamedReport:
+    """transformers and accelerate: what does not fit stays on the disk and is loaded module by module."""
+    from transformers import AutoModelForCausalLM
+
+    room = {"cpu": order.memory // 2}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        order.folder, device_map="auto", max_memory=room, offload_folder=order.scratch
+    )
+    return _peer(order, model)
+
+
+def _mapped(order: StreamedOrder) -> StreamedReport:
+    """transformers alone, whose weights are mapped from the files: the system reads and drops their pages."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(order.folder)
+    return _peer(order, model)
+
+
+def _peer(order: StreamedOrder, model: Any) -> StreamedReport:
+    """Rounds of answers, and then of training with checkpointing, which alone stays within the limit."""
+    from peft import LoraConfig, get_peft_model
+
+    tuned: Any = get_peft_model(model, LoraConfig(r=order.rank, target_modules=[*_TARGETS]))
+    tuned.enable_input_require_grads()
+    optimizer = torch.optim.AdamW([one for one in tuned.parameters() if one.requires_grad], lr=1e-4)
+    prompts = torch.tensor(fixed_prompts(order.prompts, order.prompt, order.vocabulary, order.seed))
+    examples = training_tokens([order.length] * order.batch, order.vocabulary, order.seed)
+    batch, seconds = torch.tensor(examples), []
+    for _ in range(order.rounds):
+        began = time.perf_counter()
+        tuned.eval()
+        with torch.no_grad():
+            tuned.generate(
+                input_ids=prompts, max_new_tokens=order.answer, min_new_tokens=order.answer, pad_token_id=0
+            )
+        tuned.train()
+        tuned.gradient_checkpointing_enable({"use_reentrant": False})
+        for _ in range(order.steps):
+            loss = tuned(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tuned.gradient_checkpointing_disable()
+        seconds.append(time.perf_counter() - began)
+    return StreamedReport(peer=tuple(seconds), tokens=_tokens(order))
+
+
+def _tokens(order: StreamedOrder) -> int:
+    """Tokens answered and trained in a round."""
+    return order.prompts * order.answer + order.steps * order.batch * order.length
+
+
+_ACTS: Final[dict[Act, Callable[[StreamedOrder], StreamedReport]]] = {
+    "size": _size,
+    "control": _control,
+    "coserve": _coserve,
+    "accelerate": _accelerate,
+    "mapped": _mapped,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What a limited process is asked to do, and what it answers."""
+
+from typing import Literal
+
+import msgspec
+
+Act = Literal["size", "control", "coserve", "accelerate", "mapped"]
+
+
+class StreamedOrder(msgspec.Struct, frozen=True):
+    """`size` says how much memory the imports take; `control` loads the model as a whole; `coserve` measures
+    all of ours; `accelerate` and `mapped` are peers. Bytes, seconds and tokens; `memory` is what is left of
+    the limit for the engine."""
+
+    act: Act
+    folder: str
+    scratch: str
+    threads: int
+    seed: int
+    vocabulary: int
+    memory: int = 0
+    prompts: int = 4  # of a round, at once
+    prompt: int = 32
+    answer: int = 5
+    rank: int = 4
+    batch: int = 2
+    length: int = 64
+    steps: int = 5  # optimizer steps of a round
+    rounds: int = 5
+    bound_rounds: int = 3  # of a load with deferral bounds
+    load: float = 20.0  # its seconds, in passes over the weights
+    gap: float = 8.0  # the greatest between two of its requests, in passes
+    bound: float = 8.0  # on a request's deferral, in passes
+
+
+class Round(msgspec.Struct, frozen=True):
+    """A round of two contestants in turn."""
+
+    ours: float
+    theirs: float
+
+
+class StreamedReport(msgspec.Struct, frozen=True):
+    """`imports` in bytes. Rates are bytes a second: `disk` before and after, `decoding` of each round of
+    answers alone. `deferral` has the fine-tuning tokens a second of algorithm 2 and of algorithm 1, `turns`
+    the seconds of a round in turns and shared; `peer` the seconds of a round of a peer's, of `tokens`."""
+
+    imports: int = 0
+    loading: float = 0.0
+    pass_nbytes: int = 0
+    pass_seconds: float = 0.0
+    free_rows: int = 0
+    described: str = ""
+    disk: tuple[float, ...] = ()
+    decoding: tuple[float, ...] = ()
+    deferral: tuple[Round, ...] = ()
+    attained: tuple[Round, ...] = ()  # shares of requests that were deferred no longer than their bounds
+    requests: int = 0
+    turns: tuple[Round, ...] = ()
+    tokens: int = 0  # trained and answered in a round of `turns`, or of a peer
+    peer: tuple[float, ...] = ()

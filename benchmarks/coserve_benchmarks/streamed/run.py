@@ -1,0 +1,167 @@
+"""`coserve bench streamed`: the whole table.
+
+The model is made on the spot, four times as large as the limit where the imports leave room for that. Each
+contestant is a process of its own under the limit (`limit`), one after the other.
+"""
+
+import sys
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coserve.core.size import show_size
+from coserve.errors import ServerError
+from coserve_benchmarks.folder import save_shape
+from coserve_benchmarks.groups import begin, run_groups
+from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.results import Bar
+from coserve_benchmarks.streamed.limit import Limited, run_limited
+from coserve_benchmarks.streamed.orders import Act, Round, StreamedOrder, StreamedReport
+from coserve_benchmarks.timing import ratio_of
+
+GROUPS: Final = ("coserve", "peers")
+BARS: Final[dict[str, Bar | None]] = {
+    "resident.peak": Bar(1.0, at_most=True),
+    "read.share": Bar(0.85),
+    "hetero.vs_deferral": Bar(2.1),
+    "coserve.vs_turns": Bar(1.6),
+    "vs_peer": Bar(3.0),
+}
+_TIMES: Final = 4  # the model's bytes over the limit
+_ROOM: Final = 2.0  # times the ends and two blocks: for pages and activations, too
+_SPARE: Final = 48 << 20  # bytes for what no ledger knows: threads' stacks, freed memory
+_SHAPES: Final = 64  # of products whose code oneDNN keeps, of 0.65 MB each; 256 by default
+_PATIENCE: Final = 3600.0  # seconds of one contestant
+_PEER_ROUNDS: Final = 2
+_PEERS: Final[dict[Act, str]] = {
+    "accelerate": "transformers, accelerate's offload to disk, PEFT with checkpointing",
+    "mapped": "transformers on weights mapped from a file, PEFT with checkpointing",
+}
+
+
+def run_streamed(
+    shape: str = "1.5b",
+    quick: bool = False,
+    only: Collection[str] | None = None,
+    json_path: str | Path | None = None,
+) -> dict[str, Any]:
+    """Measures the rows of some groups (all, by default) and returns what `--json` writes. Raises ConfigError
+    for an unknown shape or group, ServerError where ours does not stay within the limit or a plain load does.
+    """
+    groups = GROUPS if only is None else tuple(only)
+    bench = begin(shape, quick, groups, GROUPS, json_path, BARS)
+    with tempfile.TemporaryDirectory(prefix="coserve-streamed-") as folder:
+        rows = _Rows(bench, Path(folder), quick)
+        run_groups(bench, groups, {"coserve": rows.coserve, "peers": rows.peers})
+    return bench.results.as_dict()
+
+
+class _Rows:
+    """Rows of one model under one limit."""
+
+    def __init__(self, bench: Bench, folder: Path, quick: bool) -> None:
+        self._bench, self._quick = bench, quick
+        scratch = folder / "scratch"
+        scratch.mkdir()
+        model = save_shape(bench.shape, folder)
+        self._saved = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        self._order = StreamedOrder(
+            act="size",
+            folder=str(model),
+            scratch=str(scratch),
+            threads=bench.machine.threads,
+            seed=bench.settings.seed,
+            vocabulary=bench.shape.vocabulary,
+        )
+        if quick:
+            few = {"rounds": 1, "bound_rounds": 1, "steps": 2, "answer": 3}
+            self._order = msgspec.structs.replace(self._order, **few)
+        imports = self._ask("size", 1 << 40).imports
+        least = 2 * (2 * bench.shape.head_weights + 2 * bench.shape.layer_weights // bench.shape.layers)
+        self._limit = max(self._saved // _TIMES, imports + _SPARE + int(_ROOM * least))
+        self._order = msgspec.structs.replace(self._order, memory=self._limit - imports - _SPARE)
+        bench.results.figure("limit", self._limit, "bytes")
+        bench.results.figure("imports", imports, "bytes")
+        bench.results.figure("model", self._saved, "bytes")
+        bench.results.note("limit", f"the model is {self._saved / self._limit:.2f} times the limit")
+
+    def coserve(self) -> None:
+        """Ours: the peak, the share of the disk's rate, both algorithms, and passes shared or in turn."""
+        control = self._run("control", self._limit)
+        if not control.was_killed and self._saved > self._limit:
+            raise ServerError(f"a plain load survived {show_size(self._limit)}: no limit is enforced")
+        ended = self._run("coserve", self._limit)
+        found, results = _read(ended), self._bench.results
+        results.figure("loading", found.loading, "seconds it took")
+        results.figure("pass.bytes", found.pass_nbytes, "bytes")
+        results.figure("pass.seconds", found.pass_seconds, "s")
+        results.figure("pass.free_rows", found.free_rows, "rows to break even")
+        results.figure("disk", max(found.disk), "bytes/s, direct reads in order")
+        results.note("plan", found.described)
+        note = (
+            f"{show_size(ended.peak)} of {show_size(self._limit)}, enforced by {ended.how}; a plain load was "
+        )
+        note += "killed" if control.was_killed else "not killed: it fits"
+        results.row("resident.peak", ended.peak / self._limit, note=note)
+        share = ratio_of([rate / max(found.disk) for rate in found.decoding])
+        results.row("read.share", share.value, (share.low, share.high))
+        self._compare("coserve.vs_turns", [Round(one.theirs, one.ours) for one in found.turns])
+        results.figure("coserve.tokens", self._rate(found, [one.ours for one in found.turns]), "tokens/s")
+        self._compare("hetero.vs_deferral", found.deferral)
+        kept = ", ".join(f"{one.ours:.2f} and {one.theirs:.2f}" for one in found.attained)
+        rates = ", ".join(f"{one.ours:.1f} and {one.theirs:.1f}" for one in found.deferral)
+        results.note(
+            "hetero.vs_deferral",
+            f"fine-tuning tokens/s of algorithm 2 and 1: {rates}; requests within their bounds: {kept}; "
+            f"{found.requests} requests, bounds of {self._order.bound:g} passes",
+        )
+
+    def _compare(self, key: str, rounds: "Collection[Round]") -> None:
+        ratio = ratio_of([one.ours / one.theirs for one in rounds])
+        self._bench.results.row(key, ratio.value, (ratio.low, ratio.high))
+
+    def peers(self) -> None:
+        """The same requests and training by peers, each in turn; the best that works counts."""
+        results = self._bench.results
+        order = msgspec.structs.replace(self._order, rounds=_PEER_ROUNDS)
+        best, told = 0.0, []
+        for act, name in _PEERS.items():
+            ended = self._run(act, self._limit, order)
+            if ended.returncode != 0:
+                last = ended.stderr.strip().splitlines()[-1:] or ["nothing"]
+                end = "killed at the limit" if ended.was_killed else f"failed: {last[0][:200]}"
+                told.append(f"{name}: {end}")
+                continue
+            found = _read(ended)
+            rate = self._rate(found, found.peer)
+            results.figure(f"peer.{act}", rate, "tokens/s")
+            told.append(f"{name}: {rate:.2f} tokens/s, peak {show_size(ended.peak)}")
+            best = max(best, rate)
+        results.note("vs_peer", "; ".join(told))
+        ours = results.figures.get("coserve.tokens")
+        if best and ours is not None:
+            results.row("vs_peer", ours.value / best, note="; ".join(told))
+
+    def _rate(self, found: StreamedReport, seconds: "Collection[float]") -> float:
+        """Tokens answered and trained a second, in the median round."""
+        return 1 / ratio_of([one / found.tokens for one in seconds]).value
+
+    def _ask(self, act: Act, limit: int) -> StreamedReport:
+        return _read(self._run(act, limit))
+
+    def _run(self, act: Act, limit: int, order: StreamedOrder | None = None) -> Limited:
+        few = {name: str(_SHAPES) for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")}
+        given = msgspec.json.encode(msgspec.structs.replace(order or self._order, act=act)).decode()
+        command = [sys.executable, "-m", "coserve_benchmarks.streamed.child"]
+        return run_limited(command, given, limit, _PATIENCE, few)
+
+
+def _read(ended: Limited) -> StreamedReport:
+    """A contestant's answer. Raises ServerError where it failed."""
+    if ended.returncode != 0:
+        lines = ended.stderr.strip().splitlines()[-3:]
+        raise ServerError(f"a contestant ended with {ended.returncode}: {' '.join(lines)}")
+    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=StreamedReport)
