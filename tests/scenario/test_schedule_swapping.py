@@ -1,16 +1,19 @@
 """What the scheduler does with a second tier: moves what is cheaper to move, and computes the rest again."""
 
+from dataclasses import replace
+
 from coserve.core.plan import SwapIn, SwapOut
-from coserve.core.request import Request, SamplingParams
+from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.executors.scripted import ScriptedExecutor, next_token
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
-from coserve.schedule.cost import CostModel
+from coserve.schedule.cost import DEFAULT_WEIGHTS, CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import Swapping
 
+SLOW_ROWS = {**DEFAULT_WEIGHTS, "forward_rows": 5e-4}
 PAGE, FAST, SLOW = 4, 1e-6, 1e-1  # seconds a page; a row takes 1e-4
 
 
@@ -28,11 +31,15 @@ class World:
         self.it = Scheduler(config, self.pool, cost, make_policy("hybrid"), self.swapping)
         self.executor = ScriptedExecutor(PAGE, swap_pages=room, swap_seconds=(seconds, seconds))
 
-    def ask(self, prompt: int = 12, answer: int = 16, first: int = 0, newcomer: bool = False) -> Sequence:
+    def ask(
+        self, prompt: int = 12, answer: int = 16, first: int = 0, newcomer: bool = False,
+        bound: float | None = None,
+    ) -> Sequence:  # fmt: skip
         """Prompts with the same `first` are alike as far as both go."""
         tokens, now = tuple(range(first, first + prompt)), self.executor.now
         sampling = SamplingParams(max_tokens=answer)
-        return self.it.submit(Request("r", tokens, sampling, arrival=now, newcomer=newcomer), now)
+        slo = SLO(between_tokens=bound)
+        return self.it.submit(Request("r", tokens, sampling, slo=slo, arrival=now, newcomer=newcomer), now)
 
     def until_preempted(self, sequence: Sequence) -> None:
         while not sequence.preemptions:
@@ -154,6 +161,30 @@ def test_who_is_cancelled_leaves_nothing_behind() -> None:
         world.executor.step(world.it)
         assert not world.executor._copies and world.swapping.used == 0
         world.finish(first)
+
+
+def test_swaps_break_no_bound_between_tokens() -> None:
+    """A copy of four pages or more takes 2 ms there and 2 back; a step of one row 11."""
+    for bound, swaps in ((0.012, False), (0.1, True), (None, True)):
+        world = World(seconds=5e-4)
+        world.it.cost.recall(replace(world.it.cost.learned, weights=SLOW_ROWS, measured=SLOW_ROWS))
+        first, second = world.ask(first=100, bound=bound), world.ask(first=200)
+        world.until_preempted(second)
+        assert bool(world.outs) is swaps
+        world.finish(first, second)
+
+
+def test_a_copy_without_time_to_be_read_is_computed_again() -> None:
+    """In some steps, while somebody with a bound decodes; the tier was faster when it was written."""
+    world = World(pages=17)
+    first, between = world.ask(answer=30, first=100, bound=0.05), world.ask(answer=30, first=300)
+    second = world.ask(answer=30, first=200)
+    world.until_preempted(second)
+    assert second.swapped is not None
+    world.it.cancel(between.key)
+    world.swapping.reading.guess = 0.1
+    world.finish(first, second)
+    assert world.it.stats.recomputed_tokens > 0 and not world.backs
 
 
 # Shared beginnings

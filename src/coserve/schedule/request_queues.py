@@ -136,10 +136,11 @@ class RequestQueues:
                 entered.append(sequence)
         return entered
 
-    def look_up(self, *sequences: Sequence) -> None:
-        """Counts cached and swapped tokens of waiting sequences, by default the next in line, as computed."""
+    def look_up(self, *sequences: Sequence, copies: bool = True) -> None:
+        """Counts cached and swapped tokens of waiting sequences, by default the next in line, as computed;
+        without `copies` swapped ones are dropped."""
         for sequence in sequences or self.waiting[: self._config.max_running]:
-            if sequence.swapped is not None and not self.prefixes.reaches_copy(sequence):
+            if sequence.swapped is not None and not (copies and self.prefixes.reaches_copy(sequence)):
                 self._drop_copy(sequence)
             self.prefixes.look_up(sequence)
 

@@ -29,7 +29,7 @@ from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.segments import announce, announce_batches, note_planned
 from coserve.schedule.slack import measure
 from coserve.schedule.stats import Stats
-from coserve.schedule.swapping import Swapping
+from coserve.schedule.swapping import Swapping, longest_moves
 from coserve.schedule.training_packer import TrainingPacker, in_order
 from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_through
 from coserve.schedule.utilization import Utilization
@@ -215,6 +215,8 @@ class Scheduler:
 
     def _plan(self, now: float) -> Plan:
         builder = PlanBuilder(now)
+        if self.swapping.pages:
+            self.swapping.limit = longest_moves(self.running, now, self.cost, self.config)
         self._requests.look_up()
         jobs, starving = self.training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
@@ -314,6 +316,10 @@ class Scheduler:
         for sequence in line:
             if not sequence.pages:  # sequences before it may have taken its cached pages
                 self._requests.look_up(sequence)
+            if sequence.swapped is not None and not self.swapping.has_time(sequence.swapped, builder.now):
+                if self.swapping.moves.back:  # it may be next
+                    continue
+                self._requests.look_up(sequence, copies=False)  # rows pass in as many steps as they need
             if sequence.swapped is not None:
                 closed = closed or not self._requests.enter(sequence, builder.now)
                 if not closed:

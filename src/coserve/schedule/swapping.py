@@ -4,14 +4,16 @@ vLLM's swapping and Symbiosis' caches elsewhere (3.4), with the choice made anew
 predicted seconds of computing the tokens again, and those of writing and reading their pages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
 from coserve.core.plan import Plan, StepResult, SwapIn, SwapOut
 from coserve.core.sequence import Sequence, SwapCopy
+from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel, Features
+from coserve.schedule.newcomers import INFINITE
 
 GUESS: Final = 1e-9  # seconds a byte before anything was measured: a disk, rather fast, so that it is tried
 _MEMORY: Final = 0.25  # of a measurement in the running mean
@@ -66,20 +68,27 @@ class Swapping:
         self.used = 0  # pages of copies
         self.writing, self.reading = Rate(page_seconds), Rate(page_seconds)
         self.moves = Moves()
+        self.limit = INFINITE  # seconds that the moves of the plan under construction may take
         self.planned = 0.0  # seconds of the moves of the last plan
         self._cost = cost
         self._numbers = count(1)
         self.on_failure: Callable[[Sequence], None] = lambda sequence: None
         self._owners: dict[int, Sequence] = {}  # by copy, until it is read or dropped
-        self._barred = -float("inf")
+        self._barred = -INFINITE
 
     def is_worth(self, sequence: Sequence, start: int, pages: int, now: float) -> bool:
         """Tells whether moving `pages` there and back takes less than computing the tokens from `start` on
         again, and there is room."""
         if pages <= 0 or pages > self.pages - self.used or now < self._barred + _BARRED:
             return False
-        moving = pages * (self.writing.seconds(now) + self.reading.seconds(now))
-        return moving < self._computing(sequence, start)
+        writing, reading = pages * self.writing.seconds(now), pages * self.reading.seconds(now)
+        if max(self.seconds(now) + writing, reading) > self.limit:
+            return False
+        return writing + reading < self._computing(sequence, start)
+
+    def has_time(self, copy: SwapCopy, now: float) -> bool:
+        """Tells whether the plan can read a copy as well."""
+        return self.seconds(now) + copy.pages * self.reading.seconds(now) <= self.limit
 
     def _computing(self, sequence: Sequence, start: int) -> float:
         """Seconds that the rows of the tokens from `start` on add to steps."""
@@ -164,3 +173,19 @@ class Swapping:
                     self.on_failure(sequence)
         out_pages = sum(len(move.pages) for move in plan.swap_out if move.copy not in lost)
         return out_pages, sum(len(move.pages) for move in plan.swap_in if move.copy not in lost)
+
+
+def longest_moves(running: Iterable[Sequence], now: float, cost: CostModel, config: SchedulerConfig) -> float:
+    """Seconds that a step's swaps may take, so that each running sequence's next token keeps its bound:
+    nothing can be done beside them."""
+    running = [one for one in running if one.newest_at is not None]
+    due, margin, features = INFINITE, 0.0, Features()
+    for one in running:
+        features.add_inference(one.virtual + one.computed, 1, 1, one.request.adapter)
+        if (bound := one.request.slo.between_tokens) is not None and one.newest_at is not None:
+            due = min(due, one.newest_at + bound)
+            tokens = one.request.sampling.max_tokens
+            margin = max(margin, cost.margin(config, trains=False, tokens=tokens))
+    if due == INFINITE:
+        return INFINITE
+    return max((due - now) / (1 + margin) - cost.predict_features(features), 0.0)
